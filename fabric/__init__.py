@@ -1,0 +1,47 @@
+"""A lightweight fabric for raw PyTorch loops: any device, any number of processes, any sharding scheme.
+
+The names below are imported when they are first used, so that `fabric --help` need not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fabric.fabric import Fabric as Fabric
+    from fabric.launchers import World as World
+    from fabric.launchers import WorkerError as WorkerError
+    from fabric.loggers.csv_file import CSVLogger as CSVLogger
+    from fabric.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
+    from fabric.seed import seed_everything as seed_everything
+    from fabric.strategies.checkpoint.single_file import CheckpointError as CheckpointError
+    from fabric.strategies.collectives.collective import CollectiveError as CollectiveError
+
+_HOME = {
+    "CSVLogger": "fabric.loggers.csv_file",
+    "CheckpointError": "fabric.strategies.checkpoint.single_file",
+    "CollectiveError": "fabric.strategies.collectives.collective",
+    "Fabric": "fabric.fabric",
+    "TensorBoardLogger": "fabric.loggers.tensorboard",
+    "WorkerError": "fabric.launchers",
+    "World": "fabric.launchers",
+    "seed_everything": "fabric.seed",
+}
+
+__all__ = [
+    "CSVLogger",
+    "CheckpointError",
+    "CollectiveError",
+    "Fabric",
+    "TensorBoardLogger",
+    "WorkerError",
+    "World",
+    "seed_everything",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'fabric' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

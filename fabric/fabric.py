@@ -1,0 +1,505 @@
+"""`Fabric`: the words of the user's loop, each handed to the part that knows.
+
+It checks the moment (nothing talks before `launch`, nothing is set up twice) and hands on. It never asks which
+strategy it has.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabric.callbacks import call
+from fabric.console import print_rank_zero
+from fabric.determinism import determinism
+from fabric.launchers import World, choose_launcher
+from fabric.loggers.logger import metric_writer
+from fabric.machine import Machine
+from fabric.progress import progress
+from fabric.request import Request
+from fabric.resolve import resolve
+from fabric.seed import seed_everything
+from fabric.stop import StopRequest
+from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.checkpoint import single_file
+from fabric.strategies.checkpoint.state import Filter, Stateful, load_into, restore, state_of
+from fabric.strategies.collectives import nested
+from fabric.strategies.collectives.collective import Collective, ReduceOp
+from fabric.strategies.collectives.rank_zero_first import rank_zero_first
+from fabric.strategies.data.loaders import DeviceLoader, Use
+from fabric.strategies.data.transfer import move
+from fabric.strategies.initialize import new_tensors
+from fabric.strategies.precision.forward_precision import autocast
+from fabric.strategies.prepared import Prepared
+from fabric.strategies.replica import backward_through
+from fabric.strategies.runtime import Runtime
+from fabric.strategies.strategy import Strategy
+
+T = TypeVar("T")
+
+
+class Fabric:
+    """Runs a PyTorch loop on any device, any number of processes, any sharding scheme. The loop stays the user's.
+
+    Everything is checked here, before anything starts: what cannot be honoured raises ValueError or TypeError, with
+    what to write instead.
+
+    `accelerator`: auto, cpu, cuda, mps, or another device that `torch.accelerator` knows.
+    `strategy`: a name (see `fabric.strategies.available_strategies()`), or a `Strategy` with options of its own.
+    `devices`: auto, a count, -1 for all, or the indices of the devices on this node.
+    `num_nodes`: how many machines take part.
+    `precision`: 64-true, 32-true, 16-true, bf16-true, 16-mixed, bf16-mixed.
+    `plugins`: a `Precision` or an `Environment` of the user's own.
+    `callbacks`: objects whose methods `call` runs. `loggers`: objects that take metrics.
+    `launcher`: auto, script, fork, forkserver, spawn, external.
+    `deterministic`: True (raise where an operation has no deterministic form), "warn", or False.
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: str = "auto",
+        strategy: str | Strategy = "auto",
+        devices: int | str | Sequence[int] = "auto",
+        num_nodes: int = 1,
+        precision: Any = "32-true",
+        plugins: Any = (),
+        callbacks: Any = (),
+        loggers: Any = (),
+        launcher: str = "auto",
+        deterministic: Any = False,
+    ) -> None:
+        said = {name: value for name, value in locals().items() if name != "self"}
+        request = Request.build(said, os.environ)
+        self._configuration = resolve(request, Machine.look(os.environ, request))
+        self._callbacks, self._loggers = request.callbacks, request.loggers
+        self._writers = [metric_writer(logger) for logger in self._loggers]
+        self._deterministic = request.deterministic
+        self._runtime: Runtime | None = None
+        self._open = ExitStack()
+        self._models: dict[nn.Module, Prepared] = {}
+        self._optimizers: set[Optimizer] = set()
+        self._backward: Callable[..., None] | None = None
+        self._stop: StopRequest | None = None
+
+    # Who and where
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors live."""
+        return self._connected.device
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are over all nodes."""
+        return self._world.size
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank over all nodes, from 0."""
+        return self._world.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank on its node, from 0."""
+        return self._world.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """The rank of this process's node, from 0."""
+        return self._world.node_rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self._world.is_global_zero
+
+    @property
+    def strategy(self) -> Strategy:
+        """How models lie over devices."""
+        return self._configuration.strategy
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """The kind of device."""
+        return self._configuration.accelerator
+
+    @property
+    def collective(self) -> Collective:
+        """How the ranks talk; for parallelism of one's own. `split` makes the `group` of the methods below."""
+        return self._connected.collective
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, or None."""
+        return self._loggers[0] if self._loggers else None
+
+    @property
+    def loggers(self) -> Sequence[Any]:
+        """The loggers, in the order given."""
+        return self._loggers
+
+    # Launching and closing
+
+    def launch(self, function: Callable[..., T] | None = None, *args: Any, **kwargs: Any) -> T | None:
+        """Without a function: from the next line on, the script runs on every rank. With one: run
+        `function(fabric, *args, **kwargs)` on every rank, and give back what rank 0 returned, tensors on the CPU.
+
+        Under an external launcher every process gets the result of its own rank.
+        Raises: WorkerError: a rank raised, died, or left without a result; the first failure counts.
+        """
+        if self._runtime is not None:
+            raise RuntimeError(
+                "`fabric.launch()` was called twice: this process is a rank already. Call it once, before `setup`; "
+                "`fabric.close()` ends this fabric, and another one can be launched after it."
+            )
+        chosen = self._configuration
+        launcher = choose_launcher(chosen.launcher, chosen.topology, function=function, world=chosen.world)
+        if function is None:
+            self._connect(launcher.enter())
+            return None
+        return launcher.launch(_run, self, function, args, kwargs)
+
+    def close(self) -> None:
+        """Give back the process group, the environment and the user's objects as they were. A second call does nothing.
+
+        Ranks: each calls it when it is done; it waits for nobody.
+        """
+        if self._runtime is not None:
+            self._open.close()
+            self._runtime = self._stop = self._backward = None
+            self._models, self._optimizers = {}, set()
+
+    def __enter__(self) -> Fabric:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # Preparing
+
+    def setup(
+        self, module: nn.Module, *optimizers: Optimizer, scheduler: Any = None, move_to_device: bool = True
+    ) -> Any:
+        """Prepare a model and its optimizers: the module alone, or with the optimizers (and the scheduler) in order.
+
+        What comes back are the user's own objects wherever the strategy can keep them. Ranks: all call it.
+        Raises: ValueError: something was set up before, or an optimizer holds a parameter that nobody would average.
+        """
+        runtime = self._connected
+        self._refuse_twice(module, *optimizers)
+        prepared = self.strategy.setup(runtime, module, optimizers, move_to_device)
+        self._open.callback(prepared.release)
+        self._models[prepared.module] = prepared
+        self._refuse_strangers(optimizers)
+        self._optimizers.update(prepared.optimizers)
+        self._backward = self._joint_backward()
+        results = (prepared.module, *prepared.optimizers, *(() if scheduler is None else (scheduler,)))
+        return results if len(results) > 1 else prepared.module
+
+    def setup_module(self, module: nn.Module, move_to_device: bool = True) -> nn.Module:
+        """Prepare a model without optimizers: for inference, or to make the optimizers from what comes back."""
+        return self.setup(module, move_to_device=move_to_device)  # type: ignore[no-any-return]
+
+    def setup_optimizers(self, *optimizers: Optimizer) -> Any:
+        """Prepare optimizers of models that are set up already: the optimizer alone, or all in the order given."""
+        if not optimizers:
+            raise ValueError("`fabric.setup_optimizers()` was given no optimizer. Pass at least one.")
+        self._refuse_twice(*optimizers)
+        self._refuse_strangers(optimizers)
+        self._open.callback(self.strategy.setup_optimizers(self._connected, optimizers))
+        self._optimizers.update(optimizers)
+        return optimizers[0] if len(optimizers) == 1 else optimizers
+
+    def setup_dataloaders(
+        self,
+        *loaders: Iterable[Any],
+        use_distributed_sampler: bool = True,
+        move_to_device: bool = True,
+        use: Use | None = None,
+    ) -> Any:
+        """Give each rank its share of the data, on its device: the loader alone, or all in the order given.
+
+        A loader is never constructed again; the user's own stays as it was. `use` (train by default, validate, test,
+        predict) says what the loader is for. `use_distributed_sampler=False`: every rank reads everything.
+        Ranks: all call it.
+        """
+        if not loaders:
+            raise ValueError("`fabric.setup_dataloaders()` was given no loader. Pass at least one.")
+        prepared = tuple(
+            self.strategy.process_dataloader(
+                self._connected, loader, use or "train", distribute=use_distributed_sampler, move=move_to_device
+            )
+            for loader in loaders
+        )
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def is_wrapped(self, obj: object) -> bool:
+        """Whether this fabric prepared the module, optimizer or loader."""
+        if isinstance(obj, nn.Module):
+            return obj in self._models
+        return obj in self._optimizers if isinstance(obj, Optimizer) else isinstance(obj, DeviceLoader)
+
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+        """Within it, modules are made on the device, in the precision's dtype; `empty_init=True` leaves their weights
+        as memory was, for weights that are loaded right after."""
+        return new_tensors(self._connected.device, self._connected.precision, empty=bool(empty_init))
+
+    def init_tensor(self) -> AbstractContextManager[None]:
+        """Within it, tensors are made on the device, in the precision's dtype."""
+        return new_tensors(self._connected.device, self._connected.precision)
+
+    def to_device(self, obj: T) -> T:
+        """Move a module (in place) or a nest of tensors to this rank's device."""
+        return obj.to(self.device) if isinstance(obj, nn.Module) else move(obj, self.device)
+
+    # The step
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision's autocast, for operations outside a prepared model's forward."""
+        return autocast(self._connected.precision, self._connected.device)
+
+    def backward(self, loss: Tensor, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
+        """Compute gradients, averaged over the ranks. `model`: whose, where each model has an engine of its own.
+
+        Further arguments go to `Tensor.backward`. Ranks: all call it, unless within `no_backward_sync`.
+        """
+        if model is not None:
+            self._prepared(model, "backward(model=...)").backward(loss, *args, **kwargs)
+        elif self._backward is not None:
+            self._backward(loss, *args, **kwargs)
+        else:
+            raise RuntimeError("`fabric.backward(loss)` before `fabric.setup(model)`. Set the model up first.")
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
+        """Within it, forward and backward of `module` leave gradients where they were computed. For accumulation: the
+        last micro-batch runs outside, or with `enabled=False`. Afterwards all is as before."""
+        prepared = self._prepared(module, "no_backward_sync")
+        return prepared.unsynced() if enabled else nullcontext()
+
+    def clip_gradients(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        clip_val: float | None = None,
+        max_norm: float | None = None,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor | None:
+        """Clip each gradient to `[-clip_val, clip_val]`, or all together to a norm of `max_norm` over all shards.
+
+        Gives the norm from before, for `max_norm`. Under a precision that scales losses, gradients are divided first,
+        and a norm that is not finite skips the coming step instead of raising.
+        """
+        if (clip_val is None) == (max_norm is None):
+            raise ValueError(
+                f"`clip_gradients(clip_val={clip_val}, max_norm={max_norm})`: exactly one of the two says how to clip."
+            )
+        prepared = self._prepared(module, "clip_gradients")
+        if optimizer not in self._optimizers:
+            raise ValueError("`clip_gradients` was given an optimizer that was not set up. Pass it to `fabric.setup`.")
+        if max_norm is not None:
+            return prepared.clip_norm(optimizer, max_norm, float(norm_type), error_if_nonfinite)
+        return prepared.clip_value(optimizer, float(clip_val or 0.0))
+
+    # Talking
+
+    def barrier(self, name: str | None = None) -> None:
+        """Return once all ranks have called it. `name` is for the reader."""
+        self._connected.collective.barrier()
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Give every rank the object of rank `src`: tensors as tensors, the rest of the nest pickled. Ranks: all."""
+        return nested.broadcast(self._connected.collective, obj, src)
+
+    def all_gather(self, data: Any, group: Collective | None = None, sync_grads: bool = False) -> Any:
+        """Give every rank the tensors of all ranks, in a nest of the same shape: `(*S)` -> `(W, *S)`, for W = 1 too.
+
+        `sync_grads`: gradients flow back to the rank that a tensor came from. Ranks: all of the group.
+        Raises: CollectiveError: the nests of the ranks differ.
+        """
+        return nested.all_gather(group or self._connected.collective, data, sync_grads=sync_grads)
+
+    def all_reduce(self, data: Any, group: Collective | None = None, reduce_op: ReduceOp = "mean") -> Any:
+        """Give every rank the reduction (mean, sum, min, max, product) of all ranks' tensors, in a nest of the same
+        shape. The mean of integers is in floating point. Ranks: all of the group."""
+        return nested.all_reduce(group or self._connected.collective, data, reduce_op)
+
+    def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
+        """Let rank zero (of each node, if `local`) run the block before the others. Its failure is everybody's."""
+        return rank_zero_first(self._connected.collective, self._world, local=local)
+
+    # Saving
+
+    def save(self, path: str | os.PathLike[str], state: Mapping[str, Any], filter: Filter | None = None) -> None:
+        """Write modules, optimizers, anything with a `state_dict`, and plain values to one file, whole or not at all.
+
+        `filter`: for a name in `state`, a function `(key, value) -> bool` that chooses what is saved. Ranks: all.
+        Raises: CheckpointError: on every rank, if rank 0 could not write.
+        """
+        single_file.save(self._connected.collective, path, state_of(state, filter))
+
+    def load(
+        self, path: str | os.PathLike[str], state: MutableMapping[str, Any] | None = None, strict: bool = True
+    ) -> dict[str, Any]:
+        """Read what `save` wrote into the objects of `state`, in place; what `state` does not name is returned.
+
+        Ranks: all. Raises: CheckpointError: on every rank, if a rank could not read; KeyError: `strict`, and the file
+        lacks a name of `state`.
+        """
+        content = single_file.load(self._connected.collective, path)
+        return restore({} if state is None else state, content, strict=strict)
+
+    def load_raw(self, path: str | os.PathLike[str], obj: Stateful, strict: bool = True) -> None:
+        """Load a file that holds the bare state of one module or optimizer, as `torch.save(module.state_dict())` does."""
+        load_into(obj, single_file.load(self._connected.collective, path), strict=strict)
+
+    # Stopping
+
+    @property
+    def should_stop(self) -> bool:
+        """True on every rank at the same step, after SIGTERM, SIGUSR1 or `request_stop()` on any rank.
+
+        Ranks: all read it once per step. From the first reading on, those signals no longer end the process.
+        """
+        return self._stop_request().reached()
+
+    def request_stop(self) -> None:
+        """Let `should_stop` become true on all ranks. Any rank may call it, alone."""
+        self._stop_request().request()
+
+    # Telling
+
+    def print(self, *values: object, **options: Any) -> None:
+        """`print`, on rank zero alone, above a progress bar where one is shown."""
+        print_rank_zero(*values, is_rank_zero=self.is_global_zero, **options)
+
+    def progress(self, iterable: Iterable[T], description: str = "", **options: Any) -> Iterator[T]:
+        """Iterate with a progress bar on rank zero: samples per second over all ranks, and the time left."""
+        options = {"num_ranks": self.world_size, "enabled": self.is_global_zero, **options}
+        return progress(iterable, description=description, **options)
+
+    def log(self, name: str, value: Any, step: int | None = None) -> None:
+        """Give one metric to every logger, from rank zero."""
+        self.log_dict({name: value}, step)
+
+    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Give metrics, numbers or tensors of one element, to every logger, from rank zero."""
+        if self.is_global_zero:
+            numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+            for write in self._writers:
+                write(numbers, step)
+
+    def call(self, hook: str, *args: Any, **kwargs: Any) -> None:
+        """Run the method `hook` of every callback that has it, in the order given."""
+        call(self._callbacks, hook, *args, **kwargs)
+
+    @staticmethod
+    def seed_everything(seed: int, workers: bool = True) -> int:
+        """Seed Python, NumPy and torch on every device with one seed, the same on every rank."""
+        return seed_everything(seed, workers=workers)
+
+    # Within
+
+    @property
+    def _world(self) -> World:
+        known = self._configuration.world if self._runtime is None else self._runtime.world
+        if known is not None:
+            return known
+        return self._connected.world
+
+    @property
+    def _connected(self) -> Runtime:
+        if self._runtime is None:
+            size = self._configuration.topology.size if self._configuration.world is None else 0
+            if size != 1:
+                raise RuntimeError(
+                    "This needs the ranks to exist, and they do not yet. Call `fabric.launch()` once, right after "
+                    "`Fabric(...)`; with several ranks nothing can be prepared or exchanged before it."
+                )
+            self._connect(World())
+        assert self._runtime is not None
+        return self._runtime
+
+    def _connect(self, world: World) -> None:
+        """Become a rank: from here on there is a device and a collective."""
+        chosen = self._configuration
+        with ExitStack() as stack:
+            stack.enter_context(determinism(self._deterministic))
+            runtime = chosen.strategy.connect(world, chosen.accelerator, chosen.devices, chosen.precision)
+            stack.callback(runtime.collective.teardown)
+            atexit.register(self.close)
+            stack.callback(atexit.unregister, self.close)
+            self._open = stack.pop_all()
+        self._runtime = runtime
+
+    def _joint_backward(self) -> Callable[..., None]:
+        models = list(self._models.values())
+        if len(models) == 1:
+            return models[0].backward
+        if all(model.joins_backward for model in models):
+            return backward_through(self._connected.loss_scaler, [model.watch for model in models])
+        return _which_model
+
+    def _prepared(self, module: nn.Module, method: str) -> Prepared:
+        if module not in self._models:
+            raise ValueError(
+                f"`{method}` was given a `{type(module).__name__}` that this fabric has not set up. "
+                "Pass what `fabric.setup` returned."
+            )
+        return self._models[module]
+
+    def _refuse_twice(self, *objects: nn.Module | Optimizer) -> None:
+        for obj in objects:
+            if self.is_wrapped(obj):
+                raise ValueError(
+                    f"This `{type(obj).__name__}` was set up before. Set each module and optimizer up once, and go on "
+                    "with what `setup` returned."
+                )
+
+    def _refuse_strangers(self, optimizers: Sequence[Optimizer]) -> None:
+        if self.world_size == 1:
+            return
+        known = {id(parameter) for model in self._models for parameter in model.parameters()}
+        for optimizer in optimizers:
+            strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+            if strangers:
+                raise ValueError(
+                    f"The `{type(optimizer).__name__}` holds {len(strangers)} parameters (the first of shape "
+                    f"{tuple(strangers[0].shape)}) that belong to no module set up so far: nobody would average their "
+                    "gradients. Set up every module first, and make parameters of your own part of one."
+                )
+
+    def _stop_request(self) -> StopRequest:
+        if self._stop is None:
+            runtime = self._connected
+            self._stop = StopRequest(runtime.world, runtime.report)
+            self._open.callback(self._stop.close)
+        return self._stop
+
+
+def _run(world: World, fabric: Fabric, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+    """What `launch(function)` runs on a rank."""
+    fabric._connect(world)
+    try:
+        result = move(function(fabric, *args, **kwargs), torch.device("cpu"))
+    except BaseException:
+        if world.size == 1:  # otherwise the process ends, and the connection must outlive the report of why
+            fabric.close()
+        raise
+    fabric.close()
+    return result
+
+
+def _which_model(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "Several models are set up, and each has an engine of its own to run backward. "
+        "Say whose loss it is: `fabric.backward(loss, model=model)`."
+    )

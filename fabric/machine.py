@@ -1,0 +1,86 @@
+"""What is here: devices, cores, how the program was started, and the world an external launcher made.
+
+Looked at once, by `Fabric(...)` and by `fabric doctor`, and frozen, so that `resolve` is a function of two values. A
+test writes a `Machine` from numbers: a fake is just the value. Looking initialises no device (see `TorchAccelerator`).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from fabric.cli import spelling
+from fabric.cli.words import place_by_hand
+from fabric.launchers import detect_world
+from fabric.launchers.world import World
+from fabric.request import Request
+from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.accelerators.cpu import CPUAccelerator
+from fabric.strategies.accelerators.registry import accelerators, make_accelerator
+
+Program: TypeAlias = Literal["script", "command", "interactive", "notebook"]
+"""A file or module; `python -c` or standard input; a prompt; a notebook's kernel. Only the first can be run again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """One kind of device, and how many of it this process sees."""
+
+    accelerator: Accelerator
+    num_devices: int
+    why_unavailable: str | None = None
+    """None where it can be used."""
+
+    @classmethod
+    def look(cls, accelerator: Accelerator) -> Found:
+        """Count the devices now."""
+        return cls(
+            accelerator=accelerator,
+            num_devices=accelerator.num_devices(),
+            why_unavailable=accelerator.why_unavailable(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """This node, as this process sees it."""
+
+    found: tuple[Found, ...] = (Found(accelerator=CPUAccelerator(), num_devices=1),)
+    """Every accelerator by name, the CPU among them, whether usable or not."""
+    num_cores: int = 1
+    """Cores this process may run on."""
+    system: str = "Linux"
+    """Linux, Darwin or Windows."""
+    program: Program = "script"
+    world: World | None = None
+    """The world in the environment: an external launcher's, or ours when this process is a rank of an earlier launch."""
+    variables: tuple[str, ...] = ()
+    """What tells of the world, as `NAME=value`."""
+    node_rank: int | None = None
+    """NODE_RANK, MASTER_ADDR and MASTER_PORT, set by whoever starts each node by hand. Read for several nodes only."""
+    main_address: str | None = None
+    main_port: int | None = None
+
+    @classmethod
+    def look(cls, environ: Mapping[str, str], request: Request) -> Machine:
+        """Look at this machine, and at what the request names beyond it: its accelerator and its environment.
+
+        Raises: ValueError: the accelerator's name is unknown, or the environment's variables contradict each other.
+        """
+        world = _world(environ, request)
+        place = {} if world is not None else place_by_hand(environ)
+        return cls(
+            found=tuple(Found.look(accelerator) for accelerator in _to_look_at(request.accelerator)),
+            num_cores=_num_cores(),
+            system=platform.system(),
+            program=_program(),
+            world=world,
+            variables=_variables(environ) if world is not None else (),
+            node_rank=_read(place, "node_rank", "NODE_RANK", spelling.read_rank),
+            main_address=place.get("main_address"),
+            main_port=_read(place, "main_port", "MASTER_PORT", spelling.read_port),
+        )

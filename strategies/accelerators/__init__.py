@@ -1,0 +1,21 @@
+"""Kinds of devices: which there are, how many a process sees, and how a rank takes one."""
+
+from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.accelerators.cpu import CPUAccelerator
+from fabric.strategies.accelerators.registry import (
+    accelerators,
+    available_accelerators,
+    make_accelerator,
+    register_accelerator,
+)
+from fabric.strategies.accelerators.torch_accelerator import TorchAccelerator
+
+__all__ = [
+    "Accelerator",
+    "CPUAccelerator",
+    "TorchAccelerator",
+    "accelerators",
+    "available_accelerators",
+    "make_accelerator",
+    "register_accelerator",
+]

@@ -1,0 +1,49 @@
+"""The CPU: one device, whatever the index, that any number of processes share.
+
+Always there, so nothing here can fail. It has no indices to choose from: `devices` on the CPU is a number of processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from fabric.strategies.accelerators.accelerator import Accelerator
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CPUAccelerator(Accelerator):
+    """The processor torch runs on by default."""
+
+    @property
+    def name(self) -> str:
+        """`cpu`."""
+        return "cpu"
+
+    @property
+    def backend(self) -> str:
+        """`gloo`, which every build of torch.distributed has."""
+        return "gloo"
+
+    @property
+    def is_shared(self) -> bool:
+        """True: each process has the whole CPU for its device."""
+        return True
+
+    def num_devices(self) -> int:
+        """One: `devices=4` is four processes on the same device."""
+        return 1
+
+    def why_unavailable(self) -> None:
+        """None: it is always there."""
+        return
+
+    def device(self, index: int) -> torch.device:
+        """`cpu`, without an index, so that tensors of all ranks compare equal in their device."""
+        return torch.device("cpu")
+
+    def connect(self, index: int) -> None:
+        """Do nothing: a process has no current CPU."""

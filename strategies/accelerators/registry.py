@@ -1,0 +1,78 @@
+"""Accelerators by name: those of torch, those a program registered, and those that installed packages offer.
+
+Note [What is registered]: `_REGISTERED` is module state, the one piece here. A name that a program registers has to
+be found by a `Fabric` made anywhere later in the same process, and nothing that both hold could carry it; that is
+what the interpreter's own table of codecs does too. It only grows, and a name has one meaning for ever.
+Entry points are read when a word is unknown, or when all are listed: scanning every installed distribution costs
+tens of milliseconds, which a program that says "cuda" does not pay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from importlib.metadata import entry_points
+
+from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.accelerators.cpu import CPUAccelerator
+from fabric.strategies.accelerators.torch_accelerator import TorchAccelerator
+
+ENTRY_POINTS = "fabric.accelerators"
+"""The entry-point group in which a package names a callable without arguments that makes an `Accelerator`."""
+
+_BUILT_IN: tuple[Accelerator, ...] = (
+    CPUAccelerator(),
+    *(TorchAccelerator(name) for name in ("cuda", "mps", "xpu", "hpu", "npu")),
+)
+_REGISTERED: dict[str, Callable[[], Accelerator]] = {}
+
+
+def accelerators(*, installed: bool = True) -> tuple[Accelerator, ...]:
+    """Every accelerator by name, whether usable here or not; ask each `why_unavailable()`.
+
+    `installed=False` leaves out the entry points of installed packages, and their cost.
+    """
+    factories = {**_REGISTERED, **(_installed() if installed else {})}
+    return (*_BUILT_IN, *(factory() for factory in factories.values()))
+
+
+def available_accelerators() -> tuple[str, ...]:
+    """The words that `Fabric(accelerator=...)` can use on this machine now."""
+    return tuple(accelerator.name for accelerator in accelerators() if accelerator.why_unavailable() is None)
+
+
+def make_accelerator(name: str) -> Accelerator:
+    """The accelerator of a name.
+
+    Raises: ValueError: nothing has this name; near names and all names are in the message.
+    """
+    for accelerator in _BUILT_IN:
+        if accelerator.name == name:
+            return accelerator
+    factory = _REGISTERED.get(name) or _installed().get(name)
+    if factory is None:
+        known = [*(accelerator.name for accelerator in _BUILT_IN), *_REGISTERED, *_installed()]
+        near = "".join(f"Did you mean {match!r}? " for match in get_close_matches(name, known, n=1))
+        raise ValueError(
+            f"`accelerator={name!r}` names no accelerator. {near}Write 'auto' or one of {', '.join(map(repr, known))}; "
+            f"`register_accelerator` adds one."
+        )
+    return factory()
+
+
+def register_accelerator(name: str, factory: Callable[[], Accelerator]) -> None:
+    """Let `Fabric(accelerator=name)` use what `factory()` makes, in this process from now on.
+
+    Raises: ValueError: the name is taken.
+    """
+    taken = [*(accelerator.name for accelerator in _BUILT_IN), *_REGISTERED, "auto"]
+    if name in taken:
+        raise ValueError(
+            f"`register_accelerator({name!r}, ...)`: the name is taken; {', '.join(map(repr, taken))} are. Choose another."
+        )
+    _REGISTERED[name] = factory
+
+
+def _installed() -> dict[str, Callable[[], Accelerator]]:
+    """The factories of installed packages, not yet imported."""
+    return {entry.name: (lambda entry=entry: entry.load()()) for entry in entry_points(group=ENTRY_POINTS)}

@@ -1,0 +1,92 @@
+"""Every device that torch itself can drive: cuda (ROCm too), mps, xpu, and with their packages hpu and npu.
+
+One class serves them all, because torch answers for each through the same two doors: `torch.accelerator` for the one
+kind this build was made for, `torch.get_device_module` for a kind by its name. Knows no vendor's library.
+
+What surprises: counting must not initialise a device, or a process that forks afterwards hands its children a broken
+driver. `torch.cuda.device_count` asks NVML, which leaves CUDA alone; `torch.cuda.is_available` does not, so it is
+never asked here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from fabric.strategies.accelerators.accelerator import Accelerator
+
+_ADDED_BY = {"hpu": "habana-torch-plugin", "npu": "torch-npu"}
+"""Devices that torch learns from another distribution, which torch imports by itself once it is installed."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TorchAccelerator(Accelerator):
+    """The devices of one torch device type. A value: making one asks nothing of the machine."""
+
+    device_type: str
+    """torch's word for it: cuda, mps, xpu, hpu, npu."""
+
+    @property
+    def name(self) -> str:
+        """The device type."""
+        return self.device_type
+
+    @property
+    def backend(self) -> str:
+        """What torch.distributed has registered for the device type.
+
+        Raises: ValueError: nothing carries its tensors between processes.
+        """
+        from torch.distributed import Backend
+
+        backend = Backend.default_device_backend_map.get(self.device_type)
+        if backend is None:
+            raise ValueError(
+                f"torch {torch.__version__} has no distributed backend for {self.device_type!r} devices; it has "
+                f"{', '.join(f'{name} for {device}' for device, name in Backend.default_device_backend_map.items())}. "
+                f"Run with one device, or install the package that registers one."
+            )
+        return backend
+
+    @property
+    def is_shared(self) -> bool:
+        """False: each process has devices of its own."""
+        return False
+
+    def num_devices(self) -> int:
+        """How many devices of the type this process sees; 0 where torch does not drive the type."""
+        if self._built_for() != self.device_type:
+            return 0
+        return int(torch.get_device_module(self.device_type).device_count())
+
+    def why_unavailable(self) -> str | None:
+        """None, or whether torch was built for something else, lacks a package, or sees no device."""
+        if self.num_devices() > 0:
+            return None
+        built_for = self._built_for()
+        if built_for == self.device_type:
+            return (
+                f"torch {torch.__version__} is built for {self.device_type}, but this process sees no {self.device_type} "
+                f"device: the driver is missing, or no device is visible."
+            )
+        sentence = f"torch {torch.__version__} is built for {built_for or 'the CPU alone'}, not for {self.device_type}."
+        if package := _ADDED_BY.get(self.device_type):
+            return f"{sentence} `pip install {package}` adds it."
+        return f"{sentence} A torch built for {self.device_type} is at https://pytorch.org/get-started/locally."
+
+    def device(self, index: int) -> torch.device:
+        """The device of the type with this index."""
+        return torch.device(self.device_type, index)
+
+    def connect(self, index: int) -> None:
+        """Make device `index` the current one, so that `torch.device(type)` and collectives mean it."""
+        torch.accelerator.set_device_index(index)
+
+    @staticmethod
+    def _built_for() -> str | None:
+        """The one device type this torch drives besides the CPU; asks the build, not the devices."""
+        current = torch.accelerator.current_accelerator(check_available=False)
+        return current.type if current is not None else None

@@ -1,0 +1,92 @@
+"""A checkpoint as one file: rank zero writes it, every rank can read it.
+
+The file is complete or it is not there: it is written beside its place, forced to disk, and renamed. Whatever fails,
+on whichever rank, fails on all of them. Reading runs no code from the file.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fabric.strategies.collectives.collective import Collective
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read. Carries the rank that failed; the cause is chained there."""
+
+    def __init__(self, message: str, *, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+def save(collective: Collective, path: str | os.PathLike[str], state: Any) -> None:
+    """Write `state` to `path`, replacing what was there only once the new file is whole.
+
+    Ranks: all call it, each with the state it has; rank 0's is written. It returns on all once the file is in place.
+    Raises: CheckpointError: on every rank, if rank 0 could not write it.
+    """
+    error = _attempt(lambda: _write(Path(path), state)) if collective.rank == 0 else None
+    sentence = collective.broadcast_object(None if error is None else f"{type(error).__name__}: {error}")
+    if sentence is not None:
+        message = f"Rank 0 could not write the checkpoint {str(path)!r}: {sentence}. What was there before is untouched."
+        raise CheckpointError(message, rank=0) from error
+
+
+def load(collective: Collective, path: str | os.PathLike[str]) -> Any:
+    """Read a file that `save` wrote, as CPU tensors and plain containers.
+
+    Ranks: all call it, and all read the file. Raises: CheckpointError: on every rank, if any rank could not read it.
+    """
+    content: Any = None
+
+    def read() -> None:
+        nonlocal content
+        content = torch.load(path, map_location="cpu", weights_only=True)
+
+    error = _attempt(read)
+    sentences = collective.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
+    for rank, sentence in enumerate(sentences):
+        if sentence is not None:
+            raise CheckpointError(
+                f"Rank {rank} could not read the checkpoint {str(path)!r}: {sentence}", rank=rank
+            ) from error
+    return content
+
+
+def _attempt(action: Callable[[], None]) -> Exception | None:
+    try:
+        action()
+    except Exception as error:
+        return error
+    return None
+
+
+def _write(path: Path, state: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        with beside.open("xb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    _force_to_disk(path.parent)
+
+
+def _force_to_disk(folder: Path) -> None:
+    # A rename survives a power cut only once its folder is on disk.
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

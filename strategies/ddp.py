@@ -1,0 +1,188 @@
+"""The whole model in every process; gradients are averaged over the ranks while backward still runs.
+
+Torch's DistributedDataParallel does the averaging (Li et al., VLDB 2020). It is kept beside the user's module, not
+around it: the user's own object stays what is called, saved and inspected. Forward without gradients never talks to
+another rank, so rank 0 may evaluate alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from fabric.launchers.world import World
+from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.collectives.process_group import TorchCollective
+from fabric.strategies.data.loaders import Use
+from fabric.strategies.precision.precision import Precision
+from fabric.strategies.prepared import Prepared
+from fabric.strategies.replica import attach_scaler, place, replica
+from fabric.strategies.runtime import Runtime, connect
+from fabric.strategies.strategy import Strategy
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DDPStrategy(Strategy):
+    """Distributed data parallel: one process per device, each with the whole model and its own share of the data."""
+
+    launcher: str = "auto"
+    """How processes come to be: auto, script, fork, forkserver or spawn. auto leaves it to `Fabric(launcher=...)`."""
+    backend: str | None = None
+    """The torch.distributed backend; None takes the accelerator's own (gloo on CPU, nccl on CUDA)."""
+    timeout_seconds: float = 1800.0
+    """How long a collective waits for the other ranks before it raises."""
+    bucket_bytes: int = 25 * 2**20
+    """Gradients that travel in one all-reduce. Larger: fewer messages. Smaller: more overlap with backward."""
+    find_unused_parameters: bool = False
+    """Look after each forward which parameters took no part, and do not wait for their gradients. Costs a walk
+    through the graph; without it a parameter without gradient raises at the next step."""
+    static_graph: bool = False
+    """Promise that the same parameters are used in every step, which torch then exploits."""
+    gradient_as_bucket_view: bool = False
+    """Gradients share memory with the buckets: saves one copy of the gradients; they cannot be detached."""
+    broadcast_buffers: bool = True
+    """Buffers (the statistics of BatchNorm) follow rank 0 after every forward that computes gradients."""
+
+    @property
+    def launchers(self) -> tuple[str, ...]:
+        return ("script", "fork", "forkserver", "spawn") if self.launcher == "auto" else (self.launcher,)
+
+    def num_processes(self, num_devices: int) -> int:
+        return num_devices
+
+    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
+        if accelerator.name == "mps" and num_devices * num_nodes > 1:
+            return (
+                f"`accelerator='mps'` has one device and no torch.distributed backend, but {num_devices * num_nodes} "
+                "processes were asked for. Pass `devices=1`, or `accelerator='cpu'`."
+            )
+        return None
+
+    def connect(
+        self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision
+    ) -> Runtime:
+        accelerator.connect(devices[world.local_rank])
+        device = accelerator.device(devices[world.local_rank])
+        backend = self.backend or accelerator.backend
+        collective = TorchCollective(world, backend, device=device, timeout_seconds=self.timeout_seconds)
+        return connect(world, [device], collective, precision)
+
+    def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
+        place(runtime, module, optimizers, move=move)
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            return replica(runtime, module, optimizers)
+        averaging = _Averaging(self, runtime.collective, module)
+        return replica(
+            runtime,
+            module,
+            optimizers,
+            around=averaging.forward,
+            unsynced=averaging.unsynced,
+            watch=averaging.watch,
+        )
+
+    def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+        return attach_scaler(runtime.loss_scaler, optimizers)
+
+    def process_dataloader(
+        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
+    ) -> Iterable[Any]:
+        return share_loader(runtime, loader, use, distribute=distribute, move=move)
+
+
+@final
+class _Forward(nn.Module):
+    """What DistributedDataParallel wraps: it holds the user's module, and calls the method that was asked for."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return function(*args, **kwargs)
+
+
+@final
+class _Averaging:
+    """One model's averaging: whether the next backward will average, and whether the last one did."""
+
+    def __init__(self, options: DDPStrategy, collective: Collective, module: nn.Module) -> None:
+        self.collective = collective
+        self.module = module
+        self.expects_backward = False
+        self.follow_buffers = options.broadcast_buffers
+        self.parallel = DistributedDataParallel(
+            _Forward(module),
+            bucket_cap_mb=options.bucket_bytes / 2**20,
+            find_unused_parameters=options.find_unused_parameters,
+            static_graph=options.static_graph,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            broadcast_buffers=False,  # done after forward, see _follow_rank_zero
+        )
+
+    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        output = self.parallel(function, args, kwargs)
+        if self.parallel.require_backward_grad_sync:
+            self.expects_backward = True
+            if self.follow_buffers:
+                self._follow_rank_zero()
+        return output
+
+    @contextmanager
+    def unsynced(self) -> Iterator[None]:
+        with self.parallel.no_sync():
+            yield
+
+    def watch(self) -> Callable[[], None] | None:
+        # Note [Gradients that nobody averaged]
+        # The reducer averages in the first backward after a forward that went through it, and silently leaves
+        # gradients local in any other. So where no such forward is outstanding, no gradient may change.
+        if not self.parallel.require_backward_grad_sync:
+            return None
+        before = [(parameter, parameter.grad, _version(parameter.grad)) for parameter in self.module.parameters()]
+
+        def check() -> None:
+            if any(p.grad is not grad or _version(p.grad) != version for p, grad, version in before):
+                if not self.expects_backward:
+                    raise RuntimeError(_NOT_AVERAGED.format(name=type(self.module).__name__))
+                self.expects_backward = False
+
+        return check
+
+    @torch.no_grad()
+    def _follow_rank_zero(self) -> None:
+        """Copy rank 0's buffers to all ranks, as one flat tensor per dtype.
+
+        After forward, not before it as torch does: an evaluation then finds equal buffers and needs no collective.
+        """
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in self.module.buffers():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in by_dtype.values():
+            flat = self.collective.broadcast(torch.cat([buffer.reshape(-1) for buffer in buffers]))
+            parts = flat.split([buffer.numel() for buffer in buffers])
+            for buffer, part in zip(buffers, parts, strict=True):
+                buffer.data.copy_(part.view_as(buffer))  # .data: autograd may have saved the buffer, and ignores it
+
+
+def _version(gradient: Tensor | None) -> int:
+    return -1 if gradient is None else gradient._version
+
+
+_NOT_AVERAGED = (
+    "This backward computed gradients of `{name}` that were not averaged over the ranks. Either the loss came from a "
+    "method other than `forward` (call `model.mark_forward_method('name')` once after `setup`), or backward ran twice "
+    "after one forward (add the losses, and call `fabric.backward` once), or forward ran inside `no_backward_sync` and "
+    "backward outside of it. The weights are unchanged; `optimizer.zero_grad()` discards the gradients."
+)

@@ -1,0 +1,86 @@
+"""The whole model on several devices of one process: each forward copies the model and splits the batch.
+
+For notebooks and old scripts. One process drives all devices, so `ddp` is faster wherever it can run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import nn
+from torch.nn.parallel import DataParallel
+from torch.optim import Optimizer
+
+from fabric.launchers.world import World
+from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.collectives.single import SingleDeviceCollective
+from fabric.strategies.data.loaders import Use
+from fabric.strategies.precision.precision import Precision
+from fabric.strategies.prepared import Prepared
+from fabric.strategies.replica import attach_scaler, place, replica
+from fabric.strategies.runtime import Runtime, connect
+from fabric.strategies.strategy import Strategy
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DataParallelStrategy(Strategy):
+    """Data parallel within one process: a world of one rank, whatever the number of devices. Outputs are gathered on
+    the first."""
+
+    @property
+    def launchers(self) -> tuple[str, ...]:
+        return ("inline",)
+
+    def num_processes(self, num_devices: int) -> int:
+        return 1
+
+    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
+        if num_nodes > 1:
+            return f"`strategy='dp'` is one process, but `num_nodes={num_nodes}` needs one per node. Pass `strategy='ddp'`."
+        if accelerator.name == "cpu" and num_devices > 1:
+            return (
+                f"`strategy='dp'` splits a batch over devices of one process, and the CPU is one device, but "
+                f"`devices={num_devices}` asks for more. Pass `strategy='ddp'` for {num_devices} processes."
+            )
+        return None
+
+    def connect(
+        self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision
+    ) -> Runtime:
+        accelerator.connect(devices[0])
+        return connect(world, [accelerator.device(index) for index in devices], SingleDeviceCollective(), precision)
+
+    def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
+        place(runtime, module, optimizers, move=move)
+        if len(runtime.devices) == 1:
+            return replica(runtime, module, optimizers)
+        parallel = DataParallel(_Copy(module), device_ids=list(runtime.devices))
+
+        def forward(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return parallel(function, args, kwargs)
+
+        return replica(runtime, module, optimizers, around=forward)
+
+    def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+        return attach_scaler(runtime.loss_scaler, optimizers)
+
+    def process_dataloader(
+        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
+    ) -> Iterable[Any]:
+        return share_loader(runtime, loader, use, distribute=distribute, move=move)
+
+
+@final
+class _Copy(nn.Module):
+    """What DataParallel copies to each device: it runs the method on the copy that it holds there."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        vars(self.module).pop("forward", None)  # the copy took over our attribute, which is bound to the original
+        return function.__func__(self.module, *args, **kwargs)

@@ -1,0 +1,108 @@
+"""What a strategy puts around forward, on the user's own module.
+
+The module keeps its class and its place: an attribute `forward` of the instance runs the strategy's part and then the
+user's method. Other methods that compute a loss are marked to run the same way. Nothing is registered per call, a
+nested call runs once, and copies and pickles of a prepared module are plain modules.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, TypeAlias, final
+
+import torch
+from torch import nn
+
+Around: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""`around(function, args, kwargs)` runs `function` the strategy's way and returns what it returned."""
+
+
+@final
+class ForwardPath:
+    """The methods of one module that run the strategy's way. `around=None`: nothing to do around them."""
+
+    def __init__(self, module: nn.Module, around: Around | None) -> None:
+        if "mark_forward_method" in dir(module):
+            raise ValueError(
+                f"`{type(module).__name__}` already has a `mark_forward_method`: it was set up before, or it defines one. "
+                "Set a module up once, and name a method of your own differently."
+            )
+        self.module = module
+        self.around = around
+        self.running = False
+        self._given: dict[str, Any] = {}
+        self._replace("forward")
+        object.__setattr__(module, "mark_forward_method", _Mark(self))
+
+    def mark(self, method: str | Callable[..., Any]) -> None:
+        """Let another method run the way forward does. Raises TypeError/AttributeError where there is none."""
+        name = method if isinstance(method, str) else method.__name__
+        if name in self._given:
+            return
+        if not callable(getattr(self.module, name, None)):
+            raise AttributeError(
+                f"`mark_forward_method({name!r})`: `{type(self.module).__name__}` has no method `{name}`. "
+                "Write the name of a method of the module that was passed to `setup`."
+            )
+        self._replace(name)
+
+    def release(self) -> None:
+        """Leave the module as it was given."""
+        for name, given in self._given.items():
+            if given is None:
+                object.__delattr__(self.module, name)
+            else:
+                object.__setattr__(self.module, name, given)
+        object.__delattr__(self.module, "mark_forward_method")
+
+    def _replace(self, name: str) -> None:
+        if self.around is not None:
+            self._given[name] = vars(self.module).get(name)
+            method = _Method(self, self.around, name, getattr(self.module, name))
+            object.__setattr__(self.module, name, method)
+
+
+@final
+class _Method:
+    """A method of the user's module, run the strategy's way."""
+
+    def __init__(self, path: ForwardPath, around: Around, name: str, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self._path, self._around, self._name, self._function = path, around, name, function
+
+    @torch.compiler.disable(recursive=False)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        path = self._path
+        if path.running:  # forward called by a marked method, or by itself
+            return self._function(*args, **kwargs)
+        path.running = True
+        try:
+            return self._around(self._function, args, kwargs)
+        finally:
+            path.running = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MethodType, (getattr(type(self._path.module), self._name), self._path.module)
+
+
+@final
+class _Mark:
+    """`module.mark_forward_method`."""
+
+    def __init__(self, path: ForwardPath) -> None:
+        self._path = path
+
+    def __call__(self, method: str | Callable[..., Any]) -> None:
+        self._path.mark(method)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (_not_prepared, type(self._path.module).__name__)
+
+
+def _not_prepared(name: str, method: str | Callable[..., Any]) -> None:
+    raise RuntimeError(
+        f"`mark_forward_method({method!r})` on a copy of a prepared `{name}`: a copy is a plain module. "
+        "Pass the copy to `fabric.setup` first."
+    )

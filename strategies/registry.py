@@ -1,0 +1,137 @@
+"""Strategies by name: the literal table below, those a program registered, and those that installed packages offer.
+
+Reading the table imports no strategy; making one imports the one module it lies in. See Note [What is registered] in
+`accelerators/registry.py` for why `_REGISTERED` is module state, and when entry points are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fabric.strategies.strategy import Strategy
+
+ENTRY_POINTS = "fabric.strategies"
+"""The entry-point group in which a package names a callable without arguments that makes a `Strategy`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registration:
+    """A word, what it makes, and a line that says when to use it."""
+
+    name: str
+    make: Callable[[], Any]
+    """Makes the strategy. Its result is checked when it is called, for it may be anybody's function."""
+    description: str
+    source: str = "torchfabric"
+    """Who named it: torchfabric, a distribution, or this program."""
+
+
+def _built_in(name: str, path: str, description: str, **options: Any) -> Registration:
+    module, attribute = path.split(":")
+    return Registration(
+        name=name,
+        make=lambda: getattr(import_module(f"fabric.strategies.{module}"), attribute)(**options),
+        description=description,
+    )
+
+
+_TABLE = (
+    _built_in("single_device", "single:SingleDeviceStrategy", "one process, one device"),
+    _built_in("dp", "dp:DataParallelStrategy", "one process, several devices; ddp is faster"),
+    _built_in("ddp", "ddp:DDPStrategy", "a process per device, gradients averaged"),
+    _built_in("ddp_spawn", "ddp:DDPStrategy", "ddp, processes started by spawn", launcher="spawn"),
+    _built_in("ddp_fork", "ddp:DDPStrategy", "ddp, processes started by fork", launcher="fork"),
+    _built_in("ddp_notebook", "ddp:DDPStrategy", "ddp from a notebook: by fork", launcher="fork"),
+    _built_in(
+        "ddp_find_unused_parameters_true",
+        "ddp:DDPStrategy",
+        "ddp for models that leave out some parameters in some steps",
+        find_unused_parameters=True,
+    ),
+)
+_BUILT_IN: Mapping[str, Registration] = {registration.name: registration for registration in _TABLE}
+_REGISTERED: dict[str, Registration] = {}
+
+
+def available_strategies() -> tuple[str, ...]:
+    """Every word that `Fabric(strategy=...)` knows, whether or not this machine can run it."""
+    return tuple(strategy_registrations())
+
+
+def strategy_registrations() -> Mapping[str, Registration]:
+    """Every word with what it makes. Reads the entry points of all installed packages.
+
+    Raises: ValueError: an installed package gives a name that is taken.
+    """
+    return {**_BUILT_IN, **_REGISTERED, **_installed()}
+
+
+def make_strategy(name: str) -> Strategy:
+    """The strategy of a name, complete.
+
+    Raises: ValueError: nothing has this name; near names and all names are in the message.
+    Raises: TypeError: what the name stands for made something that is no `Strategy`.
+    """
+    registration = _BUILT_IN.get(name) or _REGISTERED.get(name) or _installed().get(name)
+    if registration is None:
+        known = available_strategies()
+        near = "".join(f"Did you mean {match!r}? " for match in get_close_matches(name, known, n=1))
+        raise ValueError(
+            f"`strategy={name!r}` names no strategy. {near}Write 'auto' or one of {', '.join(map(repr, known))}; "
+            f"`register_strategy` adds one."
+        )
+    return _checked(registration)
+
+
+def register_strategy(name: str, factory: Callable[[], Strategy], *, description: str = "") -> None:
+    """Let `Fabric(strategy=name)` use what `factory()` makes, in this process from now on.
+
+    A strategy's class is a factory; `functools.partial(DDPStrategy, static_graph=True)` is one with options.
+    `description` is the line that `fabric doctor` shows.
+    Raises: ValueError: the name is taken.
+    """
+    taken = {"auto", *_BUILT_IN, *_REGISTERED}
+    if name in taken:
+        raise ValueError(
+            f"`register_strategy({name!r}, ...)`: the name is taken, as are {', '.join(map(repr, sorted(taken)))}. "
+            f"Choose another."
+        )
+    _REGISTERED[name] = Registration(name=name, make=factory, description=description, source="this program")
+
+
+def _installed() -> dict[str, Registration]:
+    """What installed packages offer. Nothing of theirs is imported before a strategy is made."""
+    found: dict[str, Registration] = {}
+    for entry in entry_points(group=ENTRY_POINTS):
+        source = entry.dist.name if entry.dist is not None else entry.value
+        owner = {**_BUILT_IN, **_REGISTERED, **found}.get(entry.name)
+        if owner is not None:
+            raise ValueError(
+                f"The installed package {source!r} names a strategy {entry.name!r} (entry point {entry.value!r}), but "
+                f"that is a strategy of {owner.source} already. Uninstall one, or rename it."
+            )
+        found[entry.name] = Registration(
+            name=entry.name,
+            make=lambda entry=entry: entry.load()(),
+            description=f"from {source}",
+            source=source,
+        )
+    return found
+
+
+def _checked(registration: Registration) -> Strategy:
+    from fabric.strategies.strategy import Strategy
+
+    strategy = registration.make()
+    if not isinstance(strategy, Strategy):
+        raise TypeError(
+            f"The strategy {registration.name!r} of {registration.source} made {strategy!r}, which is a "
+            f"`{type(strategy).__name__}` and no `fabric.strategies.Strategy`. Register a callable that returns one."
+        )
+    return strategy

@@ -1,0 +1,102 @@
+"""The whole model in every process: what single_device, dp and ddp prepare.
+
+They differ in what happens around forward and in what a backward must obey; both are passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabric.strategies.forward import Around, ForwardPath
+from fabric.strategies.gradients import clip_norm, clip_value, move_state
+from fabric.strategies.precision.forward_precision import autocast, cast_inputs, cast_module, casts
+from fabric.strategies.precision.loss_scaler import LossScaler
+from fabric.strategies.prepared import Prepared
+from fabric.strategies.runtime import Runtime
+
+Watch = Callable[[], Callable[[], None] | None]
+
+
+def place(runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], *, move: bool) -> None:
+    """Give the module the precision's dtype and the rank's device, in place, and bring its optimizers along."""
+    cast_module(runtime.precision, module)
+    if move:
+        module.to(runtime.device)
+        for optimizer in optimizers:
+            move_state(optimizer, runtime.device)
+
+
+def replica(
+    runtime: Runtime,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    *,
+    around: Around | None = None,
+    unsynced: Callable[[], AbstractContextManager[None]] = nullcontext,
+    watch: Watch = lambda: None,
+) -> Prepared:
+    """Prepare a placed module. Where neither the strategy nor the precision has to act, forward is left untouched."""
+    scaler = runtime.loss_scaler
+    path = ForwardPath(module, with_precision(runtime, around))
+    detach = attach_scaler(scaler, optimizers)
+
+    def release() -> None:
+        path.release()
+        detach()
+
+    return Prepared(
+        module=module,
+        optimizers=tuple(optimizers),
+        backward=backward_through(scaler, (watch,)),
+        joins_backward=True,
+        watch=watch,
+        unsynced=unsynced,
+        clip_norm=partial(clip_norm, scaler=scaler),
+        clip_value=partial(clip_value, scaler=scaler),
+        release=release,
+    )
+
+
+def attach_scaler(scaler: LossScaler | None, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+    """Let the scaler, if there is one, see to the optimizers' steps. Returns what undoes it."""
+    undo = [scaler.attach(optimizer) for optimizer in optimizers] if scaler is not None else []
+
+    def detach() -> None:
+        for each in undo:
+            each()
+
+    return detach
+
+
+def with_precision(runtime: Runtime, around: Around | None) -> Around | None:
+    """What the precision does around forward, within what the strategy does."""
+    precision, device = runtime.precision, runtime.device
+    if not precision.is_mixed and not casts(precision):
+        return around
+    inner: Around = around or (lambda function, args, kwargs: function(*args, **kwargs))
+
+    def forward(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if casts(precision):
+            args, kwargs = cast_inputs(precision, (args, kwargs))
+        with autocast(precision, device):
+            return inner(function, args, kwargs)
+
+    return forward
+
+
+def backward_through(scaler: LossScaler | None, watches: Sequence[Watch]) -> Callable[..., None]:
+    """The backward of whole models: scale the loss if the precision asks for it, and check what the watches ask."""
+
+    def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        checks = [check for watch in watches if (check := watch()) is not None]
+        (loss if scaler is None else scaler.scale_loss(loss)).backward(*args, **kwargs)
+        for check in checks:
+            check()
+
+    return backward

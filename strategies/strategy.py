@@ -1,0 +1,65 @@
+"""The role of a strategy: how one model's numbers lie over devices.
+
+A strategy is a frozen dataclass of options, complete from its constructor on and picklable. It holds no state: what
+differs from process to process is in the `Runtime`, what differs from model to model in the `Prepared`. Nothing
+above it asks which strategy it is; a question that differs between strategies is a method here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fabric.launchers.world import World
+from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.precision.precision import Precision
+from fabric.strategies.prepared import Prepared
+from fabric.strategies.runtime import Runtime
+
+Use: TypeAlias = Literal["train", "validate", "test", "predict"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy(ABC):
+    """How a model lies over devices; owns its launchers, its collective and its data-loader hooks."""
+
+    @property
+    @abstractmethod
+    def launchers(self) -> tuple[str, ...]:
+        """The launcher words that can start it. More than one: which is left to `Fabric(launcher=...)`."""
+
+    @abstractmethod
+    def num_processes(self, num_devices: int) -> int:
+        """How many processes a node runs to use `num_devices` devices."""
+
+    @abstractmethod
+    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
+        """None where it can run so; otherwise a sentence with what was written, what is so, and what to write."""
+
+    @abstractmethod
+    def connect(
+        self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision
+    ) -> Runtime:
+        """Take the device of this rank and meet the other ranks.
+
+        `devices`: the indices of this node's devices, `devices[world.local_rank]` being this rank's own.
+        """
+
+    @abstractmethod
+    def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
+        """Lay the model over the devices; `optimizers` follow its parameters. `move=False` leaves it where it is."""
+
+    @abstractmethod
+    def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+        """Prepare optimizers whose parameters belong to a model that is already set up. Returns what undoes it."""
+
+    @abstractmethod
+    def process_dataloader(
+        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
+    ) -> Iterable[Any]:
+        """The same loader, cut to this rank's share (`distribute`), its batches on the device (`move`)."""

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from fabric.launchers.rendezvous import join
+from fabric.launchers.world import World
+from worlds import run_world
+
+
+def gather(world: World, offset: int) -> list[float]:
+    for _ in range(2):
+        store = join(world, 30, print)
+        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+        tensor = torch.tensor([float(world.rank + offset)])
+        out = [torch.zeros(1) for _ in range(world.size)]
+        dist.all_gather(out, tensor)
+        dist.destroy_process_group()
+    return [x.item() for x in out]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_rank_hands_back_its_result(size: int) -> None:
+    assert run_world(size, gather, 10) == [[10.0 + rank for rank in range(size)]] * size
