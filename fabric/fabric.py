@@ -33,7 +33,8 @@ from fabric.strategies.checkpoint.state import Filter, Stateful, load_into, rest
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.collective import Collective, ReduceOp
 from fabric.strategies.collectives.rank_zero_first import rank_zero_first
-from fabric.strategies.data.loaders import DeviceLoader, Use
+from fabric.strategies.data.device_loader import DeviceLoader
+from fabric.strategies.data.share import Use
 from fabric.strategies.data.transfer import move
 from fabric.strategies.initialize import new_tensors
 from fabric.strategies.precision.forward_precision import autocast

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -57,7 +57,7 @@ class Machine:
     """Linux, Darwin or Windows."""
     program: Program = "script"
     world: World | None = None
-    """The world in the environment: an external launcher's, or ours when this process is a rank of an earlier launch."""
+    """In the environment: an external launcher's, or ours where this process is a rank of an earlier launch."""
     variables: tuple[str, ...] = ()
     """What tells of the world, as `NAME=value`."""
     node_rank: int | None = None
@@ -84,3 +84,63 @@ class Machine:
             main_address=place.get("main_address"),
             main_port=_read(place, "main_port", "MASTER_PORT", spelling.read_port),
         )
+
+    def of(self, accelerator: str) -> Found:
+        """What was found of an accelerator."""
+        return next(found for found in self.found if found.accelerator.name == accelerator)
+
+    def usable(self) -> tuple[Found, ...]:
+        """What can be used here, the CPU last."""
+        usable = [found for found in self.found if found.why_unavailable is None and found.num_devices > 0]
+        return tuple(sorted(usable, key=lambda found: found.accelerator.name == "cpu"))
+
+
+_TELLING = ("RANK", "SIZE", "NODES", "NTASKS", "PROCID", "LOCALID", "NODEID", "NODE")
+"""How the variables end that launchers use for ranks and sizes; they only serve messages."""
+
+
+def _world(environ: Mapping[str, str], request: Request) -> World | None:
+    own = request.environment
+    if own is None:
+        return detect_world(environ)
+    if not own.detect(environ):
+        raise ValueError(
+            f"`plugins` holds the cluster environment {own.name!r}, but its variables are not set in this process. "
+            f"Start the program by {own.name}, or leave the plugin out."
+        )
+    return own.world(environ)
+
+
+def _to_look_at(wanted: str | Accelerator) -> tuple[Accelerator, ...]:
+    known = {accelerator.name: accelerator for accelerator in accelerators(installed=False)}
+    if isinstance(wanted, Accelerator):
+        known[wanted.name] = wanted
+    elif wanted != "auto" and wanted not in known:
+        known[wanted] = make_accelerator(wanted)
+    return tuple(known.values())
+
+
+def _variables(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The variables that tell of a world, for messages: those that end as ranks and sizes do."""
+    return tuple(
+        f"{name}={value}"
+        for name, value in sorted(environ.items())
+        if value.isdecimal() and name.isupper() and name.rsplit("_", 1)[-1] in _TELLING
+    )
+
+
+def _read(place: Mapping[str, str], word: str, variable: str, read: Callable[[object, str], int]) -> int | None:
+    return read(place[word], f"{variable}={place[word]}") if word in place else None
+
+
+def _num_cores() -> int:
+    affinity: Callable[[int], set[int]] | None = getattr(os, "sched_getaffinity", None)  # Linux alone has it
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+def _program() -> Program:
+    if "ipykernel" in sys.modules and "IPython" in sys.modules:
+        return "notebook"
+    if "ps1" in vars(sys):  # set once there is a prompt, also after the script of `python -i script.py`
+        return "interactive"
+    return "script" if getattr(sys.modules["__main__"], "__file__", None) is not None else "command"

@@ -51,11 +51,15 @@ class Request:
         """
         said = {name: _READ[name](value, f"{name}={value!r}") for name, value in arguments.items() if name in _READ}
         typed = {name: _READ[name](value, f"{_option(name)} {value}") for name, value in words(environ).items()}
-        objects = {name: each(arguments.get(name), name) for name in ("plugins", "callbacks", "loggers")}
-        precision, environment = _split_plugins(objects.pop("plugins"))
+        precision, environment = _split_plugins(each(arguments.get("plugins"), "plugins"))
         if precision is not None:
             _add_precision(said, arguments, precision)
-        return cls(**_merge(said, typed), **objects, environment=environment)
+        return cls(
+            **_merge(said, typed),
+            environment=environment,
+            callbacks=each(arguments.get("callbacks"), "callbacks"),
+            loggers=each(arguments.get("loggers"), "loggers"),
+        )
 
 
 def each(value: object, name: str) -> tuple[Any, ...]:
@@ -101,7 +105,7 @@ def _split_plugins(plugins: tuple[Any, ...]) -> tuple[Precision | None, Environm
         kind = next((role for role in (Precision, Environment) if isinstance(plugin, role)), None)
         if kind is None:
             raise TypeError(
-                f"`plugins` holds {plugin!r}, a `{type(plugin).__name__}`. Pass a `Precision` or an `Environment` here; "
+                f"`plugins` holds {plugin!r}, a `{type(plugin).__name__}`. Pass a `Precision` or an `Environment`; "
                 f"accelerators, strategies, loggers and callbacks have arguments of their own."
             )
         if kind in kinds:
@@ -113,7 +117,7 @@ def _split_plugins(plugins: tuple[Any, ...]) -> tuple[Precision | None, Environm
 def _add_precision(said: dict[str, Any], arguments: Mapping[str, Any], plugin: Precision) -> None:
     if said.get("precision", _PRECISION) not in (_PRECISION, plugin):
         raise ValueError(
-            f"`precision={arguments['precision']!r}` and the plugin {plugin.name!r} are both a precision. Pass one of them."
+            f"`precision={arguments['precision']!r}` and the plugin {plugin.name!r} are both a precision. Pass one."
         )
     said["precision"] = plugin
 
@@ -139,7 +143,7 @@ def _read_precision(value: Any, said: str) -> Precision:
 
 def _read_deterministic(value: object, said: str) -> bool | Literal["warn"]:
     if value is True or value is False or value == "warn":
-        return value  # type: ignore[return-value]
+        return value
     raise ValueError(f"`{said}`: write True, False, or 'warn' to be told where an operation is not deterministic.")
 
 

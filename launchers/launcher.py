@@ -11,9 +11,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from fabric.launchers.world import World
+from fabric.launchers.world import Rendezvous, World
 
 R = TypeVar("R")
+
+
+class WorkerError(RuntimeError):
+    """A rank raised, died, or left without a result; the message ends with that rank's own traceback.
+
+    `rank` is the one that failed first. It left with `exit_code`, or was killed by `signal`; `cause` is the exception
+    it raised, where that could be brought home.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int,
+        exit_code: int | None = None,
+        signal: int | None = None,
+        cause: BaseException | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank, self.exit_code, self.signal, self.cause = rank, exit_code, signal, cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +49,37 @@ class Topology:
     main_port: int = 0
     """Port on node 0. 0 lets the system choose a free one, which only works on a single node."""
 
+    def __post_init__(self) -> None:
+        if self.num_processes < 1:
+            raise ValueError(f"`num_processes={self.num_processes}` starts nothing. Pass at least 1.")
+        if not 0 <= self.node_rank < self.num_nodes:
+            raise ValueError(
+                f"`node_rank={self.node_rank}` with `num_nodes={self.num_nodes}`: nodes count from 0 to "
+                f"{self.num_nodes - 1}. Give each node its own rank."
+            )
+        if self.num_nodes > 1 and self.main_port == 0:
+            raise ValueError(
+                f"`num_nodes={self.num_nodes}` with `main_port=0`: the other nodes cannot know a port that node 0 picks "
+                "for itself. Pass the same free port on every node, for example `main_port=29500`."
+            )
+
     @property
     def size(self) -> int:
         """Processes over all nodes."""
         return self.num_processes * self.num_nodes
+
+    def world(self, local_rank: int, *, port: int, launcher: str) -> World:
+        """The world of one rank of this node, whose store is served on `port`."""
+        return World(
+            rank=self.node_rank * self.num_processes + local_rank,
+            size=self.size,
+            local_rank=local_rank,
+            local_size=self.num_processes,
+            node_rank=self.node_rank,
+            num_nodes=self.num_nodes,
+            rendezvous=Rendezvous(address=self.main_address, port=port, hosted=True) if self.size > 1 else None,
+            launcher=launcher,
+        )
 
 
 class Launcher(ABC):

@@ -21,10 +21,10 @@ from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.process_group import TorchCollective
-from fabric.strategies.data.loaders import Use
+from fabric.strategies.data.share import Use
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
-from fabric.strategies.replica import attach_scaler, place, replica
+from fabric.strategies.replica import attach_scaler, place, replica, share_loader
 from fabric.strategies.runtime import Runtime, connect
 from fabric.strategies.strategy import Strategy
 

@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.collectives.single import SingleDeviceCollective
-from fabric.strategies.data.loaders import Use
+from fabric.strategies.data.share import Use
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
-from fabric.strategies.replica import attach_scaler, place, replica
+from fabric.strategies.replica import attach_scaler, place, replica, share_loader
 from fabric.strategies.runtime import Runtime, connect
 from fabric.strategies.strategy import Strategy
 

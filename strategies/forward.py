@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import MethodType
 from typing import Any, TypeAlias, final
 
 import torch
@@ -84,7 +83,7 @@ class _Method:
             path.running = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return MethodType, (getattr(type(self._path.module), self._name), self._path.module)
+        return getattr, (self._path.module, self._name)  # of a copy: there it finds the method of the class
 
 
 @final

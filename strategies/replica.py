@@ -5,7 +5,7 @@ They differ in what happens around forward and in what a backward must obey; bot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fabric.strategies.data.loaders import DeviceLoader, Share, Use, process_dataloader
 from fabric.strategies.forward import Around, ForwardPath
 from fabric.strategies.gradients import clip_norm, clip_value, move_state
 from fabric.strategies.precision.forward_precision import autocast, cast_inputs, cast_module, casts
@@ -60,6 +61,21 @@ def replica(
         clip_norm=partial(clip_norm, scaler=scaler),
         clip_value=partial(clip_value, scaler=scaler),
         release=release,
+    )
+
+
+def share_loader(runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool) -> DeviceLoader:
+    """Where each rank has the whole model, each rank reads a share of its own."""
+    return process_dataloader(
+        loader,
+        use,
+        share=Share(index=runtime.world.rank, count=runtime.world.size),
+        device=runtime.device,
+        distribute=distribute,
+        move=move,
+        launcher=runtime.world.launcher,
+        agree=runtime.collective.all_gather_object,
+        say=runtime.report,
     )
 
 

@@ -1,0 +1,66 @@
+"""The command line: `fabric run` starts a script with words for its `Fabric(...)`, `fabric doctor` tells what is here.
+
+Nothing is imported before it is known which command was asked for, so that `--help` starts without torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; its exit code is given back. 2: the words were wrong, and nothing was started."""
+    parsed = parser().parse_args(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _run(parsed) if parsed.command == "run" else _doctor(parsed)
+    except (TypeError, ValueError) as error:
+        print(f"fabric {parsed.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every command and option."""
+    whole = argparse.ArgumentParser(
+        prog="fabric", description="Run PyTorch loops on any device and number of processes."
+    )
+    commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_run(commands.add_parser("run", allow_abbrev=False, help="start a script, with words for its Fabric(...)"))
+    doctor = commands.add_parser("doctor", help="show what this machine can run, and why not the rest")
+    doctor.add_argument("--json", action="store_true", help="as JSON, for programs")
+    return whole
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    from fabric.cli.run import run
+
+    return run(parsed)
+
+
+def _doctor(parsed: argparse.Namespace) -> int:
+    from fabric.cli.doctor import doctor
+
+    return doctor(as_json=parsed.json)
+
+
+def _add_run(command: argparse.ArgumentParser) -> None:
+    command.description = (
+        "Start SCRIPT as `python SCRIPT` does. The options are words for its `Fabric(...)`: what the script leaves at "
+        "its default takes them; what it says differently itself is an error."
+    )
+    for option, metavar, help_text in (
+        ("accelerator", "NAME", "auto, cpu, cuda, mps, ..."),
+        ("strategy", "NAME", "auto, ddp, ...; `fabric doctor` lists them"),
+        ("devices", "DEVICES", "auto, a number, -1 for all, or indices such as 0,1"),
+        ("num-nodes", "N", "machines that take part"),
+        ("node-rank", "N", "which of them this is, from 0"),
+        ("main-address", "HOST", "name or address of node 0"),
+        ("main-port", "PORT", "a free TCP port on node 0"),
+        ("precision", "NAME", "32-true, bf16-mixed, ..."),
+        ("launcher", "NAME", "auto, script, fork, forkserver, spawn, external"),
+    ):
+        command.add_argument(f"--{option}", metavar=metavar, help=help_text)
+    command.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in `python -m`")
+    command.add_argument("script", metavar="SCRIPT", help="the script, or with -m the module")
+    command.add_argument("script_arguments", metavar="...", nargs=argparse.REMAINDER, help="the script's own arguments")

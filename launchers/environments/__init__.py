@@ -1,0 +1,34 @@
+"""Who am I? The cluster environments, in the order in which they are asked.
+
+The order goes from the innermost launcher to the outermost: a rank of ours may run under torchrun's variables, torchrun
+inside a SLURM job, and everybody's ranks carry the plain variables that `local` reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fabric.launchers.environments.environment import Environment as Environment
+from fabric.launchers.environments.local import LocalEnvironment
+from fabric.launchers.environments.ours import OursEnvironment
+from fabric.launchers.environments.slurm import SlurmEnvironment
+from fabric.launchers.environments.torchelastic import TorchElasticEnvironment
+from fabric.launchers.world import World
+
+ENVIRONMENTS: tuple[Environment, ...] = (
+    OursEnvironment(),
+    TorchElasticEnvironment(),
+    SlurmEnvironment(),
+    LocalEnvironment(),
+)
+
+
+def detect_world(environ: Mapping[str, str]) -> World | None:
+    """The world that a launcher left in these variables, or None where this process is nobody's rank.
+
+    Raises: ValueError: the variables are incomplete, or contradict each other.
+    """
+    for environment in ENVIRONMENTS:
+        if environment.detect(environ):
+            return environment.world(environ)
+    return None

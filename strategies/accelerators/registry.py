@@ -68,7 +68,8 @@ def register_accelerator(name: str, factory: Callable[[], Accelerator]) -> None:
     taken = [*(accelerator.name for accelerator in _BUILT_IN), *_REGISTERED, "auto"]
     if name in taken:
         raise ValueError(
-            f"`register_accelerator({name!r}, ...)`: the name is taken; {', '.join(map(repr, taken))} are. Choose another."
+            f"`register_accelerator({name!r}, ...)`: the name is taken, as are {', '.join(map(repr, sorted(taken)))}. "
+            f"Choose another."
         )
     _REGISTERED[name] = factory
 

@@ -69,8 +69,8 @@ class TorchAccelerator(Accelerator):
         built_for = self._built_for()
         if built_for == self.device_type:
             return (
-                f"torch {torch.__version__} is built for {self.device_type}, but this process sees no {self.device_type} "
-                f"device: the driver is missing, or no device is visible."
+                f"torch {torch.__version__} is built for {self.device_type}, but this process sees no such device: the "
+                f"driver is missing, or no device is visible."
             )
         sentence = f"torch {torch.__version__} is built for {built_for or 'the CPU alone'}, not for {self.device_type}."
         if package := _ADDED_BY.get(self.device_type):

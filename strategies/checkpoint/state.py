@@ -57,12 +57,19 @@ def restore(state: MutableMapping[str, Any], content: dict[str, Any], *, strict:
 def load_into(target: Stateful, content: dict[str, Any], *, strict: bool) -> None:
     """Load `content` into one object; `strict` matters to modules alone."""
     if isinstance(target, nn.Module):
-        target.load_state_dict(content, strict=strict)
+        _uncompiled(target).load_state_dict(content, strict=strict)
     else:
         target.load_state_dict(content)
 
 
+def _uncompiled(module: nn.Module) -> nn.Module:
+    """The module within what `torch.compile(module)` returned: its names carry no prefix."""
+    return module._modules.get("_orig_mod") or module
+
+
 def _plain(value: Any) -> Any:
+    if isinstance(value, nn.Module):
+        return _uncompiled(value).state_dict()
     if isinstance(value, Stateful):
         return value.state_dict()
     if isinstance(value, dict):

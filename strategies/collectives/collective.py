@@ -3,19 +3,26 @@
 Nothing else in the code calls a collective of torch. Shapes follow one law for every size, one rank included:
 `(*S)` on each rank becomes `(W, *S)` when gathered, W the number of ranks.
 
-Every method is called by all ranks of the collective, in the same order, unless it says otherwise, and returns a
-new tensor: what the caller passed is left as it was.
+Every method is called by all ranks of the collective, in the same order, unless it says otherwise. What the caller
+passed is left as it was; results are new tensors, but for `broadcast`, which gives rank `src` its own back. Gradients
+stop here. Tensors are dense, of any dtype that `reductions.py` allows for the operation, on the collective's device or
+on the CPU: small decisions always travel there.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
 ReduceOp: TypeAlias = Literal["sum", "mean", "min", "max", "product"]
+
+_REDUCE_OPS = get_args(ReduceOp)
 
 
 class CollectiveError(RuntimeError):
@@ -28,8 +35,36 @@ class CollectiveError(RuntimeError):
 
 def check_reduce_op(op: str) -> None:
     """Raise ValueError when `op` names no reduction."""
-    if op not in get_args(ReduceOp):
-        raise ValueError(f"`{op!r}` names no reduction. Write one of {', '.join(map(repr, get_args(ReduceOp)))}.")
+    if op not in _REDUCE_OPS:
+        raise ValueError(f"`{op!r}` names no reduction. Write one of {', '.join(map(repr, _REDUCE_OPS))}.")
+
+
+def check_peer(operation: str, argument: str, peer: int, size: int, *, me: int | None = None) -> None:
+    """Raise ValueError when `peer` is no rank to talk to: outside the collective, or this rank itself (`me`)."""
+    if not 0 <= peer < size:
+        raise ValueError(
+            f"`{operation}({argument}={peer})` in a collective of {size}: ranks count from 0 to {size - 1}."
+        )
+    if peer == me:
+        raise ValueError(f"`{operation}({argument}={peer})` on rank {me} itself. Name another rank.")
+
+
+def check_slices(operation: str, tensor: Tensor, size: int) -> None:
+    """Raise ValueError when `tensor` does not hold one slice for each rank."""
+    if tensor.ndim == 0 or tensor.shape[0] != size:
+        raise ValueError(
+            f"`{operation}` of a tensor of shape {tuple(tensor.shape)} over {size} ranks: its first dimension holds "
+            f"one slice for each rank. Pass a tensor of shape ({size}, ...)."
+        )
+
+
+def check_split(ranks: Sequence[int], size: int) -> None:
+    """Raise ValueError when `ranks` does not name some ranks, each once and in ascending order."""
+    if not ranks or list(ranks) != sorted(set(ranks)) or ranks[0] < 0 or ranks[-1] >= size:
+        raise ValueError(
+            f"`split({list(ranks)})` of a collective of {size}: name at least one rank, each once, in ascending order, "
+            f"from 0 to {size - 1}."
+        )
 
 
 class Collective(ABC):
@@ -59,14 +94,14 @@ class Collective(ABC):
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Give every rank the tensor of rank `src`. Shapes and dtypes agree on all ranks."""
+        """Give every rank the tensor of rank `src`. Shapes and dtypes agree on all ranks; rank `src` gets its own."""
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         """Give every rank the elementwise reduction of all ranks' tensors: `(*S)` -> `(*S)`.
 
         The dtype is kept, with one exception: the mean of integers and booleans is computed and given in the
-        default floating-point dtype.
+        default floating-point dtype. See `reductions.py` for the dtypes that an `op` refuses.
         """
 
     @abstractmethod
@@ -75,7 +110,10 @@ class Collective(ABC):
 
     @abstractmethod
     def reduce_scatter(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
-        """Reduce slice `r` of all ranks' tensors and give it to rank `r`: `(W, *S)` -> `(*S)`."""
+        """Reduce slice `r` of all ranks' tensors and give it to rank `r`: `(W, *S)` -> `(*S)`.
+
+        Dtypes: as `all_reduce`.
+        """
 
     @abstractmethod
     def all_to_all(self, tensor: Tensor) -> Tensor:
@@ -91,19 +129,34 @@ class Collective(ABC):
 
     @abstractmethod
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """Give every rank the picklable object of rank `src`; rank `src` gets its own back."""
+        """Give every rank the picklable object of rank `src`; rank `src` gets its own back.
+
+        Tensors anywhere inside travel as tensors, not pickled, and arrive on the receiver's device of the same type.
+        Raises: CollectiveError: rank `src` could not pickle it (on every rank), or the ranks called different things.
+        """
 
     @abstractmethod
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Give every rank the picklable objects of all ranks, in rank order."""
+        """Give every rank copies of the picklable objects of all ranks, in rank order.
+
+        Raises: CollectiveError: a rank could not pickle its own (on every rank), or the ranks called different things.
+        """
 
     @abstractmethod
     def split(self, ranks: Sequence[int]) -> Collective | None:
-        """Make a collective of some ranks (counted in this one), already set up; None on a rank outside it.
+        """Give the collective of some ranks (counted in this one), already set up; None on a rank outside it.
 
-        Ranks: all ranks of this collective call it, also those outside `ranks`. Ranks keep the order of `ranks`.
+        Ranks: all ranks of this collective call it, also those outside, with the same `ranks`, in ascending order.
+        It is made once: the same ranks give the same object, which lives until this collective's `teardown`.
         """
 
     @abstractmethod
     def reduce_boolean_decision(self, decision: bool, *, require_all: bool = True) -> bool:
         """Decide together: true where all ranks (`require_all=False`: any rank) said true."""
+
+    @abstractmethod
+    def store(self) -> Store | None:
+        """The key-value store of these ranks, for messages outside of any collective; None if this is all of them.
+
+        Ranks: each may call it alone. Keys are this collective's own.
+        """

@@ -1,0 +1,141 @@
+"""`fabric doctor`: what this machine can run, and for the rest the sentence that says why not.
+
+It asks the same functions that `Fabric(...)` asks, so it cannot promise what a script would then be refused. The report
+is plain data; the tables and the JSON are two ways to show it. It imports torch, and initialises no device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fabric.cli.spelling import STARTING_LAUNCHERS
+from fabric.conflicts import why_not_launch_by
+from fabric.machine import Found, Machine
+from fabric.request import Request
+from fabric.resolve import resolve
+from fabric.strategies.accelerators.registry import accelerators
+from fabric.strategies.registry import Registration, strategy_registrations
+
+_LAUNCHERS: Mapping[str, str] = {
+    "script": "runs the script's file again in every process",
+    "fork": "goes on from the very line; safe while the process has one thread and its accelerator is untouched",
+    "forkserver": "runs a function in fresh processes, fast from the second time on",
+    "spawn": "runs a function in fresh processes, on every system",
+}
+
+
+def doctor(*, as_json: bool) -> int:
+    """Print the report; the exit code is 0."""
+    machine = Machine.look(os.environ, Request())
+    everything = replace(machine, found=tuple(Found.look(accelerator) for accelerator in accelerators()))
+    found = report(everything, strategy_registrations())
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        _show(found)
+    return 0
+
+
+def report(machine: Machine, strategies: Mapping[str, Registration]) -> dict[str, Any]:
+    """What the machine can run, as JSON's types. `why_not` is null where it can."""
+    world = machine.world
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": f"{machine.system} {platform.release()}",
+        "cores": machine.num_cores,
+        "memory_bytes": _memory_bytes(),
+        "started_by": None if world is None else {"launcher": world.launcher, "rank": world.rank, "size": world.size},
+        "variables": list(machine.variables),
+        "accelerators": [
+            {"name": found.accelerator.name, "devices": found.num_devices, "why_not": found.why_unavailable}
+            for found in machine.found
+        ],
+        "launchers": [
+            {"name": word, "description": _LAUNCHERS[word], "why_not": why_not_launch_by(word, machine)}
+            for word in STARTING_LAUNCHERS
+        ],
+        "strategies": [_strategy(machine, registration) for registration in strategies.values()],
+    }
+
+
+def _strategy(machine: Machine, registration: Registration) -> dict[str, Any]:
+    """On which accelerators a strategy runs, asked of `resolve`, in a process of its own that no launcher made."""
+    alone = replace(machine, world=None)
+    runs_on, why_not = [], None
+    for found in machine.usable():
+        request = Request(accelerator=found.accelerator.name, strategy=registration.name)
+        try:
+            resolve(request, alone)
+        except Exception as error:  # anybody's strategy, and whatever keeps it from being made is the answer
+            why_not = str(error) or type(error).__name__
+        else:
+            runs_on.append(found.accelerator.name)
+    return {
+        "name": registration.name,
+        "description": registration.description,
+        "source": registration.source,
+        "runs_on": runs_on,
+        "why_not": None if runs_on else why_not,
+    }
+
+
+def _memory_bytes() -> int | None:
+    """Bytes of main memory; None where the system does not tell."""
+    sysconf: Callable[[str], int] | None = getattr(os, "sysconf", None)  # Windows has none
+    return None if sysconf is None else sysconf("SC_PHYS_PAGES") * sysconf("SC_PAGE_SIZE")
+
+
+def _show(found: Mapping[str, Any]) -> None:
+    from rich.console import Console
+
+    console = Console()
+    memory = "" if found["memory_bytes"] is None else f", {found['memory_bytes'] / 2**30:.1f} GiB of memory"
+    console.print(
+        f"[bold]Python[/] {found['python']}, [bold]torch[/] {found['torch']}, {found['system']}, {found['cores']} cores"
+        f"{memory}",
+        highlight=False,
+    )
+    world = found["started_by"]
+    console.print(
+        "No launcher's variables in the environment: a script run from here starts its own processes."
+        if world is None
+        else f"Started by {world['launcher']} as rank {world['rank']} of {world['size']}: {', '.join(found['variables'])}",
+        highlight=False,
+    )
+    _table(
+        console,
+        ("accelerator", "devices", "why not"),
+        [(row["name"], "" if row["why_not"] else str(row["devices"]), row["why_not"]) for row in found["accelerators"]],
+    )
+    _table(
+        console,
+        ("launcher", "what it does", "why not"),
+        [(row["name"], row["description"], row["why_not"]) for row in found["launchers"]],
+    )
+    _table(
+        console,
+        ("strategy", "runs on", "what it is", "why not"),
+        [(row["name"], ", ".join(row["runs_on"]), row["description"], row["why_not"]) for row in found["strategies"]],
+    )
+
+
+def _table(console: Any, columns: tuple[str, ...], rows: list[tuple[str | None, ...]]) -> None:
+    """One table. The last column is left out where it would be empty: nothing is missing then."""
+    from rich.table import Table
+    from rich.text import Text
+
+    if all(row[-1] is None for row in rows):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    table = Table(*columns, title_justify="left")
+    for name, *cells in rows:
+        style = "dim" if cells[-1] is not None and columns[-1] == "why not" else "bold green"
+        table.add_row(Text(name or "", style=style), *(Text(cell or "") for cell in cells))
+    console.print(table)

@@ -1,0 +1,206 @@
+"""The pairs that cannot go together: a word with another word, or a word with what is here. Each has its sentence.
+
+`resolve` asks them in the order of `CONFLICTS` and raises the first answer. What needs more than a pair (do these
+devices exist, can this strategy use them) is asked in `resolve` itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from fabric.cli.spelling import STARTING_LAUNCHERS
+from fabric.machine import Machine
+from fabric.request import Request
+from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.precision.precision import Precision
+from fabric.strategies.strategy import Strategy
+
+Conflict: TypeAlias = Callable[[Request, Machine], str | None]
+
+_LOOKED_FOR = (
+    "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (torchrun, or by hand), "
+    "SLURM_PROCID and SLURM_NTASKS (srun)"
+)
+_PLACE_OPTIONS = {"node_rank": "--node-rank", "main_address": "--main-address", "main_port": "--main-port"}
+_PLACE_VARIABLES = {"node_rank": "NODE_RANK", "main_address": "MASTER_ADDR", "main_port": "MASTER_PORT"}
+_PROGRAMS = {
+    "command": "`python -c` or standard input",
+    "interactive": "an interactive session",
+    "notebook": "a notebook",
+}
+
+
+def external_launcher_without_a_world(request: Request, machine: Machine) -> str | None:
+    """Nobody made the processes that `launcher='external'` relies on."""
+    if request.launcher != "external" or machine.world is not None:
+        return None
+    return (
+        f"`launcher='external'` says that something else starts the processes, but nothing in the environment tells of "
+        f"it. Looked for: {_LOOKED_FOR}. Start the script with torchrun or srun, or leave `launcher` out."
+    )
+
+
+def starting_launcher_inside_a_world(request: Request, machine: Machine) -> str | None:
+    """The processes exist already; more are not started."""
+    world = machine.world
+    if world is None or request.launcher in ("auto", "external", world.launcher):
+        return None
+    return (
+        f"`launcher={request.launcher!r}` starts processes, but {describe_world(machine)}. Leave `launcher` out, or "
+        f"write `launcher='external'`."
+    )
+
+
+def nodes_against_the_world(request: Request, machine: Machine) -> str | None:
+    """Another number of nodes than the world has. One is also what is not said."""
+    world = machine.world
+    if world is None or request.num_nodes in (1, world.num_nodes):
+        return None
+    return (
+        f"`num_nodes={request.num_nodes}` was written, but {describe_world(machine)}, on {world.num_nodes} "
+        f"node{'s' * (world.num_nodes > 1)}. Leave `num_nodes` out, or start it on {request.num_nodes} nodes."
+    )
+
+
+def place_against_a_foreign_world(request: Request, machine: Machine) -> str | None:
+    """Whoever started the processes has decided where they meet."""
+    world, said = machine.world, _place_said(request)
+    if world is None or world.launcher in STARTING_LAUNCHERS or not said:
+        return None
+    return f"`{said}` says where a node stands, but {describe_world(machine)}, and decided that already. Leave it out."
+
+
+def place_without_nodes(request: Request, machine: Machine) -> str | None:
+    """A node's place, where there is one node."""
+    said = _place_said(request)
+    if machine.world is not None or request.num_nodes > 1 or not said:
+        return None
+    return f"`{said}` says where a node stands among several, but `num_nodes=1`. Add `--num-nodes`, or leave it out."
+
+
+def place_said_twice(request: Request, machine: Machine) -> str | None:
+    """The command line and the environment put a node at different places."""
+    if not _needs_a_place(request, machine):
+        return None
+    for name, option in _PLACE_OPTIONS.items():
+        typed, found = getattr(request, name), getattr(machine, name)
+        if typed is not None and found is not None and typed != found:
+            return (
+                f"`{option} {typed}` was written, but `{_PLACE_VARIABLES[name]}={found}` is in the environment. "
+                f"Leave one of them out."
+            )
+    return None
+
+
+def nodes_without_a_place(request: Request, machine: Machine) -> str | None:
+    """Several nodes that could not find each other."""
+    if not _needs_a_place(request, machine):
+        return None
+    missing = [name for name in _PLACE_OPTIONS if getattr(request, name) is None and getattr(machine, name) is None]
+    if not missing:
+        return None
+    nodes = request.num_nodes
+    return (
+        f"`num_nodes={nodes}` needs to know where this node stands and where all meet; not said: "
+        f"{', '.join(f'{_PLACE_OPTIONS[name]} ({_PLACE_VARIABLES[name]})' for name in missing)}. On each node, run "
+        f"`fabric run --num-nodes {nodes} --node-rank N --main-address HOST --main-port 29500 SCRIPT`, N from 0 to "
+        f"{nodes - 1} and HOST being node 0; or set the variables; or start it with torchrun or srun."
+    )
+
+
+def node_rank_beyond_the_nodes(request: Request, machine: Machine) -> str | None:
+    """A node that there is not."""
+    if not _needs_a_place(request, machine):
+        return None
+    rank = request.node_rank if request.node_rank is not None else machine.node_rank
+    if rank is None or rank < request.num_nodes:
+        return None
+    return (
+        f"This node's rank is {rank}, but `num_nodes={request.num_nodes}` counts them from 0 to "
+        f"{request.num_nodes - 1}. Give each node a rank of its own in that range."
+    )
+
+
+def launcher_against_the_program(request: Request, machine: Machine) -> str | None:
+    """A launcher that this program, or this system, cannot serve."""
+    return None if machine.world is not None else why_not_launch_by(request.launcher, machine)
+
+
+CONFLICTS: tuple[Conflict, ...] = (
+    external_launcher_without_a_world,
+    starting_launcher_inside_a_world,
+    nodes_against_the_world,
+    place_against_a_foreign_world,
+    place_without_nodes,
+    place_said_twice,
+    nodes_without_a_place,
+    node_rank_beyond_the_nodes,
+    launcher_against_the_program,
+)
+
+
+def why_not_launch_by(launcher: str, machine: Machine) -> str | None:
+    """Why this launcher cannot start anything here at all. What depends on the moment is asked at `launch`."""
+    if launcher == "script" and machine.program != "script":
+        others = "'spawn'" if machine.system == "Windows" else "'fork' (or 'forkserver' with `launch(function)`)"
+        return (
+            f"`launcher='script'` runs the script's file again in every process, but this is "
+            f"{_PROGRAMS[machine.program]} and has no file. Write `launcher={others}`, or put the code into a file."
+        )
+    if launcher in ("fork", "forkserver") and machine.system == "Windows":
+        return f"`launcher={launcher!r}` needs `os.fork`, which Windows has not. Write `launcher='spawn'` or 'script'."
+    return None
+
+
+def strategy_against_the_launcher(strategy: Strategy, word: str, request: Request, machine: Machine) -> str | None:
+    """The strategy starts its processes in a way that is not the one asked for, or than the one that happened."""
+    own = [launcher for launcher in strategy.launchers if launcher in STARTING_LAUNCHERS]
+    if not own or set(own) == set(STARTING_LAUNCHERS):
+        return None
+    ways = " or ".join(map(repr, own))
+    if machine.world is not None and machine.world.launcher not in own:
+        return (
+            f"`strategy={word}` starts its processes by {ways}, but {describe_world(machine)}. Write the strategy that "
+            f"leaves the launcher open, such as 'ddp'."
+        )
+    if request.launcher in STARTING_LAUNCHERS and request.launcher not in own:
+        return (
+            f"`strategy={word}` starts its processes by {ways}, but `launcher={request.launcher!r}` was written. Leave "
+            f"`launcher` out, or write a strategy that leaves it open, such as 'ddp'."
+        )
+    return None
+
+
+def accelerator_against_the_precision(accelerator: Accelerator, precision: Precision) -> str | None:
+    """Numbers the devices do not have. Source: Metal has no double; torch raises "doesn't support float64"."""
+    if accelerator.name != "mps" or precision.name != "64-true":
+        return None
+    return (
+        "`precision='64-true'` needs float64, which `accelerator='mps'` does not have. Write `precision='32-true'`, or "
+        "`accelerator='cpu'`."
+    )
+
+
+def describe_world(machine: Machine) -> str:
+    """The world in the environment, with who made it and what told of it."""
+    world = machine.world
+    assert world is not None
+    if world.launcher in STARTING_LAUNCHERS:
+        return (
+            f"this process is rank {world.rank} of the {world.size} that an earlier `launch()` started by "
+            f"{world.launcher!r} ({world.local_size} on this node)"
+        )
+    read = f"; read: {', '.join(machine.variables)}" if machine.variables else ""
+    processes = f"{world.size} process{'es' * (world.size > 1)}"
+    return f"{world.launcher} started {processes} ({world.local_size} on this node{read})"
+
+
+def _needs_a_place(request: Request, machine: Machine) -> bool:
+    return request.num_nodes > 1 and machine.world is None
+
+
+def _place_said(request: Request) -> str:
+    """The options that tell of a node's place, as typed; empty where there are none."""
+    options = ((option, getattr(request, name)) for name, option in _PLACE_OPTIONS.items())
+    return " ".join(f"{option} {value}" for option, value in options if value is not None)

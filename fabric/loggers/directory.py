@@ -1,0 +1,36 @@
+"""Where a run's files lie: `root/name/version_0`, `version_1` and so on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def make_run_directory(root: Path, name: str, version: int | str | None) -> Path:
+    """Make the directory of a run. `version=None` takes the next free number; runs that start at once get one each.
+
+    Raises: FileExistsError: the version was given, and exists.
+    """
+    above = root / name
+    if version is not None:
+        return _make(above / (f"version_{version}" if isinstance(version, int) else version))
+    while True:
+        try:
+            return _make(above / f"version_{_next_number(above)}")
+        except FileExistsError:
+            continue  # another run was faster
+
+
+def _make(directory: Path) -> Path:
+    try:
+        directory.mkdir(parents=True)
+    except FileExistsError:
+        raise FileExistsError(
+            f"The directory {str(directory)!r} of this run exists, and may hold the metrics of another. "
+            "Leave `version` out for the next free number, or write one that is free."
+        ) from None
+    return directory
+
+
+def _next_number(above: Path) -> int:
+    numbers = [path.name.removeprefix("version_") for path in above.glob("version_*")]
+    return max((int(number) for number in numbers if number.isdecimal()), default=-1) + 1

@@ -1,0 +1,61 @@
+"""Metrics as TensorBoard's event files: `tensorboard --logdir root`. Needs the extra `loggers`.
+
+Each call is flushed, so what was logged is on disk when the process is killed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+from fabric.loggers.directory import make_run_directory
+
+
+@final
+class TensorBoardLogger:
+    """Writes scalars below `root/name/version_N`. `version=None` takes the next free number.
+
+    Nothing is made before the first metric, in the process that logs it. A copy in another process, pickled or forked,
+    begins a run of its own.
+    Raises: ModuleNotFoundError: tensorboard is not installed.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], name: str = "", version: int | str | None = None) -> None:
+        if importlib.util.find_spec("tensorboard") is None:
+            raise ModuleNotFoundError(
+                "`TensorBoardLogger` needs tensorboard, which is not installed. Run `pip install "
+                "'torchfabric[loggers]'`, or write a file of rows with `CSVLogger`."
+            )
+        self.root, self.name, self.version = Path(root), name, version
+        self._writer: Any = None
+        self._process_id = 0
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Write each metric at `step`; without one, TensorBoard shows it at 0.
+
+        Raises: FileExistsError: `version` was given, and exists.
+        """
+        writer = self._open()
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    def close(self) -> None:
+        """Close the event file. A later metric begins a new run."""
+        if self._writer is not None and self._process_id == os.getpid():
+            self._writer.close()
+        self._writer = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.root, self.name, self.version)
+
+    def _open(self) -> Any:
+        if self._writer is None or self._process_id != os.getpid():  # a fork copies the writer, but not its thread
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(make_run_directory(self.root, self.name, self.version)))
+            self._process_id = os.getpid()
+        return self._writer

@@ -1,0 +1,100 @@
+"""Iterate while a person watches: a bar on a terminal, a line every few seconds in a file or a notebook.
+
+The bar is drawn between two items, when its time has come: there is no thread, which a fork of a loader's workers
+could catch with a lock held, so it stands still while one item takes long. Costs about a microsecond per item.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import length_hint
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from torch import Tensor
+
+from fabric.pace import Pace
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+T = TypeVar("T")
+Size: TypeAlias = int | Callable[[Any], int]
+
+
+def progress(
+    iterable: Iterable[T],
+    description: str = "",
+    *,
+    total: int | None = None,
+    size: Size | None = None,
+    num_ranks: int = 1,
+    enabled: bool = True,
+    console: Console | None = None,
+) -> Iterator[T]:
+    """Iterate over `iterable`, and show how far it is, samples per second, the time so far and the time left.
+
+    `total`: how many items there are, where `len(iterable)` does not say.
+    `size`: samples in an item, or a function of the item that tells; by default the first dim of its first tensor.
+    `num_ranks`: how many ranks read items of that size at the same time.
+    `enabled=False`: the bare iterator, as ranks other than zero want it. `console`: where to show, rich's own otherwise.
+    A `break` or an exception leaves the bar where it was, and the terminal as it was before.
+    Raises: ValueError: `total` or `size` is negative.
+    """
+    for name, value in (("total", total), ("size", size)):
+        if isinstance(value, int) and value < 0:
+            raise ValueError(f"`progress({name}={value})`: a number of things is 0 or more. Leave out what is unknown.")
+    if not enabled:
+        return iter(iterable)
+    known = length_hint(iterable, -1) if total is None else total
+    return _shown(iterable, description, Pace(total=None if known < 0 else known, num_ranks=num_ranks), size, console)
+
+
+def _shown(
+    iterable: Iterable[T], description: str, pace: Pace, size: Size | None, console: Console | None
+) -> Iterator[T]:
+    from rich import get_console
+
+    from fabric.progress_views import view_for
+
+    size_of = _size_of(size)
+    view = view_for(description, pace, console or get_console())
+    atexit.register(view.close, pace)  # for an iterator that is still held when the program ends
+    try:
+        now = perf_counter()
+        pace.look(now)
+        due = now + view.every_seconds
+        for item in iterable:
+            yield item
+            pace.items += 1
+            pace.samples += size_of(item)
+            now = perf_counter()
+            if now >= due:
+                pace.look(now)
+                view.draw(pace)
+                due = now + view.every_seconds
+    finally:
+        pace.look(perf_counter())
+        view.close(pace)
+        atexit.unregister(view.close)
+
+
+def _size_of(size: Size | None) -> Callable[[Any], int]:
+    if size is None:
+        return _first_dim
+    return size if callable(size) else lambda item: size
+
+
+def _first_dim(item: Any) -> int:
+    """The first dim of the first tensor in a nest of dicts, lists and tuples; 0 where there is none."""
+    if isinstance(item, Tensor):
+        return item.shape[0] if item.ndim else 0
+    if isinstance(item, Mapping):
+        item = item.values()
+    elif not isinstance(item, list | tuple):
+        return 0
+    for part in item:
+        if found := _first_dim(part):
+            return found
+    return 0

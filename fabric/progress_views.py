@@ -1,0 +1,72 @@
+"""What a person sees of a pace: a bar that is drawn over and over, or lines that follow each other."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import final
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from fabric.pace import Pace
+
+
+class View(ABC):
+    """Shows one iteration. `close` may be called twice."""
+
+    every_seconds: float
+    """How often it wants to be drawn."""
+
+    @abstractmethod
+    def draw(self, pace: Pace) -> None:
+        """Show the pace as of its last look."""
+
+    @abstractmethod
+    def close(self, pace: Pace) -> None:
+        """Show the pace for the last time, and leave the output as it was."""
+
+
+@final
+class Bar(View):
+    """A bar at the bottom of a terminal. What is printed meanwhile appears above it; one bar may run within another."""
+
+    every_seconds = 0.1
+
+    def __init__(self, description: str, pace: Pace, console: Console) -> None:
+        words = (TextColumn("{task.description}", markup=False), TextColumn("{task.fields[line]}", markup=False))
+        self._bars = Progress(words[0], BarColumn(), words[1], console=console, auto_refresh=False)
+        self._task = self._bars.add_task(description, total=pace.total, line="")
+        self._bars.start()
+
+    def draw(self, pace: Pace) -> None:
+        self._bars.update(self._task, completed=pace.items, line=pace.line(), refresh=True)
+
+    def close(self, pace: Pace) -> None:
+        self._bars.update(self._task, completed=pace.items, line=pace.line())
+        self._bars.stop()
+
+
+@final
+class Lines(View):
+    """A line every few seconds and one at the end, without control codes."""
+
+    every_seconds = 5.0
+
+    def __init__(self, description: str, console: Console) -> None:
+        self._lead, self._console = f"{description}: " if description else "", console
+        self._open = True
+
+    def draw(self, pace: Pace) -> None:
+        print(f"{self._lead}{pace.line()}", file=self._console.file, flush=True)
+
+    def close(self, pace: Pace) -> None:
+        if self._open:
+            self._open = False
+            self.draw(pace)
+
+
+def view_for(description: str, pace: Pace, console: Console) -> View:
+    """A bar where the console is a terminal that can move its cursor; lines in files, pipes and notebooks."""
+    if console.file.isatty() and console.is_terminal and not console.is_dumb_terminal:
+        return Bar(description, pace, console)
+    return Lines(description, console)

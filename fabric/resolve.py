@@ -1,0 +1,241 @@
+"""From what was asked and what is here to one complete configuration, or to an error that says what to write.
+
+A pure function of two values (and of the tables of names), so that every rule is a row of a test. Where a word is
+`auto` it chooses; where a word is said it is honoured or refused, never exchanged:
+
+- A world in the environment is the truth: `auto` takes its sizes, and a number that differs from them is an error.
+- Without one, `devices='auto'` is one process on the CPU, and elsewhere every device that the strategy takes.
+- `accelerator='auto'` is the one torch reports, else the CPU. `strategy='auto'` is `single_device` for one process
+  and `ddp` for more.
+- One process needs no launcher, whatever the word: the calling process is it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fabric.cli.spelling import STARTING_LAUNCHERS
+from fabric.conflicts import (
+    CONFLICTS,
+    accelerator_against_the_precision,
+    describe_world,
+    strategy_against_the_launcher,
+    why_not_launch_by,
+)
+from fabric.launchers.launcher import Topology
+from fabric.launchers.world import World
+from fabric.machine import Found, Machine
+from fabric.request import Request
+from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.precision.precision import Precision
+from fabric.strategies.registry import make_strategy
+from fabric.strategies.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """Everything that `launch` and `connect` need. Picklable."""
+
+    strategy: Strategy
+    accelerator: Accelerator
+    devices: tuple[int, ...]
+    """Indices of the devices this node uses; `devices[local_rank]` is a rank's own, where each rank has one."""
+    precision: Precision
+    launcher: str
+    """The word for `choose_launcher`: auto, inline, script, fork, forkserver, spawn or external."""
+    world: World | None
+    """The world that exists already; None where our launcher makes it."""
+    topology: Topology
+    """How many processes there are, or will be."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines that take part."""
+        return self.topology.num_nodes
+
+
+def resolve(request: Request, machine: Machine) -> Resolved:
+    """Choose and check everything that can be known before a process is started.
+
+    Raises: ValueError: words that cannot go together, or that this machine cannot honour.
+    """
+    for conflict in CONFLICTS:
+        _refuse(conflict(request, machine))
+    found = _found(request, machine)
+    strategy, word = _strategy(request, machine, found)
+    _refuse(strategy_against_the_launcher(strategy, word, request, machine))
+    _refuse(accelerator_against_the_precision(found.accelerator, request.precision))
+    devices = _devices(request, machine, found, strategy)
+    _agree_with_the_world(request, machine, strategy, word, len(devices))
+    num_nodes = machine.world.num_nodes if machine.world is not None else request.num_nodes
+    _refuse(strategy.refuse(found.accelerator, len(devices), num_nodes, request.precision))
+    topology = _topology(request, machine, strategy.num_processes(len(devices)))
+    return Resolved(
+        strategy=strategy,
+        accelerator=found.accelerator,
+        devices=devices,
+        precision=request.precision,
+        launcher=_launcher(request, machine, strategy, topology),
+        world=machine.world,
+        topology=topology,
+    )
+
+
+def _refuse(sentence: str | None) -> None:
+    if sentence is not None:
+        raise ValueError(sentence)
+
+
+def _found(request: Request, machine: Machine) -> Found:
+    if request.accelerator == "auto":
+        return machine.usable()[0]
+    name = request.accelerator if isinstance(request.accelerator, str) else request.accelerator.name
+    found = machine.of(name)
+    if found.why_unavailable is not None:
+        here = ", ".join(usable.accelerator.name for usable in machine.usable())
+        raise ValueError(
+            f"`accelerator={name!r}` cannot be used here. {found.why_unavailable} Here: {here}. Write one of these, or "
+            f"'auto'."
+        )
+    return found
+
+
+def _strategy(request: Request, machine: Machine, found: Found) -> tuple[Strategy, str]:
+    """The strategy, and the word for it in an error."""
+    if isinstance(request.strategy, Strategy):
+        return request.strategy, f"{type(request.strategy).__name__}(...)"
+    word = request.strategy if request.strategy != "auto" else _auto_strategy(request, machine, found)
+    return make_strategy(word), repr(word)
+
+
+def _auto_strategy(request: Request, machine: Machine, found: Found) -> str:
+    if machine.world is not None:
+        several = machine.world.size > 1
+    elif request.devices == "auto":
+        several = request.num_nodes > 1 or found.num_devices > 1
+    else:
+        several = request.num_nodes > 1 or len(_said_devices(request, machine, found)) > 1
+    return "ddp" if several else "single_device"
+
+
+def _devices(request: Request, machine: Machine, found: Found, strategy: Strategy) -> tuple[int, ...]:
+    if request.devices == "auto":
+        return _auto_devices(request, machine, found, strategy)
+    return _said_devices(request, machine, found)
+
+
+def _auto_devices(request: Request, machine: Machine, found: Found, strategy: Strategy) -> tuple[int, ...]:
+    """All devices that the strategy takes, as many as make the world's processes where there is a world."""
+    world = machine.world
+    few = world.local_size if world is not None else 1
+    if found.accelerator.is_shared:
+        return tuple(range(few))
+    if _one_each(machine, found):
+        return (0,) * few
+    nodes = world.num_nodes if world is not None else request.num_nodes
+    every = found.num_devices
+    fits = world is None or strategy.num_processes(every) == few
+    if fits and strategy.refuse(found.accelerator, every, nodes, request.precision) is None:
+        return tuple(range(every))
+    if few > every:
+        raise ValueError(
+            f"{_capital(describe_world(machine))}, but this process sees {_counted(found)}: a rank would have none of "
+            f"its own. Start at most {every} processes per node, or write `accelerator='cpu'`."
+        )
+    return tuple(range(few))
+
+
+def _said_devices(request: Request, machine: Machine, found: Found) -> tuple[int, ...]:
+    """The devices that were asked for: a number of them, indices, or all."""
+    said, name, count = request.devices, found.accelerator.name, found.num_devices
+    assert said != "auto"
+    if found.accelerator.is_shared:
+        if not isinstance(said, int):
+            shown = "-1" if said == "all" else repr(list(said))
+            raise ValueError(
+                f"`devices={shown}` chooses among devices, but `accelerator={name!r}` is one device that any number of "
+                f"processes share. Write how many processes there are to be, such as `devices=2`."
+            )
+        return tuple(range(said))
+    if isinstance(said, int) and said > 1 and _one_each(machine, found):
+        return (0,) * said  # where it is not the world's number, _agree_with_the_world says so
+    indices = tuple(range(count)) if said == "all" else tuple(range(said)) if isinstance(said, int) else said
+    if beyond := [index for index in indices if index >= count]:
+        shown = f"{said} devices" if isinstance(said, int) else f"device {', '.join(map(str, beyond))}"
+        written = said if isinstance(said, int) else list(said)
+        raise ValueError(
+            f"`devices={written}` asks for {shown} of `accelerator={name!r}`, but this process sees {_counted(found)}. "
+            f"Write fewer, or `devices='auto'`."
+        )
+    return indices
+
+
+def _one_each(machine: Machine, found: Found) -> bool:
+    """Whether a foreign launcher showed every process one device of its own, as `srun --gpus-per-task=1` does.
+
+    torchrun and our launchers show all devices to all processes, so one device for several is a mistake there.
+    """
+    world = machine.world
+    shows_all = (*STARTING_LAUNCHERS, "torchelastic")
+    return world is not None and world.local_size > found.num_devices == 1 and world.launcher not in shows_all
+
+
+def _agree_with_the_world(request: Request, machine: Machine, strategy: Strategy, word: str, num_devices: int) -> None:
+    world, processes = machine.world, strategy.num_processes(num_devices)
+    if world is None or processes == world.local_size:
+        return
+    if request.devices == "auto":
+        raise ValueError(
+            f"{_capital(describe_world(machine))}, but `strategy={word}` runs {processes} on each node. Start that "
+            f"many, or write a strategy for several processes, such as 'ddp'."
+        )
+    raise ValueError(
+        f"`devices` and `strategy={word}` ask for {processes} process{'es' * (processes > 1)} on this node, but "
+        f"{describe_world(machine)}. Leave `devices` out, or start {processes}."
+    )
+
+
+def _topology(request: Request, machine: Machine, num_processes: int) -> Topology:
+    world = machine.world
+    if world is not None:
+        return Topology(num_processes=world.local_size, num_nodes=world.num_nodes, node_rank=world.node_rank)
+    if request.num_nodes == 1:
+        return Topology(num_processes=num_processes)
+    rank, address, port = (
+        said if said is not None else found
+        for said, found in (
+            (request.node_rank, machine.node_rank),
+            (request.main_address, machine.main_address),
+            (request.main_port, machine.main_port),
+        )
+    )
+    assert isinstance(rank, int)  # all three, see nodes_without_a_place
+    assert isinstance(address, str)
+    assert isinstance(port, int)
+    return Topology(
+        num_processes=num_processes,
+        num_nodes=request.num_nodes,
+        node_rank=rank,
+        main_address=address,
+        main_port=port,
+    )
+
+
+def _launcher(request: Request, machine: Machine, strategy: Strategy, topology: Topology) -> str:
+    if machine.world is not None:
+        return "external"
+    if topology.size == 1:
+        return "inline"
+    word: str = request.launcher
+    if word == "auto" and not set(STARTING_LAUNCHERS) <= set(strategy.launchers):
+        word = strategy.launchers[0]
+        _refuse(why_not_launch_by(word, machine))
+    return word
+
+
+def _counted(found: Found) -> str:
+    return f"{found.num_devices} {found.accelerator.name} device{'s' * (found.num_devices != 1)}"
+
+
+def _capital(sentence: str) -> str:
+    return sentence[0].upper() + sentence[1:]

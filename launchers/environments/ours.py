@@ -1,0 +1,67 @@
+"""Ranks that a launcher of ours started. They see torchrun's variables, so the user's other tools see the truth too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import final
+
+from fabric.launchers.environments.environment import Environment
+from fabric.launchers.environments.variables import integer
+from fabric.launchers.world import Rendezvous, World
+
+MARK = "FABRIC_LAUNCHER"
+"""The word of our launcher, set in its ranks and nowhere else."""
+
+
+@final
+class OursEnvironment(Environment):
+    """A rank of a launch of ours."""
+
+    @property
+    def name(self) -> str:
+        return "fabric"
+
+    def detect(self, environ: Mapping[str, str]) -> bool:
+        return MARK in environ
+
+    def world(self, environ: Mapping[str, str]) -> World:
+        def number(name: str) -> int:
+            return integer(environ, name, among=f"{MARK}={environ[MARK]}")
+
+        size = number("WORLD_SIZE")
+        rendezvous = Rendezvous(address=environ["MASTER_ADDR"], port=number("MASTER_PORT"), hosted=True)
+        return World(
+            rank=number("RANK"),
+            size=size,
+            local_rank=number("LOCAL_RANK"),
+            local_size=number("LOCAL_WORLD_SIZE"),
+            node_rank=number("GROUP_RANK"),
+            num_nodes=number("GROUP_WORLD_SIZE"),
+            rendezvous=rendezvous if size > 1 else None,
+            launcher=environ[MARK],
+        )
+
+
+def variables_of(world: World, environ: Mapping[str, str], num_cores: int) -> dict[str, str]:
+    """What a rank's environment says beyond the supervisor's own (`environ`), which stays as it is.
+
+    The ranks of a node share its cores, unless OMP_NUM_THREADS says otherwise. Ranks of one node talk over loopback,
+    unless GLOO_SOCKET_IFNAME says otherwise.
+    """
+    at = world.rendezvous or Rendezvous(address="127.0.0.1", port=0, hosted=True)
+    variables = {
+        MARK: world.launcher,
+        "RANK": str(world.rank),
+        "WORLD_SIZE": str(world.size),
+        "LOCAL_RANK": str(world.local_rank),
+        "LOCAL_WORLD_SIZE": str(world.local_size),
+        "GROUP_RANK": str(world.node_rank),
+        "GROUP_WORLD_SIZE": str(world.num_nodes),
+        "MASTER_ADDR": at.address,
+        "MASTER_PORT": str(at.port),
+        # What torchrun says when the store is served outside the ranks: `init_process_group("gloo")` then joins it.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    if "OMP_NUM_THREADS" not in environ:
+        variables["OMP_NUM_THREADS"] = str(max(1, num_cores // world.local_size))
+    return variables

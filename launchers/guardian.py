@@ -1,0 +1,66 @@
+"""A tiny process that outlives the supervisor, to end what a killed supervisor would leave behind.
+
+It reads process ids from a pipe whose only writer is the supervisor. At end of file, however the supervisor ended, it
+kills the process groups that are still on its list: ranks, and the data-loader workers they started. The kernel's
+parent-death signal is faster but reaches neither those workers nor ranks whose parent is a fork server.
+
+Runs as a script too, without `site` and without this package: 10 ms, beside the launch and not before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+
+
+class Guardian:
+    """The supervisor's end of the pipe."""
+
+    def __init__(self) -> None:
+        import subprocess
+
+        reader, self._writer = os.pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__],
+            stdin=reader,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C in the terminal is not for it
+            cwd="/",
+        )
+        os.close(reader)
+
+    def watch(self, pid: int) -> None:
+        """From now on the process group of `pid` ends with the supervisor."""
+        os.write(self._writer, b"+%d\n" % pid)
+
+    def forget(self, pid: int) -> None:
+        """`pid` has ended, and its number may soon belong to somebody else."""
+        os.write(self._writer, b"-%d\n" % pid)
+
+    def close(self) -> None:
+        """End the guardian; what it still watches ends with it."""
+        os.close(self._writer)
+        self._process.wait()
+
+    def abandon(self) -> None:
+        """Called in a forked rank: it is not the supervisor, and must not keep the pipe open."""
+        os.close(self._writer)
+        self._process.returncode = 0  # another process's child: not ours to wait for, and no ResourceWarning
+
+
+def _guard() -> None:
+    watched: set[int] = set()
+    for line in sys.stdin.buffer:
+        if line.endswith(b"\n"):
+            (watched.add if line.startswith(b"+") else watched.discard)(int(line[1:]))
+    for pid in watched:
+        for send in (os.killpg, os.kill):
+            with contextlib.suppress(OSError):
+                send(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    _guard()

@@ -1,0 +1,58 @@
+"""What only some operating systems can do for the process that waits for others, each with what we do without it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def die_with_parent(parent: int) -> None:
+    """Let the kernel kill this process with SIGKILL when the thread that started it ends, however it ends.
+
+    Without Linux nothing is set: the guardian ends what is left.
+    """
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the kernel knew
+        os._exit(1)
+
+
+def exit_fd(pid: int) -> int:
+    """A descriptor that becomes readable when the child `pid` has ended. The child is left for us to reap.
+
+    Without pidfds a thread waits for the child.
+    """
+    if hasattr(os, "pidfd_open"):
+        return os.pidfd_open(pid)
+    reader, writer = os.pipe()
+
+    def tell() -> None:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        os.close(writer)
+
+    threading.Thread(target=tell, name=f"fabric-wait-{pid}", daemon=True).start()
+    return reader
+
+
+def kill_group(pid: int, number: int) -> None:
+    """Send a signal to a rank and to whatever it started. A rank that is gone, or not yet its own group, is fine."""
+    for send in (os.killpg, os.kill):
+        try:
+            send(pid, number)
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
+def signal_rank(pid: int, number: int) -> None:
+    """Send a signal to a rank alone: its data-loader workers are its own business."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass

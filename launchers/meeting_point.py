@@ -1,0 +1,93 @@
+"""The supervisor's side of the rendezvous: the store that the ranks meet at, served on node 0.
+
+# Note [Who serves the store]
+The supervisor of node 0 does, not a rank: the store is there before the first rank looks for it and after the last
+one has left, so no rank waits for another to open it, and none loses it because another was faster to end. The socket
+listens before any rank is started, and the system chose its port, so launches never clash and no port is picked that
+somebody else may take; connections wait in its backlog. The thread that serves it starts after the ranks, because a
+process with a second thread cannot be forked safely.
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from fabric.launchers.launcher import Topology
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+EXIT_BARRIER_SECONDS = 300
+"""How long node 0 serves the store for nodes that have not ended yet. torchrun's exit barrier is as long."""
+
+
+class MeetingPoint:
+    """A listening socket, then a store. A world of one process has neither."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._socket = self._listen() if topology.size > 1 and topology.node_rank == 0 else None
+        self._store: TCPStore | None = None
+        self.port = self._socket.getsockname()[1] if self._socket else topology.main_port
+
+    def open(self) -> None:
+        """Serve. Called once all ranks of this node have been started."""
+        if self._socket is None:
+            return
+        from torch.distributed import TCPStore
+
+        self._store = TCPStore(
+            "127.0.0.1",
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=self._socket.detach(),
+        )
+
+    def close(self, *, failed: bool) -> None:
+        """End serving; with several nodes, once all have ended or one has failed."""
+        if self._topology.num_nodes > 1:
+            self._await_nodes(failed)
+        self.abandon()
+        self._store = None  # its destructor ends the thread
+
+    def abandon(self) -> None:
+        """In a forked rank: close our copy of the socket."""
+        if self._socket is not None:
+            self._socket.close()
+
+    def _listen(self) -> socket.socket:
+        topology = self._topology
+        if topology.num_nodes == 1:
+            return socket.create_server((topology.main_address, topology.main_port), backlog=4096)
+        dual = socket.has_dualstack_ipv6()
+        try:
+            return socket.create_server(
+                ("", topology.main_port),
+                family=socket.AF_INET6 if dual else socket.AF_INET,
+                dualstack_ipv6=dual,
+                backlog=4096,
+            )
+        except OSError as error:
+            raise RuntimeError(
+                f"Node 0 cannot serve the rendezvous on port {topology.main_port}: {error.strerror}. "
+                "Pass another `main_port`, the same on every node."
+            ) from error
+
+    def _await_nodes(self, failed: bool) -> None:
+        """Tell node 0 that this node has ended; as node 0, wait for the others, so that none loses the store."""
+        from torch.distributed import DistStoreError, TCPStore
+
+        topology = self._topology
+        try:
+            store = self._store or TCPStore(
+                topology.main_address, self.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5)
+            )
+            if store.add("fabric/nodes_ended", 1) == topology.num_nodes or failed:
+                store.set("fabric/all_ended", b"")
+            if topology.node_rank == 0 and not failed:
+                store.wait(["fabric/all_ended"], timedelta(seconds=EXIT_BARRIER_SECONDS))
+        except DistStoreError:
+            return  # node 0 has gone already, or a node never ended: nothing is left to keep alive for

@@ -1,0 +1,67 @@
+"""Signals to the supervisor, as a list and a descriptor that wakes its wait, for as long as ranks run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that mean: come to an end."""
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals whose meaning is the ranks' own business, such as SLURM's warning before a time limit."""
+
+
+class Signals:
+    """Within it, signals are noted in `received` instead of being acted on; afterwards handlers are as they were.
+
+    A signal that was ignored (`nohup`) stays ignored. Outside the main thread Python delivers no signals: nothing is
+    noted there, and the guardian still ends the ranks when this process ends.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self.wake_fd, self._writer = os.pipe()
+        self._before: dict[int, Any] = {}
+        self._before_fd = -1
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        os.set_blocking(self.wake_fd, False)
+        os.set_blocking(self._writer, False)
+        self._before_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        for number in ENDING + PASSED_ON:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Leave handlers and wake-up descriptor as they were. A second call does nothing."""
+        if self.wake_fd < 0:
+            return
+        for number, handler in self._before.items():
+            # None: installed by C code, which Python cannot put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if self._before:
+            signal.set_wakeup_fd(self._before_fd)
+        os.close(self.wake_fd)
+        os.close(self._writer)
+        self.wake_fd = -1
+
+    def drain(self) -> None:
+        """Empty the pipe that woke us."""
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self.wake_fd, 4096):
+                pass
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(number)

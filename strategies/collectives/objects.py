@@ -1,0 +1,156 @@
+"""Any picklable object, over a collective that moves tensors: what every collective's object forms are made of.
+
+Tensors are taken out of a broadcast object while it is pickled, wherever they sit, and travel as tensors.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+
+from fabric.strategies.collectives.agreement import agree, all_gather_bytes, to_bytes, to_tensor
+from fabric.strategies.collectives.collective import CollectiveError, check_peer
+from fabric.strategies.collectives.packing import Packing, Spec, groups
+
+if TYPE_CHECKING:
+    from fabric.strategies.collectives.collective import Collective
+
+# Note [A rank that cannot pickle]
+# It says so in place of its object, since it must take part anyway: the others wait for it. The first byte tells.
+_OBJECT, _FAILURE = b"\0", b"\1"
+
+
+_HEADER_BYTES = 512
+_INLINE_BYTES = _HEADER_BYTES - 8  # of a pickle that comes with the header, after the pickle's length
+
+
+def broadcast_object(collective: Collective, obj: Any, src: int) -> Any:
+    """Give every rank the object of rank `src`; rank `src` gets its own back.
+
+    Ranks: all. Cost: two numbers and 512 bytes, then the rest of a pickle that does not fit in, one message for all
+    small tensors of a device, and one for each large tensor. A bare tensor, where every rank passes one of the same
+    dtype and shape: two numbers and the tensor.
+    Raises: CollectiveError: rank `src` could not pickle it; the ranks did not make the same call.
+    """
+    check_peer("broadcast", "src", src, collective.size)
+    call = f"broadcast from rank {src}"
+    if agree(collective, call, str(Spec.of(obj)) if type(obj) is Tensor else "") and type(obj) is Tensor:
+        received = collective.broadcast(obj, src)
+        return obj if collective.rank == src else received
+    tensors: list[Tensor] = []
+    pickled = _pickled(obj, call, tensors) if collective.rank == src else b""
+    pickled = _broadcast_bytes(collective, pickled, src)
+    _raise_failure(pickled, src, collective.rank)
+    if collective.rank == src:
+        _send(collective, tensors, src)
+        return obj
+    content = io.BytesIO(pickled[1:])
+    specs = [Spec(*fields) for fields in pickle.load(content)]
+    return _Assembler(content, _receive(collective, specs, src)).load()
+
+
+def all_gather_object(collective: Collective, obj: Any) -> list[Any]:
+    """Give every rank copies of the objects of all ranks, in rank order.
+
+    Ranks: all. Cost: two numbers, and W times the longest pickle.
+    Raises: CollectiveError: a rank could not pickle its own; the ranks did not make the same call.
+    """
+    call = "all_gather of objects"
+    pickled = _pickled(obj, call, None)
+    agree(collective, call)
+    contents = all_gather_bytes(collective, pickled)
+    for rank, content in enumerate(contents):
+        _raise_failure(content, rank, collective.rank)
+    return [pickle.loads(content[1:]) for content in contents]
+
+
+def _broadcast_bytes(collective: Collective, mine: bytes, src: int) -> bytes:
+    """Give every rank the bytes of rank `src`: their length and their start, then the rest, if there is one."""
+    header = bytearray(len(mine).to_bytes(8, "little") + mine[:_INLINE_BYTES]).ljust(_HEADER_BYTES, b"\0")
+    heard = to_bytes(collective.broadcast(to_tensor(header), src))
+    length = int.from_bytes(heard[:8], "little")
+    start = heard[8 : 8 + min(length, _INLINE_BYTES)]
+    rest = bytearray(mine[_INLINE_BYTES:] or max(length - _INLINE_BYTES, 0))
+    return start + to_bytes(collective.broadcast(to_tensor(rest), src)) if rest else start
+
+
+def _pickled(obj: Any, call: str, tensors: list[Tensor] | None) -> bytes:
+    """A byte that tells how it went, then the specs of the tensors taken out into `tensors`, and the rest of `obj`."""
+    try:
+        if tensors is None:
+            return _OBJECT + pickle.dumps(obj)
+        rest = io.BytesIO()
+        _Dismantler(rest, tensors).dump(obj)
+        specs = [Spec.of(tensor) for tensor in tensors]
+        return _OBJECT + pickle.dumps([(s.dtype, s.shape, s.device_type) for s in specs]) + rest.getvalue()
+    except Exception as error:  # whatever the object's own code raises
+        return (
+            _FAILURE + f"`{call}`: a {type(obj).__name__} cannot be pickled: {type(error).__name__}: {error}".encode()
+        )
+
+
+def _raise_failure(pickled: bytes, src: int, rank: int) -> None:
+    if pickled[:1] == _FAILURE:
+        raise CollectiveError(f"Rank {src} sent nothing: {pickled[1:].decode()}", rank=rank)
+
+
+def _send(collective: Collective, tensors: Sequence[Tensor], src: int) -> None:
+    specs = [Spec.of(tensor) for tensor in tensors]
+    together, alone = groups(specs, by=lambda spec: spec.device_type)
+    for indices in together:
+        collective.broadcast(Packing([specs[i] for i in indices]).pack([tensors[i] for i in indices]), src)
+    for index in alone:
+        collective.broadcast(tensors[index], src)
+
+
+def _receive(collective: Collective, specs: Sequence[Spec], src: int) -> list[Tensor]:
+    together, alone = groups(specs, by=lambda spec: spec.device_type)
+    received: dict[int, Tensor] = {}
+    for indices in together:
+        packing = Packing([specs[i] for i in indices])
+        row = collective.broadcast(Spec(torch.uint8, (packing.num_bytes,), specs[indices[0]].device_type).like(), src)
+        received.update(zip(indices, (rows[0] for rows in packing.unpack(row[None])), strict=True))
+    for index in alone:
+        received[index] = collective.broadcast(specs[index].like(), src)
+    return [received[index] for index in range(len(specs))]
+
+
+@final
+class _Dismantler(pickle.Pickler):
+    """Leaves a number where a tensor was. A tensor that occurs twice is one tensor on the other side, too."""
+
+    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+        self._index: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> tuple[int, bool | None] | None:
+        if type(obj) is not Tensor and type(obj) is not nn.Parameter:
+            return None
+        if obj.layout is not torch.strided or obj.is_quantized or obj.device.type == "meta":
+            return None  # rare, and nothing of it is one block of numbers: pickled by its own means
+        index = self._index.get(id(obj))
+        if index is None:
+            index = self._index[id(obj)] = len(self._tensors)
+            self._tensors.append(obj)
+        return index, obj.requires_grad if type(obj) is nn.Parameter else None
+
+
+@final
+class _Assembler(pickle.Unpickler):
+    """Puts the tensors back where their numbers are."""
+
+    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, pid: tuple[int, bool | None]) -> Tensor:
+        index, requires_grad = pid
+        if requires_grad is not None and type(self._tensors[index]) is not nn.Parameter:
+            self._tensors[index] = nn.Parameter(self._tensors[index], requires_grad)
+        return self._tensors[index]

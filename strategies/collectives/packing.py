@@ -1,0 +1,132 @@
+"""Tensors as bytes, and many small tensors as one: a message costs the same whether it carries one number or 100 KB.
+
+A dtype is a matter of reductions only. Whatever merely moves travels as bytes, so that a backend need not know bool,
+float8 or complex.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import cast, final
+
+import torch
+from torch import Tensor
+
+LARGE_BYTES = 2**18
+"""From here on a tensor travels alone: copying it into a common buffer would cost more than a message of its own.
+
+Measured on gloo, 2 ranks: PLACEHOLDER
+"""
+
+
+def check_dense(tensor: Tensor) -> None:
+    """Raise TypeError when `tensor` is not one plain block of numbers on one device."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or getattr(type(tensor), "__tensor_flatten__", None):
+        raise TypeError(
+            f"A `{type(tensor).__name__}` of layout {tensor.layout} and dtype {tensor.dtype} is no plain dense tensor, "
+            "and a collective moves nothing else. Pass its parts: `.to_local()` or `.full_tensor()` of a DTensor, "
+            "`.values()` and `.indices()` of a sparse tensor."
+        )
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The elements of `tensor` as `(tensor.nbytes,)` of uint8: its own memory where it is contiguous."""
+    check_dense(tensor)
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():  # flags that make the memory mean something else
+        tensor = tensor.resolve_conj().resolve_neg()
+    # Not `view(-1)`: that keeps the stride of a single element, which `view(dtype)` then refuses.
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What a receiver must know of a tensor before it arrives."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device_type: str
+
+    @staticmethod
+    def of(tensor: Tensor) -> Spec:
+        return Spec(tensor.dtype, tuple(tensor.shape), tensor.device.type)
+
+    @property
+    def num_elements(self) -> int:
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {self.shape} on {self.device_type}"
+
+    def like(self) -> Tensor:
+        """A tensor of this dtype and shape on this process's device of that type, which takes no memory."""
+        return torch.empty((), dtype=self.dtype, device=self.device_type).expand(self.shape)
+
+
+def groups(specs: Sequence[Spec], by: Callable[[Spec], Hashable]) -> tuple[list[list[int]], list[int]]:
+    """Which tensors travel together, as indices: small ones with equal `by(spec)`; and the large ones, each alone."""
+    alone: list[int] = []
+    together: dict[Hashable, list[int]] = {}
+    for index, spec in enumerate(specs):
+        if spec.num_bytes >= LARGE_BYTES:
+            alone.append(index)
+        else:
+            together.setdefault(by(spec), []).append(index)
+    return list(together.values()), alone
+
+
+def split_copies(tensor: Tensor, lengths: list[int]) -> Sequence[Tensor]:
+    """The last dimension of `tensor` cut into `lengths`, each piece a contiguous tensor of its own."""
+    # torch's stub (2.13) knows only the form that writes to `out`.
+    split = cast(Callable[..., Sequence[Tensor]], torch.split_with_sizes_copy)
+    return split(tensor, lengths, dim=-1)
+
+
+@final
+class Packing:
+    """One row of bytes for tensors of given specs: a section for each dtype, the widest dtype first.
+
+    The order keeps every section aligned to its dtype, so that a row is read in place, without a copy for that.
+    """
+
+    def __init__(self, specs: Sequence[Spec]) -> None:
+        self._specs = specs
+        sections: dict[torch.dtype, list[int]] = {}
+        for index, spec in enumerate(specs):
+            sections.setdefault(spec.dtype, []).append(index)
+        self._sections = sorted(sections.items(), key=lambda section: -section[0].itemsize)
+        used = sum(spec.num_bytes for spec in specs)
+        self._rest = -used % self._sections[0][0].itemsize
+        self.num_bytes = used + self._rest
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The tensors as one row, `(num_bytes,)` of uint8."""
+        parts = [
+            as_bytes(torch.cat([tensors[index].detach().reshape(-1) for index in indices]))
+            for _, indices in self._sections
+        ]
+        if self._rest:
+            parts.append(parts[0].new_zeros(self._rest))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def unpack(self, rows: Tensor) -> list[Tensor]:
+        """From `(R, num_bytes)`, the rows of R ranks, a new tensor `(R, *S)` for each spec of shape S."""
+        unpacked: list[Tensor] = [rows] * len(self._specs)
+        start = 0
+        for dtype, indices in self._sections:
+            lengths = [self._specs[index].num_elements for index in indices]
+            stop = start + sum(lengths) * dtype.itemsize
+            pieces = split_copies(rows[:, start:stop].view(dtype), lengths)
+            for index, piece in zip(indices, pieces, strict=True):
+                unpacked[index] = piece.view(rows.shape[0], *self._specs[index].shape)
+            start = stop
+        return unpacked

@@ -1,0 +1,246 @@
+"""Ranks that talk through `torch.distributed`: gloo, nccl, and whatever else torch has a backend for.
+
+The one file that knows torch's names for collectives and what its releases call them. Data that merely moves goes as
+bytes, and every failure of torch becomes a `CollectiveError` that says which call, on what, and how long it waited.
+What surprises: gloo aborts the process when ranks send tensors of different sizes. Nests and objects are compared
+beforehand (`agreement.py`); a bare tensor is not, for that would double its cost.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+
+from fabric.launchers.rendezvous import join
+from fabric.launchers.world import World
+from fabric.strategies.collectives.agreement import agree
+from fabric.strategies.collectives.collective import (
+    Collective,
+    CollectiveError,
+    ReduceOp,
+    check_peer,
+    check_slices,
+    check_split,
+)
+from fabric.strategies.collectives.objects import all_gather_object, broadcast_object
+from fabric.strategies.collectives.packing import Spec, as_bytes
+from fabric.strategies.collectives.reductions import from_wire, to_wire
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import ProcessGroup, Store
+
+_LOGGER = logging.getLogger("fabric")
+
+# torch 2.13 warns of the old names of these two; 2.9 has no others.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,  # divided in `from_wire`
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+@final
+class TorchCollective(Collective):
+    """All ranks of a world, over the process group of torch that DDP and FSDP use as well.
+
+    `backend`: torch's name for it ("gloo", "nccl"), for tensors on `device`. Where that is no CPU, gloo carries the
+    tensors on the CPU beside it. `timeout_seconds`: how long a call waits for the other ranks; torch's own for gloo.
+    `say`: told who is missing while the ranks meet.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        backend: str,
+        *,
+        device: torch.device,
+        timeout_seconds: float = 1800.0,
+        say: Callable[[str], None] = _LOGGER.warning,
+    ) -> None:
+        self._world = world
+        self._backends = f"cpu:gloo,{device.type}:{backend}" if device.type != "cpu" and ":" not in backend else backend
+        self._timeout_seconds = timeout_seconds
+        self._say = say
+        self._store: Store | None = None
+        self._group: ProcessGroup | None = None
+        self._owns_group = self._is_part = False
+        self._rank, self._size = world.rank, world.size
+        self._splits: dict[tuple[int, ...], TorchCollective | None] = {}
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def setup(self) -> None:
+        """Meet the other ranks. A process group that is already there is used, and left there by `teardown`.
+
+        Raises: CollectiveError: that group has another size, rank or backend; TimeoutError: a rank did not arrive.
+        """
+        store = join(self._world, self._timeout_seconds, self._say)
+        self._store = PrefixStore("messages", store) if self._size > 1 else None
+        if dist.is_initialized():
+            self._check_group_found()
+        else:
+            dist.init_process_group(
+                self._backends,
+                store=store,
+                rank=self._rank,
+                world_size=self._size,
+                timeout=timedelta(seconds=self._timeout_seconds),
+            )
+            self._owns_group = True
+        self._group = dist.group.WORLD
+
+    def teardown(self) -> None:
+        if not self._is_part:  # a part ends with its whole, which gives it out again
+            self._end()
+
+    def _end(self) -> None:
+        for part in self._splits.values():
+            if part is not None:
+                part._end()
+        self._splits.clear()
+        if self._group is not None and self._owns_group and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = self._store = None
+
+    def barrier(self) -> None:
+        self._run("barrier", None, dist.barrier)
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        check_peer("broadcast", "src", src, self._size)
+        if self._rank == src:
+            self._run("broadcast", tensor, dist.broadcast, as_bytes(tensor), group_src=src)
+            return tensor.detach()
+        received = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        self._run("broadcast", tensor, dist.broadcast, as_bytes(received), group_src=src)
+        return received
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+        wire = to_wire(tensor, op, copy=True)
+        self._run("all_reduce", tensor, dist.all_reduce, wire, _OPS[op])
+        return from_wire(wire, op, tensor.dtype, self._size)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        gathered = torch.empty((self._size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        self._run("all_gather", tensor, _all_gather, as_bytes(gathered), as_bytes(tensor))
+        return gathered
+
+    def reduce_scatter(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+        check_slices("reduce_scatter", tensor, self._size)
+        wire = to_wire(tensor, op, copy=False)
+        reduced = torch.empty(wire.shape[1:], dtype=wire.dtype, device=wire.device)
+        self._run("reduce_scatter", tensor, _reduce_scatter, reduced.view(-1), wire.view(-1), _OPS[op])
+        return from_wire(reduced, op, tensor.dtype, self._size)
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        check_slices("all_to_all", tensor, self._size)
+        received = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        self._run("all_to_all", tensor, dist.all_to_all_single, as_bytes(received), as_bytes(tensor))
+        return received
+
+    def send(self, tensor: Tensor, dst: int) -> None:
+        check_peer("send", "dst", dst, self._size, me=self._rank)
+        self._run("send", tensor, dist.send, as_bytes(tensor), group_dst=dst)
+
+    def recv(self, like: Tensor, src: int) -> Tensor:
+        check_peer("recv", "src", src, self._size, me=self._rank)
+        received = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        self._run("recv", like, dist.recv, as_bytes(received), group_src=src)
+        return received
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        return broadcast_object(self, obj, src)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        return all_gather_object(self, obj)
+
+    def split(self, ranks: Sequence[int]) -> TorchCollective | None:
+        check_split(ranks, self._size)
+        key = tuple(ranks)
+        if key not in self._splits:
+            agree(self, f"split({list(ranks)})")
+            self._splits[key] = self._part(key) if self._rank in key else None
+        return self._splits[key]
+
+    def reduce_boolean_decision(self, decision: bool, *, require_all: bool = True) -> bool:
+        return bool(self.all_reduce(torch.tensor(decision), "min" if require_all else "max"))
+
+    def store(self) -> Store | None:
+        self._joined("store")
+        return self._store
+
+    def _part(self, ranks: tuple[int, ...]) -> TorchCollective:
+        """The collective of some ranks of this one; only they call it."""
+        group = self._joined("split")
+        part = TorchCollective(
+            self._world, self._backends, device=torch.device("cpu"), timeout_seconds=self._timeout_seconds
+        )
+        part._rank, part._size = ranks.index(self._rank), len(ranks)
+        part._group = dist.new_group(
+            [dist.get_global_rank(group, rank) for rank in ranks],
+            timeout=timedelta(seconds=self._timeout_seconds),
+            use_local_synchronization=True,  # the ranks outside need not wait
+        )
+        if self._store is not None and part._size > 1:
+            part._store = PrefixStore(f"split/{'-'.join(map(str, ranks))}", self._store)
+        part._owns_group = part._is_part = True
+        return part
+
+    def _joined(self, operation: str) -> ProcessGroup:
+        if self._group is None:
+            raise CollectiveError(
+                f"`{operation}` on rank {self._rank} of {self._size}, which has not met the other ranks: call "
+                "`setup()` first, and nothing after `teardown()`.",
+                rank=self._rank,
+            )
+        return self._group
+
+    def _run(self, operation: str, tensor: Tensor | None, function: Callable[..., Any], *args: Any, **to: int) -> None:
+        try:
+            function(*args, group=self._joined(operation), **to)
+        except CollectiveError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            of = "" if tensor is None else f" of a tensor {Spec.of(tensor)}"
+            raise CollectiveError(
+                f"`{operation}`{of} failed on rank {self._rank} of {self._size} (a call waits "
+                f"{self._timeout_seconds:g} s for the other ranks): {str(error).strip()}\nLook at what the other ranks "
+                "say: one of them ended, was late, or called something else.",
+                rank=self._rank,
+            ) from error
+
+    def _check_group_found(self) -> None:
+        """Raise unless the process group that somebody else made is one that this collective would have made."""
+        found = (dist.get_rank(), dist.get_world_size())
+        config = dist.get_backend_config()
+        if found == (self._rank, self._size) and _by_device(self._backends).items() <= _by_device(config).items():
+            return
+        raise CollectiveError(
+            f"A process group is already there: rank {found[0]} of {found[1]} over {config!r}. This fabric is rank "
+            f"{self._rank} of {self._size} and talks over {self._backends!r}. Leave `init_process_group` to the "
+            f"fabric, or call `torch.distributed.init_process_group({self._backends!r}, ...)` with the same ranks.",
+            rank=self._rank,
+        )
+
+
+def _by_device(backends: str) -> dict[str, str]:
+    """ "cpu:gloo,cuda:nccl" -> {"cpu": "gloo", "cuda": "nccl"}; a bare "gloo" is that of the CPU."""
+    pairs = (entry.rpartition(":") for entry in backends.split(","))
+    return {device or "cpu": backend for device, _, backend in pairs}

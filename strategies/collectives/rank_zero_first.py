@@ -1,0 +1,37 @@
+"""One rank does something first (a download, a cache), the others after it, and hear of it if it failed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fabric.launchers.world import World
+from fabric.strategies.collectives.collective import Collective, CollectiveError
+
+
+@contextmanager
+def rank_zero_first(collective: Collective, world: World, *, local: bool = False) -> Iterator[None]:
+    """Run the block on rank 0 (`local`: of each node), and on the other ranks once that has ended.
+
+    Ranks: all of `collective`, which is that of the whole `world`. Cost: one message per rank, and no group is made.
+    The others wait for as long as the collective's timeout allows.
+    Raises: what the block raised, on the rank where it did; CollectiveError: on all others, at once, with that cause.
+    """
+    goes_first = (world.local_rank if local else world.rank) == 0
+    failure: str | None = None
+    if goes_first:
+        try:
+            yield
+        except BaseException as error:  # also KeyboardInterrupt and SystemExit: the others wait to hear of it
+            failure = f"{type(error).__name__}: {error}"
+            collective.all_gather_object(failure)
+            raise
+    failures = collective.all_gather_object(None)
+    for rank, cause in enumerate(failures):
+        if cause is not None:
+            raise CollectiveError(
+                f"Rank {rank} failed in the block of `rank_zero_first` that it runs before the others: {cause}",
+                rank=collective.rank,
+            )
+    if not goes_first:
+        yield

@@ -1,0 +1,63 @@
+"""What slows a loader down, said once, from a few numbers. Only where a device would have to wait for it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from dataclasses import dataclass
+
+from torch.utils.data import DataLoader
+
+MIN_CORES = 4
+"""Cores under which workers would take time from the training process itself. A guess, not a measurement."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """What there is to know about how a loader loads."""
+
+    num_workers: int
+    persistent_workers: bool
+    start_method: str
+    """How the loader's workers start: fork, forkserver, spawn."""
+    launcher: str
+    """How the rank itself started."""
+    num_cores: int
+    accelerated: bool
+    """Whether the batches go to a device other than the CPU."""
+
+
+def advice(loading: Loading) -> str | None:
+    """A sentence with what was written, what it costs and what to write instead; None where all is well."""
+    if not loading.accelerated or loading.num_cores < MIN_CORES:
+        return None
+    if loading.num_workers == 0:
+        return (
+            f"`DataLoader(num_workers=0)` loads each batch while the device waits, on a machine with "
+            f"{loading.num_cores} cores. Pass `num_workers=2` or more (the ranks of a machine share its cores)."
+        )
+    if loading.start_method != "fork" and not loading.persistent_workers:
+        return (
+            f"`DataLoader(num_workers={loading.num_workers})` starts its workers by {loading.start_method} in a rank "
+            f"started by {loading.launcher}: each imports torch anew, every epoch. Pass `persistent_workers=True`."
+        )
+    return None
+
+
+def loading_of(loader: DataLoader[object], *, launcher: str, accelerated: bool) -> Loading:
+    """Look at a loader and at this machine."""
+    context = loader.multiprocessing_context
+    if context is not None:
+        start_method = context.get_start_method()
+    else:
+        # Asked with `allow_none`, it fixes no default behind the user's back.
+        start_method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    affinity = getattr(os, "sched_getaffinity", None)
+    return Loading(
+        num_workers=loader.num_workers,
+        persistent_workers=loader.persistent_workers,
+        start_method=start_method,
+        launcher=launcher,
+        num_cores=len(affinity(0)) if affinity else os.cpu_count() or 1,
+        accelerated=accelerated,
+    )

@@ -1,0 +1,171 @@
+"""What the user iterates: a loader's batches, this rank's share of them, on this rank's device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol, final, runtime_checkable
+
+import torch
+
+from fabric.strategies.data.indices import IndexSource
+from fabric.strategies.data.order import Epoch, Order
+from fabric.strategies.data.streams import SharedStream, without_left_out
+from fabric.strategies.data.transfer import one_ahead, to_device
+from fabric.strategies.data.workers import WorkerStart
+
+END = object()
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A loader that knows its position, as torchdata's `StatefulDataLoader`."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class Epochal(Protocol):
+    """A sampler or dataset that the user tells the number of the epoch."""
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How a loader is read here."""
+
+    source: Iterable[Any]
+    """What is iterated: the user's loader, a copy of it, or our share of an iterable."""
+    order: Order | None = None
+    """The order that the ranks share; None where each rank reads in its own."""
+    index: IndexSource | None = None
+    """What stands in for the sampler, where the loader has one."""
+    stream: SharedStream | None = None
+    """What stands in for an iterable dataset."""
+    start: WorkerStart | None = None
+    epochal: tuple[Epochal, ...] = ()
+    """Who is told the number of the epoch when the user says it."""
+    device: torch.device | None = None
+    """Where the batches go; None leaves them where they are."""
+    ahead: bool = False
+    """Whether the next batch is copied while the loop works on this one."""
+    leave_out: Callable[[int], None] = lambda num_items: None
+
+
+@final
+class DeviceLoader:
+    """A loader's batches: this rank's share of them, on this rank's device.
+
+    Answers for the user's loader in whatever else it is asked (`dataset`, `batch_size`, `sampler`, ...). The user's
+    loader itself is left as it was.
+    """
+
+    def __init__(self, loader: Iterable[Any], reading: Reading) -> None:
+        self._loader, self._reading = loader, reading
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin an epoch. It counts once it has ended or has yielded a second batch."""
+        reading = self._reading
+        if reading.start is not None:
+            reading.start.starting()
+        with reading.order.opening() if reading.order is not None else nullcontext() as opened:
+            if reading.stream is not None and opened is not None:
+                reading.stream.announce(opened.number)
+            batches = iter(reading.source)
+        if reading.stream is not None:
+            batches = without_left_out(batches, reading.leave_out)
+        if reading.device is not None and reading.device.type != "cpu":
+            batches = self._moved(batches, reading.device)
+        if reading.order is None or opened is None:
+            return batches
+        return self._counted(batches, reading.order, opened)
+
+    def __len__(self) -> int:
+        """The number of this rank's batches. TypeError where the user's loader has no length."""
+        reading = self._reading
+        if reading.stream is not None:
+            return reading.stream.cut.length(len(reading.stream.dataset))  # type: ignore[arg-type]
+        return len(reading.source if reading.index is None else reading.index)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_loader" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __repr__(self) -> str:
+        return f"DeviceLoader({self._loader!r})"
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration be epoch `epoch`, for our order and for the user's sampler and dataset.
+
+        Ranks: all call it, with the same number. Without it epochs count themselves, from 0.
+        """
+        if self._reading.order is not None:
+            self._reading.order.epoch = epoch
+        for part in self._reading.epochal:
+            part.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of a stateful loader, and the order in which it stands.
+
+        Raises: TypeError: the user's loader has no position.
+        """
+        state = self._stateful().state_dict()
+        return state if self._reading.order is None else {"loader": state, "order": self._reading.order.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on, at the next iteration, where `state_dict` was taken. Of the same rank, in a world of the same size."""
+        loader = self._stateful()
+        if self._reading.order is None:
+            loader.load_state_dict(state_dict)
+        else:
+            self._reading.order.load_state_dict(state_dict["order"])
+            loader.load_state_dict(state_dict["loader"])
+
+    def _stateful(self) -> Stateful:
+        source = self._reading.source
+        if not isinstance(source, Stateful):
+            raise TypeError(
+                f"`state_dict()` of a `{type(self._loader).__name__}`: it does not know its position. Use torchdata's "
+                "`StatefulDataLoader`."
+            )
+        return source
+
+    def _moved(self, batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+        if self._reading.ahead:
+            return one_ahead(batches, device)
+        return (to_device(batch, device) for batch in batches)
+
+    def _counted(self, batches: Iterator[Any], order: Order, opened: Epoch) -> Iterator[Any]:
+        first = next(batches, END)
+        epoch = self._read_epoch(order, opened)
+        try:
+            if first is not END:
+                yield first
+                second = next(batches, END)
+                order.count(epoch)
+                if second is not END:
+                    yield second
+                    yield from batches
+            order.count(epoch)
+            epoch.over = True
+        finally:
+            if epoch.counted:
+                order.settle()
+
+    def _read_epoch(self, order: Order, opened: Epoch) -> Epoch:
+        """The epoch that the batches come from: a loader may begin it late, or may have begun it before."""
+        index = self._reading.index
+        if index is None or opened.drawn is not None:
+            return opened
+        if not index.read or order.latest is None:
+            raise TypeError(
+                f"`{type(self._loader).__name__}` yields batches without reading its sampler, so every rank would get "
+                "all of them. Call `super().__iter__()` in its `__iter__`, or pass `use_distributed_sampler=False` "
+                "and share the batches out yourself."
+            )
+        return order.latest

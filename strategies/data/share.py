@@ -1,0 +1,37 @@
+"""Which part of the data a rank reads, and what the data is for.
+
+The two words that a strategy says to the loaders. A share is not a rank: ranks that hold pieces of one model
+(tensor parallel) have the same share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, TypeVar
+
+T = TypeVar("T")
+
+Use: TypeAlias = Literal["train", "validate", "test", "predict"]
+"""In train every rank has the same number of batches. In the others numbers may differ where there is no other way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """The part `index` of `count` equal parts."""
+
+    index: int = 0
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.count:
+            raise ValueError(
+                f"A share with `index={self.index}` and `count={self.count}`: `index` counts from 0 to "
+                f"{self.count - 1}."
+            )
+
+    def of(self, items: Sequence[T]) -> Sequence[T]:
+        """This share of `items`: contiguous, in order, and at most one longer than any other share."""
+        size, longer = divmod(len(items), self.count)
+        start = self.index * size + min(self.index, longer)
+        return items[start : start + size + (self.index < longer)]

@@ -1,0 +1,149 @@
+"""What a step, a batch and a collective cost over raw PyTorch: variants take turns in the same process or ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import rivals
+import torch
+import torch.distributed as dist
+from timing import Action, Row, race
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from fabric import Fabric
+
+INPUTS, TARGETS = torch.randn(8, 32), torch.randn(8, 1)
+
+
+def one_process() -> list[Row]:
+    """A tiny model's step and an empty loader's batch, in one process."""
+    rivals.quiet()
+    torch.set_num_threads(1)
+    ours = Fabric(accelerator="cpu", devices=1)
+    ours.launch()
+    steps: dict[str, Action] = {"raw": _raw_step(_parts()), "ours": _step(ours)}
+    loaders: dict[str, Action] = {"raw": _epoch(_loader()), "ours": _epoch(ours.setup_dataloaders(_loader()))}
+    if "LF" in rivals.installed():
+        lightning = rivals.lightning()
+        steps["LF"] = _step(lightning)
+        loaders["LF"] = _epoch(lightning.setup_dataloaders(_loader()))
+    if "AC" in rivals.installed():
+        accelerator = rivals.accelerator()
+        steps["AC"] = _accelerate_step(accelerator)
+        loaders["AC"] = _epoch(accelerator.prepare(_loader()))
+    rows = race("step of a tiny model, 1 process", steps, repeat=200, rounds=25, target="+5 us")
+    batches = race("epoch of 200 batches, 1 process", loaders, repeat=1, rounds=25)
+    ours.close()
+    return rows + batches
+
+
+def two_ranks(ours: Fabric) -> list[Row]:
+    """The same step under DDP, and the collectives. Runs on every rank; every rank measures, rank 0 reports."""
+    rivals.quiet()
+    torch.set_num_threads(1)
+    raw_model, raw_optimizer = _parts()
+    parallel = nn.parallel.DistributedDataParallel(raw_model)
+    steps: dict[str, Action] = {"raw": _raw_step((parallel, raw_optimizer)), "ours": _step(ours)}
+    others: dict[str, Any] = {}
+    if "LF" in rivals.installed():
+        others["LF"] = rivals.lightning("ddp", 2)
+        steps["LF"] = _step(others["LF"])
+    if "AC" in rivals.installed():
+        others["AC"] = rivals.accelerator()
+        steps["AC"] = _accelerate_step(others["AC"])
+    rows = race("step of a tiny model, 2 DDP ranks", steps, repeat=100, rounds=15, target="+5 us")
+    return rows + _collectives(ours, others)
+
+
+def _collectives(ours: Fabric, others: dict[str, Any]) -> list[Row]:
+    scalar, large = torch.ones(()), torch.randn(10 * 2**20 // 4)
+    nest = {f"metric {index}": torch.randn(256) for index in range(100)}
+    lightning, accelerator = others.get("LF"), others.get("AC")
+
+    def raw_scalar() -> None:
+        mine = scalar.clone()
+        dist.all_reduce(mine)
+        mine /= 2
+
+    def raw_reduce() -> None:
+        for tensor in nest.values():
+            mine = tensor.clone()
+            dist.all_reduce(mine)
+            mine /= 2
+
+    def raw_gather() -> None:
+        for tensor in nest.values():
+            dist.all_gather([torch.empty_like(tensor), torch.empty_like(tensor)], tensor)
+
+    def contest(raw: Action, mine: Action, lf: Callable[[Any], Any], ac: Callable[[Any], Any] | None) -> dict[str, Action]:
+        variants: dict[str, Action] = {"raw": raw, "ours": mine}
+        if lightning is not None:
+            variants["LF"] = lambda: lf(lightning)
+        if accelerator is not None and ac is not None:
+            variants["AC"] = lambda: ac(accelerator)
+        return variants
+
+    contests = [
+        ("all_reduce of a scalar", contest(raw_scalar, lambda: ours.all_reduce(scalar), lambda f: f.all_reduce(scalar.clone()), lambda a: a.reduce(scalar.clone(), "mean")), 50, ""),
+        ("all_gather of 100 x 1 KB", contest(raw_gather, lambda: ours.all_gather(nest), lambda f: f.all_gather(nest), lambda a: a.gather(nest)), 2, "LF, AC / 20"),
+        ("all_reduce of 100 x 1 KB", contest(raw_reduce, lambda: ours.all_reduce(nest), lambda f: f.all_reduce(nest), lambda a: a.reduce(nest, "mean")), 2, "LF, AC / 20"),
+        ("broadcast of 10 MB", contest(lambda: dist.broadcast(large, 0), lambda: ours.broadcast(large), lambda f: f.broadcast(large), None), 3, "1.1 x"),
+    ]  # fmt: skip
+    rows = []
+    for name, variants, repeat, target in contests:
+        rows += race(f"{name}, 2 ranks", variants, repeat=repeat, rounds=15, target=target)
+    return rows
+
+
+def _parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
+    return model, torch.optim.SGD(model.parameters(), lr=1e-3)
+
+
+def _loader() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.randn(200, 32), torch.randn(200, 1)), batch_size=1)
+
+
+def _epoch(loader: Any) -> Action:
+    def epoch() -> None:
+        for _ in loader:
+            pass
+
+    return epoch
+
+
+def _raw_step(parts: tuple[nn.Module, torch.optim.Optimizer]) -> Action:
+    model, optimizer = parts
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(INPUTS), TARGETS).backward()
+        optimizer.step()
+
+    return step
+
+
+def _step(fabric: Any) -> Action:
+    """The loop of a fabric, ours or Lightning's: the words are the same."""
+    model, optimizer = fabric.setup(*_parts())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        fabric.backward(nn.functional.mse_loss(model(INPUTS), TARGETS))
+        optimizer.step()
+
+    return step
+
+
+def _accelerate_step(accelerator: Any) -> Action:
+    model, optimizer = accelerator.prepare(*_parts())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        accelerator.backward(nn.functional.mse_loss(model(INPUTS), TARGETS))
+        optimizer.step()
+
+    return step

@@ -1,0 +1,106 @@
+"""What a whole process costs: importing, launching two ranks up to their first barrier, and ending."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import rivals
+from timing import Row, rows
+
+IMPORTS = {
+    "raw": "import torch",
+    "ours": "from fabric import Fabric",
+    "LF": "from lightning_fabric import Fabric",
+    "AC": "from accelerate import Accelerator",
+}
+
+# Each script writes the moment of its first barrier, and that of its last line, as seen by the machine's clock.
+OURS = """
+import sys, time
+import torch
+from fabric import Fabric
+fabric = Fabric(accelerator="cpu", strategy="ddp", devices=2)
+fabric.launch()
+fabric.barrier()
+if fabric.is_global_zero:
+    open(sys.argv[1], "w").write(f"{time.monotonic()} ")
+fabric.close()
+with open(f"{sys.argv[1]}.{fabric.global_rank}", "w") as file:
+    file.write(str(time.monotonic()))
+"""
+LIGHTNING = """
+import sys, time
+import torch
+from lightning_fabric import Fabric
+fabric = Fabric(accelerator="cpu", strategy="ddp", devices=2)
+fabric.launch()
+fabric.barrier()
+if fabric.global_rank == 0:
+    open(sys.argv[1], "w").write(f"{time.monotonic()} ")
+with open(f"{sys.argv[1]}.{fabric.global_rank}", "w") as file:
+    file.write(str(time.monotonic()))
+"""
+TORCHRUN = """
+import os, sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+if dist.get_rank() == 0:
+    open(sys.argv[1], "w").write(f"{time.monotonic()} ")
+dist.destroy_process_group()
+with open(f"{sys.argv[1]}.{os.environ['RANK']}", "w") as file:
+    file.write(str(time.monotonic()))
+"""
+
+
+def imports(rounds: int = 7) -> list[Row]:
+    """`import` of each library in a fresh interpreter, torch included."""
+    times: dict[str, list[float]] = {name: [] for name in IMPORTS if name in ("raw", "ours", *rivals.installed())}
+    for _ in range(rounds):
+        for name, mine in times.items():
+            start = time.perf_counter()
+            subprocess.run([sys.executable, "-c", IMPORTS[name]], check=True, stderr=subprocess.DEVNULL)
+            mine.append((time.perf_counter() - start) * 1e6)
+    return rows("import, whole process", times, "1.05 x")
+
+
+def launches(rounds: int = 5) -> list[Row]:
+    """From the start of the command to the first barrier of two ranks; and from their last line to its end."""
+    with tempfile.TemporaryDirectory() as folder:
+        commands = {"ours": [sys.executable, _write(folder, "ours.py", OURS)]}
+        if "LF" in rivals.installed():
+            commands["LF"] = [sys.executable, _write(folder, "lf.py", LIGHTNING)]
+        script = _write(folder, "raw.py", TORCHRUN)
+        commands["torchrun"] = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
+        up: dict[str, list[float]] = {name: [] for name in ("import torch", *commands)}
+        down: dict[str, list[float]] = {name: [] for name in commands}
+        for _ in range(rounds):
+            start = time.monotonic()
+            subprocess.run([sys.executable, "-c", "import torch"], check=True)
+            up["import torch"].append((time.monotonic() - start) * 1e6)
+            for name, command in commands.items():
+                barrier, last, end, start = _stamps(command, Path(folder) / "stamp")
+                up[name].append((barrier - start) * 1e6)
+                down[name].append((end - last) * 1e6)
+    return rows("launch of 2 ranks to the first barrier", up, "1.3 x + 0.3 s") + rows("end after the ranks' last line", down)
+
+
+def _write(folder: str, name: str, content: str) -> str:
+    path = Path(folder) / name
+    path.write_text(content)
+    return str(path)
+
+
+def _stamps(command: list[str], stamp: Path) -> tuple[float, float, float, float]:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    start = time.monotonic()
+    subprocess.run([*command, str(stamp)], check=True, env=environ, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    end = time.monotonic()
+    barrier = float(stamp.read_text())
+    last = max(float(Path(f"{stamp}.{rank}").read_text()) for rank in range(2))
+    return barrier, last, end, start

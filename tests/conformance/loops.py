@@ -1,0 +1,136 @@
+"""The one loop of the suite, twice: plain PyTorch in one process, and the same with a fabric.
+
+Both read the same global batches, make the same model, and give the same thing back: the loss of each step and the
+weights at the end. Numbers are drawn from `Task.seed`, which a failing test prints.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+from fabric import Fabric
+from fabric.strategies.precision.precision import Precision
+
+GLOBAL_BATCH_SIZE = 8
+NUM_STEPS = 10
+OPTIMIZERS = ("sgd", "adamw")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained: the seed of model and data, and how."""
+
+    seed: int
+    optimizer: str
+    accumulate: int = 1
+    """Micro-batches per step; gradients are synchronised in the last one."""
+    max_norm: float | None = None
+    """The norm that gradients are clipped to."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What must be equal."""
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+
+
+class Net(nn.Module):
+    """A small network with an embedding whose weight is tied to the output, and a normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.norm = nn.LayerNorm(6)
+        self.hidden = nn.Linear(6, 6)
+        self.out = nn.Linear(6, 11, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.norm(self.hidden(self.embed(tokens)).tanh()).mean(dim=1))
+
+
+def parts(task: Task, batch_size: int) -> tuple[Net, Optimizer, DataLoader[Any]]:
+    """Model, optimizer and loader, the same wherever they are made."""
+    torch.manual_seed(task.seed)
+    model = Net()
+    tokens, targets = torch.randint(11, (40, 5)), torch.randint(11, (40,))
+    order = torch.Generator().manual_seed(task.seed + 1)
+    loader = DataLoader(TensorDataset(tokens, targets), batch_size=batch_size, shuffle=True, generator=order)
+    optimizer: Optimizer
+    if task.optimizer == "sgd":
+        optimizer = SGD(model.parameters(), lr=0.5, momentum=0.9)
+    else:
+        # eps above the noise: Adam divides by gradients, and turns a difference of 1e-8 in a tiny one into a full step
+        optimizer = AdamW(model.parameters(), lr=0.05, eps=1e-3)
+    return model, optimizer, loader
+
+
+def plain(task: Task, precision: Precision) -> Outcome:
+    """One process of plain PyTorch. Float16 losses are not scaled: scaling is exact, so it must not show."""
+    model, optimizer, loader = parts(task, GLOBAL_BATCH_SIZE)
+    if not precision.is_mixed:
+        model.to(precision.param_dtype)
+    losses = []
+    for step, (tokens, targets) in enumerate(_endless(loader), start=1):
+        with torch.autocast("cpu", dtype=precision.compute_dtype) if precision.is_mixed else nullcontext():
+            outputs = model(tokens)
+        loss = nn.functional.cross_entropy(outputs.to(precision.param_dtype), targets)
+        (loss / task.accumulate).backward()
+        if step % task.accumulate == 0:
+            if task.max_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), task.max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        if step == NUM_STEPS:
+            return Outcome(losses, _weights(model))
+    raise AssertionError("an endless loader ended")
+
+
+def with_fabric(fabric: Fabric, task: Task) -> Outcome:
+    """The same loop on every rank of a fabric."""
+    model, optimizer, loader = parts(task, GLOBAL_BATCH_SIZE // fabric.world_size)
+    model, optimizer = fabric.setup(model, optimizer)
+    loader = fabric.setup_dataloaders(loader)
+    losses = []
+    for step, (tokens, targets) in enumerate(_endless(loader), start=1):
+        is_last = step % task.accumulate == 0
+        with fabric.no_backward_sync(model, enabled=not is_last):
+            outputs = model(tokens)
+            loss = nn.functional.cross_entropy(outputs.to(model.embed.weight.dtype), targets)
+            fabric.backward(loss / task.accumulate)
+        if is_last:
+            if task.max_norm is not None:
+                fabric.clip_gradients(model, optimizer, max_norm=task.max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(fabric.all_reduce(loss.detach()).item())
+        if step == NUM_STEPS:
+            weights = fabric.all_gather(_weights(model))
+            for name, of_ranks in weights.items():
+                assert torch.equal(of_ranks, of_ranks[:1].expand_as(of_ranks)), f"{name} differs between ranks"
+            return Outcome(losses, _weights(model))
+    raise AssertionError("an endless loader ended")
+
+
+def all_tasks(fabric: Fabric, tasks: list[Task]) -> list[Outcome]:
+    """Several tasks in one launch: each with a model, an optimizer and a loader of its own."""
+    return [with_fabric(fabric, task) for task in tasks]
+
+
+def _endless(loader: Any) -> Any:
+    while True:
+        yield from loader
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}

@@ -1,0 +1,190 @@
+"""Our fakes. Each passes the contract of its role (`tests/contracts/`), like the real ones.
+
+`run_threads(4, body)` runs a body on four ranks that are threads of this process, in milliseconds: for tests of what
+is built on collectives. There is no process group.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, final
+
+import torch
+from torch import Tensor
+from torch.distributed import HashStore
+from torch.distributed.distributed_c10d import Store
+
+from fabric.strategies.collectives.agreement import agree
+from fabric.strategies.collectives.collective import (
+    Collective,
+    CollectiveError,
+    ReduceOp,
+    check_peer,
+    check_slices,
+    check_split,
+)
+from fabric.strategies.collectives.objects import all_gather_object, broadcast_object
+from fabric.strategies.collectives.packing import check_dense
+from fabric.strategies.collectives.reductions import from_wire, to_wire
+
+R = TypeVar("R")
+
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda stacked: stacked.sum(0, dtype=stacked.dtype),
+    "mean": lambda stacked: stacked.sum(0, dtype=stacked.dtype),  # divided in `from_wire`
+    "min": lambda stacked: stacked.amin(0),
+    "max": lambda stacked: stacked.amax(0),
+    "product": lambda stacked: stacked.prod(0, dtype=stacked.dtype),
+}
+
+
+@final
+class Meeting:
+    """The table around which the ranks of one `ThreadCollective` sit."""
+
+    def __init__(self, size: int, timeout_seconds: float = 20.0) -> None:
+        self.size = size
+        self.timeout_seconds = timeout_seconds
+        self.mail = {(src, dst): queue.Queue[Tensor]() for src in range(size) for dst in range(size)}
+        self.store = HashStore()
+        self._places: list[Any] = [None] * size
+        self._all_here = threading.Barrier(size)
+
+    def exchange(self, rank: int, mine: Any) -> list[Any]:
+        """Give every rank what all ranks brought."""
+        self._places[rank] = mine
+        self._wait(rank)
+        brought = list(self._places)
+        self._wait(rank)  # nobody brings the next thing before all have taken this one
+        return brought
+
+    def leave(self) -> None:
+        """Let the others fail at once, instead of waiting for somebody who will not come."""
+        self._all_here.abort()
+
+    def _wait(self, rank: int) -> None:
+        try:
+            self._all_here.wait(self.timeout_seconds)
+        except threading.BrokenBarrierError as error:
+            raise CollectiveError(f"A rank left, or was later than {self.timeout_seconds:g} s.", rank=rank) from error
+
+
+@final
+class ThreadCollective(Collective):
+    """Ranks that are threads of one process. `calls` remembers the operations that reached the table, in order."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.calls: list[str] = []
+        self._meeting, self._rank = meeting, rank
+        self._parts: dict[tuple[int, ...], ThreadCollective | None] = {}
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._meeting.size
+
+    def setup(self) -> None:
+        self._exchange("setup", None)
+
+    def teardown(self) -> None:
+        self._parts.clear()
+
+    def barrier(self) -> None:
+        self._exchange("barrier", None)
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        check_peer("broadcast", "src", src, self.size)
+        sent = self._exchange("broadcast", _copied(tensor) if self._rank == src else None)[src]
+        return tensor.detach() if self._rank == src else sent.clone()
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+        wires = self._exchange("all_reduce", to_wire(tensor, op, copy=True))
+        return from_wire(_REDUCTIONS[op](torch.stack(wires)), op, tensor.dtype, self.size)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return torch.stack(self._exchange("all_gather", _copied(tensor)))
+
+    def reduce_scatter(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+        check_slices("reduce_scatter", tensor, self.size)
+        wires = self._exchange("reduce_scatter", to_wire(tensor, op, copy=True))
+        mine = torch.stack([wire[self._rank] for wire in wires])
+        return from_wire(_REDUCTIONS[op](mine), op, tensor.dtype, self.size)
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        check_slices("all_to_all", tensor, self.size)
+        return torch.stack([sent[self._rank] for sent in self._exchange("all_to_all", _copied(tensor))])
+
+    def send(self, tensor: Tensor, dst: int) -> None:
+        check_peer("send", "dst", dst, self.size, me=self._rank)
+        self.calls.append("send")
+        self._meeting.mail[self._rank, dst].put(_copied(tensor))
+
+    def recv(self, like: Tensor, src: int) -> Tensor:
+        check_peer("recv", "src", src, self.size, me=self._rank)
+        self.calls.append("recv")
+        return self._meeting.mail[src, self._rank].get(timeout=self._meeting.timeout_seconds)
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        return broadcast_object(self, obj, src)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        return all_gather_object(self, obj)
+
+    def split(self, ranks: Sequence[int]) -> ThreadCollective | None:
+        check_split(ranks, self.size)
+        key = tuple(ranks)
+        if key not in self._parts:
+            agree(self, f"split({list(ranks)})")
+            table = Meeting(len(key), self._meeting.timeout_seconds) if self._rank == key[0] else None
+            table = self._exchange("split", table)[key[0]]
+            self._parts[key] = ThreadCollective(table, key.index(self._rank)) if self._rank in key else None
+        return self._parts[key]
+
+    def reduce_boolean_decision(self, decision: bool, *, require_all: bool = True) -> bool:
+        return bool(self.all_reduce(torch.tensor(decision), "min" if require_all else "max"))
+
+    def store(self) -> Store | None:
+        return self._meeting.store if self.size > 1 else None
+
+    def _exchange(self, operation: str, mine: Any) -> list[Any]:
+        self.calls.append(operation)
+        return self._meeting.exchange(self._rank, mine)
+
+
+def run_threads(size: int, body: Callable[..., R], *args: Any) -> list[R]:
+    """Call `body(collective, *args)` on `size` ranks, and give what they returned, in rank order.
+
+    Raises what the first rank raised that failed by itself, not because another one left.
+    """
+    meeting = Meeting(size)
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def rank_main(rank: int) -> None:
+        collective = ThreadCollective(meeting, rank)
+        try:
+            collective.setup()
+            results[rank] = body(collective, *args)
+            collective.teardown()
+        except BaseException as error:
+            errors.append(error)
+            meeting.leave()
+
+    threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    check_dense(tensor)
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
