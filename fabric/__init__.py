@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fabric.fabric import Fabric as Fabric
-    from fabric.launchers import World as World
     from fabric.launchers import WorkerError as WorkerError
+    from fabric.launchers import World as World
     from fabric.loggers.csv_file import CSVLogger as CSVLogger
     from fabric.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
     from fabric.seed import seed_everything as seed_everything

@@ -306,9 +306,11 @@ class Fabric:
         prepared = self._prepared(module, "clip_gradients")
         if optimizer not in self._optimizers:
             raise ValueError("`clip_gradients` was given an optimizer that was not set up. Pass it to `fabric.setup`.")
-        if max_norm is not None:
-            return prepared.clip_norm(optimizer, max_norm, float(norm_type), error_if_nonfinite)
-        return prepared.clip_value(optimizer, float(clip_val or 0.0))
+        if clip_val is not None:
+            prepared.clip_value(optimizer, float(clip_val))
+            return None
+        assert max_norm is not None
+        return prepared.clip_norm(optimizer, float(max_norm), float(norm_type), error_if_nonfinite)
 
     # Talking
 
@@ -359,7 +361,7 @@ class Fabric:
         return restore({} if state is None else state, content, strict=strict)
 
     def load_raw(self, path: str | os.PathLike[str], obj: Stateful, strict: bool = True) -> None:
-        """Load a file that holds the bare state of one module or optimizer, as `torch.save(module.state_dict())` does."""
+        """Load a file that holds the bare state of one module or optimizer, as `torch.save(net.state_dict())` does."""
         load_into(obj, single_file.load(self._connected.collective, path), strict=strict)
 
     # Stopping

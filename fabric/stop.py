@@ -1,7 +1,8 @@
 """Stopping together: a signal on any rank ends the loop of all ranks at the same step, without a collective per step.
 
 Each rank counts how often it asked. When one is told to stop, a thread of each rank publishes its count in the store
-of the job, and all stop at the first step that no rank has passed yet. Until then asking costs a lock that nobody else wants.
+of the job, and all stop at the first step that no rank has passed yet. Until then
+asking costs a lock that nobody else wants.
 
 Source: the synchronisation point of multi-host preemption in JAX and Orbax, here over torch's store.
 """
@@ -13,8 +14,6 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, final
-
-from torch.distributed import Store
 
 from fabric.launchers.rendezvous import join
 from fabric.launchers.world import World
@@ -43,11 +42,13 @@ class StopRequest:
         self._handlers: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             self._handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
-        self._watcher = threading.Thread(target=self._watch, args=(self._store.clone(),), daemon=True, name="fabric-stop")
+        self._watcher = threading.Thread(target=self._watch, daemon=True, name="fabric-stop")
         self._watcher.start()
 
     def request(self) -> None:
         """Tell all ranks to stop. Any rank may call it, alone."""
+        if self._size == 1:
+            self._agree(0)
         for rank in range(self._size):
             self._store.set(f"stop/{rank}", "stop")
 
@@ -72,7 +73,8 @@ class StopRequest:
         # The main thread may hold the store's lock right now, so another one speaks.
         threading.Thread(target=self.request, daemon=True, name="fabric-stop-request").start()
 
-    def _watch(self, store: Store) -> None:
+    def _watch(self) -> None:
+        store: Any = self._store.clone()  # type: ignore[attr-defined]  # a connection of its own: this one blocks
         store.wait([f"stop/{self._rank}"], _FOREVER)
         if store.get(f"stop/{self._rank}") == b"close":
             return

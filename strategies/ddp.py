@@ -67,9 +67,7 @@ class DDPStrategy(Strategy):
             )
         return None
 
-    def connect(
-        self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision
-    ) -> Runtime:
+    def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
         accelerator.connect(devices[world.local_rank])
         device = accelerator.device(devices[world.local_rank])
         backend = self.backend or accelerator.backend
@@ -171,7 +169,7 @@ class _Averaging:
             by_dtype.setdefault(buffer.dtype, []).append(buffer)
         for buffers in by_dtype.values():
             flat = self.collective.broadcast(torch.cat([buffer.reshape(-1) for buffer in buffers]))
-            parts = flat.split([buffer.numel() for buffer in buffers])
+            parts = flat.split_with_sizes([buffer.numel() for buffer in buffers])
             for buffer, part in zip(buffers, parts, strict=True):
                 buffer.data.copy_(part.view_as(buffer))  # .data: autograd may have saved the buffer, and ignores it
 

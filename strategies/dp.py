@@ -39,7 +39,10 @@ class DataParallelStrategy(Strategy):
 
     def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
         if num_nodes > 1:
-            return f"`strategy='dp'` is one process, but `num_nodes={num_nodes}` needs one per node. Pass `strategy='ddp'`."
+            return (
+                f"`strategy='dp'` is one process, but `num_nodes={num_nodes}` needs one per node. "
+                "Pass `strategy='ddp'`."
+            )
         if accelerator.name == "cpu" and num_devices > 1:
             return (
                 f"`strategy='dp'` splits a batch over devices of one process, and the CPU is one device, but "
@@ -47,9 +50,7 @@ class DataParallelStrategy(Strategy):
             )
         return None
 
-    def connect(
-        self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision
-    ) -> Runtime:
+    def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
         accelerator.connect(devices[0])
         return connect(world, [accelerator.device(index) for index in devices], SingleDeviceCollective(), precision)
 

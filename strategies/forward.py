@@ -25,8 +25,8 @@ class ForwardPath:
     def __init__(self, module: nn.Module, around: Around | None) -> None:
         if "mark_forward_method" in dir(module):
             raise ValueError(
-                f"`{type(module).__name__}` already has a `mark_forward_method`: it was set up before, or it defines one. "
-                "Set a module up once, and name a method of your own differently."
+                f"`{type(module).__name__}` already has a `mark_forward_method`: it was set up before, or defines "
+                "one. Set a module up once, and name a method of your own differently."
             )
         self.module = module
         self.around = around
@@ -71,7 +71,7 @@ class _Method:
         functools.update_wrapper(self, function)
         self._path, self._around, self._name, self._function = path, around, name, function
 
-    @torch.compiler.disable(recursive=False)
+    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         path = self._path
         if path.running:  # forward called by a marked method, or by itself

@@ -111,7 +111,7 @@ def backward_through(scaler: LossScaler | None, watches: Sequence[Watch]) -> Cal
 
     def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         checks = [check for watch in watches if (check := watch()) is not None]
-        (loss if scaler is None else scaler.scale_loss(loss)).backward(*args, **kwargs)
+        (loss if scaler is None else scaler.scale_loss(loss)).backward(*args, **kwargs)  # type: ignore[no-untyped-call]
         for check in checks:
             check()
 

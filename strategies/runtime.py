@@ -31,9 +31,7 @@ class Runtime:
     """Tells the person who runs the job a sentence, by the standard logger `fabric`; silent on all ranks but zero."""
 
 
-def connect(
-    world: World, devices: Sequence[torch.device], collective: Collective, precision: Precision
-) -> Runtime:
+def connect(world: World, devices: Sequence[torch.device], collective: Collective, precision: Precision) -> Runtime:
     """Meet the other ranks, and give what this one owns from then on."""
     collective.setup()
     report = logging.getLogger("fabric").warning if world.is_global_zero else _keep_quiet

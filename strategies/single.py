@@ -40,9 +40,7 @@ class SingleDeviceStrategy(Strategy):
             f"{num_devices * num_nodes}. Pass `devices=1`, or `strategy='ddp'` to train on all of them."
         )
 
-    def connect(
-        self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision
-    ) -> Runtime:
+    def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
         accelerator.connect(devices[0])
         return connect(world, [accelerator.device(devices[0])], SingleDeviceCollective(), precision)
 

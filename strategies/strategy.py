@@ -22,6 +22,7 @@ from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 
+
 @dataclass(frozen=True, kw_only=True)
 class Strategy(ABC):
     """How a model lies over devices; owns its launchers, its collective and its data-loader hooks."""
@@ -40,9 +41,7 @@ class Strategy(ABC):
         """None where it can run so; otherwise a sentence with what was written, what is so, and what to write."""
 
     @abstractmethod
-    def connect(
-        self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision
-    ) -> Runtime:
+    def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
         """Take the device of this rank and meet the other ranks.
 
         `devices`: the indices of this node's devices, `devices[world.local_rank]` being this rank's own.

@@ -75,9 +75,9 @@ class Meeting:
 class ThreadCollective(Collective):
     """Ranks that are threads of one process. `calls` remembers the operations that reached the table, in order."""
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
+    def __init__(self, meeting: Meeting, rank: int, *, is_part: bool = False) -> None:
         self.calls: list[str] = []
-        self._meeting, self._rank = meeting, rank
+        self._meeting, self._rank, self._is_part = meeting, rank, is_part
         self._parts: dict[tuple[int, ...], ThreadCollective | None] = {}
 
     @property
@@ -136,13 +136,15 @@ class ThreadCollective(Collective):
         return all_gather_object(self, obj)
 
     def split(self, ranks: Sequence[int]) -> ThreadCollective | None:
-        check_split(ranks, self.size)
+        check_split(ranks, self.size, is_part=self._is_part)
         key = tuple(ranks)
         if key not in self._parts:
             agree(self, f"split({list(ranks)})")
             table = Meeting(len(key), self._meeting.timeout_seconds) if self._rank == key[0] else None
             table = self._exchange("split", table)[key[0]]
-            self._parts[key] = ThreadCollective(table, key.index(self._rank)) if self._rank in key else None
+            self._parts[key] = None
+            if self._rank in key:
+                self._parts[key] = ThreadCollective(table, key.index(self._rank), is_part=True)
         return self._parts[key]
 
     def reduce_boolean_decision(self, decision: bool, *, require_all: bool = True) -> bool:

@@ -34,7 +34,9 @@ def save(collective: Collective, path: str | os.PathLike[str], state: Any) -> No
     error = _attempt(lambda: _write(Path(path), state)) if collective.rank == 0 else None
     sentence = collective.broadcast_object(None if error is None else f"{type(error).__name__}: {error}")
     if sentence is not None:
-        message = f"Rank 0 could not write the checkpoint {str(path)!r}: {sentence}. What was there before is untouched."
+        message = (
+            f"Rank 0 could not write the checkpoint {str(path)!r}: {sentence}. What was there before is untouched."
+        )
         raise CheckpointError(message, rank=0) from error
 
 

@@ -37,7 +37,8 @@ def state_of(state: Mapping[str, Any], keep: Filter | None = None) -> dict[str, 
 def restore(state: MutableMapping[str, Any], content: dict[str, Any], *, strict: bool) -> dict[str, Any]:
     """Give `content` back to the objects of `state`, in place; what `state` does not name is returned.
 
-    Stateful objects load their part, other entries are replaced. Raises: KeyError: `strict`, and `content` lacks a name.
+    Stateful objects load their part, other entries are replaced.
+    Raises: KeyError: `strict`, and `content` lacks a name.
     """
     missing = [name for name in state if name not in content]
     if strict and missing:

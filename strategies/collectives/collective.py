@@ -58,8 +58,13 @@ def check_slices(operation: str, tensor: Tensor, size: int) -> None:
         )
 
 
-def check_split(ranks: Sequence[int], size: int) -> None:
-    """Raise ValueError when `ranks` does not name some ranks, each once and in ascending order."""
+def check_split(ranks: Sequence[int], size: int, *, is_part: bool) -> None:
+    """Raise ValueError when `ranks` does not name some ranks of a whole, each once and in ascending order."""
+    if is_part:
+        raise ValueError(
+            f"`split({list(ranks)})` of a collective that came from `split` itself: a part is not split again. "
+            "Split the whole one, naming its ranks."
+        )
     if not ranks or list(ranks) != sorted(set(ranks)) or ranks[0] < 0 or ranks[-1] >= size:
         raise ValueError(
             f"`split({list(ranks)})` of a collective of {size}: name at least one rank, each once, in ascending order, "
@@ -147,7 +152,8 @@ class Collective(ABC):
         """Give the collective of some ranks (counted in this one), already set up; None on a rank outside it.
 
         Ranks: all ranks of this collective call it, also those outside, with the same `ranks`, in ascending order.
-        It is made once: the same ranks give the same object, which lives until this collective's `teardown`.
+        It is made once: the same ranks give the same object, which lives until this collective's `teardown`. It is not
+        split again.
         """
 
     @abstractmethod

@@ -32,9 +32,9 @@ _INLINE_BYTES = _HEADER_BYTES - 8  # of a pickle that comes with the header, aft
 def broadcast_object(collective: Collective, obj: Any, src: int) -> Any:
     """Give every rank the object of rank `src`; rank `src` gets its own back.
 
-    Ranks: all. Cost: two numbers and 512 bytes, then the rest of a pickle that does not fit in, one message for all
+    Ranks: all. Cost: a hash and 512 bytes, then the rest of a pickle that does not fit in, one message for all
     small tensors of a device, and one for each large tensor. A bare tensor, where every rank passes one of the same
-    dtype and shape: two numbers and the tensor.
+    dtype and shape: a hash and the tensor.
     Raises: CollectiveError: rank `src` could not pickle it; the ranks did not make the same call.
     """
     check_peer("broadcast", "src", src, collective.size)
@@ -57,7 +57,7 @@ def broadcast_object(collective: Collective, obj: Any, src: int) -> Any:
 def all_gather_object(collective: Collective, obj: Any) -> list[Any]:
     """Give every rank copies of the objects of all ranks, in rank order.
 
-    Ranks: all. Cost: two numbers, and W times the longest pickle.
+    Ranks: all. Cost: a hash, a length, and W times the longest pickle.
     Raises: CollectiveError: a rank could not pickle its own; the ranks did not make the same call.
     """
     call = "all_gather of objects"

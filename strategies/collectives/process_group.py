@@ -172,11 +172,11 @@ class TorchCollective(Collective):
         return all_gather_object(self, obj)
 
     def split(self, ranks: Sequence[int]) -> TorchCollective | None:
-        check_split(ranks, self._size)
+        check_split(ranks, self._size, is_part=self._is_part)
         key = tuple(ranks)
         if key not in self._splits:
             agree(self, f"split({list(ranks)})")
-            self._splits[key] = self._part(key) if self._rank in key else None
+            self._splits[key] = self._part(key)
         return self._splits[key]
 
     def reduce_boolean_decision(self, decision: bool, *, require_all: bool = True) -> bool:
@@ -186,18 +186,20 @@ class TorchCollective(Collective):
         self._joined("store")
         return self._store
 
-    def _part(self, ranks: tuple[int, ...]) -> TorchCollective:
-        """The collective of some ranks of this one; only they call it."""
-        group = self._joined("split")
+    def _part(self, ranks: tuple[int, ...]) -> TorchCollective | None:
+        # Every rank makes every group. `new_group(use_local_synchronization=True)` would spare the others, but names a
+        # group by how many a rank has made so far (torch 2.13): ranks that differ in that wait for each other in vain.
+        try:
+            group = dist.new_group(list(ranks), timeout=timedelta(seconds=self._timeout_seconds))
+        except (RuntimeError, ValueError) as error:
+            raise self._failure("split", None, error) from error
+        if self._rank not in ranks:
+            return None
         part = TorchCollective(
             self._world, self._backends, device=torch.device("cpu"), timeout_seconds=self._timeout_seconds
         )
         part._rank, part._size = ranks.index(self._rank), len(ranks)
-        part._group = dist.new_group(
-            [dist.get_global_rank(group, rank) for rank in ranks],
-            timeout=timedelta(seconds=self._timeout_seconds),
-            use_local_synchronization=True,  # the ranks outside need not wait
-        )
+        part._group = group
         if self._store is not None and part._size > 1:
             part._store = PrefixStore(f"split/{'-'.join(map(str, ranks))}", self._store)
         part._owns_group = part._is_part = True
@@ -213,18 +215,20 @@ class TorchCollective(Collective):
         return self._group
 
     def _run(self, operation: str, tensor: Tensor | None, function: Callable[..., Any], *args: Any, **to: int) -> None:
+        group = self._joined(operation)
         try:
-            function(*args, group=self._joined(operation), **to)
-        except CollectiveError:
-            raise
+            function(*args, group=group, **to)
         except (RuntimeError, ValueError) as error:
-            of = "" if tensor is None else f" of a tensor {Spec.of(tensor)}"
-            raise CollectiveError(
-                f"`{operation}`{of} failed on rank {self._rank} of {self._size} (a call waits "
-                f"{self._timeout_seconds:g} s for the other ranks): {str(error).strip()}\nLook at what the other ranks "
-                "say: one of them ended, was late, or called something else.",
-                rank=self._rank,
-            ) from error
+            raise self._failure(operation, tensor, error) from error
+
+    def _failure(self, operation: str, tensor: Tensor | None, error: Exception) -> CollectiveError:
+        of = "" if tensor is None else f" of a tensor {Spec.of(tensor)}"
+        return CollectiveError(
+            f"`{operation}`{of} failed on rank {self._rank} of {self._size} (a call waits {self._timeout_seconds:g} s for "
+            f"the other ranks): {str(error).strip()}\nLook at what the other ranks say: one of them ended, was late, "
+            "or called something else.",
+            rank=self._rank,
+        )
 
     def _check_group_found(self) -> None:
         """Raise unless the process group that somebody else made is one that this collective would have made."""

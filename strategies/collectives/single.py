@@ -68,7 +68,7 @@ class SingleDeviceCollective(Collective):
         return all_gather_object(self, obj)
 
     def split(self, ranks: Sequence[int]) -> Collective | None:
-        check_split(ranks, 1)
+        check_split(ranks, 1, is_part=False)
         return self
 
     def reduce_boolean_decision(self, decision: bool, *, require_all: bool = True) -> bool:

@@ -43,7 +43,7 @@ def agree_on_seed(own: list[Rng], agree: Callable[[Any], list[Any]], say: Callab
     seed, states = votes[0]
     if any(len(other) != len(states) for _, other in votes):
         return Agreement(seed, others=True)  # samplers of different kinds: `agree_on_order` says so
-    if any(digest(other) != digest(states) for _, other in votes):
+    if any(list(map(digest, other)) != list(map(digest, states)) for _, other in votes):
         say(
             "The random generators of this loader's sampler differ between the ranks, which read one common order: "
             "that of rank 0's. Seed them alike to choose the order yourself."

@@ -17,12 +17,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 from fabric.strategies.data.order import Reads
 from fabric.strategies.data.share import Share
 
-LeaveOut = Callable[[int], None]
+LeaveOut: TypeAlias = Callable[[int], None]
+"""Told how many items at the end of an order were left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +32,6 @@ class Cut(ABC):
 
     share: Share
     uneven: bool
-
-    @property
-    @abstractmethod
-    def unit(self) -> str:
-        """What the items are, in the plural."""
 
     @property
     @abstractmethod
@@ -67,10 +63,6 @@ class SampleCut(Cut):
 
     batch_size: int
     drop_last: bool
-
-    @property
-    def unit(self) -> str:
-        return "samples"
 
     @property
     def step(self) -> int:
@@ -145,10 +137,6 @@ class BatchCut(Cut):
     """Batches of indices, one to each rank in turn; a last round that lacks some is split until each rank has one."""
 
     @property
-    def unit(self) -> str:
-        return "batches"
-
-    @property
     def reads(self) -> tuple[int, int]:
         return 2 * self.share.count, self.share.count
 
@@ -193,10 +181,6 @@ class BatchCut(Cut):
 @dataclass(frozen=True, kw_only=True)
 class TurnCut(Cut):
     """Items that stay whole, one to each rank in turn."""
-
-    @property
-    def unit(self) -> str:
-        return "batches"
 
     @property
     def reads(self) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import torch
 from fabric.strategies.data.indices import IndexSource
 from fabric.strategies.data.order import Epoch, Order
 from fabric.strategies.data.streams import SharedStream, without_left_out
-from fabric.strategies.data.transfer import one_ahead, to_device
+from fabric.strategies.data.transfer import move, one_ahead
 from fabric.strategies.data.workers import WorkerStart
 
 END = object()
@@ -138,7 +138,7 @@ class DeviceLoader:
     def _moved(self, batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
         if self._reading.ahead:
             return one_ahead(batches, device)
-        return (to_device(batch, device) for batch in batches)
+        return (move(batch, device) for batch in batches)
 
     def _counted(self, batches: Iterator[Any], order: Order, opened: Epoch) -> Iterator[Any]:
         first = next(batches, END)

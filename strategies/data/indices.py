@@ -1,12 +1,12 @@
 """The source of indices that a loader's copy reads instead of the user's: the user's, cut to this rank's share.
 
-A `DataLoader` reads a batch sampler, or a sampler where it does not make batches. `source_of` finds which, and what
-its items are; the copy gets an `IndexSource` in that place and is the user's own loader in everything else.
+A `DataLoader` reads a batch sampler, or a sampler where it does not make batches. `index_source` finds which,
+and what its items are; the copy gets an `IndexSource` in that place and is the user's own loader in everything else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, final
 
 from torch.utils.data import BatchSampler, DataLoader
@@ -34,7 +34,7 @@ class IndexSource:
         eager: bool,
     ) -> None:
         self.items, self._replaced = items, replaced
-        self._cut, self._order, self._leave_out = cut, order, leave_out
+        self.cut, self._order, self._leave_out = cut, order, leave_out
         self._reads, self._eager = cut.growing(chunks), eager
         self.read = False
         """Whether a loader has asked for indices."""
@@ -42,10 +42,10 @@ class IndexSource:
     def __iter__(self) -> Iterator[Any]:
         self.read = True
         items = self._order.begin().draw(self.items, self._reads, eager=self._eager)
-        return self._cut(items, self._leave_out)
+        return self.cut(items, self._leave_out)
 
     def __len__(self) -> int:
-        return self._cut.length(len(self.items))  # type: ignore[arg-type]
+        return self.cut.length(len(self.items))  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -53,31 +53,22 @@ class IndexSource:
         return getattr(self._replaced, name)
 
 
-def items_of(loader: DataLoader[Any]) -> tuple[str, Iterable[Any]]:
-    """The attribute from which a map-style loader reads, and whose items are to be shared."""
-    batch_sampler = loader.batch_sampler
-    if batch_sampler is None:
-        return "sampler", loader.sampler
-    if loader.batch_size is not None or type(batch_sampler) is BatchSampler:
-        return "batch_sampler", batch_sampler.sampler  # type: ignore[union-attr]
-    return "batch_sampler", batch_sampler
-
-
-def cut_of(loader: DataLoader[Any], share: Share, uneven: bool) -> Cut:
-    """How the items of a map-style loader are shared."""
-    batches = loader.batch_sampler
-    if batches is None:
-        return TurnCut(share=share, uneven=uneven)
-    if loader.batch_size is not None or type(batches) is BatchSampler:
-        return SampleCut(share=share, uneven=uneven, batch_size=batches.batch_size, drop_last=batches.drop_last)  # type: ignore[union-attr]
-    return BatchCut(share=share, uneven=uneven)
-
-
 def index_source(
-    loader: DataLoader[Any], cut: Cut, order: Order, leave_out: Callable[[int], None]
+    loader: DataLoader[Any], share: Share, uneven: bool, order: Order, leave_out: LeaveOut
 ) -> tuple[str, IndexSource]:
-    """The attribute to exchange on the loader's copy, and what to put there."""
-    name, items = items_of(loader)
+    """The attribute to exchange on a map-style loader's copy, and what to put there.
+
+    Samples that torch's own `BatchSampler` puts into batches are shared one by one; a batch sampler of the user's
+    has its reasons for each batch, so its batches are shared whole; without one, whatever the sampler yields.
+    """
+    name, items = "sampler", loader.sampler
+    cut: Cut = TurnCut(share=share, uneven=uneven)
+    batches = loader.batch_sampler
+    if batches is not None:
+        name, items, cut = "batch_sampler", batches, BatchCut(share=share, uneven=uneven)
+    if isinstance(batches, BatchSampler) and (loader.batch_size is not None or type(batches) is BatchSampler):
+        items = batches.sampler
+        cut = SampleCut(share=share, uneven=uneven, batch_size=batches.batch_size, drop_last=batches.drop_last)
     replaced = getattr(loader, name)
     eager = type(replaced) is not BatchSampler  # torch's asks its sampler late, after the seed of the workers is drawn
     return name, IndexSource(replaced, items, cut, order, leave_out, chunks=MAX_CHUNKS, eager=eager)

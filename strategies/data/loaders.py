@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fabric.strategies.data.advice import advice, loading_of
 from fabric.strategies.data.agreement import agree_on_order, agree_on_seed, describe, length_of
-from fabric.strategies.data.cut import Cut, SampleCut, TurnCut
+from fabric.strategies.data.cut import Cut, LeaveOut, SampleCut, TurnCut
 from fabric.strategies.data.device_loader import DeviceLoader, Epochal, Reading, Stateful
-from fabric.strategies.data.indices import MAX_CHUNKS, IndexSource, cut_of, index_source
+from fabric.strategies.data.indices import MAX_CHUNKS, IndexSource, index_source
 from fabric.strategies.data.order import Order
 from fabric.strategies.data.randomness import own_rngs
 from fabric.strategies.data.sharded import is_sharded, refuse_pipe
@@ -91,23 +91,22 @@ def _shared(loader: DataLoader[Any], ranks: _Ranks) -> Reading:
     if ranks.alone(others):
         return _whole(loader, ranks.share)
     if isinstance(loader.dataset, IterableDataset):
-        return _shared_stream(loader, ranks, seed)
-    cut = cut_of(loader, ranks.share, ranks.uneven)
+        return _shared_stream(loader, loader.dataset, ranks, seed)
     order = Order(seed, own)
-    name, index = index_source(loader, cut, order, _left_out(cut, ranks.say))
+    name, index = index_source(loader, ranks.share, ranks.uneven, order, _left_out(ranks))
     agree_on_order(
         describe(index.items, loader.dataset, seed) | {"batch size": loader.batch_size, "drop_last": loader.drop_last},
         ranks.agree,
     )
-    _refuse(cut, index.items)
+    _refuse(index.cut, index.items)
     start = WorkerStart(ranks.share.index, loader.worker_init_fn)
     source = _copy(loader, worker_init_fn=start, **{name: index})
     return Reading(source=source, order=order, index=index, start=start, epochal=_epochal(loader))
 
 
-def _shared_stream(loader: DataLoader[Any], ranks: _Ranks, seed: int) -> Reading:
-    refuse_pipe(loader.dataset)
-    dataset, share, batch_size = loader.dataset, ranks.share, loader.batch_size
+def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], ranks: _Ranks, seed: int) -> Reading:
+    refuse_pipe(dataset)
+    share, batch_size = ranks.share, loader.batch_size
     described = {
         "dataset": type(dataset).__qualname__,
         "length": length_of(dataset),
@@ -130,7 +129,7 @@ def _shared_stream(loader: DataLoader[Any], ranks: _Ranks, seed: int) -> Reading
     order = Order(seed, [])
     stream = SharedStream(dataset, cut, seed)
     if loader.persistent_workers:
-        stream.live_epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
+        stream.live_epoch = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
     parts = {"dataset": stream, "batch_sampler": None, "collate_fn": Collate(loader.collate_fn)}
     return Reading(
         source=_copy(loader, worker_init_fn=start, **parts),
@@ -138,7 +137,7 @@ def _shared_stream(loader: DataLoader[Any], ranks: _Ranks, seed: int) -> Reading
         stream=stream,
         start=start,
         epochal=_epochal(loader),
-        leave_out=_left_out(cut, ranks.say),
+        leave_out=_left_out(ranks),
     )
 
 
@@ -171,7 +170,7 @@ def _shared_iterable(items: Iterable[Any], ranks: _Ranks) -> Reading:
     _refuse(cut, items)
     order = Order(seed, [])
     chunks = MAX_CHUNKS if isinstance(items, (list, tuple)) else 1  # what is not at hand is not read ahead
-    index = IndexSource(items, items, cut, order, _left_out(cut, ranks.say), chunks=chunks, eager=True)
+    index = IndexSource(items, items, cut, order, _left_out(ranks), chunks=chunks, eager=True)
     return Reading(source=index, order=order, index=index, epochal=_epochal(items))
 
 
@@ -201,16 +200,16 @@ def _refuse(cut: Cut, items: Iterable[Any]) -> None:
         raise ValueError(sentence)
 
 
-def _left_out(cut: Cut, say: Callable[[str], None]) -> Callable[[int], None]:
+def _left_out(ranks: _Ranks) -> LeaveOut:
     """Say once that items were left out."""
     said: list[int] = []
 
     def leave_out(num_items: int) -> None:
         if not said:
-            say(
-                f"The epoch ended with {num_items} {cut.unit} for {cut.share.count} ranks, too few to give each rank "
-                "one; they were left out. Where ranks may have different numbers of batches, pass `use='validate'`, "
-                "`'test'` or `'predict'`."
+            ranks.say(
+                f"The last {num_items} batches of the epoch were too few to give each of the {ranks.share.count} "
+                "ranks one, and were left out. Where ranks may have different numbers of batches, pass "
+                "`use='validate'`, `'test'` or `'predict'`."
             )
         said.append(num_items)
 

@@ -34,14 +34,16 @@ class Reads:
 class Drawn(Generic[T]):
     """The items of a sampler, drawn a few at a time from the streams of one epoch."""
 
-    def __init__(self, items: Iterable[T], streams: Streams, reads: Reads, *, eager: bool = False) -> None:
+    def __init__(self, items: Iterable[T], streams: Streams, reads: Reads) -> None:
         self._items, self._streams, self._reads = items, streams, reads
         self._iterator: Iterator[T] | None = None
         self._rest: list[T] = []
         self.ended = False
-        if eager:
-            with streams.drawing():
-                self._iterator = iter(items)
+
+    def begin(self, *, again: bool) -> None:
+        """Begin now, for samplers that draw when they begin; `again`: from where the epoch's streams began."""
+        with self._streams.drawing_again() if again else self._streams.drawing():
+            self._iterator = iter(self._items)
 
     def __iter__(self) -> Iterator[T]:
         return chain.from_iterable(self._chunks())
@@ -87,9 +89,15 @@ class Epoch:
         self.counted = self.over = False
 
     def draw(self, items: Iterable[T], reads: Reads, *, eager: bool) -> Iterator[T]:
-        """Iterate over `items`. A loader that begins twice (torch's does, with workers) reads the last one."""
-        self.drawn = Drawn(items, self.streams, reads, eager=eager)
-        return iter(self.drawn)
+        """Iterate over `items`; `eager` begins at once.
+
+        Loaders begin an epoch twice, torch's with workers, torchdata's when they resume, and read the second.
+        """
+        drawn, again = Drawn(items, self.streams, reads), self.drawn is not None
+        if eager:
+            drawn.begin(again=again)
+        self.drawn = drawn
+        return iter(drawn)
 
 
 @final

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 
@@ -82,7 +83,8 @@ def _own_rng(value: object) -> Rng | None:
 
 def digest(state: Any) -> bytes:
     """A fingerprint of an RNG's state."""
-    return hashlib.blake2b(pickle.dumps(state), digest_size=16).digest()
+    values = state.tolist() if isinstance(state, Tensor) else state  # equal tensors do not pickle to equal bytes
+    return hashlib.blake2b(pickle.dumps(values), digest_size=16).digest()
 
 
 @final
@@ -101,7 +103,7 @@ class Streams:
         try:
             for rng in self._rngs[: len(self._rngs) - len(own)]:
                 rng.seed(seed)
-            self._inner = self._states(self._rngs)
+            self._start = self._inner = self._states(self._rngs)
         finally:
             self._restore(self._rngs, outer)
 
@@ -118,6 +120,17 @@ class Streams:
         finally:
             self._inner, self._inside = self._states(self._rngs), False
             self._restore(self._rngs, outer)
+
+    @contextmanager
+    def drawing_again(self) -> Iterator[None]:
+        """Within it, whoever draws draws what was drawn first. Afterwards the streams stand where they stood."""
+        with self.drawing():
+            standing = self._states(self._rngs)
+            self._restore(self._rngs, self._start)
+            try:
+                yield
+            finally:
+                self._restore(self._rngs, standing)
 
     def settle(self, complete: bool) -> None:
         """Move the `own` streams to where the next epoch begins, except those that the user has moved meanwhile.

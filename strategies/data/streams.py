@@ -41,7 +41,7 @@ class SharedStream(IterableDataset[Any]):
     The stream's randomness follows from seed, epoch and worker, so that all ranks read one stream.
     """
 
-    def __init__(self, dataset: Iterable[Any], cut: Cut, seed: int) -> None:
+    def __init__(self, dataset: IterableDataset[Any], cut: Cut, seed: int) -> None:
         self.dataset, self.cut, self.seed = dataset, cut, seed
         self.epoch = 0
         """The epoch that an iteration reads."""

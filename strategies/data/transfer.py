@@ -30,7 +30,7 @@ class NamedFields(Protocol):
     _fields: tuple[str, ...]
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
+def move(batch: Any, device: torch.device) -> Any:
     """The batch with every tensor in it on `device`, in containers of the same types; the batch itself is left.
 
     Goes through mappings, lists, tuples, named tuples and dataclasses, and leaves to anything with a `to` method how
@@ -41,29 +41,29 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Movable):
         return batch.to(device)
     if isinstance(batch, tuple):
-        moved = [to_device(item, device) for item in batch]
+        moved = [move(item, device) for item in batch]
         return type(batch)(*moved) if isinstance(batch, NamedFields) else type(batch)(moved)
     if isinstance(batch, list):
         duplicate = copy.copy(batch)
-        duplicate[:] = [to_device(item, device) for item in batch]
+        duplicate[:] = [move(item, device) for item in batch]
         return duplicate
     if isinstance(batch, Mapping):
-        items = {key: to_device(value, device) for key, value in batch.items()}
+        items = {key: move(value, device) for key, value in batch.items()}
         if not isinstance(batch, MutableMapping):
             return type(batch)(items)  # type: ignore[call-arg]
         fresh = copy.copy(batch)
         fresh.update(items)
         return fresh
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        duplicate = copy.copy(batch)
+        replica = copy.copy(batch)
         for field in dataclasses.fields(batch):
-            object.__setattr__(duplicate, field.name, to_device(getattr(batch, field.name), device))
-        return duplicate
+            object.__setattr__(replica, field.name, move(getattr(batch, field.name), device))
+        return replica
     return batch
 
 
 def movables(batch: Any) -> Iterator[Any]:
-    """What `to_device` moves: the tensors, and the objects that move themselves and hide theirs."""
+    """What `move` moves: the tensors, and the objects that move themselves and hide theirs."""
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, (tuple, list)):
@@ -92,14 +92,16 @@ def one_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
     side = torch.Stream(device)
     ahead: tuple[Any, torch.Event | None] | None = None
     for batch in batches:
+        copied = None
         if all(isinstance(movable, Tensor) for movable in movables(batch)):
             with side:
-                following = to_device(batch, device), side.record_event()
+                moved = move(batch, device)
+                copied = side.record_event()
         else:
-            following = to_device(batch, device), None
+            moved = move(batch, device)
         if ahead is not None:
             yield _arrived(*ahead, device)
-        ahead = following
+        ahead = moved, copied
     if ahead is not None:
         yield _arrived(*ahead, device)
 

@@ -63,7 +63,10 @@ class LossScaler:
     def attach(self, optimizer: Optimizer) -> Callable[[], None]:
         """Let `optimizer.step()` divide its gradients, or skip. Returns what takes the hooks off again."""
         self._known[optimizer] = _Gradients()
-        handles = optimizer.register_step_pre_hook(self._before_step), optimizer.register_step_post_hook(self._after_step)
+        handles = (
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        )
 
         def detach() -> None:
             for handle in handles:
@@ -120,8 +123,8 @@ class LossScaler:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(argument is not None for argument in (*args[1:], *kwargs.values())):  # args[0] is the optimizer
             raise RuntimeError(
-                f"`{type(optimizer).__name__}.step(closure)` under a precision that scales losses: the closure computes "
-                "gradients of its own, which nobody would divide. Call `step()` without a closure, or choose "
+                f"`{type(optimizer).__name__}.step(closure)` under a precision that scales losses: the closure "
+                "computes gradients of its own, which nobody would divide. Call `step()` without a closure, or choose "
                 "`precision='bf16-mixed'` or `'32-true'`, which need no scaling."
             )
         gradients = self._known[optimizer]

@@ -48,7 +48,8 @@ class Precision:
         full = _SHORT.get(str(word), str(word))
         if full not in _BY_NAME:
             raise ValueError(
-                f"`precision={word!r}` names no precision. Write one of {', '.join(map(repr, get_args(PrecisionWord)))}, "
+                f"`precision={word!r}` names no precision. Write one of "
+                f"{', '.join(map(repr, get_args(PrecisionWord)))}, "
                 f"or a short form: {', '.join(f'{short!r} for {long!r}' for short, long in _SHORT.items())}."
             )
         return _BY_NAME[full]

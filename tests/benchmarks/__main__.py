@@ -1,4 +1,4 @@
-"""`make bench`: one table of ratios against raw PyTorch and, where installed, against the libraries people use today."""
+"""`make bench`: one table of ratios against raw PyTorch and, where installed, against what people use today."""
 
 from __future__ import annotations
 

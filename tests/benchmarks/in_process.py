@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import rivals
@@ -77,24 +76,56 @@ def _collectives(ours: Fabric, others: dict[str, Any]) -> list[Row]:
         for tensor in nest.values():
             dist.all_gather([torch.empty_like(tensor), torch.empty_like(tensor)], tensor)
 
-    def contest(raw: Action, mine: Action, lf: Callable[[Any], Any], ac: Callable[[Any], Any] | None) -> dict[str, Action]:
-        variants: dict[str, Action] = {"raw": raw, "ours": mine}
-        if lightning is not None:
-            variants["LF"] = lambda: lf(lightning)
-        if accelerator is not None and ac is not None:
-            variants["AC"] = lambda: ac(accelerator)
-        return variants
-
-    contests = [
-        ("all_reduce of a scalar", contest(raw_scalar, lambda: ours.all_reduce(scalar), lambda f: f.all_reduce(scalar.clone()), lambda a: a.reduce(scalar.clone(), "mean")), 50, ""),
-        ("all_gather of 100 x 1 KB", contest(raw_gather, lambda: ours.all_gather(nest), lambda f: f.all_gather(nest), lambda a: a.gather(nest)), 2, "LF, AC / 20"),
-        ("all_reduce of 100 x 1 KB", contest(raw_reduce, lambda: ours.all_reduce(nest), lambda f: f.all_reduce(nest), lambda a: a.reduce(nest, "mean")), 2, "LF, AC / 20"),
-        ("broadcast of 10 MB", contest(lambda: dist.broadcast(large, 0), lambda: ours.broadcast(large), lambda f: f.broadcast(large), None), 3, "1.1 x"),
-    ]  # fmt: skip
-    rows = []
+    contests: list[tuple[str, dict[str, Action | None], int, str]] = [
+        (
+            "all_reduce of a scalar",
+            {
+                "raw": raw_scalar,
+                "ours": lambda: ours.all_reduce(scalar),
+                "LF": lightning and (lambda: lightning.all_reduce(scalar.clone())),
+                "AC": accelerator and (lambda: accelerator.reduce(scalar.clone(), "mean")),
+            },
+            50,
+            "",
+        ),
+        (
+            "all_gather of 100 x 1 KB",
+            {
+                "raw": raw_gather,
+                "ours": lambda: ours.all_gather(nest),
+                "LF": lightning and (lambda: lightning.all_gather(nest)),
+                "AC": accelerator and (lambda: accelerator.gather(nest)),
+            },
+            2,
+            "LF, AC / 20",
+        ),
+        (
+            "all_reduce of 100 x 1 KB",
+            {
+                "raw": raw_reduce,
+                "ours": lambda: ours.all_reduce(nest),
+                "LF": lightning and (lambda: lightning.all_reduce(nest)),
+                "AC": accelerator and (lambda: accelerator.reduce(nest, "mean")),
+            },
+            2,
+            "LF, AC / 20",
+        ),
+        (
+            "broadcast of 10 MB",
+            {
+                "raw": lambda: dist.broadcast(large, 0),
+                "ours": lambda: ours.broadcast(large),
+                "LF": lightning and (lambda: lightning.broadcast(large)),
+            },
+            3,
+            "1.1 x",
+        ),
+    ]
+    lines = []
     for name, variants, repeat, target in contests:
-        rows += race(f"{name}, 2 ranks", variants, repeat=repeat, rounds=15, target=target)
-    return rows
+        present = {variant: action for variant, action in variants.items() if action is not None}
+        lines += race(f"{name}, 2 ranks", present, repeat=repeat, rounds=15, target=target)
+    return lines
 
 
 def _parts() -> tuple[nn.Module, torch.optim.Optimizer]:

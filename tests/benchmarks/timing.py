@@ -28,7 +28,9 @@ class Row:
     target: str = ""
 
 
-def race(measurement: str, variants: Mapping[str, Action], *, repeat: int, rounds: int = 15, target: str = "") -> list[Row]:
+def race(
+    measurement: str, variants: Mapping[str, Action], *, repeat: int, rounds: int = 15, target: str = ""
+) -> list[Row]:
     """Run each variant `repeat` times per round, in turn; the first is what the others are held against.
 
     `target` is written beside our own variant.

@@ -76,7 +76,14 @@ def launches(rounds: int = 5) -> list[Row]:
         if "LF" in rivals.installed():
             commands["LF"] = [sys.executable, _write(folder, "lf.py", LIGHTNING)]
         script = _write(folder, "raw.py", TORCHRUN)
-        commands["torchrun"] = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
+        commands["torchrun"] = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            script,
+        ]
         up: dict[str, list[float]] = {name: [] for name in ("import torch", *commands)}
         down: dict[str, list[float]] = {name: [] for name in commands}
         for _ in range(rounds):
@@ -87,7 +94,9 @@ def launches(rounds: int = 5) -> list[Row]:
                 barrier, last, end, start = _stamps(command, Path(folder) / "stamp")
                 up[name].append((barrier - start) * 1e6)
                 down[name].append((end - last) * 1e6)
-    return rows("launch of 2 ranks to the first barrier", up, "1.3 x + 0.3 s") + rows("end after the ranks' last line", down)
+    return rows("launch of 2 ranks to the first barrier", up, "1.3 x + 0.3 s") + rows(
+        "end after the ranks' last line", down
+    )
 
 
 def _write(folder: str, name: str, content: str) -> str:
@@ -99,7 +108,9 @@ def _write(folder: str, name: str, content: str) -> str:
 def _stamps(command: list[str], stamp: Path) -> tuple[float, float, float, float]:
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     start = time.monotonic()
-    subprocess.run([*command, str(stamp)], check=True, env=environ, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [*command, str(stamp)], check=True, env=environ, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
     end = time.monotonic()
     barrier = float(stamp.read_text())
     last = max(float(Path(f"{stamp}.{rank}").read_text()) for rank in range(2))

@@ -31,7 +31,9 @@ BY_SPAWN = ("ddp_spawn",)
 
 def rows() -> list[tuple[str, int, str]]:
     """Strategy, ranks and precision. Spawn starts each rank with an import of torch: there one row says it all."""
-    strategies = [(name, size) for name in available_strategies() for size in ((1,) if name in ONE_PROCESS else (1, 2, 4))]
+    strategies = [
+        (name, size) for name in available_strategies() for size in ((1,) if name in ONE_PROCESS else (1, 2, 4))
+    ]
     rows = [(name, size, "32-true") for name, size in strategies if name not in BY_SPAWN or size == 2]
     rows += [(name, size, "64-true") for name, size in strategies if name not in BY_SPAWN]
     rows += [(name, size, word) for name, size in (("single_device", 1), ("ddp", 2)) for word in list(TOLERANCES)[2:]]

@@ -265,10 +265,16 @@ def parts_talk_among_themselves_and_are_made_once(collective: Collective, rng: r
         assert alone.all_reduce(torch.tensor(2.0)).item() == 2.0
     whole = collective.split(everyone)
     assert whole is not None
-    smaller = whole.split([last])
-    assert (smaller is not None) == (collective.rank == last)
-    if smaller is not None:
-        assert smaller.all_gather(torch.tensor(collective.rank)).tolist() == [last]
+    assert whole.all_gather(torch.tensor(collective.rank)).tolist() == everyone
+
+
+def a_part_is_not_split_again(collective: Collective, rng: random.Random) -> None:
+    part = collective.split([0])
+    if part is not None and part is not collective:
+        with pytest.raises(
+            ValueError, match=r"`split\(\[0\]\)` of a collective that came from `split` .* Split the whole"
+        ):
+            part.split([0])
 
 
 def decisions_are_true_where_all_or_any_said_so(collective: Collective, rng: random.Random) -> None:
@@ -359,6 +365,7 @@ BODIES: tuple[Body, ...] = (
     all_gather_object_gives_copies_in_rank_order,
     an_object_that_cannot_be_pickled_is_an_error_on_every_rank,
     parts_talk_among_themselves_and_are_made_once,
+    a_part_is_not_split_again,
     decisions_are_true_where_all_or_any_said_so,
     an_unknown_reduction_is_refused,
     a_reduction_that_the_dtype_does_not_have_is_refused,

@@ -91,7 +91,9 @@ def test_a_module_is_prepared_once() -> None:
         ForwardPath(net, None)
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["copy", "pickle"]
+)
 def test_copies_and_pickles_of_a_prepared_module_are_plain_modules(duplicate: Callable[[nn.Module], Any]) -> None:
     net, around = Net(), Recorder()
     ForwardPath(net, around).mark("loss")

@@ -64,9 +64,7 @@ def test_an_overflow_moves_neither_weights_nor_momentum_nor_step_counts_and_is_r
     torch.testing.assert_close(weights(model), before[0], rtol=0, atol=0)
     assert [float(state["step"]) for state in optimizer.state.values()] == [1.0, 1.0]
     assert scaler.num_skipped == 1
-    assert sentences == [
-        "Skipped a step of AdamW: its gradients overflowed at a loss scale of 8. The next scale is 4."
-    ]
+    assert sentences == ["Skipped a step of AdamW: its gradients overflowed at a loss scale of 8. The next scale is 4."]
     assert model.weight.grad is not None  # the user still sees what overflowed
     optimizer.zero_grad()
     scaler.scale_loss(loss_of(model, data, 2)).backward()

@@ -1,0 +1,44 @@
+"""How a supervisor ends, once its ranks have: with a result, an exception, an exit code, or the signal it was sent."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+from typing import Any, NoReturn
+
+from fabric.launchers.failure import describe, first, worker_error
+from fabric.launchers.supervisor import Supervisor
+
+
+def results(supervisor: Supervisor) -> list[Any]:
+    """The results of this node's ranks, in order. Raises WorkerError, or what a signal to this process raises."""
+    number = supervisor.ended_by
+    if number is not None:
+        os.kill(os.getpid(), number)  # the handlers are back: Ctrl-C becomes a KeyboardInterrupt here
+    if supervisor.failures:
+        raise worker_error(supervisor.failures, supervisor.topology.size, supervisor.ended)
+    return [pickle.loads(pickled) for _, pickled in sorted(supervisor.results.items())]
+
+
+def leave(supervisor: Supervisor) -> NoReturn:
+    """End this process as its ranks ended: the first failure on stderr, and its exit code (128 + n for signal n)."""
+    number = supervisor.ended_by
+    if number is not None:
+        _die_of(number)
+    if not supervisor.failures:
+        raise SystemExit(0)
+    root = first(supervisor.failures)
+    print(describe(supervisor.failures, supervisor.topology.size, supervisor.ended), file=sys.stderr, flush=True)
+    raise SystemExit(128 + root.signal if root.signal is not None else root.exit_code or 1)
+
+
+def _die_of(number: int) -> None:
+    """Send ourselves the signal that the ranks have died of, so that a shell sees what happened."""
+    if signal.getsignal(number) is signal.default_int_handler:  # its traceback would show our frames
+        signal.signal(number, signal.SIG_DFL)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.kill(os.getpid(), number)
+    raise SystemExit(128 + number)  # a handler of the user's has kept us alive

@@ -1,0 +1,78 @@
+"""Whether this process can be forked into ranks that compute.
+
+A fork copies the calling thread only. A library that had threads goes on believing in them: after OpenMP's first
+parallel region (a large tensor operation, a backward) the child hangs in its next one. OpenBLAS starts threads when
+it is imported, and is safe: it ends them before a fork and starts them again after.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+SUFFIXES = ("", "64_")
+PREFIXES = ("", "scipy_")
+NOTEBOOK = ("ipykernel", "IPython", "zmq", "tornado")
+"""Packages whose threads a notebook's kernel has always. A rank uses none of them."""
+
+
+def fork_is_safe() -> str | None:
+    """None where a fork is safe now; otherwise the reason why it is not."""
+    if not hasattr(os, "fork") or sys.platform != "linux":
+        return f"on {sys.platform} a forked process may not use the system's own libraries"
+    device = _initialized_accelerator()
+    if device is not None:
+        return f"the accelerator {device} is initialised in this process, and a forked process cannot use it"
+    threads = [thread.name for thread in threading.enumerate() if not _belongs_here(thread)]
+    if threads:
+        return f"this process runs other Python threads ({', '.join(threads)}), whose locks a fork would copy as they stand"
+    num_notebook = threading.active_count() - 1
+    num_native = _num_threads() - 1 - num_notebook - sum(_openblas_threads())
+    if num_native > 0:
+        return (
+            f"this process has {num_native} native thread(s), which tensor operations have left behind, "
+            "and a forked process would wait for them for ever"
+        )
+    return None
+
+
+def _belongs_here(thread: threading.Thread) -> bool:
+    return thread is threading.current_thread() or type(thread).__module__.partition(".")[0] in NOTEBOOK
+
+
+def _initialized_accelerator() -> str | None:
+    """The accelerator that torch has initialised in this process. Asks without initialising or importing anything."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    for name in ("cuda", "xpu", "mtia", "npu", "hpu"):
+        module = sys.modules.get(f"torch.{name}")
+        asked = getattr(module, "is_initialized", None)
+        if asked is not None and asked():
+            return name
+    return None
+
+
+def _num_threads() -> int:
+    """Threads of this process, as the kernel counts them, without those of a notebook's message queue."""
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return sum(not name.startswith("ZMQbg") for name in names)
+
+
+def _openblas_threads() -> Iterator[int]:
+    """For each OpenBLAS in this process, the threads it keeps beside the caller's."""
+    for library in sorted({line.split()[-1] for line in _maps() if "openblas" in line.rpartition("/")[2]}):
+        handle = ctypes.CDLL(library)
+        for name in (f"{prefix}openblas_get_num_threads{suffix}" for prefix in PREFIXES for suffix in SUFFIXES):
+            function = getattr(handle, name, None)
+            if function is not None:
+                yield max(0, function() - 1)
+                break
+
+
+def _maps() -> list[str]:
+    return Path("/proc/self/maps").read_text().splitlines()

@@ -1,0 +1,77 @@
+"""All shares of one loader in one process: what each rank would read, without the cost of processes.
+
+The ranks are threads that take turns: one runs until it must hear from the others, so that the process's random
+numbers belong to one rank at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from fabric.strategies.data.loaders import DeviceLoader, Share, Use, process_dataloader
+
+
+def share_out(
+    make: Callable[[int], Iterable[Any]] | list[Any],
+    count: int,
+    use: Use = "train",
+    *,
+    distribute: bool = True,
+    said: list[str] | None = None,
+) -> list[DeviceLoader]:
+    """What `process_dataloader` gives each of `count` ranks for `make(rank)` or `make[rank]`.
+
+    `said` gets the warnings of rank 0.
+    """
+    turn, votes, met = threading.Lock(), [None] * count, threading.Barrier(count)
+    results: list[Any] = [None] * count
+
+    def rank(index: int) -> None:
+        def agree(obj: Any) -> list[Any]:
+            votes[index] = obj
+            turn.release()
+            met.wait(60)
+            seen = list(votes)
+            met.wait(60)
+            turn.acquire()
+            return seen
+
+        with turn:
+            try:
+                results[index] = process_dataloader(
+                    make(index) if callable(make) else make[index],
+                    use,
+                    share=Share(index=index, count=count),
+                    device=torch.device("cpu"),
+                    distribute=distribute,
+                    move=True,
+                    launcher="inline",
+                    agree=agree,
+                    say=said.append if said is not None and index == 0 else lambda sentence: None,
+                )
+            except Exception as error:
+                results[index] = error
+
+    threads = [threading.Thread(target=rank, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
+
+
+def read(loaders: list[DeviceLoader]) -> list[list[Any]]:
+    """Each share's batches of one epoch, as lists of numbers."""
+    return [[batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in loader] for loader in loaders]
+
+
+def in_order(shares: list[list[list[int]]]) -> list[int]:
+    """The samples of all ranks, step by step, the ranks side by side."""
+    return [sample for step in zip(*shares, strict=True) for batch in step for sample in batch]
