@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 
 from fabric.cli import spelling
 from fabric.cli.words import place_by_hand
-from fabric.launchers import detect_world
+from fabric.launchers.environments import detect_world
 from fabric.launchers.world import World
 from fabric.request import Request
 from fabric.strategies.accelerators.accelerator import Accelerator

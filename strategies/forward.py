@@ -71,8 +71,12 @@ class _Method:
         functools.update_wrapper(self, function)
         self._path, self._around, self._name, self._function = path, around, name, function
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # our part stays outside of the graph; the user's method within is compiled
+            return _uncompiled(self._run, args, kwargs)
+        return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         path = self._path
         if path.running:  # forward called by a marked method, or by itself
             return self._function(*args, **kwargs)
@@ -105,3 +109,9 @@ def _not_prepared(name: str, method: str | Callable[..., Any]) -> None:
         f"`mark_forward_method({method!r})` on a copy of a prepared `{name}`: a copy is a plain module. "
         "Pass the copy to `fabric.setup` first."
     )
+
+
+# torch's own lazy form, as its DistributedDataParallel uses it: `torch.compiler.disable` imports the compiler, 1 s.
+@torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
+def _uncompiled(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return run(args, kwargs)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -118,11 +119,15 @@ def _installed() -> dict[str, Registration]:
             )
         found[entry.name] = Registration(
             name=entry.name,
-            make=lambda entry=entry: entry.load()(),
+            make=partial(_load_and_call, entry),
             description=f"from {source}",
             source=source,
         )
     return found
+
+
+def _load_and_call(entry: EntryPoint) -> Any:
+    return entry.load()()
 
 
 def _checked(registration: Registration) -> Strategy:

@@ -107,7 +107,7 @@ def _show(found: Mapping[str, Any]) -> None:
     console.print(
         "No launcher's variables in the environment: a script run from here starts its own processes."
         if world is None
-        else f"Started by {world['launcher']} as rank {world['rank']} of {world['size']}: {', '.join(found['variables'])}",
+        else f"Rank {world['rank']} of {world['size']}, started by {world['launcher']}: {', '.join(found['variables'])}",
         highlight=False,
     )
     _table(
@@ -134,8 +134,8 @@ def _table(console: Any, columns: tuple[str, ...], rows: list[tuple[str | None, 
 
     if all(row[-1] is None for row in rows):
         columns, rows = columns[:-1], [row[:-1] for row in rows]
-    table = Table(*columns, title_justify="left")
+    table = Table(*columns)
     for name, *cells in rows:
-        style = "dim" if cells[-1] is not None and columns[-1] == "why not" else "bold green"
+        style = "dim" if columns[-1] == "why not" and cells[-1] is not None else "bold green"
         table.add_row(Text(name or "", style=style), *(Text(cell or "") for cell in cells))
     console.print(table)

@@ -62,12 +62,18 @@ def read_word(value: object, said: str) -> str:
 
 def read_launcher(value: object, said: str) -> LauncherWord:
     """Read a launcher's word."""
-    return _one_of(value, said, LAUNCHERS)
+    for word in LAUNCHERS:
+        if value == word:
+            return word
+    raise ValueError(_none_of(said, LAUNCHERS))
 
 
 def read_precision_word(value: object, said: str) -> str:
     """Read a precision's name, long or short."""
-    return _one_of(value, said, PRECISIONS)
+    for word in PRECISIONS:
+        if value == word:
+            return word
+    raise ValueError(_none_of(said, PRECISIONS))
 
 
 def _devices_of_text(text: str, said: str) -> Devices:
@@ -109,7 +115,5 @@ def _whole(value: object, said: str, *, low: int, high: int | None = None) -> in
     return value
 
 
-def _one_of(value: object, said: str, words: tuple[str, ...]) -> str:
-    if not isinstance(value, str) or value not in words:
-        raise ValueError(f"`{said}` is none of the words there are. Write one of {', '.join(map(repr, words))}.")
-    return value
+def _none_of(said: str, words: tuple[str, ...]) -> str:
+    return f"`{said}` is none of the words there are. Write one of {', '.join(map(repr, words))}."

@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import ModuleType
 
 VARIABLE = "FABRIC_RUN"
 
@@ -33,18 +34,19 @@ class Program:
     @classmethod
     def current(cls) -> Program:
         """The program of this process."""
-        module = sys.modules["__main__"]
-        spec, path = module.__spec__, getattr(module, "__file__", None)
-        if spec is not None and spec.name != "__main__":
-            main = module_main(spec.name)
-        else:
-            main = os.path.realpath(path) if path is not None else None
-        return cls(arguments=tuple(sys.orig_argv[1:]), main=main)
+        return cls(arguments=tuple(sys.orig_argv[1:]), main=_main_of(sys.modules["__main__"]))
 
 
 def module_main(name: str) -> str:
     """What `Program.main` is for a module; a package and its `__main__` are the same program."""
     return f"-m {name.removesuffix('.__main__')}"
+
+
+def _main_of(module: ModuleType) -> str | None:
+    if module.__spec__ is not None and module.__spec__.name != "__main__":
+        return module_main(module.__spec__.name)
+    path = getattr(module, "__file__", None)  # none at a prompt, under `-c`, in a notebook
+    return os.path.realpath(path) if path is not None else None
 
 
 def carry(words: Mapping[str, str], program: Program) -> dict[str, str]:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from difflib import get_close_matches
-from importlib.metadata import entry_points
+from functools import partial
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.accelerators.cpu import CPUAccelerator
@@ -76,4 +78,8 @@ def register_accelerator(name: str, factory: Callable[[], Accelerator]) -> None:
 
 def _installed() -> dict[str, Callable[[], Accelerator]]:
     """The factories of installed packages, not yet imported."""
-    return {entry.name: (lambda entry=entry: entry.load()()) for entry in entry_points(group=ENTRY_POINTS)}
+    return {entry.name: partial(_load_and_call, entry) for entry in entry_points(group=ENTRY_POINTS)}
+
+
+def _load_and_call(entry: EntryPoint) -> Any:
+    return entry.load()()

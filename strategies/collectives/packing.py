@@ -16,8 +16,8 @@ from torch import Tensor
 LARGE_BYTES = 2**19
 """From here on a tensor travels alone: copying it into a common buffer costs more than a message of its own.
 
-Measured on gloo, 2 ranks on one machine, 4 and 16 tensors, time packed over time alone: all_gather 0.9 at 256 KB, 1.2 at
-512 KB, 1.1-1.8 at 1 MB, 3.5 at 4 MB; all_reduce 0.7 at 256 KB, 0.8-0.9 at 512 KB, 1 from 1 MB on.
+Measured on gloo, 2 ranks on one machine, 4 and 16 tensors, time packed over time alone: all_gather 0.9 at 256 KB, 1.2
+at 512 KB, 1.1-1.8 at 1 MB, 3.5 at 4 MB; all_reduce 0.7 at 256 KB, 0.8-0.9 at 512 KB, 1 from 1 MB on.
 """
 
 

@@ -224,9 +224,9 @@ class TorchCollective(Collective):
     def _failure(self, operation: str, tensor: Tensor | None, error: Exception) -> CollectiveError:
         of = "" if tensor is None else f" of a tensor {Spec.of(tensor)}"
         return CollectiveError(
-            f"`{operation}`{of} failed on rank {self._rank} of {self._size} (a call waits {self._timeout_seconds:g} s for "
-            f"the other ranks): {str(error).strip()}\nLook at what the other ranks say: one of them ended, was late, "
-            "or called something else.",
+            f"`{operation}`{of} failed on rank {self._rank} of {self._size} (a call waits {self._timeout_seconds:g} s "
+            f"for the other ranks): {str(error).strip()}\nLook at what the other ranks say: one of them ended, was "
+            "late, or called something else.",
             rank=self._rank,
         )
 

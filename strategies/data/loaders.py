@@ -25,6 +25,7 @@ from fabric.strategies.data.randomness import own_rngs
 from fabric.strategies.data.sharded import is_sharded, refuse_pipe
 from fabric.strategies.data.share import Share, Use
 from fabric.strategies.data.streams import Collate, Shardable, SharedStream
+from fabric.strategies.data.transfer import has_streams
 from fabric.strategies.data.workers import WorkerStart
 
 __all__ = ["DeviceLoader", "Share", "Use", "process_dataloader"]
@@ -55,7 +56,8 @@ def process_dataloader(
         raise TypeError(f"`setup_dataloaders` was given a `{type(loader).__name__}`, which cannot be iterated.")
     ranks = _Ranks(share, use != "train", agree, say)
     accelerated = move and device.type != "cpu"
-    ahead = isinstance(loader, DataLoader) and not isinstance(loader, Stateful) and device.type != "mps"
+    # Ahead only of what is at hand: an iterable may depend on the loop, and a stateful loader counts what was fetched.
+    ahead = isinstance(loader, DataLoader) and not isinstance(loader, Stateful) and has_streams(device)
     if isinstance(loader, DataLoader):
         sentence = advice(loading_of(loader, launcher=launcher, accelerated=accelerated))
         if sentence is not None:

@@ -79,6 +79,12 @@ def movables(batch: Any) -> Iterator[Any]:
             yield from movables(getattr(batch, field.name))
 
 
+def has_streams(device: torch.device) -> bool:
+    """Whether copies to `device` can run beside its computations. On MPS they share one queue."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == device.type != "mps"
+
+
 def one_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
     """The batches on an accelerator, each copied while the loop works on the one before.
 
