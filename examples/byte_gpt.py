@@ -1,8 +1,8 @@
 """Train a small GPT on the bytes of Python's standard library, until it writes something like Python.
 
-    python examples/byte_gpt.py --devices 2                    # a few minutes on two CPU cores
+    python examples/byte_gpt.py --devices 2
     python examples/byte_gpt.py --devices 2 --precision bf16-mixed --compile
-    python examples/byte_gpt.py --resume runs/gpt.ckpt --steps 0   # only write
+    python examples/byte_gpt.py --resume runs/byte_gpt.ckpt --steps 0     # only writes
 
 Shapes: B sequences, T bytes in each, D features.
 """
@@ -10,14 +10,17 @@ Shapes: B sequences, T bytes in each, D features.
 import argparse
 import math
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
-BYTES = 256
+from fabric import Fabric
+
+NUM_BYTES = 256
 
 
 class Block(nn.Module):
@@ -31,11 +34,11 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
     def forward(self, x_btd: Tensor) -> Tensor:
-        heads = [
+        query, key, value = (
             part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for part in self.query_key_value(self.norm_attention(x_btd)).chunk(3, dim=-1)
-        ]
-        seen = F.scaled_dot_product_attention(*heads, is_causal=True)
+        )
+        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x_btd = x_btd + self.merge(seen.transpose(1, 2).flatten(-2))
         return x_btd + self.mlp(self.norm_mlp(x_btd))
 
@@ -43,12 +46,12 @@ class Block(nn.Module):
 class ByteGPT(nn.Module):
     """Bytes `(B, T)` to scores of the next byte `(B, T, 256)`."""
 
-    def __init__(self, dim: int, num_layers: int, num_heads: int, context: int) -> None:
+    def __init__(self, context: int, dim: int = 128, num_layers: int = 4, num_heads: int = 4) -> None:
         super().__init__()
-        self.byte, self.place = nn.Embedding(BYTES, dim), nn.Embedding(context, dim)
+        self.byte, self.place = nn.Embedding(NUM_BYTES, dim), nn.Embedding(context, dim)
         self.blocks = nn.Sequential(*(Block(dim, num_heads) for _ in range(num_layers)))
-        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, BYTES, bias=False)
-        self.apply(_init)
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, NUM_BYTES, bias=False)
+        self.apply(small_weights)
         self.head.weight = self.byte.weight
 
     def forward(self, bytes_bt: Tensor) -> Tensor:
@@ -56,6 +59,129 @@ class ByteGPT(nn.Module):
         return self.head(self.norm(self.blocks(self.byte(bytes_bt) + place_td)))
 
 
-def _init(module: nn.Module) -> None:
+class Windows(Dataset[Tensor]):
+    """A text cut into windows of `context` bytes, each with the byte that follows."""
+
+    def __init__(self, text: bytes, context: int) -> None:
+        self.bytes, self.context = torch.frombuffer(bytearray(text), dtype=torch.uint8), context
+
+    def __len__(self) -> int:
+        return (len(self.bytes) - 1) // self.context
+
+    def __getitem__(self, index: int) -> Tensor:
+        start = index * self.context
+        return self.bytes[start : start + self.context + 1].long()
+
+
+def small_weights(module: nn.Module) -> None:
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
+
+
+def standard_library() -> bytes:
+    """The source of the modules at the top of Python's standard library, about 5 MB."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    return b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
+
+
+def loss_of(model: nn.Module, bytes_bt: Tensor) -> Tensor:
+    """Nats per byte."""
+    scores = model(bytes_bt[:, :-1]).float()
+    return F.cross_entropy(scores.flatten(0, 1), bytes_bt[:, 1:].flatten())
+
+
+def validate(fabric: Fabric, model: nn.Module, loader: DataLoader) -> float:
+    """Nats per byte over all windows of the loader, each counted once, on whichever rank it is."""
+    model.eval()
+    sums = torch.zeros(2, device=fabric.device)
+    with torch.no_grad():
+        for bytes_bt in loader:
+            sums += torch.stack([loss_of(model, bytes_bt) * len(bytes_bt), sums.new_tensor(len(bytes_bt))])
+    model.train()
+    nats, count = fabric.all_reduce(sums, reduce_op="sum")
+    return (nats / count).item()
+
+
+def write(fabric: Fabric, model: nn.Module, start: str, num_bytes: int, context: int) -> str:
+    """Go on from `start`, byte by byte."""
+    text = torch.tensor([list(start.encode())], device=fabric.device)
+    model.eval()
+    with torch.no_grad():
+        for _ in range(num_bytes):
+            chances = torch.softmax(model(text[:, -context:])[:, -1].float() / 0.8, dim=-1)
+            text = torch.cat([text, torch.multinomial(chances, 1)], dim=1)
+    model.train()
+    return bytes(text[0].tolist()).decode(errors="replace")
+
+
+def endless(loader: DataLoader) -> Iterator[Tensor]:
+    while True:
+        yield from loader
+
+
+def main() -> None:
+    args = arguments()
+    fabric = Fabric(
+        accelerator=args.accelerator, strategy=args.strategy, devices=args.devices, precision=args.precision
+    )
+    fabric.launch()
+    fabric.seed_everything(args.seed)
+
+    text = standard_library()
+    cut = len(text) * 95 // 100
+    unseen = Windows(text[cut:], args.context)
+    learn_loader = DataLoader(Windows(text[:cut], args.context), args.batch_size, shuffle=True)
+    test_loader = DataLoader(Subset(unseen, range(0, len(unseen), 4)), args.batch_size)
+    model = ByteGPT(args.context)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / 50, 0.5 + 0.5 * math.cos(math.pi * step / max(1, args.steps)))
+    )
+    if args.compile:
+        model = torch.compile(model)
+    model, optimizer = fabric.setup(model, optimizer)
+    learn_loader = fabric.setup_dataloaders(learn_loader)
+    test_loader = fabric.setup_dataloaders(test_loader, use="validate")
+    if args.resume:
+        fabric.load(args.resume, {"model": model})
+
+    batches = zip(range(args.steps), endless(learn_loader))
+    for step, bytes_bt in fabric.progress(batches, "steps", total=args.steps, size=args.batch_size):
+        optimizer.zero_grad()
+        loss = loss_of(model, bytes_bt)
+        fabric.backward(loss)
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+        scheduler.step()
+        if (step + 1) % args.validate_every == 0:
+            fabric.print(f"step {step + 1}: {validate(fabric, model, test_loader):.3f} nats per unseen byte")
+
+    nats = validate(fabric, model, test_loader)
+    fabric.print(f"{nats:.3f} nats per unseen byte\n")
+    fabric.print(write(fabric, model, "def ", args.write, args.context))
+    if args.save:
+        fabric.save(args.save, {"model": model, "optimizer": optimizer, "steps": args.steps})
+    if args.below and not nats < args.below:
+        raise SystemExit(f"{nats:.3f} nats per byte is not below {args.below}.")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for option in ("--accelerator", "--strategy", "--devices"):
+        parser.add_argument(option, default="auto")
+    parser.add_argument("--precision", default="32-true")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--batch-size", type=int, default=16, help="windows per rank and step")
+    parser.add_argument("--context", type=int, default=128, help="bytes that the model looks back on")
+    parser.add_argument("--validate-every", type=int, default=200)
+    parser.add_argument("--write", type=int, default=400, help="bytes to write at the end")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--save", help="where to write a checkpoint")
+    parser.add_argument("--resume", help="a checkpoint to begin from")
+    parser.add_argument("--below", type=float, help="fail if the loss at the end is not below this many nats")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -29,7 +29,7 @@ from fabric.seed import seed_everything
 from fabric.stop import StopRequest
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint import single_file
-from fabric.strategies.checkpoint.state import Filter, Stateful, load_into, restore, state_of
+from fabric.strategies.checkpoint.state import PLAIN, Filter, StateAccess, Stateful, load_into, restore, state_of
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.collective import Collective, ReduceOp
 from fabric.strategies.collectives.rank_zero_first import rank_zero_first
@@ -249,9 +249,9 @@ class Fabric:
         return obj in self._optimizers if isinstance(obj, Optimizer) else isinstance(obj, DeviceLoader)
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        """Within it, modules are made on the device, in the precision's dtype; `empty_init=True` leaves their weights
-        as memory was, for weights that are loaded right after."""
-        return new_tensors(self._connected.device, self._connected.precision, empty=bool(empty_init))
+        """Within it, modules are made where the strategy wants them, in the precision's dtype; `empty_init=True`: they
+        get no values, for weights that are loaded right after `setup`."""
+        return self.strategy.init_module(self._connected, empty=bool(empty_init))
 
     def init_tensor(self) -> AbstractContextManager[None]:
         """Within it, tensors are made on the device, in the precision's dtype."""
@@ -347,7 +347,7 @@ class Fabric:
         `filter`: for a name in `state`, a function `(key, value) -> bool` that chooses what is saved. Ranks: all.
         Raises: CheckpointError: on every rank, if rank 0 could not write.
         """
-        single_file.save(self._connected.collective, path, state_of(state, filter))
+        single_file.save(self._connected.collective, path, state_of(state, filter, self._state_access))
 
     def load(
         self, path: str | os.PathLike[str], state: MutableMapping[str, Any] | None = None, strict: bool = True
@@ -358,11 +358,12 @@ class Fabric:
         lacks a name of `state`.
         """
         content = single_file.load(self._connected.collective, path)
-        return restore({} if state is None else state, content, strict=strict)
+        return restore({} if state is None else state, content, strict=strict, access=self._state_access)
 
     def load_raw(self, path: str | os.PathLike[str], obj: Stateful, strict: bool = True) -> None:
         """Load a file that holds the bare state of one module or optimizer, as `torch.save(net.state_dict())` does."""
-        load_into(obj, single_file.load(self._connected.collective, path), strict=strict)
+        content = single_file.load(self._connected.collective, path)
+        load_into(obj, content, strict=strict, access=self._state_access)
 
     # Stopping
 
@@ -458,6 +459,10 @@ class Fabric:
                 "Pass what `fabric.setup` returned."
             )
         return self._models[module]
+
+    def _state_access(self, obj: nn.Module | Optimizer) -> StateAccess:
+        """Through whom the state of a module or an optimizer goes."""
+        return next((model.state for model in self._models.values() if model.holds(obj)), PLAIN)
 
     def _refuse_twice(self, *objects: nn.Module | Optimizer) -> None:
         for obj in objects:

@@ -79,7 +79,7 @@ class Machine:
             system=platform.system(),
             program=_program(),
             world=world,
-            variables=_variables(environ) if world is not None else (),
+            variables=_variables(environ, world.launcher) if world is not None else (),
             node_rank=_read(place, "node_rank", "NODE_RANK", spelling.read_rank),
             main_address=place.get("main_address"),
             main_port=_read(place, "main_port", "MASTER_PORT", spelling.read_port),
@@ -95,8 +95,11 @@ class Machine:
         return tuple(sorted(usable, key=lambda found: found.accelerator.name == "cpu"))
 
 
-_TELLING = ("RANK", "SIZE", "NODES", "NTASKS", "PROCID", "LOCALID", "NODEID", "NODE")
-"""How the variables end that launchers use for ranks and sizes; they only serve messages."""
+_TELLING = {
+    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NNODES"),
+}
+_TELLING_BY_DEFAULT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""The variables in which launchers tell of a world; they only serve messages."""
 
 
 def _world(environ: Mapping[str, str], request: Request) -> World | None:
@@ -120,13 +123,9 @@ def _to_look_at(wanted: str | Accelerator) -> tuple[Accelerator, ...]:
     return tuple(known.values())
 
 
-def _variables(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The variables that tell of a world, for messages: those that end as ranks and sizes do."""
-    return tuple(
-        f"{name}={value}"
-        for name, value in sorted(environ.items())
-        if value.isdecimal() and name.isupper() and name.rsplit("_", 1)[-1] in _TELLING
-    )
+def _variables(environ: Mapping[str, str], launcher: str) -> tuple[str, ...]:
+    names = _TELLING.get(launcher, _TELLING_BY_DEFAULT)
+    return tuple(f"{name}={environ[name]}" for name in names if name in environ)
 
 
 def _read(place: Mapping[str, str], word: str, variable: str, read: Callable[[object, str], int]) -> int | None:
@@ -143,4 +142,5 @@ def _program() -> Program:
         return "notebook"
     if "ps1" in vars(sys):  # set once there is a prompt, also after the script of `python -i script.py`
         return "interactive"
-    return "script" if getattr(sys.modules["__main__"], "__file__", None) is not None else "command"
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    return "script" if path not in (None, "<stdin>") else "command"

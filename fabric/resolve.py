@@ -109,12 +109,12 @@ def _strategy(request: Request, machine: Machine, found: Found) -> tuple[Strateg
 
 
 def _auto_strategy(request: Request, machine: Machine, found: Found) -> str:
-    if machine.world is not None:
-        several = machine.world.size > 1
-    elif request.devices == "auto":
-        several = request.num_nodes > 1 or found.num_devices > 1
+    if request.devices != "auto":
+        num_devices = len(_said_devices(request, machine, found))
     else:
-        several = request.num_nodes > 1 or len(_said_devices(request, machine, found)) > 1
+        num_devices = found.num_devices if machine.world is None else machine.world.local_size
+    num_nodes = request.num_nodes if machine.world is None else machine.world.num_nodes
+    several = num_devices > 1 or num_nodes > 1
     return "ddp" if several else "single_device"
 
 
@@ -196,9 +196,8 @@ def _agree_with_the_world(request: Request, machine: Machine, strategy: Strategy
 
 
 def _topology(request: Request, machine: Machine, num_processes: int) -> Topology:
-    world = machine.world
-    if world is not None:
-        return Topology(num_processes=world.local_size, num_nodes=world.num_nodes, node_rank=world.node_rank)
+    if machine.world is not None:
+        return _topology_of(machine.world)
     if request.num_nodes == 1:
         return Topology(num_processes=num_processes)
     rank, address, port = (
@@ -218,6 +217,18 @@ def _topology(request: Request, machine: Machine, num_processes: int) -> Topolog
         node_rank=rank,
         main_address=address,
         main_port=port,
+    )
+
+
+def _topology_of(world: World) -> Topology:
+    if world.rendezvous is None:
+        return Topology(num_processes=1)
+    return Topology(
+        num_processes=world.local_size,
+        num_nodes=world.num_nodes,
+        node_rank=world.node_rank,
+        main_address=world.rendezvous.address,
+        main_port=world.rendezvous.port,
     )
 
 

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, final
 
 from fabric.launchers.launcher import Launcher
-from fabric.launchers.rank import reporter, run_and_end
-from fabric.launchers.script import counted_launch
+from fabric.launchers.rank import check_not_importing, run_and_end, take_awaited
 from fabric.launchers.world import World
 
 R = TypeVar("R")
@@ -21,10 +20,12 @@ class External(Launcher):
         self.world = world
 
     def launch(self, worker: Callable[..., R], *args: Any) -> R:
-        link = reporter()
-        if link is not None and counted_launch():
+        check_not_importing()
+        link = take_awaited()
+        if link is not None:
             run_and_end(link, False, worker, self.world, *args)
         return worker(self.world, *args)
 
     def enter(self) -> World:
+        check_not_importing()
         return self.world

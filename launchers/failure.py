@@ -40,7 +40,7 @@ def first(failures: Sequence[Failure]) -> Failure:
 
 
 def describe(failures: Sequence[Failure], size: int, ended: Sequence[int] = ()) -> str:
-    """The failures of one launch. `ended`: ranks that had ended well before."""
+    """The failures of one launch in words. `ended`: ranks that ended well."""
     root = first(failures)
     lines = []
     for other in sorted(failures, key=lambda failure: failure.at_ns):
@@ -49,7 +49,7 @@ def describe(failures: Sequence[Failure], size: int, ended: Sequence[int] = ()) 
             when = f"{abs(apart_ms):.0f} ms {'later' if apart_ms >= 0 else 'earlier'}"
             lines.append(f"rank {other.rank} of {size}, {when}: {_one_line(other.summary)}")
     if root.lost_peer and ended:
-        lines.append(f"ended before that, with exit code 0: {', '.join(f'rank {rank}' for rank in ended)} of {size}")
+        lines += [f"rank {rank} of {size}: left with exit code 0 while others still waited for it" for rank in ended]
     lines.append(f"rank {root.rank} of {size} failed first: {root.summary if not root.traceback else _one_line(root.summary)}")
     if root.traceback:
         lines += ["", root.traceback]

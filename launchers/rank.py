@@ -1,8 +1,8 @@
 """What a process does once it is a rank of ours: take its place, run, tell the supervisor how it went, and end.
 
 # Note [One supervisor per process]
-A process is started once, by one supervisor, and keeps that link until it ends. So the link is the one thing here
-that belongs to the process and not to an object: it is set when the process becomes a rank, and never changes.
+A process becomes a rank once, and has one supervisor until it ends. What is pending between the two belongs to the
+process and not to an object, since the user's script, which knows neither, runs in between.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import atexit
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -22,15 +23,38 @@ from fabric.launchers.network import interface_for
 from fabric.launchers.report import Reporter
 from fabric.launchers.world import World
 
-_link: list[Reporter] = []  # Note [One supervisor per process]
+_awaited: list[Reporter] = []  # Note [One supervisor per process]
+_importing: list[str] = []
 
 
-def reporter() -> Reporter | None:
-    """The link to the supervisor that started this process, or None where nobody of ours did."""
-    return _link[0] if _link and _link[0].is_own else None
+def take_awaited() -> Reporter | None:
+    """The supervisor that waits for the result of this process's first `launch(function)`; None from the second on.
+
+    Only where the script runs again on every rank: there the rank has to walk to that line by itself.
+    """
+    return _awaited.pop() if _awaited and _awaited[-1].is_own else None
 
 
-def become_rank(world: World, report_fd: int, parent: int) -> Reporter:
+@contextlib.contextmanager
+def importing_main(name: str) -> Iterator[None]:
+    """While the user's script is imported for the functions in it: it must not launch."""
+    _importing.append(name)
+    try:
+        yield
+    finally:
+        _importing.pop()
+
+
+def check_not_importing() -> None:
+    """Raise RuntimeError where a script launches although it is only being imported."""
+    if _importing:
+        raise RuntimeError(
+            f"{_importing[-1]} launches while a rank imports it: the rank needs the functions in it, and reached "
+            "`launch` instead. Put what runs the script under `if __name__ == '__main__':`."
+        )
+
+
+def become_rank(world: World, report_fd: int, parent: int, *, awaits_function: bool = False) -> Reporter:
     """Take the place of a rank: own session, own environment, a supervisor that hears of every uncaught exception."""
     with contextlib.suppress(PermissionError):  # it leads a session already
         os.setsid()
@@ -38,7 +62,8 @@ def become_rank(world: World, report_fd: int, parent: int) -> Reporter:
     os.environ.update(rank_environ(world, dict(os.environ)))
     _share_cores(int(os.environ["OMP_NUM_THREADS"]))
     link = Reporter(world.rank, report_fd)
-    _link[:] = [link]
+    if awaits_function:
+        _awaited.append(link)
     before = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -64,36 +89,39 @@ def rank_environ(world: World, environ: dict[str, str]) -> dict[str, str]:
 
 
 def run_and_end(link: Reporter, everyone: bool, worker: Callable[..., Any], world: World, *args: Any) -> NoReturn:
-    """Run the function as this rank, report, and end the process. `everyone`: all results travel, not only the first.
+    """Run the function as this rank, report, and end the process. `everyone`: all results travel, not only the first."""
 
-    The process ends without the interpreter's own shutdown, which takes 350-500 ms and can hang in the destructors of a
-    process group whose peers are gone (15-26 ms without it). What the user registered with `atexit` runs.
+    def report() -> None:
+        result = worker(world, *args)
+        link.result(result if everyone or world.local_rank == 0 else None)
+
+    run_to_the_end(report)
+
+
+def run_to_the_end(program: Callable[[], Any]) -> NoReturn:
+    """Run what this process is for, and end it with the exit code that Python would give it.
+
+    The interpreter's own shutdown is left out. It takes 350-500 ms (15-26 ms without it), and the destructors of a
+    process group whose peers are gone hang or abort in it. Threads are joined, what was registered with `atexit` runs.
     """
     code = 1
     try:
-        result = worker(world, *args)
-        link.result(result if everyone or world.local_rank == 0 else None)
+        program()
         code = 0
     except SystemExit as leaving:
-        code = exit_code(leaving)
+        code = _exit_code(leaving)
     except BaseException as error:
-        link.failure(error)
-    finally:
-        try:
-            atexit._run_exitfuncs()
-        finally:
-            end(code)
-
-
-def end(code: int) -> NoReturn:
-    """End the process now, its output written."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
+        sys.excepthook(type(error), error, error.__traceback__)
+    try:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
             stream.flush()
-    os._exit(code)
+    finally:
+        os._exit(code)
 
 
-def exit_code(leaving: SystemExit) -> int:
+def _exit_code(leaving: SystemExit) -> int:
     """The exit code that Python gives a `SystemExit`; a message goes to stderr, as Python does."""
     if leaving.code is None:
         return 0

@@ -138,8 +138,12 @@ class Inbox:
 
     @property
     def fatal_stack(self) -> str:
-        """The fault handler's words, where there are any."""
-        return self._bytes.decode(errors="replace").strip() if self._bytes.startswith(b"Fatal") else ""
+        """The fault handler's words, where there are any, without our frames and the list of loaded libraries."""
+        if not self._bytes.startswith(b"Fatal"):
+            return ""
+        lines = self._bytes.decode(errors="replace").splitlines()
+        noise = (f'  File "{PACKAGE}', f'  File "{FABRIC}', "Extension modules: ")
+        return "\n".join(line for line in lines if not line.startswith(noise)).strip()
 
 
 def users_traceback(error: BaseException) -> str:

@@ -28,6 +28,9 @@ from fabric.launchers.world import World
 
 REPORT_SECONDS = 0.1
 """After a first failure, how long the others may tell what they saw. A peer's report takes 1-10 ms."""
+CAUSE_SECONDS = 1.5
+"""After a first failure that only says that a peer went away, how long we wait to hear of that peer: an interpreter
+that ends with `sys.exit(3)` closes its connections 350-500 ms before it has ended."""
 TERMINATE_SECONDS = 1.0
 """How long ranks have after SIGTERM because another failed."""
 GRACE_SECONDS = 30.0
@@ -176,6 +179,8 @@ class Supervisor:
         without_result = self.expects_results and child.rank not in self.results
         if code == 0 and not without_result:
             self.ended.append(child.rank)
+            if self.failures and not self._stopping:
+                self._after(REPORT_SECONDS, self._terminate)
         elif not any(known.rank == child.rank for known in self.failures):
             self._fail(
                 failure.death(child.rank, at_ns, code, child.inbox.fatal_stack, without_result=without_result)
@@ -186,10 +191,16 @@ class Supervisor:
         if self._stopping and not self.signals.received:
             return
         self.failures.append(report)
-        if len(self.failures) == 1 and not self._stopping:
-            self._after(REPORT_SECONDS, self._terminate)
+        if not self._stopping:
+            self._after(CAUSE_SECONDS if self._lacks_cause else REPORT_SECONDS, self._terminate)
+
+    @property
+    def _lacks_cause(self) -> bool:
+        return not self.ended and all(known.lost_peer for known in self.failures)
 
     def _terminate(self) -> None:
+        if self._stopping:
+            return
         self._stopping = True
         for child in self._running.values():
             signal_rank(child.pid, signal.SIGTERM)

@@ -8,7 +8,7 @@ another rank, so rank 0 may evaluate alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -22,6 +22,7 @@ from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.process_group import TorchCollective
 from fabric.strategies.data.share import Use
+from fabric.strategies.initialize import new_tensors
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.replica import attach_scaler, place, replica, share_loader
@@ -73,6 +74,9 @@ class DDPStrategy(Strategy):
         backend = self.backend or accelerator.backend
         collective = TorchCollective(world, backend, device=device, timeout_seconds=self.timeout_seconds)
         return connect(world, [device], collective, precision)
+
+    def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
+        return new_tensors(runtime.device, runtime.precision, empty=empty)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         place(runtime, module, optimizers, move=move)

@@ -14,6 +14,8 @@ from typing import final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fabric.strategies.checkpoint.state import PLAIN, StateAccess, uncompiled
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,3 +42,14 @@ class Prepared:
     """`(optimizer, clip_val)`: clamp each gradient to `[-clip_val, clip_val]`."""
     release: Callable[[], None]
     """Give the user's objects back as they were: no hook and no attribute of ours stays on them."""
+    state: StateAccess = PLAIN
+    """How the whole state of the model, and of optimizers of its parameters, is saved and loaded."""
+
+    def holds(self, obj: nn.Module | Optimizer) -> bool:
+        """Whether `obj` is this model, a part of it, or an optimizer of its parameters."""
+        if isinstance(obj, nn.Module):
+            return any(part is obj for part in uncompiled(self.module).modules())
+        if any(optimizer is obj for optimizer in self.optimizers):
+            return True
+        own = {id(parameter) for parameter in self.module.parameters()}
+        return any(id(parameter) in own for group in obj.param_groups for parameter in group["params"])

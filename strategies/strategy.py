@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,10 @@ class Strategy(ABC):
 
         `devices`: the indices of this node's devices, `devices[world.local_rank]` being this rank's own.
         """
+
+    @abstractmethod
+    def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
+        """Within it, modules are made where `setup` wants them, in the precision's dtype; `empty`: without values."""
 
     @abstractmethod
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:

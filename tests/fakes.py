@@ -148,7 +148,7 @@ class ThreadCollective(Collective):
         return self._parts[key]
 
     def reduce_boolean_decision(self, decision: bool, *, require_all: bool = True) -> bool:
-        return bool(self.all_reduce(torch.tensor(decision), "min" if require_all else "max"))
+        return bool(self.all_reduce(torch.tensor(decision, device="cpu"), "min" if require_all else "max"))
 
     def store(self) -> Store | None:
         return self._meeting.store if self.size > 1 else None

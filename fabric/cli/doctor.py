@@ -107,7 +107,7 @@ def _show(found: Mapping[str, Any]) -> None:
     console.print(
         "No launcher's variables in the environment: a script run from here starts its own processes."
         if world is None
-        else f"Rank {world['rank']} of {world['size']}, started by {world['launcher']}: {', '.join(found['variables'])}",
+        else f"Rank {world['rank']} of {world['size']}, started by {world['launcher']}: {' '.join(found['variables'])}",
         highlight=False,
     )
     _table(

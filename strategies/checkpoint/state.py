@@ -1,11 +1,19 @@
-"""The user's objects as plain state, and back."""
+"""The user's objects as plain state, and back.
+
+What a checkpoint holds is whole and plain, whichever strategy wrote it: a module's tensors under its own names, an
+optimizer's as one process of plain PyTorch would have them, by index. So every strategy reads what any other wrote,
+and `torch.load(path)["model"]` loads into the plain module. How a whole state comes out of shards and goes back is
+the strategy's `StateAccess`.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, final, runtime_checkable
 
 from torch import nn
+from torch.optim import Optimizer
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
 
@@ -21,9 +29,62 @@ class Stateful(Protocol):
         """Take the state back."""
 
 
-def state_of(state: Mapping[str, Any], keep: Filter | None = None) -> dict[str, Any]:
+class StateAccess(ABC):
+    """How the whole state of modules and optimizers is read, and written back. Ranks: all call each method.
+
+    What `read_*` gives is what `Module.state_dict()` and `Optimizer.state_dict()` of one plain process would give. Rank
+    0 has it whole; on the other ranks it may be empty, for they may have no room. What `write_*` takes is that, whole,
+    the same on every rank.
+    """
+
+    @abstractmethod
+    def read_module(self, module: nn.Module) -> dict[str, Any]:
+        """The state of a module that was set up, or of a part of it."""
+
+    @abstractmethod
+    def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
+        """Load it; `strict`: the names must be the same."""
+
+    @abstractmethod
+    def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state of an optimizer."""
+
+    @abstractmethod
+    def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
+        """Load it."""
+
+
+@final
+class PlainState(StateAccess):
+    """Every rank has the whole state in the objects themselves."""
+
+    def read_module(self, module: nn.Module) -> dict[str, Any]:
+        return module.state_dict()
+
+    def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
+        module.load_state_dict(content, strict=strict)
+
+    def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        return optimizer.state_dict()
+
+    def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
+        optimizer.load_state_dict(content)
+
+
+PLAIN = PlainState()
+FindAccess: TypeAlias = Callable[[nn.Module | Optimizer], StateAccess]
+"""Gives the access of a module or an optimizer: that of its strategy if it was set up, else `PLAIN`."""
+
+
+def plain(_: nn.Module | Optimizer) -> StateAccess:
+    """Nothing was set up."""
+    return PLAIN
+
+
+def state_of(state: Mapping[str, Any], keep: Filter | None = None, access: FindAccess = plain) -> dict[str, Any]:
     """Replace each stateful object of `state` by its state; `keep` chooses, per name, which entries stay.
 
+    Ranks: all call it, each with the same names. Rank 0 gets the whole.
     Raises: ValueError: `keep` has a name that `state` has not. TypeError: `keep` names something that is no mapping.
     """
     for name in keep or {}:
@@ -31,14 +92,15 @@ def state_of(state: Mapping[str, Any], keep: Filter | None = None) -> dict[str, 
             raise ValueError(
                 f"`filter` has {name!r}, but the state has {', '.join(map(repr, state))}. Filter what is saved."
             )
-    return {name: _kept(name, _plain(value), (keep or {}).get(name)) for name, value in state.items()}
+    return {name: _kept(name, _plain(value, access), (keep or {}).get(name)) for name, value in state.items()}
 
 
-def restore(state: MutableMapping[str, Any], content: dict[str, Any], *, strict: bool) -> dict[str, Any]:
+def restore(
+    state: MutableMapping[str, Any], content: dict[str, Any], *, strict: bool, access: FindAccess = plain
+) -> dict[str, Any]:
     """Give `content` back to the objects of `state`, in place; what `state` does not name is returned.
 
-    Stateful objects load their part, other entries are replaced.
-    Raises: KeyError: `strict`, and `content` lacks a name.
+    Stateful objects load their part, other entries are replaced. Raises: KeyError: `strict`, and `content` lacks a name.
     """
     missing = [name for name in state if name not in content]
     if strict and missing:
@@ -49,34 +111,40 @@ def restore(state: MutableMapping[str, Any], content: dict[str, Any], *, strict:
     for name in state:
         if name in content:
             if isinstance(state[name], Stateful):
-                load_into(state[name], content[name], strict=strict)
+                load_into(state[name], content[name], strict=strict, access=access)
             else:
                 state[name] = content[name]
     return {name: value for name, value in content.items() if name not in state}
 
 
-def load_into(target: Stateful, content: dict[str, Any], *, strict: bool) -> None:
+def load_into(target: Stateful, content: dict[str, Any], *, strict: bool, access: FindAccess = plain) -> None:
     """Load `content` into one object; `strict` matters to modules alone."""
     if isinstance(target, nn.Module):
-        _uncompiled(target).load_state_dict(content, strict=strict)
+        module = uncompiled(target)
+        access(module).write_module(module, content, strict=strict)
+    elif isinstance(target, Optimizer):
+        access(target).write_optimizer(target, content)
     else:
         target.load_state_dict(content)
 
 
-def _uncompiled(module: nn.Module) -> nn.Module:
+def uncompiled(module: nn.Module) -> nn.Module:
     """The module within what `torch.compile(module)` returned: its names carry no prefix."""
     return module._modules.get("_orig_mod") or module
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, access: FindAccess) -> Any:
     if isinstance(value, nn.Module):
-        return _uncompiled(value).state_dict()
+        module = uncompiled(value)
+        return access(module).read_module(module)
+    if isinstance(value, Optimizer):
+        return access(value).read_optimizer(value)
     if isinstance(value, Stateful):
         return value.state_dict()
     if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
+        return {key: _plain(entry, access) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(entry) for entry in value]
+        return [_plain(entry, access) for entry in value]
     return value
 
 

@@ -1,7 +1,8 @@
 """Ranks tell each other what they are about to do, before any of them does it.
 
-Ranks whose calls differ would otherwise exchange garbage, wait for ever, or (gloo, on sizes that differ) abort. So each
-call on a nest or an object starts with a hash of itself. Knows words, bytes, and a collective of tensors; knows no nest.
+Ranks whose calls differ would otherwise exchange garbage, wait for ever, or (gloo, on sizes that differ) abort. So a
+call on a nest or an object starts with a hash of itself, on the CPU, whatever the user's default device is. Knows
+words, bytes, and a collective of tensors; knows no nest.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ def agree(collective: Collective, call: str, hint: str = "") -> bool:
 
 def all_gather_bytes(collective: Collective, mine: bytes) -> list[bytes]:
     """Give every rank the bytes of all ranks, in rank order. Each travels at the length of the longest."""
-    lengths = collective.all_gather(torch.tensor(len(mine))).tolist()
+    lengths = collective.all_gather(torch.tensor(len(mine), device="cpu")).tolist()
     rows = collective.all_gather(to_tensor(bytearray(mine.ljust(max(lengths), b"\0"))))
     return [to_bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
 
 def to_tensor(content: bytearray) -> Tensor:
     """The bytes as a tensor of uint8, on the same memory."""
-    return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(content or bytearray(1), dtype=torch.uint8)[: len(content)]
 
 
 def to_bytes(tensor: Tensor) -> bytes:
@@ -61,7 +62,7 @@ def to_bytes(tensor: Tensor) -> bytes:
 
 def _all_say(collective: Collective, words: str) -> bool:
     mine = int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little", signed=True)
-    total = int(collective.all_reduce(torch.tensor(mine), "sum"))
+    total = int(collective.all_reduce(torch.tensor(mine, device="cpu"), "sum"))
     return (total - mine * collective.size) % 2**64 == 0
 
 

@@ -51,8 +51,8 @@ def _number(number: bool | int | float | complex, path: str) -> Tensor:
     if isinstance(number, int) and not -(2**63) <= number < 2**63:
         raise ValueError(f"`{path}` is {number}, which does not fit into 64 bits. Pass it as a float, or in two parts.")
     if isinstance(number, float):
-        return torch.tensor(number, dtype=torch.float64)
-    return torch.tensor(number, dtype=torch.complex128 if isinstance(number, complex) else None)
+        return torch.tensor(number, dtype=torch.float64, device="cpu")
+    return torch.tensor(number, dtype=torch.complex128 if isinstance(number, complex) else None, device="cpu")
 
 
 def _mapping_like(like: Mapping[Any, Any], values: dict[Any, Any], path: str) -> Any:

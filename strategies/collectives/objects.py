@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 # It says so in place of its object, since it must take part anyway: the others wait for it. The first byte tells.
 _OBJECT, _FAILURE = b"\0", b"\1"
 
-
 _HEADER_BYTES = 512
 _INLINE_BYTES = _HEADER_BYTES - 8  # of a pickle that comes with the header, after the pickle's length
 
@@ -39,7 +38,8 @@ def broadcast_object(collective: Collective, obj: Any, src: int) -> Any:
     """
     check_peer("broadcast", "src", src, collective.size)
     call = f"broadcast from rank {src}"
-    if agree(collective, call, str(Spec.of(obj)) if type(obj) is Tensor else "") and type(obj) is Tensor:
+    is_bare = type(obj) is Tensor and _is_plain(obj)
+    if agree(collective, call, str(Spec.of(obj)) if is_bare else "") and is_bare:
         received = collective.broadcast(obj, src)
         return obj if collective.rank == src else received
     tensors: list[Tensor] = []
@@ -120,6 +120,10 @@ def _receive(collective: Collective, specs: Sequence[Spec], src: int) -> list[Te
     return [received[index] for index in range(len(specs))]
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
+
+
 @final
 class _Dismantler(pickle.Pickler):
     """Leaves a number where a tensor was. A tensor that occurs twice is one tensor on the other side, too."""
@@ -132,8 +136,8 @@ class _Dismantler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> tuple[int, bool | None] | None:
         if type(obj) is not Tensor and type(obj) is not nn.Parameter:
             return None
-        if obj.layout is not torch.strided or obj.is_quantized or obj.device.type == "meta":
-            return None  # rare, and nothing of it is one block of numbers: pickled by its own means
+        if not _is_plain(obj):
+            return None  # rare, and no one block of numbers: pickled by its own means
         index = self._index.get(id(obj))
         if index is None:
             index = self._index[id(obj)] = len(self._tensors)

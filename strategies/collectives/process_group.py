@@ -90,20 +90,15 @@ class TorchCollective(Collective):
     def setup(self) -> None:
         """Meet the other ranks. A process group that is already there is used, and left there by `teardown`.
 
-        Raises: CollectiveError: that group has another size, rank or backend; TimeoutError: a rank did not arrive.
+        Raises: TimeoutError: a rank did not arrive; CollectiveError: torch could not connect them, or that group has
+        another size, rank or backend.
         """
         store = join(self._world, self._timeout_seconds, self._say)
         self._store = PrefixStore("messages", store) if self._size > 1 else None
         if dist.is_initialized():
             self._check_group_found()
         else:
-            dist.init_process_group(
-                self._backends,
-                store=store,
-                rank=self._rank,
-                world_size=self._size,
-                timeout=timedelta(seconds=self._timeout_seconds),
-            )
+            self._make_group(store)
             self._owns_group = True
         self._group = dist.group.WORLD
 
@@ -180,11 +175,20 @@ class TorchCollective(Collective):
         return self._splits[key]
 
     def reduce_boolean_decision(self, decision: bool, *, require_all: bool = True) -> bool:
-        return bool(self.all_reduce(torch.tensor(decision), "min" if require_all else "max"))
+        return bool(self.all_reduce(torch.tensor(decision, device="cpu"), "min" if require_all else "max"))
 
     def store(self) -> Store | None:
         self._joined("store")
         return self._store
+
+    def _make_group(self, store: Store) -> None:
+        timeout = timedelta(seconds=self._timeout_seconds)
+        try:
+            dist.init_process_group(
+                self._backends, store=store, rank=self._rank, world_size=self._size, timeout=timeout
+            )
+        except (AssertionError, RuntimeError, ValueError) as error:  # torch asserts that it knows the backend
+            raise self._failure(f"init_process_group({self._backends!r})", None, error) from error
 
     def _part(self, ranks: tuple[int, ...]) -> TorchCollective | None:
         # Every rank makes every group. `new_group(use_local_synchronization=True)` would spare the others, but names a

@@ -80,12 +80,14 @@ class SampleCut(Cut):
 
     def __call__(self, items: Iterator[Any], leave_out: LeaveOut) -> Iterator[Any]:
         held: list[Any] = []
+        step, needed = self.step, self.step + self.ahead
+        mine = slice(self.share.index * self.batch_size, (self.share.index + 1) * self.batch_size)
         while True:
-            held += islice(items, self.step + self.ahead - len(held))
-            if len(held) < self.step + self.ahead:
+            held += islice(items, needed - len(held))
+            if len(held) < needed:
                 break
-            yield self.share.of(held[: self.step])
-            del held[: self.step]
+            yield held[mine]
+            del held[:step]
         if not self.drop_last:
             yield from self._tail(held, leave_out)
 

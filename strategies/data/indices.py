@@ -48,7 +48,8 @@ class IndexSource:
         return self.cut.length(len(self.items))  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        # The sampler's own position is ahead of the loader's by a chunk: a stateful loader counts batches instead.
+        if name.startswith("_") or name in ("state_dict", "load_state_dict"):
             raise AttributeError(name)
         return getattr(self._replaced, name)
 

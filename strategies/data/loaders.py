@@ -64,7 +64,9 @@ def process_dataloader(
             say(sentence)
         reading = _shared(loader, ranks) if distribute and not is_sharded(loader, share) else _whole(loader, share)
     else:
-        reading = _shared_iterable(loader, ranks) if distribute else Reading(source=loader, epochal=_epochal(loader))
+        reading = (
+            _shared_iterable(loader, ranks) if distribute else Reading(source=loader, epochal=_epochal(loader, loader))
+        )
     return DeviceLoader(loader, replace(reading, device=device if accelerated else None, ahead=ahead))
 
 
@@ -82,9 +84,10 @@ class _Ranks:
 def _whole(loader: DataLoader[Any], share: Share) -> Reading:
     """The loader as the user made it; what changes is how its workers start."""
     if loader.num_workers == 0:
-        return Reading(source=loader, epochal=_epochal(loader))
+        return Reading(source=loader, epochal=_epochal(loader, loader))
     start = WorkerStart(share.index, loader.worker_init_fn)
-    return Reading(source=_copy(loader, worker_init_fn=start), start=start, epochal=_epochal(loader))
+    source = _copy(loader, worker_init_fn=start)
+    return Reading(source=source, start=start, epochal=_epochal(loader, source))
 
 
 def _shared(loader: DataLoader[Any], ranks: _Ranks) -> Reading:
@@ -103,7 +106,7 @@ def _shared(loader: DataLoader[Any], ranks: _Ranks) -> Reading:
     _refuse(index.cut, index.items)
     start = WorkerStart(ranks.share.index, loader.worker_init_fn)
     source = _copy(loader, worker_init_fn=start, **{name: index})
-    return Reading(source=source, order=order, index=index, start=start, epochal=_epochal(loader))
+    return Reading(source=source, order=order, index=index, start=start, epochal=_epochal(loader, source))
 
 
 def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], ranks: _Ranks, seed: int) -> Reading:
@@ -133,12 +136,13 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], ranks
     if loader.persistent_workers:
         stream.live_epoch = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
     parts = {"dataset": stream, "batch_sampler": None, "collate_fn": Collate(loader.collate_fn)}
+    source = _copy(loader, worker_init_fn=start, **parts)
     return Reading(
-        source=_copy(loader, worker_init_fn=start, **parts),
+        source=source,
         order=order,
         stream=stream,
         start=start,
-        epochal=_epochal(loader),
+        epochal=_epochal(loader, source),
         leave_out=_left_out(ranks),
     )
 
@@ -158,22 +162,20 @@ def _own_shard(loader: DataLoader[Any], dataset: Shardable, ranks: _Ranks, start
             f"Each rank reads its own shard of `{type(dataset).__name__}`, whose length is unknown. If the shards hold "
             "different numbers of batches, stop all ranks at the same step."
         )
-    return Reading(
-        source=source, start=start, epochal=tuple({id(p): p for p in (*_epochal(loader), *_epochal(shard))}.values())
-    )
+    return Reading(source=source, start=start, epochal=_epochal(source, source))
 
 
 def _shared_iterable(items: Iterable[Any], ranks: _Ranks) -> Reading:
     seed, others = agree_on_seed([], ranks.agree, ranks.say)
     if ranks.alone(others):
-        return Reading(source=items, epochal=_epochal(items))
+        return Reading(source=items, epochal=_epochal(items, items))
     agree_on_order({"loader": type(items).__qualname__, "length": length_of(items)}, ranks.agree)
     cut = TurnCut(share=ranks.share, uneven=ranks.uneven)
     _refuse(cut, items)
     order = Order(seed, [])
     chunks = MAX_CHUNKS if isinstance(items, (list, tuple)) else 1  # what is not at hand is not read ahead
     index = IndexSource(items, items, cut, order, _left_out(ranks), chunks=chunks, eager=True)
-    return Reading(source=index, order=order, index=index, epochal=_epochal(items))
+    return Reading(source=index, order=order, index=index, epochal=_epochal(items, items))
 
 
 def _copy(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
@@ -184,10 +186,11 @@ def _copy(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
     return duplicate
 
 
-def _epochal(loader: Iterable[Any]) -> tuple[Epochal, ...]:
-    """Who wants to be told the number of the epoch: the user's loader, or else its parts."""
+def _epochal(loader: Iterable[Any], source: Iterable[Any]) -> tuple[Epochal, ...]:
+    """Who wants to be told the number of the epoch: what is iterated, or else the parts of the user's loader."""
     if isinstance(loader, Epochal):
-        return (loader,)
+        assert isinstance(source, Epochal)
+        return (source,)
     if not isinstance(loader, DataLoader):
         return ()
     parts = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.dataset)

@@ -2,8 +2,8 @@
 
 A sampler that shuffles draws from wherever it likes: torch, `random`, numpy, a generator of its own. So that all
 ranks draw one order, their streams are exchanged for the time of a draw and then put back. Costs about 70 us per
-draw, most of it numpy's; whoever draws does it in chunks. Knows samplers only as
-holders of generators.
+draw, most of it numpy's; whoever draws does it in chunks. A thread
+that draws at the same time draws from the exchanged streams. Knows samplers only as holders of generators.
 """
 
 from __future__ import annotations

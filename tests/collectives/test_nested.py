@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import random
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -251,11 +252,23 @@ def test_ranks_that_say_the_same_share_a_line_and_long_calls_are_cut() -> None:
     assert "and 20 more that not all ranks have" in message
 
 
+def test_what_ranks_say_before_data_travels_ignores_the_default_device() -> None:
+    def body(collective: Collective) -> Any:
+        ones = torch.ones(2)
+        with torch.device("meta"):
+            gathered = nested.all_gather(collective, {"x": ones, "n": collective.rank})
+            word = nested.broadcast(collective, "w" * 1000)
+            return gathered["x"].tolist(), gathered["n"].tolist(), len(word), collective.reduce_boolean_decision(True)
+
+    assert run_threads(2, body) == [([[1, 1], [1, 1]], [0, 1], 1000, True)] * 2
+
+
 @pytest.mark.parametrize(
     ("data", "error", "words"),
     [
         ({"name": "x"}, TypeError, r"`data\['name'\]` is a `str`, which is neither a tensor, a number, None"),
         ([(torch.Size([1]),)], TypeError, r"`data\[0\]\[0\]` is a `Size`, which cannot be filled anew\. Pass `tuple\("),
+        (types.MappingProxyType({"x": 1}), TypeError, r"`data` is a `mappingproxy`, .* Pass `dict\(data\)`"),
         ([2**63], ValueError, r"`data\[0\]` is 9223372036854775808, which does not fit into 64 bits"),
         (Output(torch.ones(1), cached=[object()]), TypeError, r"`data\.cached\[0\]` is a `object`"),
     ],

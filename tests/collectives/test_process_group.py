@@ -92,6 +92,19 @@ def find_another_group_of_one(world: World) -> list[str]:
     return ["", str(info.value)]
 
 
+def ask_for_an_unknown_backend(world: World) -> str:
+    collective = TorchCollective(world, "carrier-pigeon", device=torch.device("cpu"), timeout_seconds=20)
+    with pytest.raises(CollectiveError) as info:
+        collective.setup()
+    collective.teardown()
+    return str(info.value)
+
+
+def test_a_backend_that_torch_does_not_know_is_an_error_with_its_name() -> None:
+    for rank, message in enumerate(run_world(2, ask_for_an_unknown_backend)):
+        assert f"`init_process_group('carrier-pigeon')` failed on rank {rank} of 2" in message
+
+
 def test_nothing_is_said_before_setup_and_after_teardown() -> None:
     collective = gloo(World())
     words = r"`all_reduce` on rank 0 of 1, which has not met the other ranks: call `setup\(\)` first, and nothing after"

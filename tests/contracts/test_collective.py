@@ -226,6 +226,14 @@ def broadcast_object_of_a_bare_tensor_needs_none_elsewhere(collective: Collectiv
         assert got.tolist() == [1, 1, 1]
 
 
+def broadcast_object_takes_tensors_that_no_collective_moves(collective: Collective, rng: random.Random) -> None:
+    sparse = torch.eye(2).to_sparse()
+    assert torch.equal(collective.broadcast_object(sparse).to_dense(), torch.eye(2))
+    nest = collective.broadcast_object([sparse, torch.empty(3, device="meta")])
+    assert torch.equal(nest[0].to_dense(), torch.eye(2))
+    assert nest[1].shape == (3,)
+
+
 def all_gather_object_gives_copies_in_rank_order(collective: Collective, rng: random.Random) -> None:
     mine = {"rank": collective.rank, "long": "x" * (1000 * collective.rank), "tensor": torch.tensor(collective.rank)}
     got = collective.all_gather_object(mine)
@@ -362,6 +370,7 @@ BODIES: tuple[Body, ...] = (
     broadcast_object_gives_every_rank_the_object_of_the_source,
     broadcast_object_carries_tensors_of_any_dtype_and_size,
     broadcast_object_of_a_bare_tensor_needs_none_elsewhere,
+    broadcast_object_takes_tensors_that_no_collective_moves,
     all_gather_object_gives_copies_in_rank_order,
     an_object_that_cannot_be_pickled_is_an_error_on_every_rank,
     parts_talk_among_themselves_and_are_made_once,

@@ -22,10 +22,11 @@ def share_out(
     *,
     distribute: bool = True,
     said: list[str] | None = None,
+    shares: list[Share] | None = None,
 ) -> list[DeviceLoader]:
     """What `process_dataloader` gives each of `count` ranks for `make(rank)` or `make[rank]`.
 
-    `said` gets the warnings of rank 0.
+    `said` gets the warnings of rank 0; `shares` are given where ranks have one in common.
     """
     turn, votes, met = threading.Lock(), [None] * count, threading.Barrier(count)
     results: list[Any] = [None] * count
@@ -45,7 +46,7 @@ def share_out(
                 results[index] = process_dataloader(
                     make(index) if callable(make) else make[index],
                     use,
-                    share=Share(index=index, count=count),
+                    share=shares[index] if shares else Share(index=index, count=count),
                     device=torch.device("cpu"),
                     distribute=distribute,
                     move=True,

@@ -23,13 +23,13 @@ LOADING = Loading(
         ({}, None),
         (
             {"num_workers": 0},
-            "`DataLoader(num_workers=0)` loads each batch while the device waits, on a machine with 8 ",
+            "`DataLoader(num_workers=0)` loads each batch while the device waits, on a machine",
         ),
         ({"num_workers": 0, "accelerated": False}, None),
         ({"num_workers": 0, "num_cores": 2}, None),
         (
             {"start_method": "spawn", "launcher": "spawn"},
-            "`DataLoader(num_workers=2)` starts its workers by spawn in a rank started by spawn: each imports torch anew",
+            "`DataLoader(num_workers=2)` starts its workers by spawn in a rank started by spawn: each",
         ),
         ({"start_method": "forkserver"}, "`DataLoader(num_workers=2)` starts its workers by forkserver in a rank"),
         ({"start_method": "spawn", "persistent_workers": True}, None),

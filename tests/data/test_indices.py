@@ -23,6 +23,8 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from fabric.strategies.data.share import Share
+
 TORCHDATA_BEHIND = "ignore:'set_vital' is deprecated"  # torchdata 0.11 with torch 2.13
 
 
@@ -94,6 +96,45 @@ def test_each_sample_is_read_once_in_the_order_of_one_process_for_any_sizes() ->
             assert whole == [batch.tolist() for batch in alone], case
         else:
             assert whole[:-2] == [batch.tolist() for batch in alone[:-2]], case
+
+
+@pytest.mark.slow
+def test_workers_change_nothing_about_who_reads_what() -> None:
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    for _ in range(8):
+        count, batch_size, size, workers = (chance.randint(*ends) for ends in ((2, 4), (2, 5), (8, 60), (1, 2)))
+        persistent, prefetch = chance.random() < 0.5, chance.randint(1, 4)
+
+        def loader(batch_size: int, num_workers: int, size: int = size, persistent: bool = persistent) -> Any:
+            generator = torch.Generator().manual_seed(4)
+            options = {"prefetch_factor": prefetch, "persistent_workers": persistent} if num_workers else {}  # noqa: B023
+            return DataLoader(
+                Numbers(size), batch_size, shuffle=True, num_workers=num_workers, generator=generator, **options
+            )
+
+        case = f"{count=} {batch_size=} {size=} {workers=} {persistent=} {prefetch=}"
+        loaders = share_out([loader(batch_size, workers) for _ in range(count)], count)
+        plain = loader(batch_size * count, workers)
+        for epoch in range(2):
+            expected = [sample for batch in plain for sample in batch.tolist()]
+            assert in_order(read(loaders)) == expected, f"epoch {epoch} of {case}"
+
+
+def test_ranks_that_hold_one_model_together_read_the_same() -> None:
+    loaders = share_out(
+        lambda rank: DataLoader(Numbers(20), 2, shuffle=True),
+        4,
+        shares=[Share(index=rank // 2, count=2) for rank in range(4)],
+    )
+    for loader in loaders:
+        torch.manual_seed(random.randrange(2**31))  # no matter what a rank's own random numbers are
+        loader.set_epoch(0)
+    shares = read(loaders)
+    assert shares[0] == shares[1]
+    assert shares[2] == shares[3]
+    assert sorted(in_order(shares[::2])) == list(range(20))
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -245,6 +286,39 @@ def test_set_epoch_is_the_users_word_for_our_order_and_for_the_users_sampler() -
         orders.append(read([loader]))
     assert orders[0] == orders[2] != orders[1]
     assert sampler.epochs == (5, 0, 5)
+
+
+def test_set_epoch_reaches_a_loader_that_has_it_and_leaves_the_original_alone() -> None:
+    class Told(DataLoader[int]):
+        epoch = -1
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Any:
+            epochs.append(self.epoch)
+            return super().__iter__()
+
+    epochs: list[int] = []
+    original = Told(Numbers(8), 2)
+    for loader in share_out([original, original], 2):
+        loader.set_epoch(3)
+        list(loader)
+    assert epochs == [3, 3]
+    assert original.epoch == -1
+
+
+def test_an_iterable_that_has_set_epoch_is_told() -> None:
+    class Told(list[int]):
+        epoch = -1
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    for count in (1, 2):
+        items = Told(range(4))
+        share_out([items] * count, count)[0].set_epoch(2)
+        assert items.epoch == 2
 
 
 def test_an_endless_sampler_is_shared_and_has_no_length() -> None:

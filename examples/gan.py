@@ -1,0 +1,94 @@
+"""Draw handwritten digits: a generator against a discriminator, with an optimizer each.
+
+    python examples/gan.py --devices 2
+"""
+
+import argparse
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from fabric import Fabric
+from fabric.seed import derive_seed
+
+NUM_NOISE = 32
+
+
+def make_generator() -> nn.Module:
+    """Noise `(B, 32)` to images `(B, 64)`, from -1 to 1."""
+    return nn.Sequential(
+        *(nn.Linear(NUM_NOISE, 256), nn.LeakyReLU(0.2)),
+        *(nn.Linear(256, 256), nn.LeakyReLU(0.2)),
+        *(nn.Linear(256, 64), nn.Tanh()),
+    )
+
+
+def make_discriminator() -> nn.Module:
+    """Images `(B, 64)` to scores `(B, 1)`: above 0 for a real one."""
+    return nn.Sequential(
+        *(nn.Linear(64, 256), nn.LeakyReLU(0.2), nn.Dropout(0.3)),
+        *(nn.Linear(256, 256), nn.LeakyReLU(0.2), nn.Dropout(0.3)),
+        nn.Linear(256, 1),
+    )
+
+
+def drawn(images: Tensor) -> str:
+    """Images as text, side by side."""
+    shades = " .:-=+*#%@"
+    levels = ((images.clamp(-1, 1) + 1) / 2 * (len(shades) - 1)).round().long()
+    rows = levels.unflatten(1, (8, 8)).transpose(0, 1)
+    return "\n".join("   ".join("".join(shades[level] * 2 for level in image) for image in row) for row in rows.tolist())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for option in ("--accelerator", "--strategy", "--devices"):
+        parser.add_argument(option, default="auto")
+    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+
+    fabric = Fabric(accelerator=args.accelerator, strategy=args.strategy, devices=args.devices)
+    fabric.launch()
+    fabric.seed_everything(args.seed)
+
+    generator, discriminator = make_generator(), make_discriminator()
+    generator, generator_optimizer = fabric.setup(
+        generator, torch.optim.Adam(generator.parameters(), lr=5e-4, betas=(0.5, 0.999))
+    )
+    discriminator, discriminator_optimizer = fabric.setup(
+        discriminator, torch.optim.Adam(discriminator.parameters(), lr=5e-4, betas=(0.5, 0.999))
+    )
+    images = torch.tensor(load_digits().data, dtype=torch.float32) / 8 - 1
+    loader = fabric.setup_dataloaders(DataLoader(TensorDataset(images), args.batch_size, shuffle=True))
+    fabric.seed_everything(derive_seed(args.seed, fabric.global_rank))  # from here on, each rank has noise of its own
+
+    for _ in fabric.progress(range(args.epochs), "epochs"):
+        for (real,) in loader:
+            fake = generator(torch.randn(len(real), NUM_NOISE, device=fabric.device))
+
+            scores = discriminator(torch.cat([real, fake.detach()]))
+            truth = torch.cat([torch.full_like(scores[: len(real)], 0.9), torch.zeros_like(scores[len(real) :])])
+            discriminator_loss = F.binary_cross_entropy_with_logits(scores, truth)
+            discriminator_optimizer.zero_grad()
+            fabric.backward(discriminator_loss, model=discriminator)
+            discriminator_optimizer.step()
+
+            scores = discriminator(fake)
+            generator_loss = F.binary_cross_entropy_with_logits(scores, torch.ones_like(scores))
+            generator_optimizer.zero_grad()
+            fabric.backward(generator_loss, model=generator)
+            generator_optimizer.step()
+
+    losses = fabric.all_reduce({"generator": generator_loss.detach(), "discriminator": discriminator_loss.detach()})
+    fabric.print("  ".join(f"{name} loss {loss:.3f}" for name, loss in losses.items()))
+    with torch.no_grad():
+        fabric.print(drawn(generator(torch.randn(6, NUM_NOISE, device=fabric.device))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Run the user's script again, once per rank, each in a fresh interpreter with the same flags and arguments.
+
+Works wherever there is a file to run, and depends on nothing that this process has done. The price is `import torch`
+in every rank. With a function each rank walks through the script up to `launch`, runs the function there, and ends.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, final
+
+from fabric.launchers import ending, order
+from fabric.launchers.fork import child_of
+from fabric.launchers.launcher import Launcher, Topology
+from fabric.launchers.main_module import Program, this_program
+from fabric.launchers.order import CallFunction, RunScript
+from fabric.launchers.supervisor import Child, Supervisor
+from fabric.launchers.world import World
+
+R = TypeVar("R")
+
+BOOT = str(Path(__file__).with_name("boot.py"))
+
+# Note [The script's first launch]
+# A rank that runs the script again takes the first `launch(function)` that it reaches for its own. A second one of the
+# same process would therefore run the first function. Which launch this is belongs to the process, not to an object.
+_launched: list[str] = []
+
+
+@final
+class Script(Launcher):
+    """Ranks that run the script again."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology, self.program = topology, this_program()
+        if not self.program.can_run_again:
+            raise ValueError(
+                f"`launcher='script'` runs the program's file once per rank, but this is {self.program.words}: there is "
+                "no file. Pass `launcher='fork'`, or save the program and run it as `python FILE`."
+            )
+
+    def launch(self, worker: Callable[..., R], *args: Any) -> R:
+        if _launched:
+            raise RuntimeError(
+                "A second `launch(function)` with `launcher='script'`: its ranks run the script again and would run the "
+                "first function. Pass `launcher='forkserver'`, which starts at the function."
+            )
+        _launched.append(getattr(worker, "__qualname__", repr(worker)))
+        with Supervisor(self.topology, "script", expects_results=True) as supervisor:
+            self._start(supervisor, awaits_function=True)
+            supervisor.wait()
+        result: R = ending.results(supervisor)[0]
+        return result
+
+    def enter(self) -> World:
+        with Supervisor(self.topology, "script", expects_results=False) as supervisor:
+            self._start(supervisor, awaits_function=False)
+            supervisor.wait()
+        ending.leave(supervisor)
+
+    def _start(self, supervisor: Supervisor, *, awaits_function: bool) -> None:
+        for local_rank in range(self.topology.num_processes):
+            world = supervisor.world(local_rank)
+            task = RunScript(program=self.program, awaits_function=awaits_function)
+            supervisor.add(start_interpreter(self.program, world, task))
+
+
+def start_interpreter(program: Program, world: World, task: CallFunction | RunScript) -> Child:
+    """Start a fresh interpreter that follows an order."""
+    reader, writer = os.pipe()
+    with order.write(world, task) as file:
+        process = subprocess.Popen(
+            [sys.executable, *program.flags, BOOT, str(file.fileno()), str(writer), str(os.getpid())],
+            pass_fds=(file.fileno(), writer),
+            env=order.environ_of(world),
+        )
+    os.close(writer)
+    child = child_of(world.rank, process.pid, reader)
+    reap = child.reap
+
+    def reap_process() -> int:
+        process.returncode = reap()  # `Popen` would call it a process that is still running
+        return process.returncode
+
+    child.reap = reap_process
+    return child

@@ -1,0 +1,85 @@
+"""`fabric doctor`: the report, and its two shows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fabric.cli.doctor import report
+from fabric.launchers.world import World
+from fabric.machine import Found, Machine
+from fabric.strategies import DDPStrategy, available_strategies
+from fabric.strategies.accelerators import CPUAccelerator, TorchAccelerator
+from fabric.strategies.registry import Registration, strategy_registrations
+
+CPU = Found(accelerator=CPUAccelerator(), num_devices=1)
+CUDA = Found(accelerator=TorchAccelerator("cuda"), num_devices=2)
+NO_MPS = Found(accelerator=TorchAccelerator("mps"), num_devices=0, why_unavailable="No mps here.")
+
+
+def needs_a_backend() -> DDPStrategy:
+    raise ImportError("`pip install 'torchfabric[faraway]'` adds what this strategy needs.")
+
+
+def test_each_accelerator_is_there_or_says_why_not() -> None:
+    found = report(Machine(found=(CPU, CUDA, NO_MPS)), {})
+    assert found["accelerators"] == [
+        {"name": "cpu", "devices": 1, "why_not": None},
+        {"name": "cuda", "devices": 2, "why_not": None},
+        {"name": "mps", "devices": 0, "why_not": "No mps here."},
+    ]
+
+
+def test_each_strategy_runs_on_what_is_usable() -> None:
+    rows = report(Machine(found=(CPU, CUDA, NO_MPS)), strategy_registrations())["strategies"]
+    assert [row["name"] for row in rows] == list(available_strategies())
+    assert {tuple(row["runs_on"]) for row in rows} == {("cuda", "cpu")}
+
+
+def test_a_strategy_that_cannot_be_made_says_what_would_make_it_run() -> None:
+    registration = Registration(name="single_device", make=needs_a_backend, description="far away")
+    register = {"faraway": Registration(name="faraway", make=needs_a_backend, description="far away")}
+    assert registration.make is register["faraway"].make
+    (row,) = report(Machine(found=(CPU,)), register)["strategies"]
+    assert row["runs_on"] == []
+    assert row["why_not"] == "`pip install 'torchfabric[faraway]'` adds what this strategy needs."
+
+
+def test_a_launcher_that_cannot_work_here_says_why() -> None:
+    rows = {row["name"]: row["why_not"] for row in report(Machine(system="Windows"), {})["launchers"]}
+    assert rows["script"] is None
+    assert rows["spawn"] is None
+    assert "`os.fork`, which Windows has not" in rows["fork"]
+
+
+def test_the_world_that_was_found_is_told_and_does_not_refuse_strategies() -> None:
+    machine = Machine(world=World(launcher="slurm"), variables=("SLURM_NTASKS=1",))
+    found = report(machine, strategy_registrations())
+    assert found["started_by"] == {"launcher": "slurm", "rank": 0, "size": 1}
+    assert found["variables"] == ["SLURM_NTASKS=1"]
+    assert all(row["runs_on"] == ["cpu"] for row in found["strategies"])
+
+
+def doctor(*arguments: str) -> str:
+    command = [sys.executable, "-m", "fabric", "doctor", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
+
+
+@pytest.mark.slow
+def test_for_programs_it_is_json() -> None:
+    found = json.loads(doctor("--json"))
+    assert found["torch"] == torch.__version__
+    assert {row["name"] for row in found["accelerators"]} >= {"cpu", "cuda", "mps", "xpu", "hpu", "npu"}
+    assert [row["name"] for row in found["strategies"]] == list(available_strategies())
+
+
+@pytest.mark.slow
+def test_for_people_it_is_tables_of_the_same() -> None:
+    shown = doctor()
+    for word in ("Python", torch.__version__, "accelerator", "launcher", "strategy", "single_device", "forkserver"):
+        assert word in shown
+    assert "\x1b" not in shown

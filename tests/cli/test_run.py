@@ -1,0 +1,133 @@
+"""`fabric run`, as a person types it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TELL = """
+import json, os, subprocess, sys
+from fabric.cli.words import words
+
+def tell(depth=0):
+    print(json.dumps([words(os.environ), sys.argv[1:]]), flush=True)
+
+if __name__ == "__main__":
+    tell()
+"""
+TELL_FROM_A_CHILD = (
+    TELL
+    + """
+    import multiprocessing
+    for method in ("fork", "spawn", "forkserver"):
+        process = multiprocessing.get_context(method).Process(target=tell)
+        process.start()
+        process.join()
+"""
+)
+START_OTHERS = (
+    TELL
+    + """
+    subprocess.run([sys.executable, "other.py"], check=True)
+    subprocess.run([sys.executable, *sys.orig_argv[1:]], check=True, env={**os.environ, "AGAIN": "1"}) \\
+        if "AGAIN" not in os.environ else None
+"""
+)
+
+
+def fabric(*arguments: str, at: Path, command: tuple[str, ...] = ("-m", "fabric")) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command, *arguments],
+        cwd=at,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def told(done: subprocess.CompletedProcess[str]) -> list[list[object]]:
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture
+def tell(tmp_path: Path) -> Path:
+    (tmp_path / "tell.py").write_text(TELL)
+    return tmp_path
+
+
+def test_the_script_hears_the_words_and_its_own_arguments(tell: Path) -> None:
+    done = fabric("run", "--devices", "2", "--strategy", "ddp", "tell.py", "--devices", "9", "-m", "x", at=tell)
+    assert told(done) == [[{"strategy": "ddp", "devices": "2"}, ["--devices", "9", "-m", "x"]]]
+
+
+def test_a_module_hears_the_words(tell: Path) -> None:
+    done = fabric("run", "--precision", "bf16", "-m", "tell", "a", at=tell)
+    assert told(done) == [[{"precision": "bf16"}, ["a"]]]
+
+
+def test_a_package_hears_the_words(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").write_text(TELL)
+    assert told(fabric("run", "--devices=-1", "-m", "package", at=tmp_path)) == [[{"devices": "-1"}, []]]
+    assert told(fabric("run", "--devices=-1", "package", at=tmp_path)) == [[{"devices": "-1"}, []]]
+
+
+def test_the_scripts_own_processes_hear_the_words(tmp_path: Path) -> None:
+    (tmp_path / "tell.py").write_text(TELL_FROM_A_CHILD)
+    assert told(fabric("run", "--devices", "3", "tell.py", at=tmp_path)) == [[{"devices": "3"}, []]] * 4
+
+
+def test_other_scripts_do_not_hear_the_words(tmp_path: Path) -> None:
+    (tmp_path / "tell.py").write_text(START_OTHERS)
+    (tmp_path / "other.py").write_text(TELL)
+    heard = [words for words, _ in told(fabric("run", "--devices", "3", "tell.py", at=tmp_path))]
+    assert heard == [{"devices": "3"}, {}, {"devices": "3"}, {}]
+
+
+def test_the_exit_code_is_the_scripts(tmp_path: Path) -> None:
+    (tmp_path / "leave.py").write_text("raise SystemExit(7)")
+    assert fabric("run", "leave.py", at=tmp_path).returncode == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--devices", "two"), "`--devices two` is neither a number nor a list of them."),
+        (("--devices", "0,0"), "`--devices 0,0` names device 0 more than once."),
+        (("--num-nodes", "0"), "`--num-nodes 0` is out of range. Write a whole number from 1."),
+        (("--node-rank", "-1"), "`--node-rank -1` is out of range. Write a whole number from 0."),
+        (("--main-port", "70000"), "`--main-port 70000` is out of range. Write a whole number from 1 to 65535."),
+        (("--main-address", ""), "`--main-address ` is empty."),
+        (("--precision", "fp8"), "`--precision fp8` is none of the words there are. Write one of '64-true', "),
+        (("--launcher", "mpi"), "`--launcher mpi` is none of the words there are. Write one of 'auto', 'script', "),
+    ],
+)
+def test_a_wrong_word_is_one_line_and_starts_nothing(tell: Path, words: tuple[str, ...], sentence: str) -> None:
+    done = fabric("run", *words, "tell.py", at=tell)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"fabric run: {sentence}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_script_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    done = fabric("run", "train.py", at=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "fabric run: `train.py` is no file. Write the path of a script, or `-m` and the name of a module.\n"
+    )
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("run", "--help"), ("run", "--devices", "x", "y"), ()])
+def test_the_command_line_imports_no_torch(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    code = (
+        "import sys, fabric.cli\ntry: fabric.cli.main(sys.argv[1:])\nexcept SystemExit: pass\n"
+        "print([name for name in sys.modules if name.split('.')[0] in ('torch', 'rich')], file=sys.stderr)"
+    )
+    done = fabric(*arguments, at=tmp_path, command=("-c", code))
+    assert done.stderr.endswith("[]\n")

@@ -1,0 +1,55 @@
+"""Whose words they are: the program that was run and its own processes, and no other."""
+
+from __future__ import annotations
+
+import pytest
+
+from fabric.cli.spelling import PRECISIONS
+from fabric.cli.words import Program, carry, words
+from fabric.strategies.precision.precision import Precision
+
+TRAIN = Program(arguments=("train.py", "--lr", "3"), main="/home/train.py")
+ENVIRON = carry({"devices": "2"}, TRAIN)
+
+
+def test_without_fabric_run_there_are_no_words() -> None:
+    assert words({}, TRAIN) == {}
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        TRAIN,
+        Program(arguments=("-c", "from multiprocessing.spawn import spawn_main"), main="/home/train.py"),
+        Program(arguments=("train.py", "--lr", "3"), main="/usr/lib/debugger.py"),
+    ],
+    ids=["itself", "its multiprocessing child", "itself under a debugger"],
+)
+def test_the_words_reach_the_program_they_were_said_to(program: Program) -> None:
+    assert words(ENVIRON, program) == {"devices": "2"}
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        Program(arguments=("evaluate.py",), main="/home/evaluate.py"),
+        Program(arguments=("-m", "train"), main="-m train"),
+        Program(arguments=("-c", "print()"), main=None),
+    ],
+    ids=["another script", "a module of the same name", "no script"],
+)
+def test_the_words_do_not_reach_another_program(program: Program) -> None:
+    assert words(ENVIRON, program) == {}
+
+
+def test_a_program_without_main_is_not_every_program_without_main() -> None:
+    nameless = Program(arguments=("-c", "1"), main=None)
+    assert words(carry({"devices": "2"}, nameless), Program(arguments=("-c", "2"), main=None)) == {}
+
+
+def test_the_command_line_knows_the_precisions_there_are() -> None:
+    assert {Precision.parse(word).name for word in PRECISIONS} <= set(PRECISIONS)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="names no precision") as raised:
+        Precision.parse("none")  # type: ignore[arg-type]
+    for word in PRECISIONS:
+        assert repr(word) in str(raised.value)

@@ -1,0 +1,131 @@
+"""Two machines, two ranks each: network namespaces with a cable between them stand for the machines.
+
+Needs root and iproute2. Where they are missing the test says so and is skipped; `.ci/run` has both.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from loops import Outcome, Task, plain
+
+from fabric.strategies.precision.precision import Precision
+
+SCRIPT = """
+import sys
+import torch
+from loops import Task, with_fabric
+from fabric import Fabric
+
+fabric = Fabric(accelerator="cpu", strategy="ddp", devices=2, num_nodes=2)
+fabric.launch()
+outcome = with_fabric(fabric, Task(seed=int(sys.argv[2]), optimizer="sgd"))
+places = fabric.all_gather({"node": fabric.node_rank, "local": fabric.local_rank, "rank": fabric.global_rank})
+fabric.save(sys.argv[1], {"losses": outcome.losses, "weights": outcome.weights, "places": places})
+fabric.close()
+"""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine: a namespace of its own, with one address on the cable."""
+
+    namespace: str
+    address: str
+
+    def start(self, *command: str, **options: object) -> subprocess.Popen[str]:
+        """Run a command on this machine."""
+        return subprocess.Popen(["ip", "netns", "exec", self.namespace, *command], text=True, **options)  # type: ignore[call-overload, no-any-return]
+
+
+@pytest.fixture
+def nodes() -> Iterator[tuple[Node, Node]]:
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("two nodes need root and iproute2 to make network namespaces, and one of them is missing here")
+    name = f"fabric{os.getpid()}"
+    both = Node(f"{name}a", "10.77.0.1"), Node(f"{name}b", "10.77.0.2")
+    try:
+        for node in both:
+            _ip("netns", "add", node.namespace)
+        _ip(
+            "link",
+            "add",
+            "cable0",
+            "netns",
+            both[0].namespace,
+            "type",
+            "veth",
+            "peer",
+            "cable0",
+            "netns",
+            both[1].namespace,
+        )
+        for node in both:
+            _ip("-n", node.namespace, "addr", "add", f"{node.address}/24", "dev", "cable0")
+            for link in ("lo", "cable0"):
+                _ip("-n", node.namespace, "link", "set", link, "up")
+        yield both
+    finally:
+        for node in both:
+            subprocess.run(["ip", "netns", "del", node.namespace], check=False, capture_output=True)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True)
+
+
+def _start(node: Node, rank: int, script: Path, main: Node, *arguments: str) -> subprocess.Popen[str]:
+    return node.start(
+        sys.executable, "-m", "fabric", "run", "--node-rank", str(rank), "--main-address", main.address,
+        "--main-port", "29511", str(script), *arguments,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)}, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_two_nodes_train_as_one_process_does(nodes: tuple[Node, Node], tmp_path: Path) -> None:
+    script, result = tmp_path / "train.py", tmp_path / "result"
+    script.write_text(SCRIPT)
+    seed = torch.seed() % 2**31
+    print(f"seed {seed}")
+    running = [_start(node, rank, script, nodes[0], str(result), str(seed)) for rank, node in enumerate(nodes)]
+    for process in running:
+        _, said = process.communicate(timeout=100)
+        assert process.returncode == 0, said
+    content = torch.load(result)
+    assert content["places"]["node"].tolist() == [0, 0, 1, 1]
+    assert content["places"]["local"].tolist() == [0, 1, 0, 1]
+    assert content["places"]["rank"].tolist() == [0, 1, 2, 3]
+    expected = plain(Task(seed=seed, optimizer="sgd"), Precision.parse("32-true"))
+    outcome = Outcome(content["losses"], content["weights"])
+    torch.testing.assert_close(outcome.losses, expected.losses, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(outcome.weights, expected.weights, rtol=1e-5, atol=1e-5)
+
+
+FAILING = """
+from fabric import Fabric
+
+fabric = Fabric(accelerator="cpu", strategy="ddp", devices=2, num_nodes=2)
+fabric.launch()
+if fabric.global_rank == 3:
+    raise ValueError("boom on the second node")
+fabric.barrier()
+"""
+
+
+@pytest.mark.slow
+def test_a_failure_on_one_node_ends_the_other(nodes: tuple[Node, Node], tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FAILING)
+    running = [_start(node, rank, script, nodes[0]) for rank, node in enumerate(nodes)]
+    said = [process.communicate(timeout=60)[1] for process in running]
+    assert [process.returncode != 0 for process in running] == [True, True]
+    assert said[1].strip().endswith("ValueError: boom on the second node")

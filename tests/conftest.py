@@ -1,0 +1,58 @@
+"""What holds for every test: nothing it started, opened or changed outlives it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+KEPT = ("fork_server.py",)
+"""Processes that belong to the session: the fork server of `run_world`, which ends with it."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_outlives_a_test() -> Iterator[None]:
+    """No process, thread, process group or environment variable of a test is there after it."""
+    environ, threads = dict(os.environ), set(threading.enumerate())
+    processes = set(_children())
+    yield
+    gc.collect()
+    left = {pid: words for pid, words in _children().items() if pid not in processes}
+    assert not left, f"processes outlived the test: {left}"
+    _join_daemons(set(threading.enumerate()) - threads)
+    alive = [thread.name for thread in set(threading.enumerate()) - threads]
+    assert not alive, f"threads outlived the test: {alive}"
+    import torch.distributed
+
+    assert not torch.distributed.is_initialized(), "a process group outlived the test"
+    now = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    environ.pop("PYTEST_CURRENT_TEST", None)
+    assert now == environ, f"the environment changed: {sorted(set(now.items()) ^ set(environ.items()))}"
+
+
+def _join_daemons(threads: set[threading.Thread]) -> None:
+    """A thread that is just ending has time to do so; one that runs on is found right after."""
+    for thread in threads:
+        thread.join(timeout=1)
+
+
+def _children() -> dict[int, str]:
+    """Processes that this one started and that still live, with their command lines."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            children = (task / "children").read_text().split()
+        except FileNotFoundError:  # the thread has just ended
+            continue
+        for pid in children:
+            try:
+                words = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+            except FileNotFoundError:
+                continue
+            if words and not any(kept in words for kept in KEPT):
+                found[int(pid)] = words
+    return found

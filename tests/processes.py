@@ -1,0 +1,111 @@
+"""Find and end the processes of a test, by a word in their environment: whatever became of their parents."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+MARK = "FABRIC_TEST_MARK"
+PATIENCE_SECONDS = 30.0
+"""How long a test waits for something that must happen. Only a failing test waits that long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A program under test, and everything that descends from it."""
+
+    mark: str
+    process: subprocess.Popen[str]
+
+    def descendants(self) -> dict[int, str]:
+        """Processes that carry the mark and live, the program itself excepted, with their command lines."""
+        return {pid: words for pid, words in marked(self.mark).items() if pid != self.process.pid}
+
+    def wait_for(self, words: str, times: int = 1) -> str:
+        """Read stdout until `words` has come `times` times."""
+        assert self.process.stdout is not None
+        text, deadline = "", time.monotonic() + PATIENCE_SECONDS
+        while text.count(words) < times:
+            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            data = os.read(self.process.stdout.fileno(), 65536).decode() if ready else ""
+            if not data:
+                raise AssertionError(f"{words!r} came {text.count(words)} times of {times}; stdout was:\n{text}")
+            text += data
+        return text
+
+
+def marked(mark: str) -> dict[int, str]:
+    """Live processes whose environment holds the mark, with their command lines."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
+                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+                if state not in "ZX":
+                    found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+    return found
+
+
+@contextmanager
+def running(arguments: Sequence[str | Path], **environ: str) -> Iterator[Program]:
+    """A Python program in its own session with its output piped; whatever is left of it afterwards is killed."""
+    mark = uuid.uuid4().hex
+    process = subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, MARK: mark, **environ},
+    )
+    try:
+        yield Program(mark=mark, process=process)
+    finally:
+        process.kill()
+        process.communicate()
+        while left := marked(mark):
+            for pid in left:
+                try:
+                    os.kill(pid, 9)
+                except ProcessLookupError:
+                    continue
+
+
+def all_gone(program: Program, within_seconds: float = 5.0) -> dict[int, str]:
+    """What is left of the program's descendants once they are gone, or once the time is over."""
+    deadline = time.monotonic() + within_seconds
+    while (left := program.descendants()) and time.monotonic() < deadline:
+        os.sched_yield()
+    return left
+
+
+def run(arguments: Sequence[str | Path], *, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run a Python program to its end. Its ending words, its exit code, and nobody left behind."""
+    mark = uuid.uuid4().hex
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=4 * PATIENCE_SECONDS,
+        env={**os.environ, MARK: mark, **environ},
+        check=False,
+    )
+    deadline = time.monotonic() + 5
+    while (left := marked(mark)) and time.monotonic() < deadline:
+        os.sched_yield()
+    assert not left, f"outlived the program: {left}"
+    return done

@@ -1,0 +1,146 @@
+"""Strategies by name. What changes the table for good, or needs another set of packages, runs in its own process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fabric.strategies import DDPStrategy, Strategy, available_strategies, register_strategy
+from fabric.strategies.registry import make_strategy, strategy_registrations
+
+
+def run(code: str, path: Path | None = None) -> str:
+    """What a fresh process prints, with `path` among its packages."""
+    head = f"import sys; sys.path.append({str(path)!r})\n" if path is not None else ""
+    done = subprocess.run([sys.executable, "-c", head + code], capture_output=True, text=True, timeout=100)
+    return done.stdout + done.stderr
+
+
+def install(path: Path, distribution: str, entry_points: str, module: str = "") -> None:
+    """A package as pip would leave it: metadata, and a module."""
+    metadata = path / f"{distribution}-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(entry_points)
+    (path / f"{distribution}.py").write_text(module)
+
+
+OWN = """
+from fabric.strategies import DDPStrategy
+def make(): return DDPStrategy(static_graph=True)
+"""
+
+
+@pytest.mark.parametrize("name", available_strategies())
+def test_every_name_makes_a_strategy(name: str) -> None:
+    assert isinstance(make_strategy(name), Strategy)
+    assert strategy_registrations()[name].description
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("ddp", DDPStrategy()),
+        ("ddp_spawn", DDPStrategy(launcher="spawn")),
+        ("ddp_fork", DDPStrategy(launcher="fork")),
+        ("ddp_notebook", DDPStrategy(launcher="fork")),
+        ("ddp_find_unused_parameters_true", DDPStrategy(find_unused_parameters=True)),
+    ],
+)
+def test_a_name_is_a_strategy_with_options(name: str, strategy: Strategy) -> None:
+    assert make_strategy(name) == strategy
+
+
+def test_an_unknown_name_is_an_error_with_near_and_all_names() -> None:
+    with pytest.raises(
+        ValueError, match=r"`strategy='ddp_forks'` names no strategy. Did you mean 'ddp_fork'\? "
+    ) as raised:
+        make_strategy("ddp_forks")
+    for name in available_strategies():
+        assert repr(name) in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["ddp", "auto"])
+def test_a_name_that_is_taken_cannot_be_registered(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"`register_strategy\\('{name}', ...\\)`: the name is taken, as are 'auto', 'ddp'"
+    ):
+        register_strategy(name, DDPStrategy)
+
+
+@pytest.mark.slow
+def test_a_registered_name_is_as_good_as_ours_and_cannot_be_taken_again() -> None:
+    said = run("""
+from fabric.strategies import DDPStrategy, available_strategies, register_strategy
+from fabric.strategies.registry import make_strategy, strategy_registrations
+make = lambda: DDPStrategy(static_graph=True)
+register_strategy("mine", make, description="as I like it")
+assert make_strategy("mine") == make()
+assert available_strategies()[-1] == "mine"
+assert strategy_registrations()["mine"].description == "as I like it"
+register_strategy("none", dict)
+try: make_strategy("none")
+except TypeError as error: print(error)
+register_strategy("mine", make)
+""")
+    assert "The strategy 'none' of this program made {}, which is a `dict` and no `fabric.strategies.Strategy`." in said
+    assert "`register_strategy('mine', ...)`: the name is taken" in said
+
+
+@pytest.mark.slow
+def test_an_installed_package_adds_a_strategy_that_is_imported_when_it_is_made(tmp_path: Path) -> None:
+    install(tmp_path, "faraway", "[fabric.strategies]\nfar = faraway:make\n", OWN)
+    said = run(
+        """
+import sys
+from fabric.strategies import available_strategies
+from fabric.strategies.registry import make_strategy, strategy_registrations
+assert available_strategies()[-1] == "far"
+assert strategy_registrations()["far"].description == "from faraway"
+assert "faraway" not in sys.modules
+print(make_strategy("far").static_graph)
+""",
+        tmp_path,
+    )
+    assert said == "True\n"
+
+
+@pytest.mark.slow
+def test_an_installed_package_cannot_take_a_name_of_ours(tmp_path: Path) -> None:
+    install(tmp_path, "faraway", "[fabric.strategies]\nddp = faraway:make\n", OWN)
+    said = run("from fabric.strategies import available_strategies; available_strategies()", tmp_path)
+    assert "The installed package 'faraway' names a strategy 'ddp' (entry point 'faraway:make'), but that is a" in said
+    assert said.endswith("strategy of torchfabric already. Uninstall one, or rename it.\n")
+
+
+@pytest.mark.slow
+def test_an_installed_package_adds_an_accelerator(tmp_path: Path) -> None:
+    module = (
+        "from fabric.strategies.accelerators import TorchAccelerator\ndef make(): return TorchAccelerator('maia')\n"
+    )
+    install(tmp_path, "faraway", "[fabric.accelerators]\nmaia = faraway:make\n", module)
+    said = run(
+        """
+from fabric.machine import Machine
+from fabric.request import Request
+from fabric.strategies.accelerators import accelerators
+assert accelerators()[-1].name == "maia"
+print(Machine.look({}, Request(accelerator="maia")).of("maia").num_devices)
+""",
+        tmp_path,
+    )
+    assert said == "0\n"
+
+
+@pytest.mark.slow
+def test_reading_the_names_imports_no_strategy() -> None:
+    said = run("""
+import sys
+from fabric.strategies import available_strategies
+available_strategies()
+print([name for name in ("torch", "fabric.strategies.ddp") if name in sys.modules])
+""")
+    assert said == "[]\n"
