@@ -11,6 +11,7 @@ import argparse
 import math
 import sysconfig
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -145,23 +146,23 @@ def main() -> None:
     if args.resume:
         fabric.load(args.resume, {"model": model})
 
-    batches = zip(range(args.steps), endless(learn_loader))
-    for step, bytes_bt in fabric.progress(batches, "steps", total=args.steps, size=args.batch_size):
+    batches = enumerate(islice(endless(learn_loader), args.steps), start=1)
+    for step, bytes_bt in fabric.progress(batches, "steps", total=args.steps):
         optimizer.zero_grad()
         loss = loss_of(model, bytes_bt)
         fabric.backward(loss)
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
         optimizer.step()
         scheduler.step()
-        if (step + 1) % args.validate_every == 0:
-            fabric.print(f"step {step + 1}: {validate(fabric, model, test_loader):.3f} nats per unseen byte")
+        if step % args.validate_every == 0:
+            fabric.print(f"step {step}: {validate(fabric, model, test_loader):.3f} nats per unseen byte")
 
     nats = validate(fabric, model, test_loader)
     fabric.print(f"{nats:.3f} nats per unseen byte\n")
     fabric.print(write(fabric, model, "def ", args.write, args.context))
     if args.save:
         fabric.save(args.save, {"model": model, "optimizer": optimizer, "steps": args.steps})
-    if args.below and not nats < args.below:
+    if fabric.is_global_zero and args.below is not None and not nats < args.below:
         raise SystemExit(f"{nats:.3f} nats per byte is not below {args.below}.")
 
 

@@ -1,6 +1,6 @@
 """Draw handwritten digits: a generator against a discriminator, with an optimizer each.
 
-    python examples/gan.py --devices 2
+python examples/gan.py --devices 2
 """
 
 import argparse
@@ -40,7 +40,9 @@ def drawn(images: Tensor) -> str:
     shades = " .:-=+*#%@"
     levels = ((images.clamp(-1, 1) + 1) / 2 * (len(shades) - 1)).round().long()
     rows = levels.unflatten(1, (8, 8)).transpose(0, 1)
-    return "\n".join("   ".join("".join(shades[level] * 2 for level in image) for image in row) for row in rows.tolist())
+    return "\n".join(
+        "   ".join("".join(shades[level] * 2 for level in image) for image in row) for row in rows.tolist()
+    )
 
 
 def main() -> None:

@@ -86,7 +86,7 @@ class Fabric:
         self._runtime: Runtime | None = None
         self._open = ExitStack()
         self._models: dict[nn.Module, Prepared] = {}
-        self._optimizers: set[Optimizer] = set()
+        self._optimizers: dict[Optimizer, StateAccess] = {}
         self._backward: Callable[..., None] | None = None
         self._stop: StopRequest | None = None
 
@@ -176,7 +176,7 @@ class Fabric:
         if self._runtime is not None:
             self._open.close()
             self._runtime = self._stop = self._backward = None
-            self._models, self._optimizers = {}, set()
+            self._models, self._optimizers = {}, {}
 
     def __enter__(self) -> Fabric:
         return self
@@ -196,11 +196,11 @@ class Fabric:
         """
         runtime = self._connected
         self._refuse_twice(module, *optimizers)
+        self._refuse_strangers(optimizers, module)
         prepared = self.strategy.setup(runtime, module, optimizers, move_to_device)
         self._open.callback(prepared.release)
         self._models[prepared.module] = prepared
-        self._refuse_strangers(optimizers)
-        self._optimizers.update(prepared.optimizers)
+        self._optimizers.update(dict.fromkeys(prepared.optimizers, prepared.state))
         self._backward = self._joint_backward()
         results = (prepared.module, *prepared.optimizers, *(() if scheduler is None else (scheduler,)))
         return results if len(results) > 1 else prepared.module
@@ -216,7 +216,7 @@ class Fabric:
         self._refuse_twice(*optimizers)
         self._refuse_strangers(optimizers)
         self._open.callback(self.strategy.setup_optimizers(self._connected, optimizers))
-        self._optimizers.update(optimizers)
+        self._optimizers.update({optimizer: self._state_access(optimizer) for optimizer in optimizers})
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
     def setup_dataloaders(
@@ -462,6 +462,8 @@ class Fabric:
 
     def _state_access(self, obj: nn.Module | Optimizer) -> StateAccess:
         """Through whom the state of a module or an optimizer goes."""
+        if isinstance(obj, Optimizer) and obj in self._optimizers:
+            return self._optimizers[obj]
         return next((model.state for model in self._models.values() if model.holds(obj)), PLAIN)
 
     def _refuse_twice(self, *objects: nn.Module | Optimizer) -> None:
@@ -472,10 +474,10 @@ class Fabric:
                     "with what `setup` returned."
                 )
 
-    def _refuse_strangers(self, optimizers: Sequence[Optimizer]) -> None:
+    def _refuse_strangers(self, optimizers: Sequence[Optimizer], *coming: nn.Module) -> None:
         if self.world_size == 1:
             return
-        known = {id(parameter) for model in self._models for parameter in model.parameters()}
+        known = {id(parameter) for model in (*self._models, *coming) for parameter in model.parameters()}
         for optimizer in optimizers:
             strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
             if strangers:

@@ -38,7 +38,8 @@ def progress(
     `total`: how many items there are, where `len(iterable)` does not say.
     `size`: samples in an item, or a function of the item that tells; by default the first dim of its first tensor.
     `num_ranks`: how many ranks read items of that size at the same time.
-    `enabled=False`: the bare iterator, as ranks other than zero want it. `console`: where to show, rich's own otherwise.
+    `enabled=False`: the bare iterator, as ranks other than zero want it.
+    `console`: where to show; rich's own, on standard output, by default.
     A `break` or an exception leaves the bar where it was, and the terminal as it was before.
     Raises: ValueError: `total` or `size` is negative.
     """

@@ -54,14 +54,14 @@ class Lines(View):
 
     def __init__(self, description: str, console: Console) -> None:
         self._lead, self._console = f"{description}: " if description else "", console
-        self._open = True
+        self._items_shown = -1
 
     def draw(self, pace: Pace) -> None:
+        self._items_shown = pace.items
         print(f"{self._lead}{pace.line()}", file=self._console.file, flush=True)
 
     def close(self, pace: Pace) -> None:
-        if self._open:
-            self._open = False
+        if self._items_shown != pace.items:
             self.draw(pace)
 
 

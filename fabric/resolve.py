@@ -22,6 +22,7 @@ from fabric.conflicts import (
     strategy_against_the_launcher,
     why_not_launch_by,
 )
+from fabric.devices import choose_devices, said_devices
 from fabric.launchers.launcher import Topology
 from fabric.launchers.world import World
 from fabric.machine import Found, Machine
@@ -65,7 +66,7 @@ def resolve(request: Request, machine: Machine) -> Resolved:
     strategy, word = _strategy(request, machine, found)
     _refuse(strategy_against_the_launcher(strategy, word, request, machine))
     _refuse(accelerator_against_the_precision(found.accelerator, request.precision))
-    devices = _devices(request, machine, found, strategy)
+    devices = choose_devices(request, machine, found, strategy)
     _agree_with_the_world(request, machine, strategy, word, len(devices))
     num_nodes = machine.world.num_nodes if machine.world is not None else request.num_nodes
     _refuse(strategy.refuse(found.accelerator, len(devices), num_nodes, request.precision))
@@ -110,74 +111,12 @@ def _strategy(request: Request, machine: Machine, found: Found) -> tuple[Strateg
 
 def _auto_strategy(request: Request, machine: Machine, found: Found) -> str:
     if request.devices != "auto":
-        num_devices = len(_said_devices(request, machine, found))
+        num_devices = len(said_devices(request, machine, found))
     else:
         num_devices = found.num_devices if machine.world is None else machine.world.local_size
     num_nodes = request.num_nodes if machine.world is None else machine.world.num_nodes
     several = num_devices > 1 or num_nodes > 1
     return "ddp" if several else "single_device"
-
-
-def _devices(request: Request, machine: Machine, found: Found, strategy: Strategy) -> tuple[int, ...]:
-    if request.devices == "auto":
-        return _auto_devices(request, machine, found, strategy)
-    return _said_devices(request, machine, found)
-
-
-def _auto_devices(request: Request, machine: Machine, found: Found, strategy: Strategy) -> tuple[int, ...]:
-    """All devices that the strategy takes, as many as make the world's processes where there is a world."""
-    world = machine.world
-    few = world.local_size if world is not None else 1
-    if found.accelerator.is_shared:
-        return tuple(range(few))
-    if _one_each(machine, found):
-        return (0,) * few
-    nodes = world.num_nodes if world is not None else request.num_nodes
-    every = found.num_devices
-    fits = world is None or strategy.num_processes(every) == few
-    if fits and strategy.refuse(found.accelerator, every, nodes, request.precision) is None:
-        return tuple(range(every))
-    if few > every:
-        raise ValueError(
-            f"{_capital(describe_world(machine))}, but this process sees {_counted(found)}: a rank would have none of "
-            f"its own. Start at most {every} processes per node, or write `accelerator='cpu'`."
-        )
-    return tuple(range(few))
-
-
-def _said_devices(request: Request, machine: Machine, found: Found) -> tuple[int, ...]:
-    """The devices that were asked for: a number of them, indices, or all."""
-    said, name, count = request.devices, found.accelerator.name, found.num_devices
-    assert said != "auto"
-    if found.accelerator.is_shared:
-        if not isinstance(said, int):
-            shown = "-1" if said == "all" else repr(list(said))
-            raise ValueError(
-                f"`devices={shown}` chooses among devices, but `accelerator={name!r}` is one device that any number of "
-                f"processes share. Write how many processes there are to be, such as `devices=2`."
-            )
-        return tuple(range(said))
-    if isinstance(said, int) and said > 1 and _one_each(machine, found):
-        return (0,) * said  # where it is not the world's number, _agree_with_the_world says so
-    indices = tuple(range(count)) if said == "all" else tuple(range(said)) if isinstance(said, int) else said
-    if beyond := [index for index in indices if index >= count]:
-        shown = f"{said} devices" if isinstance(said, int) else f"device {', '.join(map(str, beyond))}"
-        written = said if isinstance(said, int) else list(said)
-        raise ValueError(
-            f"`devices={written}` asks for {shown} of `accelerator={name!r}`, but this process sees {_counted(found)}. "
-            f"Write fewer, or `devices='auto'`."
-        )
-    return indices
-
-
-def _one_each(machine: Machine, found: Found) -> bool:
-    """Whether a foreign launcher showed every process one device of its own, as `srun --gpus-per-task=1` does.
-
-    torchrun and our launchers show all devices to all processes, so one device for several is a mistake there.
-    """
-    world = machine.world
-    shows_all = (*STARTING_LAUNCHERS, "torchelastic")
-    return world is not None and world.local_size > found.num_devices == 1 and world.launcher not in shows_all
 
 
 def _agree_with_the_world(request: Request, machine: Machine, strategy: Strategy, word: str, num_devices: int) -> None:
@@ -186,8 +125,8 @@ def _agree_with_the_world(request: Request, machine: Machine, strategy: Strategy
         return
     if request.devices == "auto":
         raise ValueError(
-            f"{_capital(describe_world(machine))}, but `strategy={word}` runs {processes} on each node. Start that "
-            f"many, or write a strategy for several processes, such as 'ddp'."
+            f"`strategy={word}` runs {processes} process{'es' * (processes > 1)} on each node, but "
+            f"{describe_world(machine)}. Start {processes}, or write a strategy for several processes, such as 'ddp'."
         )
     raise ValueError(
         f"`devices` and `strategy={word}` ask for {processes} process{'es' * (processes > 1)} on this node, but "
@@ -242,11 +181,3 @@ def _launcher(request: Request, machine: Machine, strategy: Strategy, topology: 
         word = strategy.launchers[0]
         _refuse(why_not_launch_by(word, machine))
     return word
-
-
-def _counted(found: Found) -> str:
-    return f"{found.num_devices} {found.accelerator.name} device{'s' * (found.num_devices != 1)}"
-
-
-def _capital(sentence: str) -> str:
-    return sentence[0].upper() + sentence[1:]

@@ -33,8 +33,8 @@ def choose_launcher(
         return _existing(word, topology, world)
     if word == "external":
         raise ValueError(
-            "`launcher='external'` takes its ranks from torchrun, srun or the variables RANK and WORLD_SIZE, and none of "
-            "them is set. Start the script with `torchrun`, or pass `launcher='auto'`."
+            "`launcher='external'` takes its ranks from torchrun, srun or the variables RANK and WORLD_SIZE, and none "
+            "of them is set. Start the script with `torchrun`, or pass `launcher='auto'`."
         )
     if topology.size == 1:
         return Inline()
@@ -56,8 +56,8 @@ def _existing(word: str, topology: Topology, world: World) -> Launcher:
         )
     if topology.size not in (1, world.size):
         raise ValueError(
-            f"{topology.size} ranks were asked for, but this process is rank {world.rank} of {world.size} already, made "
-            f"by {world.launcher}. Ask for {world.size}."
+            f"{topology.size} ranks were asked for, but this process is rank {world.rank} of {world.size} already, "
+            f"made by {world.launcher}. Ask for {world.size}."
         )
     return External(world)
 
@@ -70,8 +70,8 @@ def _automatic(topology: Topology, function: Callable[..., Any] | None) -> Launc
         if unsafe is None:
             return Fork(topology)
         raise ValueError(
-            f"`launch({_name(function)})` cannot fork: {unsafe}. And a fresh process cannot import the function, because "
-            f"it is local, or defined in {program.words}. Move it to the top level of a module file: then "
+            f"`launch({_name(function)})` cannot fork: {unsafe}. And a fresh process cannot import the function, "
+            f"because it is local, or defined in {program.words}. Move it to the top level of a module file: then "
             "`launcher='forkserver'` starts it. Or launch before the first tensor operation."
         )
     if program.kind == "interactive":
@@ -107,8 +107,8 @@ def _named(word: str, topology: Topology, function: Callable[..., Any] | None) -
 
 
 NO_NEXT_LINE = (
-    "`launch()` in an interactive session: the lines to come are typed into one process, and several ranks cannot share "
-    "them. Pass what they shall do as a function: `launch(function)`, with `launcher='fork'` where you typed it here."
+    "`launch()` in an interactive session: the lines to come are typed into one process, and several ranks cannot "
+    "share them. Pass what they do as a function: `launch(function)`, with `launcher='fork'` where it was typed here."
 )
 
 

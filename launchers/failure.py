@@ -50,7 +50,8 @@ def describe(failures: Sequence[Failure], size: int, ended: Sequence[int] = ()) 
             lines.append(f"rank {other.rank} of {size}, {when}: {_one_line(other.summary)}")
     if root.lost_peer and ended:
         lines += [f"rank {rank} of {size}: left with exit code 0 while others still waited for it" for rank in ended]
-    lines.append(f"rank {root.rank} of {size} failed first: {root.summary if not root.traceback else _one_line(root.summary)}")
+    summary = _one_line(root.summary) if root.traceback else root.summary
+    lines.append(f"rank {root.rank} of {size} failed first: {summary}")
     if root.traceback:
         lines += ["", root.traceback]
     return "\n".join(lines)

@@ -47,10 +47,9 @@ class Fork(Launcher):
     def enter(self) -> World:
         with Supervisor(self.topology, "fork", expects_results=False) as supervisor:
             started = _fork_all(supervisor)
-            if started is not None:
-                return started[0]
-            supervisor.wait()
-        ending.leave(supervisor)
+            if started is None:
+                supervisor.wait()
+        return started[0] if started is not None else ending.leave(supervisor)
 
 
 def _fork_all(supervisor: Supervisor) -> tuple[World, Reporter] | None:

@@ -29,7 +29,7 @@ def fork_is_safe() -> str | None:
         return f"the accelerator {device} is initialised in this process, and a forked process cannot use it"
     threads = [thread.name for thread in threading.enumerate() if not _belongs_here(thread)]
     if threads:
-        return f"this process runs other Python threads ({', '.join(threads)}), whose locks a fork would copy as they stand"
+        return f"this process runs other Python threads ({', '.join(threads)}), whose locks a fork would copy"
     num_notebook = threading.active_count() - 1
     num_native = _num_threads() - 1 - num_notebook - sum(_openblas_threads())
     if num_native > 0:

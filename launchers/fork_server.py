@@ -4,7 +4,7 @@ It is started by the first launch that needs it and stays for the next ones. It 
 its socket ends; its ranks end with it, because the kernel tells them.
 
 Ours and not `multiprocessing`'s: the ranks get the standard streams of the launch and not of the server, the exit
-code is known to the supervisor, no resource tracker stays behind, and what others preload there is none of our business.
+code is known to the supervisor, no resource tracker stays behind, and nobody else decides what is preloaded.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ class ForkServer:
 
         def reap() -> int:
             status = os.read(status_reader, NUMBER.size)
-            return int(NUMBER.unpack(status)[0]) if status else -signal.SIGKILL  # the server died, and its ranks with it
+            # No status: the server died, and its ranks with it.
+            return int(NUMBER.unpack(status)[0]) if status else -signal.SIGKILL
 
         return Child(
             rank=world.rank,

@@ -42,7 +42,7 @@ class Inheritance:
         )
 
     def give_surroundings(self) -> None:
-        """First thing in the rank: environment, folder, path and arguments, before anything of the user's is imported."""
+        """First thing in the rank, before anything of the user's is imported."""
         os.environ.clear()
         os.environ.update(self.environ)
         os.chdir(self.folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -44,15 +45,11 @@ def exit_fd(pid: int) -> int:
 def kill_group(pid: int, number: int) -> None:
     """Send a signal to a rank and to whatever it started. A rank that is gone, or not yet its own group, is fine."""
     for send in (os.killpg, os.kill):
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             send(pid, number)
-        except (ProcessLookupError, PermissionError):
-            continue
 
 
 def signal_rank(pid: int, number: int) -> None:
     """Send a signal to a rank alone: its data-loader workers are its own business."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass

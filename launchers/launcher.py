@@ -59,8 +59,8 @@ class Topology:
             )
         if self.num_nodes > 1 and self.main_port == 0:
             raise ValueError(
-                f"`num_nodes={self.num_nodes}` with `main_port=0`: the other nodes cannot know a port that node 0 picks "
-                "for itself. Pass the same free port on every node, for example `main_port=29500`."
+                f"`num_nodes={self.num_nodes}` with `main_port=0`: the other nodes cannot know a port that node 0 "
+                "picks for itself. Pass the same free port on every node, for example `main_port=29500`."
             )
 
     @property

@@ -92,7 +92,9 @@ def run_again(program: Program) -> None:
         spec = importlib.util.find_spec(program.target)
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{program.target}.__main__")
-        assert spec is not None and spec.loader is not None and spec.origin is not None
+        assert spec is not None
+        assert spec.loader is not None
+        assert spec.origin is not None
         path, code = spec.origin, spec.loader.get_code(spec.name)  # type: ignore[attr-defined]
     elif os.path.isdir(program.target) or not program.target.endswith(".py"):
         # A folder or an archive with a `__main__`, compiled code, a script without an ending: runpy knows them.

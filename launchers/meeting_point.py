@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from fabric.launchers.launcher import Topology
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
 EXIT_BARRIER_SECONDS = 300
 """How long node 0 serves the store for nodes that have not ended yet. torchrun's exit barrier is as long."""
@@ -36,7 +36,7 @@ class MeetingPoint:
         """Serve. Called once all ranks of this node have been started."""
         if self._socket is None:
             return
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         self._store = TCPStore(
             "127.0.0.1",
@@ -78,7 +78,7 @@ class MeetingPoint:
 
     def _await_nodes(self, failed: bool) -> None:
         """Tell node 0 that this node has ended; as node 0, wait for the others, so that none loses the store."""
-        from torch.distributed import DistStoreError, TCPStore
+        from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defined]
 
         topology = self._topology
         try:
@@ -86,7 +86,7 @@ class MeetingPoint:
                 topology.main_address, self.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5)
             )
             if store.add("fabric/nodes_ended", 1) == topology.num_nodes or failed:
-                store.set("fabric/all_ended", b"")
+                store.set("fabric/all_ended", "")
             if topology.node_rank == 0 and not failed:
                 store.wait(["fabric/all_ended"], timedelta(seconds=EXIT_BARRIER_SECONDS))
         except DistStoreError:

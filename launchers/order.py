@@ -46,7 +46,7 @@ class RunScript:
 
 def write(world: World, task: CallFunction | RunScript) -> IO[bytes]:
     """The order as an open file, at its start."""
-    file = tempfile.TemporaryFile()
+    file = tempfile.TemporaryFile()  # noqa: SIM115  the caller closes it
     pickle.dump([entry or os.getcwd() for entry in sys.path], file)
     pickle.dump((world, task), file)
     file.flush()

@@ -62,6 +62,10 @@ def spawn(topology: Topology) -> Processes:
     return Processes(topology, "spawn", lambda world, task: start_interpreter(program, world, task))
 
 
-def forkserver(topology: Topology, preload: tuple[str, ...] = ("torch", "torch.distributed")) -> Processes:
+PRELOAD = ("torch", "torch.distributed", "torch._dynamo")
+"""The first optimizer, and `DistributedDataParallel`, import dynamo: a second in every rank without this."""
+
+
+def forkserver(topology: Topology, preload: tuple[str, ...] = PRELOAD) -> Processes:
     """Ranks as forks of a server that has imported `preload` once and done nothing else."""
     return Processes(topology, "forkserver", lambda world, task: fork_server().start(world, task, preload))

@@ -89,7 +89,7 @@ def rank_environ(world: World, environ: dict[str, str]) -> dict[str, str]:
 
 
 def run_and_end(link: Reporter, everyone: bool, worker: Callable[..., Any], world: World, *args: Any) -> NoReturn:
-    """Run the function as this rank, report, and end the process. `everyone`: all results travel, not only the first."""
+    """Run the function as this rank, report its result, and end the process. `everyone`: not only the first rank's."""
 
     def report() -> None:
         result = worker(world, *args)
@@ -113,7 +113,7 @@ def run_to_the_end(program: Callable[[], Any]) -> NoReturn:
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
     try:
-        threading._shutdown()
+        threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

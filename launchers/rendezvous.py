@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from fabric.launchers.world import Rendezvous, World
 
 if TYPE_CHECKING:
-    from torch.distributed import Store, TCPStore
+    from torch._C._distributed_c10d import Store, TCPStore
 
 SAY_EVERY_SECONDS = 5.0
 """How long a wait lasts before it says for whom it waits. Unmeasured: long enough that a normal start says nothing."""
@@ -34,7 +34,7 @@ def join(world: World, timeout_seconds: float, say: Callable[[str], None]) -> St
     missing. A world of one opens no port.
     Raises: TimeoutError: some rank did not arrive within `timeout_seconds`; the message names them.
     """
-    from torch.distributed import HashStore, PrefixStore
+    from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
     if world.rendezvous is None:
         return HashStore()
@@ -51,7 +51,7 @@ def _connect(
     world: World, at: Rendezvous, deadline: float, timeout_seconds: float, say: Callable[[str], None]
 ) -> TCPStore:
     """A connection to the store; on rank 0 the store itself where nobody else serves it."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     timeout = timedelta(seconds=timeout_seconds)
     if world.rank == 0 and not at.hosted:
@@ -67,7 +67,7 @@ def _serve(address: str, port: int) -> TCPStore:
     Kept, because the other ranks are connected to it for as long as they live: a second meeting in this process finds
     the server of the first one, instead of a port that is taken.
     """
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     try:
         return TCPStore(address, port, is_master=True, wait_for_workers=False)
@@ -93,8 +93,9 @@ def _await_server(
             now, reason = time.monotonic(), error
         if now > deadline:
             raise TimeoutError(
-                f"Rank {world.rank} of {world.size} waited {timeout_seconds:g} s for {server} at {at.address}:{at.port}: "
-                f"{reason}. Check that rank 0 was started, and that MASTER_ADDR and MASTER_PORT name its machine."
+                f"Rank {world.rank} of {world.size} waited {timeout_seconds:g} s for {server} at "
+                f"{at.address}:{at.port}: {reason}. Check that rank 0 was started, and that MASTER_ADDR and "
+                "MASTER_PORT name its machine."
             )
         if now > next_words and world.local_rank == 0:
             say(f"rank {world.rank} of {world.size} waits for {server} at {at.address}:{at.port}: {reason}")
@@ -109,9 +110,9 @@ def _await_everyone(
     """Return once every rank has called it. The last to arrive tells all: one message per rank, whatever the size."""
     from torch.distributed import DistStoreError
 
-    meeting.set(f"arrived/{world.rank}", b"")
+    meeting.set(f"arrived/{world.rank}", "")
     if meeting.add("num_arrived", 1) == world.size:
-        meeting.set("complete", b"")
+        meeting.set("complete", "")
     while True:
         remaining_seconds = max(deadline - time.monotonic(), 0.001)
         try:

@@ -39,15 +39,15 @@ class Script(Launcher):
         self.topology, self.program = topology, this_program()
         if not self.program.can_run_again:
             raise ValueError(
-                f"`launcher='script'` runs the program's file once per rank, but this is {self.program.words}: there is "
-                "no file. Pass `launcher='fork'`, or save the program and run it as `python FILE`."
+                f"`launcher='script'` runs the program's file once per rank, but this is {self.program.words}: there "
+                "is no file. Pass `launcher='fork'`, or save the program and run it as `python FILE`."
             )
 
     def launch(self, worker: Callable[..., R], *args: Any) -> R:
         if _launched:
             raise RuntimeError(
-                "A second `launch(function)` with `launcher='script'`: its ranks run the script again and would run the "
-                "first function. Pass `launcher='forkserver'`, which starts at the function."
+                "A second `launch(function)` with `launcher='script'`: its ranks run the script again and would run "
+                "the first function. Pass `launcher='forkserver'`, which starts at the function."
             )
         _launched.append(getattr(worker, "__qualname__", repr(worker)))
         with Supervisor(self.topology, "script", expects_results=True) as supervisor:

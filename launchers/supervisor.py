@@ -14,8 +14,8 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
-from typing import Any
 
 from fabric.launchers import failure
 from fabric.launchers.guardian import Guardian
@@ -68,6 +68,8 @@ class Supervisor:
         self._stopping = False
         """Set once ranks have been told to end: what happens to them from then on is no failure of theirs."""
         self._abandoned = False
+        self._heeded = 0
+        """How many of the received signals have been acted on."""
 
     def __enter__(self) -> Supervisor:
         self._point = MeetingPoint(self.topology)
@@ -116,8 +118,8 @@ class Supervisor:
         """Return once every rank has ended, and the results, failures and ended ranks are known."""
         self._point.open()
         for child in list(self._running.values()):
-            self._selector.register(child.report_fd, selectors.EVENT_READ, lambda child=child: self._hear(child))
-            self._selector.register(child.exit_fd, selectors.EVENT_READ, lambda child=child: self._bury(child))
+            self._selector.register(child.report_fd, selectors.EVENT_READ, partial(self._hear, child))
+            self._selector.register(child.exit_fd, selectors.EVENT_READ, partial(self._bury, child))
         self._heed()
         while self._running:
             self._turn()
@@ -182,9 +184,7 @@ class Supervisor:
             if self.failures and not self._stopping:
                 self._after(REPORT_SECONDS, self._terminate)
         elif not any(known.rank == child.rank for known in self.failures):
-            self._fail(
-                failure.death(child.rank, at_ns, code, child.inbox.fatal_stack, without_result=without_result)
-            )
+            self._fail(failure.death(child.rank, at_ns, code, child.inbox.fatal_stack, without_result=without_result))
 
     def _fail(self, report: Failure) -> None:
         """Note a failure. The first one ends the other ranks."""
@@ -223,10 +223,8 @@ class Supervisor:
                 signal_rank(child.pid, number)
             if number in ENDING:
                 self._stopping = True
-                self._after(PATIENCE_SECONDS, lambda number=number: self._say_we_wait(number))
+                self._after(PATIENCE_SECONDS, partial(self._say_we_wait, number))
                 self._after(GRACE_SECONDS, self._kill)
-
-    _heeded = 0
 
     def _say_we_wait(self, number: int) -> None:
         ranks = ", ".join(str(rank) for rank in sorted(self._running))

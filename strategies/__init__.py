@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fabric.strategies.ddp import DDPStrategy as DDPStrategy
     from fabric.strategies.dp import DataParallelStrategy as DataParallelStrategy
+    from fabric.strategies.fsdp import FSDPStrategy as FSDPStrategy
     from fabric.strategies.precision.precision import Precision as Precision
     from fabric.strategies.registry import available_strategies as available_strategies
     from fabric.strategies.registry import register_strategy as register_strategy
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _HOME = {
     "DDPStrategy": "ddp",
     "DataParallelStrategy": "dp",
+    "FSDPStrategy": "fsdp",
     "Precision": "precision.precision",
     "SingleDeviceStrategy": "single",
     "Strategy": "strategy",
@@ -30,6 +32,7 @@ _HOME = {
 __all__ = [
     "DDPStrategy",
     "DataParallelStrategy",
+    "FSDPStrategy",
     "Precision",
     "SingleDeviceStrategy",
     "Strategy",

@@ -7,6 +7,7 @@ another rank, so rank 0 may evaluate alone.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -128,8 +129,10 @@ class _Averaging:
             find_unused_parameters=options.find_unused_parameters,
             static_graph=options.static_graph,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
-            broadcast_buffers=False,  # done after forward, see _follow_rank_zero
+            **_BUFFERS_ARE_OURS,
         )
+        if self.follow_buffers:
+            self._follow_rank_zero()
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
@@ -176,6 +179,16 @@ class _Averaging:
             parts = flat.split_with_sizes([buffer.numel() for buffer in buffers])
             for buffer, part in zip(buffers, parts, strict=True):
                 buffer.data.copy_(part.view_as(buffer))  # .data: autograd may have saved the buffer, and ignores it
+
+
+# torch 2.13 warns of the old name; 2.9 has no other.
+_BUFFERS_ARE_OURS: dict[str, Any] = {
+    next(
+        name
+        for name in ("forward_sync_buffers", "broadcast_buffers")
+        if name in inspect.signature(DistributedDataParallel).parameters
+    ): False
+}
 
 
 def _version(gradient: Tensor | None) -> int:

@@ -20,9 +20,14 @@ Around: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any
 
 @final
 class ForwardPath:
-    """The methods of one module that run the strategy's way. `around=None`: nothing to do around them."""
+    """The methods of one module that run the strategy's way. `around=None`: nothing to do around them.
 
-    def __init__(self, module: nn.Module, around: Around | None) -> None:
+    `on_mark`: called with the name of each further method before it is replaced, and may replace it itself.
+    """
+
+    def __init__(
+        self, module: nn.Module, around: Around | None, on_mark: Callable[[str], None] = lambda name: None
+    ) -> None:
         if "mark_forward_method" in dir(module):
             raise ValueError(
                 f"`{type(module).__name__}` already has a `mark_forward_method`: it was set up before, or defines "
@@ -30,6 +35,7 @@ class ForwardPath:
             )
         self.module = module
         self.around = around
+        self._on_mark = on_mark
         self.running = False
         self._given: dict[str, Any] = {}
         self._replace("forward")
@@ -45,13 +51,16 @@ class ForwardPath:
                 f"`mark_forward_method({name!r})`: `{type(self.module).__name__}` has no method `{name}`. "
                 "Write the name of a method of the module that was passed to `setup`."
             )
+        given = vars(self.module).get(name)
+        self._on_mark(name)
         self._replace(name)
+        self._given[name] = given
 
     def release(self) -> None:
         """Leave the module as it was given."""
         for name, given in self._given.items():
             if given is None:
-                object.__delattr__(self.module, name)
+                vars(self.module).pop(name, None)
             else:
                 object.__setattr__(self.module, name, given)
         object.__delattr__(self.module, "mark_forward_method")

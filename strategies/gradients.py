@@ -1,12 +1,27 @@
-"""Clipping, where every rank holds whole gradients."""
+"""Clipping, whether each rank holds whole gradients, shards of them, or both in one model.
+
+# Note [Norms over several meshes]
+torch's own clipping raises where gradients lie on different meshes, or some in shards and some not. So gradients are
+grouped by how they lie: one norm over this rank's shards of a group, one reduction over the group's mesh, and then the
+norm of the norms. Scaling and clamping need no other rank, and work on what each rank holds.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fabric.strategies.precision.loss_scaler import LossScaler
+from fabric.strategies.shards import as_sharded, local_part
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -20,19 +35,69 @@ def clip_norm(
     """Scale the gradients so that their norm is at most `max_norm`, and give the norm from before.
 
     With a loss scaler a norm that is not finite is the scaler's business: the step will be skipped, and nothing raises.
+    Ranks: all that hold a shard of a gradient. Raises: RuntimeError: the norm is not finite; nothing was scaled.
     """
     if scaler is not None and not scaler.unscale(optimizer):
         error_if_nonfinite = False
-    return torch.nn.utils.clip_grad_norm_(
-        parameters_of(optimizer), max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
-    )
+    parameters = parameters_of(optimizer)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if all(as_sharded(gradient) is None for gradient in gradients):
+        return torch.nn.utils.clip_grad_norm_(
+            parameters, max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
+        )
+    norm = total_norm(gradients, norm_type)
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(
+            f"The gradients' total norm of order {norm_type} is {norm.item()}, so they cannot be clipped, and were "
+            "left as they are. Pass `error_if_nonfinite=False` to go on all the same."
+        )
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for gradient in gradients:
+        part = local_part(gradient)
+        part.mul_(factor.to(part.device))
+    return norm
 
 
 def clip_value(optimizer: Optimizer, clip_val: float, scaler: LossScaler | None) -> None:
     """Clamp each gradient to `[-clip_val, clip_val]`."""
     if scaler is not None:
         scaler.unscale(optimizer)
-    torch.nn.utils.clip_grad_value_(parameters_of(optimizer), clip_val)
+    for parameter in parameters_of(optimizer):
+        if parameter.grad is not None:
+            local_part(parameter.grad).clamp_(-clip_val, clip_val)
+
+
+@torch.no_grad()
+def total_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The norm of all gradients together, over all shards, the same on every rank.
+
+    See Note [Norms over several meshes]. Raises: ValueError: an order that is not positive, for shards.
+    """
+    if norm_type <= 0:
+        raise ValueError(f"`norm_type={norm_type}` over shards: write a positive order, such as 2.0 or float('inf').")
+    groups: dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, list[Tensor]] = {}
+    for gradient in gradients:
+        sharded = as_sharded(gradient)
+        layout = None if sharded is None else (sharded.device_mesh, tuple(sharded.placements))
+        groups.setdefault(layout, []).append(local_part(gradient))
+    norms = []
+    for layout, parts in groups.items():
+        held = [part for part in parts if part.numel()]  # a rank beyond a tensor's rows holds nothing of it
+        norm = torch.nn.utils.get_total_norm(held, norm_type) if held else parts[0].new_zeros(())
+        norms.append(norm if layout is None else _over_mesh(norm.float(), norm_type, *layout))
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+
+
+def _over_mesh(norm: Tensor, norm_type: float, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
+    """The norm over the axes along which tensors are cut; along the others every rank has the same."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    largest = math.isinf(norm_type)
+    partial = Partial("max" if largest else "sum")
+    over = [partial if placement.is_shard() else Replicate() for placement in placements]
+    local = (norm if largest else norm**norm_type).to(mesh.device_type)
+    reduced = DTensor.from_local(local, mesh, over, run_check=False).full_tensor()
+    return reduced if largest else reduced ** (1 / norm_type)
 
 
 def move_state(optimizer: Optimizer, device: torch.device) -> None:

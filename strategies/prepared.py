@@ -46,10 +46,8 @@ class Prepared:
     """How the whole state of the model, and of optimizers of its parameters, is saved and loaded."""
 
     def holds(self, obj: nn.Module | Optimizer) -> bool:
-        """Whether `obj` is this model, a part of it, or an optimizer of its parameters."""
+        """Whether `obj` is this model, a part of it, or an optimizer of its parameters as they are now."""
         if isinstance(obj, nn.Module):
             return any(part is obj for part in uncompiled(self.module).modules())
-        if any(optimizer is obj for optimizer in self.optimizers):
-            return True
         own = {id(parameter) for parameter in self.module.parameters()}
         return any(id(parameter) in own for group in obj.param_groups for parameter in group["params"])

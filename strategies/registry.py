@@ -32,6 +32,18 @@ class Registration:
     source: str = "torchfabric"
     """Who named it: torchfabric, a distribution, or this program."""
 
+    def strategy(self) -> Strategy:
+        """A strategy of this name, complete. Raises TypeError where something else was made."""
+        from fabric.strategies.strategy import Strategy
+
+        made = self.make()
+        if not isinstance(made, Strategy):
+            raise TypeError(
+                f"The strategy {self.name!r} of {self.source} made {made!r}, which is a `{type(made).__name__}` and no "
+                f"`fabric.strategies.Strategy`. Register a callable that returns one."
+            )
+        return made
+
 
 def _built_in(name: str, path: str, description: str, **options: Any) -> Registration:
     module, attribute = path.split(":")
@@ -55,6 +67,17 @@ _TABLE = (
         "ddp for models that leave out some parameters in some steps",
         find_unused_parameters=True,
     ),
+    _built_in("fsdp", "fsdp:FSDPStrategy", "parameters, gradients and optimizer state in shards (FSDP2)"),
+    _built_in("fsdp_cpu_offload", "fsdp:FSDPStrategy", "fsdp, shards in the CPU's memory", cpu_offload=True),
+    _built_in("hsdp", "fsdp:FSDPStrategy", "fsdp within each node, replicas over nodes", device_mesh="nodes"),
+    _built_in("ddp_sharded", "fairscale_ddp:FairScaleShardedStrategy", "FairScale: gradients, optimizer state split"),
+    _built_in(
+        "ddp_sharded_spawn",
+        "fairscale_ddp:FairScaleShardedStrategy",
+        "ddp_sharded, processes started by spawn",
+        launcher="spawn",
+    ),
+    _built_in("ddp_fully_sharded", "fairscale_fsdp:FairScaleFSDPStrategy", "FairScale: everything in slices; see fsdp"),
 )
 _BUILT_IN: Mapping[str, Registration] = {registration.name: registration for registration in _TABLE}
 _REGISTERED: dict[str, Registration] = {}
@@ -87,7 +110,7 @@ def make_strategy(name: str) -> Strategy:
             f"`strategy={name!r}` names no strategy. {near}Write 'auto' or one of {', '.join(map(repr, known))}; "
             f"`register_strategy` adds one."
         )
-    return _checked(registration)
+    return registration.strategy()
 
 
 def register_strategy(name: str, factory: Callable[[], Strategy], *, description: str = "") -> None:
@@ -128,15 +151,3 @@ def _installed() -> dict[str, Registration]:
 
 def _load_and_call(entry: EntryPoint) -> Any:
     return entry.load()()
-
-
-def _checked(registration: Registration) -> Strategy:
-    from fabric.strategies.strategy import Strategy
-
-    strategy = registration.make()
-    if not isinstance(strategy, Strategy):
-        raise TypeError(
-            f"The strategy {registration.name!r} of {registration.source} made {strategy!r}, which is a "
-            f"`{type(strategy).__name__}` and no `fabric.strategies.Strategy`. Register a callable that returns one."
-        )
-    return strategy

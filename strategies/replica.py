@@ -110,8 +110,10 @@ def backward_through(scaler: LossScaler | None, watches: Sequence[Watch]) -> Cal
     """The backward of whole models: scale the loss if the precision asks for it, and check what the watches ask."""
 
     def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        # Scaled before anybody watches: scaling brings gradients that are there already to the same scale.
+        scaled = loss if scaler is None else scaler.scale_loss(loss)
         checks = [check for watch in watches if (check := watch()) is not None]
-        (loss if scaler is None else scaler.scale_loss(loss)).backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        scaled.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
         for check in checks:
             check()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +14,10 @@ from fabric.launchers.world import World
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.precision.loss_scaler import LossScaler, loss_scaler_for
 from fabric.strategies.precision.precision import Precision
+from fabric.strategies.shards import local_part
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,21 +35,38 @@ class Runtime:
     """Present exactly when `precision.scales_loss`."""
     report: Callable[[str], None]
     """Tells the person who runs the job a sentence, by the standard logger `fabric`; silent on all ranks but zero."""
+    mesh: DeviceMesh | None = None
+    """The ranks along named axes, where the strategy has axes."""
 
 
-def connect(world: World, devices: Sequence[torch.device], collective: Collective, precision: Precision) -> Runtime:
-    """Meet the other ranks, and give what this one owns from then on."""
+def connect(
+    world: World,
+    devices: Sequence[torch.device],
+    collective: Collective,
+    precision: Precision,
+    *,
+    in_shards: bool = False,
+) -> Runtime:
+    """Meet the other ranks, and give what this one owns from then on.
+
+    `in_shards`: ranks hold different gradients, so that all must decide together whether one overflowed.
+    """
     collective.setup()
     report = logging.getLogger("fabric").warning if world.is_global_zero else _keep_quiet
+    shared = (partial(_any_rank, collective), local_part) if in_shards else ()
     return Runtime(
         world=world,
         device=devices[0],
         devices=tuple(devices),
         collective=collective,
         precision=precision,
-        loss_scaler=loss_scaler_for(precision, report),
+        loss_scaler=loss_scaler_for(precision, report, *shared),
         report=report,
     )
+
+
+def _any_rank(collective: Collective, decision: bool) -> bool:
+    return collective.reduce_boolean_decision(decision, require_all=False)
 
 
 def _keep_quiet(sentence: str) -> None:

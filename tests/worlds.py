@@ -19,9 +19,6 @@ from fabric.launchers.world import World
 
 R = TypeVar("R")
 
-PRELOAD = ("torch", "torch.distributed", "torch._dynamo")
-"""`DistributedDataParallel` imports dynamo, which takes a second in every rank where the server has not."""
-
 
 def run_world(size: int, body: Callable[..., R], *args: Any) -> list[R]:
     """Call `body(world, *args)` on `size` processes, and give what they returned, in rank order.
@@ -29,7 +26,7 @@ def run_world(size: int, body: Callable[..., R], *args: Any) -> list[R]:
     Raises: WorkerError: a rank raised, died, or left without a result.
     """
     module = sys.modules[body.__module__]
-    launcher = forkserver(Topology(num_processes=size), preload=PRELOAD)
+    launcher = forkserver(Topology(num_processes=size))
     return launcher.launch_all(_rank, module.__name__, module.__file__, pickle.dumps((body, args)))
 
 

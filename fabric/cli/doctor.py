@@ -71,9 +71,8 @@ def _strategy(machine: Machine, registration: Registration) -> dict[str, Any]:
     alone = replace(machine, world=None)
     runs_on, why_not = [], None
     for found in machine.usable():
-        request = Request(accelerator=found.accelerator.name, strategy=registration.name)
         try:
-            resolve(request, alone)
+            resolve(Request(accelerator=found.accelerator, strategy=registration.strategy()), alone)
         except Exception as error:  # anybody's strategy, and whatever keeps it from being made is the answer
             why_not = str(error) or type(error).__name__
         else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
@@ -44,18 +45,24 @@ class TensorBoardLogger:
         writer.flush()
 
     def close(self) -> None:
-        """Close the event file. A later metric begins a new run."""
-        if self._writer is not None and self._process_id == os.getpid():
-            self._writer.close()
+        """Close the event file, as the end of the logger or of the program does. A later metric begins a new run."""
+        if self._writer is not None:
+            _close(self._writer, self._process_id)
         self._writer = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.root, self.name, self.version)
 
     def _open(self) -> Any:
-        if self._writer is None or self._process_id != os.getpid():  # a fork copies the writer, but not its thread
+        if self._writer is None or self._process_id != os.getpid():
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(make_run_directory(self.root, self.name, self.version)))
             self._process_id = os.getpid()
+            weakref.finalize(self, _close, self._writer, self._process_id)
         return self._writer
+
+
+def _close(writer: Any, process_id: int) -> None:
+    if process_id == os.getpid():  # a fork copies the writer but not its thread, for which closing would wait for ever
+        writer.close()

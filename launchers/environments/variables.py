@@ -29,7 +29,7 @@ def checked(world: World, environ: Mapping[str, str], *names: str) -> World:
     """The world, once its numbers are known to fit together."""
     if world.num_nodes * world.local_size < world.size:
         raise ValueError(
-            f"{show(environ, *names)}: {world.num_nodes} node(s) with {world.local_size} ranks each hold fewer than the "
-            f"{world.size} ranks of the world. Make the variables agree."
+            f"{show(environ, *names)}: {world.num_nodes} node(s) with {world.local_size} ranks each hold fewer than "
+            f"the {world.size} ranks of the world. Make the variables agree."
         )
     return world

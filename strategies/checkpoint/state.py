@@ -100,7 +100,8 @@ def restore(
 ) -> dict[str, Any]:
     """Give `content` back to the objects of `state`, in place; what `state` does not name is returned.
 
-    Stateful objects load their part, other entries are replaced. Raises: KeyError: `strict`, and `content` lacks a name.
+    Stateful objects load their part, other entries are replaced.
+    Raises: KeyError: `strict`, and `content` lacks a name.
     """
     missing = [name for name in state if name not in content]
     if strict and missing:

@@ -34,8 +34,8 @@ class _Gradients:
 class LossScaler:
     """Multiplies losses and divides gradients by one scale, which adapts.
 
-    `decide`: turns this rank's "it overflowed" into that of all ranks, for strategies whose ranks hold different
-    gradients. `report` gets a sentence for each skipped step.
+    `decide`: turns this rank's "it overflowed" into that of all ranks, and `local` a gradient into what this rank holds
+    of it, for strategies whose ranks hold different gradients. `report` gets a sentence for each skipped step.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class LossScaler:
         backoff_factor: float = 0.5,
         growth_interval_steps: int = 2000,
         decide: Callable[[bool], bool] = bool,
+        local: Callable[[Tensor], Tensor] | None = None,
         report: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         self.scale = init_scale
@@ -54,6 +55,7 @@ class LossScaler:
         self.growth_interval_steps = growth_interval_steps
         self.num_skipped = 0
         self._decide = decide
+        self._local = local
         self._report = report
         self._good_steps = 0
         self._stepped = False
@@ -87,7 +89,7 @@ class LossScaler:
         gradients = self._known[optimizer]
         if gradients.scale != 1.0:
             self._rescale(optimizer, gradients, 1.0)
-            gradients.overflowed = self._decide(not _all_finite(_gradients_of(optimizer)))
+            gradients.overflowed = self._decide(not _all_finite(self._gradients_of(optimizer)))
         return not gradients.overflowed
 
     def state_dict(self) -> dict[str, Any]:
@@ -115,10 +117,14 @@ class LossScaler:
 
     def _rescale(self, optimizer: Optimizer, gradients: _Gradients, scale: float) -> None:
         if gradients.scale != scale:
-            present = _gradients_of(optimizer)
+            present = self._gradients_of(optimizer)
             if present:
                 torch._foreach_mul_(present, scale / gradients.scale)
             gradients.scale = scale
+
+    def _gradients_of(self, optimizer: Optimizer) -> list[Tensor]:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return gradients if self._local is None else [self._local(gradient) for gradient in gradients]
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(argument is not None for argument in (*args[1:], *kwargs.values())):  # args[0] is the optimizer
@@ -150,18 +156,22 @@ class LossScaler:
             )
 
 
-def loss_scaler_for(precision: Precision, report: Callable[[str], None]) -> LossScaler | None:
+def loss_scaler_for(
+    precision: Precision,
+    report: Callable[[str], None],
+    decide: Callable[[bool], bool] = bool,
+    local: Callable[[Tensor], Tensor] | None = None,
+) -> LossScaler | None:
     """The scaler that the precision needs, if it needs one."""
-    return LossScaler(report=report) if precision.scales_loss else None
-
-
-def _gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if not precision.scales_loss:
+        return None
+    return LossScaler(init_scale=precision.init_scale, report=report, decide=decide, local=local)
 
 
 def _all_finite(gradients: list[Tensor]) -> bool:
     # One kernel per tensor and one transfer: 0.16 of asking each tensor.
-    if not gradients:
+    held = [gradient for gradient in gradients if gradient.numel()]
+    if not held:
         return True
-    norms = torch._foreach_norm(gradients, float("inf"))
+    norms = torch._foreach_norm(held, float("inf"))
     return bool(torch.stack([norm.to(norms[0].device) for norm in norms]).isfinite().all())

@@ -31,6 +31,8 @@ class Precision:
     scales_loss: bool = False
     """Losses are multiplied before backward, so that small float16 gradients do not vanish (Micikevicius et al.,
     ICLR 2018), and gradients divided before the step."""
+    init_scale: float = 2.0**16
+    """The first factor; it adapts. A power of two, so that it changes no digit."""
 
     @property
     def is_mixed(self) -> bool:

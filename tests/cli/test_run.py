@@ -37,6 +37,12 @@ START_OTHERS = (
         if "AGAIN" not in os.environ else None
 """
 )
+RANKS = """
+from fabric import Fabric
+fabric = Fabric()
+fabric.launch()
+print(f"rank {fabric.global_rank} of {fabric.world_size}\\n", end="", flush=True)
+"""
 
 
 def fabric(*arguments: str, at: Path, command: tuple[str, ...] = ("-m", "fabric")) -> subprocess.CompletedProcess[str]:
@@ -131,3 +137,26 @@ def test_the_command_line_imports_no_torch(tmp_path: Path, arguments: tuple[str,
     )
     done = fabric(*arguments, at=tmp_path, command=("-c", code))
     assert done.stderr.endswith("[]\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["auto", "script", "fork"])
+def test_the_script_runs_in_as_many_processes_as_were_asked_for(tmp_path: Path, launcher: str) -> None:
+    (tmp_path / "ranks.py").write_text(RANKS)
+    done = fabric("run", "--accelerator", "cpu", "--devices", "2", "--launcher", launcher, "ranks.py", at=tmp_path)
+    assert sorted(line for line in done.stdout.splitlines() if line) == ["rank 0 of 2", "rank 1 of 2"], done.stderr
+
+
+@pytest.mark.slow
+def test_another_number_of_devices_than_torchruns_processes_is_an_error_of_the_constructor(tmp_path: Path) -> None:
+    (tmp_path / "alone.py").write_text(
+        "from fabric import Fabric\nFabric(accelerator='cpu', devices=1)\nprint('made')\n"
+    )
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = fabric("alone.py", at=tmp_path, command=torchrun)
+    assert done.returncode != 0
+    assert "made" not in done.stdout
+    assert (
+        "ask for 1 process on this node, but torchelastic started 2 processes (2 on this node; read: RANK="
+        in done.stderr
+    )

@@ -6,13 +6,17 @@ is drawn anew in each run and printed, so that the suite finds what nobody thoug
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
+import loops
 import pytest
 import torch
-from loops import OPTIMIZERS, Outcome, Task, all_tasks, plain
+from loops import OPTIMIZERS, Outcome, Task, all_tasks, make_fabric, plain
 
-from fabric import Fabric
 from fabric.strategies import available_strategies
 from fabric.strategies.precision.precision import Precision
 
@@ -27,15 +31,16 @@ TOLERANCES = {
 }
 ONE_PROCESS = ("single_device", "dp")
 BY_SPAWN = ("ddp_spawn",)
+BY_FORK = ("ddp_fork", "ddp_notebook")
+Row = tuple[str, int, str]
 
 
-def rows() -> list[tuple[str, int, str]]:
+def rows() -> list[Row]:
     """Strategy, ranks and precision. Spawn starts each rank with an import of torch: there one row says it all."""
-    strategies = [
-        (name, size) for name in available_strategies() for size in ((1,) if name in ONE_PROCESS else (1, 2, 4))
-    ]
-    rows = [(name, size, "32-true") for name, size in strategies if name not in BY_SPAWN or size == 2]
-    rows += [(name, size, "64-true") for name, size in strategies if name not in BY_SPAWN]
+    names = [name for name in available_strategies() if name not in BY_FORK]
+    sizes = [(name, size) for name in names for size in ((1,) if name in ONE_PROCESS else (1, 2, 4))]
+    rows = [(name, size, "32-true") for name, size in sizes if name not in BY_SPAWN or size == 2]
+    rows += [(name, size, "64-true") for name, size in sizes if name not in BY_SPAWN]
     rows += [(name, size, word) for name, size in (("single_device", 1), ("ddp", 2)) for word in list(TOLERANCES)[2:]]
     return rows
 
@@ -50,19 +55,33 @@ def tasks(seed: int) -> list[Task]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "size", "precision"), rows())
-def test_losses_and_weights_equal_those_of_one_process(strategy: str, size: int, precision: str) -> None:
+@pytest.mark.parametrize("row", rows(), ids=lambda row: "-".join(map(str, row)))
+def test_losses_and_weights_equal_those_of_one_process(row: Row) -> None:
     seed = random.randrange(2**31)
     print(f"seed {seed}")
-    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=size, precision=precision)
-    outcomes = fabric.launch(all_tasks, tasks(seed))
+    compare_all(make_fabric(*row).launch(all_tasks, tasks(seed)), seed, row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", BY_FORK)
+def test_ranks_that_are_forks_give_the_numbers_of_one_process(strategy: str, tmp_path: Path) -> None:
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    rows = [(strategy, size, precision) for size in (1, 2, 4) for precision in ("32-true", "64-true")]
+    given, written = tmp_path / "given", tmp_path / "written"
+    torch.save((rows, tasks(seed)), given)
+    command = [sys.executable, loops.__file__, str(given), str(written)]
+    subprocess.run(command, check=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    # One thread: what a row computes in this process at one rank must not keep the next row from forking.
+    for row, outcomes in zip(rows, torch.load(written, weights_only=False), strict=True):
+        compare_all(outcomes, seed, row)
+
+
+def compare_all(outcomes: list[Outcome] | None, seed: int, row: Row) -> None:
+    """Raise AssertionError where losses or weights differ from those of plain PyTorch by more than the tolerance."""
     assert outcomes is not None
+    tolerance = TOLERANCES[row[2]]
     for task, outcome in zip(tasks(seed), outcomes, strict=True):
-        expected = plain(task, Precision.parse(precision))  # type: ignore[arg-type]
-        compare(outcome, expected, TOLERANCES[precision])
-
-
-def compare(outcome: Outcome, expected: Outcome, tolerance: float) -> None:
-    """Raise AssertionError where losses or weights differ by more than the tolerance."""
-    torch.testing.assert_close(outcome.losses, expected.losses, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(outcome.weights, expected.weights, rtol=tolerance, atol=tolerance)
+        expected = plain(task, Precision.parse(row[2]))  # type: ignore[arg-type]
+        torch.testing.assert_close(outcome.losses, expected.losses, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(outcome.weights, expected.weights, rtol=tolerance, atol=tolerance)

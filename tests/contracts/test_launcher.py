@@ -2,137 +2,120 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import run
 
 PROGRAM = '''
-import json, os, random, sys
+import json, os, sys
 from fabric.launchers import Topology, choose_launcher, detect_world, join
 
-def place(world, word):
-    return {"rank": world.rank, "size": world.size, "local_rank": world.local_rank, "launcher": world.launcher,
-            "environ": {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")},
-            "sees": detect_world(os.environ) == (world if world.size > 1 else None), "pid": os.getpid(), "word": word}
-
-def meet(world):
-    """Two meetings, one after another, in which every rank reads what every other wrote."""
+def function(world, word):
+    """Two meetings, one after another, in which every rank reads what every other wrote; and a large result."""
     read = []
     for number in range(2):
         store = join(world, 60, print)
         store.set(f"from {world.rank}", f"{number}.{world.rank}")
         read.append([store.get(f"from {rank}").decode() for rank in range(world.size)])
-    return read
+    return place(world) | {"word": word, "read": read, "large": bytes([world.rank]) * 10_000_000}
 
-def large(world, num_bytes):
-    return world.rank.to_bytes(1, "big") * num_bytes
+def place(world):
+    return {"rank": world.rank, "size": world.size, "local_rank": world.local_rank, "launcher": world.launcher,
+            "world_size": os.environ.get("WORLD_SIZE"), "parent": os.getppid(),
+            "sees": detect_world(os.environ) == (world if world.size > 1 else None)}
 
 def fail(world):
     raise KeyError("boom")
 
-def launcher(word, size, function):
-    return choose_launcher(word, Topology(num_processes=size), function=function, world=detect_world(os.environ))
+def launcher(function):
+    size = int(sys.argv[2])
+    return choose_launcher(sys.argv[1], Topology(num_processes=size), function=function, world=detect_world(os.environ))
 
-BEFORE = dict(os.environ)
-WORD, SIZE, CASE = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-
-def main():
-    match CASE:
-        case "place":
-            result = launcher(WORD, SIZE, place).launch(place, "argument")
-        case "meet":
-            result = launcher(WORD, SIZE, meet).launch(meet)
-        case "large":
-            result = len(launcher(WORD, SIZE, large).launch(large, 10_000_000))
-        case "environment":
-            launcher(WORD, SIZE, meet).launch(meet)
-            result = dict(os.environ) == BEFORE
-        case "fail":
-            try:
-                launcher(WORD, SIZE, fail).launch(fail)
-            except Exception as error:
-                cause = error if isinstance(error, KeyError) else error.__cause__
-                result = [type(cause).__name__, list(cause.args)]
-        case "enter":
-            result = place(launcher(WORD, SIZE, None).enter(), "entered")
-    if result is not None:
-        sys.stdout.write(json.dumps(result) + "\\n")
+def main(case):
+    before = dict(os.environ)
+    if case == "launch":
+        result = launcher(function).launch(function, "argument")
+        result |= {"large": len(result["large"]), "unchanged": dict(os.environ) == before}
+    elif case == "fail":
+        try:
+            launcher(fail).launch(fail)
+        except Exception as error:
+            cause = error if isinstance(error, KeyError) else error.__cause__
+            result = [type(cause).__name__, list(cause.args)]
+    else:
+        result = place(launcher(None).enter())
+    sys.stdout.write(json.dumps(result) + "\\n")
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[3])
 '''
 
-OURS = [("inline", 1), ("fork", 2), ("forkserver", 2), ("spawn", 2), ("script", 2)]
+STARTING = [("inline", 1), ("fork", 2), ("forkserver", 2), ("spawn", 2), ("script", 2)]
+ENTERING = [("inline", 1), ("fork", 2), ("script", 2)]
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def program(tmp_path: Path) -> Path:
-    path = tmp_path / "program.py"
-    path.write_text(PROGRAM)
-    return path
-
-
-def outcome(program: Path, word: str, size: int, case: str) -> list[object]:
+@functools.cache
+def outcome(word: str, size: int, case: str) -> list[Any]:
     """What the processes of one launch wrote, one line each."""
     before = ["-m", "torch.distributed.run", "--nproc-per-node", str(size)] if word == "external" else []
-    done = run([*before, program, word, str(size), case])
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder, "program.py")
+        program.write_text(PROGRAM)
+        done = run([*before, program, word, str(size), case])
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize(("word", "size"), OURS)
-def test_the_result_of_rank_zero_comes_home(program: Path, word: str, size: int) -> None:
-    (result,) = outcome(program, word, size, "place")
-    assert isinstance(result, dict)
+@pytest.mark.parametrize(("word", "size"), STARTING)
+def test_the_result_of_rank_zero_comes_home_once(word: str, size: int) -> None:
+    (result,) = outcome(word, size, "launch")
     assert (result["rank"], result["size"], result["local_rank"]) == (0, size, 0)
     assert (result["launcher"], result["word"]) == (word, "argument")
 
 
-@pytest.mark.parametrize(("word", "size"), OURS)
-def test_a_rank_finds_its_own_world_in_its_environment(program: Path, word: str, size: int) -> None:
-    (result,) = outcome(program, word, size, "place")
-    assert isinstance(result, dict)
+@pytest.mark.parametrize(("word", "size"), STARTING)
+def test_a_rank_finds_its_own_world_in_its_environment(word: str, size: int) -> None:
+    (result,) = outcome(word, size, "launch")
     assert result["sees"]
-    assert result["environ"]["WORLD_SIZE"] == (str(size) if size > 1 else None)
+    assert result["world_size"] == (str(size) if size > 1 else None)
 
 
-@pytest.mark.parametrize(("word", "size"), OURS)
-def test_all_ranks_meet_twice(program: Path, word: str, size: int) -> None:
-    (result,) = outcome(program, word, size, "meet")
-    assert result == [[f"{number}.{rank}" for rank in range(size)] for number in range(2)]
+@pytest.mark.parametrize(("word", "size"), STARTING)
+def test_all_ranks_meet_twice(word: str, size: int) -> None:
+    (result,) = outcome(word, size, "launch")
+    assert result["read"] == [[f"{number}.{rank}" for rank in range(size)] for number in range(2)]
 
 
-@pytest.mark.parametrize(("word", "size"), OURS)
-def test_a_result_larger_than_a_pipe_comes_home(program: Path, word: str, size: int) -> None:
-    assert outcome(program, word, size, "large") == [10_000_000]
+@pytest.mark.parametrize(("word", "size"), STARTING)
+def test_a_result_larger_than_a_pipe_comes_home(word: str, size: int) -> None:
+    assert outcome(word, size, "launch")[0]["large"] == 10_000_000
 
 
-@pytest.mark.parametrize(("word", "size"), OURS)
-def test_the_environment_of_the_launching_process_is_left_alone(program: Path, word: str, size: int) -> None:
-    assert outcome(program, word, size, "environment") == [True]
+@pytest.mark.parametrize(("word", "size"), STARTING)
+def test_the_environment_of_the_launching_process_is_left_alone(word: str, size: int) -> None:
+    assert outcome(word, size, "launch")[0]["unchanged"]
 
 
-@pytest.mark.parametrize(("word", "size"), OURS)
-def test_an_exception_comes_home_as_itself(program: Path, word: str, size: int) -> None:
-    assert outcome(program, word, size, "fail") == [["KeyError", ["boom"]]]
+@pytest.mark.parametrize(("word", "size"), STARTING)
+def test_an_exception_comes_home_as_itself(word: str, size: int) -> None:
+    assert outcome(word, size, "fail") == [["KeyError", ["boom"]]]
 
 
-@pytest.mark.parametrize(("word", "size"), [("inline", 1), ("fork", 2), ("script", 2)])
-def test_every_rank_goes_on_from_the_line_it_entered(program: Path, word: str, size: int) -> None:
-    results = outcome(program, word, size, "enter")
-    assert sorted(result["rank"] for result in results if isinstance(result, dict)) == list(range(size))
+@pytest.mark.parametrize(("word", "size"), ENTERING)
+def test_every_rank_goes_on_from_the_line_it_entered(word: str, size: int) -> None:
+    results = outcome(word, size, "enter")
+    assert sorted(result["rank"] for result in results) == list(range(size))
 
 
-@pytest.mark.parametrize("case", ["place", "meet", "enter"])
-def test_an_external_world_runs_every_rank_once(program: Path, case: str) -> None:
-    results = outcome(program, "external", 2, case)
-    assert len(results) == 2
-    if case == "meet":
-        assert results == [[["0.0", "0.1"], ["1.0", "1.1"]]] * 2
-    else:
-        assert sorted(result["rank"] for result in results if isinstance(result, dict)) == [0, 1]
-        assert {result["launcher"] for result in results if isinstance(result, dict)} == {"torchelastic"}
-
+@pytest.mark.parametrize("case", ["launch", "enter"])
+def test_an_external_world_runs_every_rank_once_and_each_keeps_its_own_result(case: str) -> None:
+    results = outcome("external", 2, case)
+    assert sorted(result["rank"] for result in results) == [0, 1]
+    assert {result["launcher"] for result in results} == {"torchelastic"}
+    assert all(result["sees"] for result in results)

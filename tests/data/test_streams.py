@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
-from multiprocessing.resource_tracker import ensure_running
+from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,13 +79,15 @@ def test_a_stream_that_each_rank_reads_whole_is_said_to_be() -> None:
 
 
 @pytest.fixture(scope="module")
-def resource_tracker() -> None:
-    """The process that Python starts with the first spawn and keeps until it ends itself."""
-    ensure_running()
+def tracker() -> None:
+    """The process that Python starts with the first spawn and keeps until it ends itself: here, before the test."""
+    resource_tracker.ensure_running()
+    while not Path(f"/proc/{resource_tracker._resource_tracker._pid}/cmdline").read_bytes():  # type: ignore[attr-defined]
+        os.sched_yield()
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("resource_tracker")
+@pytest.mark.usefixtures("tracker")
 @pytest.mark.parametrize(("method", "persistent"), [("fork", False), ("fork", True), ("spawn", True)])
 def test_workers_share_a_shuffled_stream_alike_on_all_ranks(method: str, persistent: bool) -> None:
     def make(rank: int) -> DataLoader[int]:

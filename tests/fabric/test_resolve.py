@@ -225,7 +225,9 @@ REFUSED = [
         {"num_nodes": 3}, started_by("slurm", 4, num_nodes=2), error="on 2 nodes. Leave `num_nodes` out, or start it on"
     ),
     Row(
-        {"strategy": "single_device"}, started_by("torchelastic", 2), error="`strategy='single_device'` runs 1 on each"
+        {"strategy": "single_device"},
+        started_by("torchelastic", 2),
+        error="`strategy='single_device'` runs 1 process on each node, but torchelastic",
     ),
     Row(
         {"strategy": "single_device"}, started_by("slurm", 2, num_nodes=2), error="`strategy='single_device'` uses one"
@@ -233,7 +235,7 @@ REFUSED = [
     Row(
         {"strategy": "dp"},
         started_by("torchelastic", 2, cuda=4),
-        error="Start that many, or write a strategy for several",
+        error="Start 1, or write a strategy for several processes",
     ),
     Row(
         {"launcher": "spawn"},
@@ -250,12 +252,14 @@ REFUSED = [
         {"node_rank": 0}, started_by("slurm", 2), error="`--node-rank 0` says where a node stands, but slurm started 2"
     ),
     Row(
-        {}, started_by("torchelastic", 4, cuda=2), error="Torchelastic started 4 processes (4 on this node; read: WORLD"
+        {},
+        started_by("torchelastic", 4, cuda=2),
+        error="This process sees 2 cuda devices, but torchelastic started 4 processes (4 on",
     ),
     Row(
         {},
         started_by("torchelastic", 2, cuda=1),
-        error="but this process sees 1 cuda device: a rank would have none of",
+        error="): a rank would have none of its own. Start at most 1 per node, or",
     ),
     Row({"devices": 2}, started_by("torchelastic", 2, cuda=1), error="`devices=2` asks for 2 devices of"),
     # A second Fabric within a rank of ours

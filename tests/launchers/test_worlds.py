@@ -3,9 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from worlds import run_world
+
 from fabric.launchers.rendezvous import join
 from fabric.launchers.world import World
-from worlds import run_world
 
 
 def gather(world: World, offset: int) -> list[float]:

@@ -1,0 +1,290 @@
+"""DeepSpeed's ZeRO: optimizer states, gradients and weights in shards over the ranks (Rajbhandari et al., SC 2020).
+
+Each model gets an engine of its own, kept beside the user's module and behind the user's own optimizer, so a loop is
+written as for any strategy. What surprises: a parameter that took no part in a window counts as one with a gradient of
+zero, so its momentum and weight decay go on; buffers are each rank's own, and rank 0's are saved; at stage 3 the
+weights live in shards that end with the fabric, so save before `close()`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fabric.launchers.world import World
+from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.collectives.process_group import TorchCollective
+from fabric.strategies.data.share import Use
+from fabric.strategies.deepspeed_backend import join, undisturbed, why_not
+from fabric.strategies.deepspeed_config import (
+    PRECISIONS,
+    choose_offload,
+    choose_stage,
+    engine_config,
+    read_config,
+    refuse_by_name,
+)
+from fabric.strategies.deepspeed_engine import Engine, close
+from fabric.strategies.deepspeed_state import ZeroState
+from fabric.strategies.forward import ForwardPath
+from fabric.strategies.initialize import new_tensors
+from fabric.strategies.precision.precision import Precision
+from fabric.strategies.prepared import Prepared
+from fabric.strategies.replica import place, share_loader, with_precision
+from fabric.strategies.runtime import Runtime, connect
+from fabric.strategies.strategy import Strategy
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedStrategy(Strategy):
+    """ZeRO by DeepSpeed: one process per device, each with a shard of what `stage` says and its share of the data.
+
+    The model's loss may run through several models at once. `no_backward_sync` changes no number: at stage 1 gradients
+    travel once per step in any case, at stages 2 and 3 in every backward, for a rank has no room for whole ones.
+    """
+
+    stage: int | None = None
+    """1: optimizer states in shards. 2 (where nothing is said): gradients too. 3: weights too."""
+    offload_optimizer: bool = False
+    """Keep optimizer states, and the step, in main memory."""
+    offload_parameters: bool = False
+    """Keep weights in main memory between uses. Stage 3 only."""
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None
+    """DeepSpeed's dictionary, or a JSON file that holds it, read here and now. Keys are checked."""
+    launcher: str = "auto"
+    """How processes come to be: auto, script, fork, forkserver or spawn. auto leaves it to `Fabric(launcher=...)`."""
+    backend: str | None = None
+    """The torch.distributed backend; None takes the accelerator's own (gloo on CPU, nccl on CUDA)."""
+    timeout_seconds: float = 1800.0
+    """How long a collective waits for the other ranks before it raises."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "config", read_config(self.config))
+        stage, offload = self._stage, self._offload
+        if stage != 3 and offload.get("offload_param", {}).get("device", "none") != "none":
+            raise ValueError(
+                f"Parameters can be offloaded where they are sharded: at stage 3, and this is stage {stage}. "
+                "Write `stage=3`, or offload the optimizer alone."
+            )
+        if stage == 1 and self._zero.get("overlap_comm"):
+            raise ValueError(
+                "`overlap_comm` at stage 1: the gradients of a window are averaged once, in `step()`, when there is no "
+                "backward left to overlap with. Leave it out, or write `stage=2`."
+            )
+
+    @property
+    def launchers(self) -> tuple[str, ...]:
+        return ("script", "fork", "forkserver", "spawn") if self.launcher == "auto" else (self.launcher,)
+
+    def num_processes(self, num_devices: int) -> int:
+        return num_devices
+
+    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
+        missing = why_not()
+        if missing is not None:
+            return missing
+        if precision.name not in PRECISIONS:
+            return (
+                f"`precision={precision.name!r}` with `strategy='deepspeed'`: DeepSpeed keeps float32 weights and "
+                f"computes in float32, bfloat16 or float16. Write one of {', '.join(map(repr, PRECISIONS))}."
+            )
+        if precision.name == "16-true" and accelerator.name == "cpu":
+            return (
+                "`precision='16-true'` with `strategy='deepspeed'` on CPU: DeepSpeed has no float16 there. "
+                "Write 'bf16-true' or 'bf16-mixed'."
+            )
+        if "fp16" in self._config and precision.name != "16-true":
+            return (
+                f"`fp16` in DeepSpeed's configuration is for `precision='16-true'`, and the precision is "
+                f"{precision.name!r}. Leave one out."
+            )
+        if accelerator.name == "mps" and num_devices * num_nodes > 1:
+            return (
+                f"`accelerator='mps'` has one device and no torch.distributed backend, but {num_devices * num_nodes} "
+                "processes were asked for. Pass `devices=1`, or `accelerator='cpu'`."
+            )
+        return None
+
+    def connect(
+        self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision
+    ) -> Runtime:
+        accelerator.connect(devices[world.local_rank])
+        device = accelerator.device(devices[world.local_rank])
+        backend = self.backend or accelerator.backend
+        collective = TorchCollective(world, backend, device=device, timeout_seconds=self.timeout_seconds)
+        runtime = connect(world, [device], collective, precision)
+        join(world, device.type)
+        return runtime
+
+    def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
+        """At stage 3 each parameter is cut into shards as soon as it is made, from rank 0's values."""
+        if self._stage != 3:
+            return new_tensors(runtime.device, runtime.precision, empty=empty)
+        with undisturbed(runtime.world, runtime.device.type) as deepspeed:
+            return deepspeed.zero.Init(  # type: ignore[no-any-return]
+                config_dict_or_path=self._engine_config(runtime),
+                dtype=runtime.precision.param_dtype,
+                mem_efficient_linear=False,
+            )
+
+    def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
+        self._check(runtime, module, optimizers, move)
+        if not optimizers and "optimizer" not in self._config:
+            return self._untrained(runtime, module, move)
+        before = optimizers[0].state_dict() if optimizers and optimizers[0].state else None
+        groups = [list(group["params"]) for group in optimizers[0].param_groups] if optimizers else None
+        engine = self._initialize(runtime, module, optimizers[0] if optimizers else None, move)
+        optimizer: Optimizer = engine.basic_optimizer
+        pieces = Engine(runtime, module, engine, self._stage)
+        path = ForwardPath(module, with_precision(runtime, pieces.forward))
+        undo = pieces.drive(optimizer)
+        state = ZeroState(runtime.world, self._stage, engine.optimizer, groups or [pieces.trained])
+        if before is not None:
+            state.write_optimizer(optimizer, before)
+
+        def release() -> None:
+            path.release()
+            undo()
+            pieces.release()
+
+        return Prepared(
+            module=module,
+            optimizers=(optimizer,),
+            backward=pieces.backward,
+            joins_backward=not engine.optimizer.needs_scaler(),
+            watch=pieces.watch,
+            unsynced=nullcontext,
+            clip_norm=pieces.clip_norm,
+            clip_value=pieces.clip_value,
+            release=release,
+            state=state,
+        )
+
+    def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+        raise RuntimeError(
+            f"`setup_optimizers` under `strategy='deepspeed'`: an engine is made of a model and its optimizer at once, and "
+            f"this `{type(optimizers[0]).__name__}` comes after its model. Call `fabric.setup(model, optimizer)`."
+        )
+
+    def process_dataloader(
+        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
+    ) -> Iterable[Any]:
+        return share_loader(runtime, loader, use, distribute=distribute, move=move)
+
+    @property
+    def _config(self) -> dict[str, Any]:
+        assert isinstance(self.config, dict)  # read by __post_init__
+        return self.config
+
+    @property
+    def _zero(self) -> dict[str, Any]:
+        return self._config.get("zero_optimization", {})  # type: ignore[no-any-return]
+
+    @property
+    def _stage(self) -> int:
+        return choose_stage(self.stage, self._config)
+
+    @property
+    def _offload(self) -> dict[str, Any]:
+        return {
+            **choose_offload("offload_optimizer", self.offload_optimizer, "offload_optimizer", self._config),
+            **choose_offload("offload_param", self.offload_parameters, "offload_parameters", self._config),
+        }
+
+    def _engine_config(self, runtime: Runtime) -> dict[str, Any]:
+        return engine_config(self._config, stage=self._stage, offload=self._offload, precision=runtime.precision)
+
+    def _initialize(self, runtime: Runtime, module: nn.Module, optimizer: Optimizer | None, move: bool) -> Any:
+        if not any(_is_sharded(parameter) for parameter in module.parameters()):
+            place(runtime, module, (), move=move)
+        with undisturbed(runtime.world, runtime.device.type) as deepspeed:
+            engine, *_ = deepspeed.initialize(
+                model=module,
+                optimizer=optimizer,
+                model_parameters=[parameter for parameter in module.parameters() if parameter.requires_grad],
+                config=self._engine_config(runtime),
+                dist_init_required=False,
+            )
+        return engine
+
+    def _untrained(self, runtime: Runtime, module: nn.Module, move: bool) -> Prepared:
+        """A model without an optimizer: whole on every rank, at stage 3 in shards. It has no backward."""
+        name = type(module).__name__
+
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError(_NO_OPTIMIZER.format(name=name))
+
+        engine = None
+        if self._stage == 3:
+            engine = self._initialize(runtime, module, None, move)
+        else:
+            place(runtime, module, (), move=move)
+        path = ForwardPath(module, with_precision(runtime, None))
+
+        def release() -> None:
+            path.release()
+            if engine is not None:
+                close(engine)
+
+        return Prepared(
+            module=module,
+            optimizers=(),
+            backward=refuse,
+            joins_backward=True,
+            watch=lambda: None,
+            unsynced=nullcontext,
+            clip_norm=refuse,
+            clip_value=refuse,
+            release=release,
+            state=ZeroState(runtime.world, self._stage, None, ()),
+        )
+
+    def _check(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> None:
+        """Raise ValueError where an engine would do something else than was asked."""
+        name = type(module).__name__
+        if not move and runtime.device.type != "cpu":
+            raise ValueError(
+                f"`setup(..., move_to_device=False)` under `strategy='deepspeed'`: DeepSpeed moves `{name}` to "
+                f"{runtime.device} itself. Leave `move_to_device` out."
+            )
+        if len(optimizers) > 1:
+            raise ValueError(
+                f"`setup` was given {len(optimizers)} optimizers for `{name}`, and a DeepSpeed engine has one. Make one "
+                "optimizer with several parameter groups, or set up each part of the model with its own."
+            )
+        for optimizer in optimizers:
+            if "optimizer" in self._config:
+                raise ValueError(
+                    f"`setup` was given a `{type(optimizer).__name__}`, and DeepSpeed's configuration names "
+                    f"{self._config['optimizer'].get('type')!r}. Leave one out."
+                )
+            own = {id(parameter) for parameter in module.parameters()}
+            foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+            if foreign:
+                raise ValueError(
+                    f"The `{type(optimizer).__name__}` holds {len(foreign)} parameters (the first of shape "
+                    f"{tuple(foreign[0].shape)}) that are not those of `{name}`. Make it from `model.parameters()` of "
+                    "the very model that is passed to `setup`, after anything that replaces them."
+                )
+            for kind in type(optimizer).__mro__:
+                refuse_by_name(kind.__name__, "`setup`")
+
+
+def _is_sharded(parameter: torch.Tensor) -> bool:
+    from deepspeed.runtime.zero.partition_parameters import is_zero_param
+
+    return bool(is_zero_param(parameter))
+
+
+_NO_OPTIMIZER = (
+    "`{name}` was set up without an optimizer, to be evaluated: under `strategy='deepspeed'` its gradients would have no "
+    "engine. Call `fabric.setup(model, optimizer)`."
+)

@@ -1,0 +1,224 @@
+"""DeepSpeed's dictionary, made from options, keys checked.
+
+DeepSpeed itself accepts a misspelled key on the top level and goes on with a default, some of which change numbers
+(gradients are clipped to 1.0 where nothing is said). So a key stands in the table below or it is an error, and what
+the fabric's own words decide may not be said a second time. Knows DeepSpeed's words; does not import it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from fabric.strategies.precision.precision import Precision
+
+KEYS = (
+    "aio",
+    "comms_logger",
+    "communication_data_type",
+    "csv_monitor",
+    "dump_state",
+    "flops_profiler",
+    "fp16",
+    "log_level",
+    "memory_breakdown",
+    "optimizer",
+    "steps_per_print",
+    "tensorboard",
+    "timers",
+    "train_micro_batch_size_per_gpu",
+    "wall_clock_breakdown",
+    "wandb",
+    "zero_optimization",
+)
+"""The keys of the top level that pass through."""
+
+ZERO_KEYS = (
+    "allgather_bucket_size",
+    "allgather_partitions",
+    "contiguous_gradients",
+    "ignore_unused_parameters",
+    "log_trace_cache_warnings",
+    "offload_optimizer",
+    "offload_param",
+    "overlap_comm",
+    "reduce_bucket_size",
+    "reduce_scatter",
+    "round_robin_gradients",
+    "stage",
+    "stage3_allgather_sequential",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_model_persistence_threshold",
+    "stage3_module_granularity_threshold",
+    "stage3_param_persistence_threshold",
+    "stage3_prefetch_bucket_size",
+    "sub_group_size",
+)
+"""The keys of `zero_optimization` that pass through."""
+
+OFFLOAD_KEYS = ("buffer_count", "buffer_size", "device", "max_in_cpu", "pin_memory", "ratio")
+
+FABRIC_KEYS: Mapping[str, str] = {
+    "amp": "Pass `Fabric(precision=...)`",
+    "bf16": "Pass `Fabric(precision='bf16-true')`",
+    "gradient_accumulation_steps": "Accumulate with `fabric.no_backward_sync`",
+    "gradient_clipping": "Call `fabric.clip_gradients(model, optimizer, max_norm=...)` before `optimizer.step()`",
+    "managed_gradient_accumulation": "Accumulate with `fabric.no_backward_sync`",
+    "scheduler": "Make a scheduler from the optimizer that `setup` returns, and step it in the loop",
+    "torch_autocast": "Pass `Fabric(precision='bf16-mixed')`",
+    "train_batch_size": "The loader's batch size says it",
+    "zero_allow_untested_optimizer": "Any optimizer that updates each element by itself is allowed",
+    "zero_force_ds_cpu_optimizer": "The optimizer passed to `setup` is taken, offloaded or not",
+}
+"""What the fabric decides, and in which words."""
+
+NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Lamb", "Muon", "OneBitLamb", "SparseAdam", "ZeroOneAdam")
+"""Optimizers that look at a tensor as a whole, or at its shape: ZeRO shows them slices of one flat tensor instead."""
+
+PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-true")
+
+
+def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
+    """The dictionary that was given, or that lies in the JSON file that was named; its keys are known.
+
+    Raises: ValueError: a key is unknown, or says what the fabric's own words say.
+    """
+    if config is None:
+        return {}
+    if isinstance(config, (str, os.PathLike)):
+        where = f"the file {os.fspath(config)!r}"
+        config = _from_file(Path(config))
+    else:
+        where = "`DeepSpeedStrategy(config=...)`"
+    if not isinstance(config, Mapping):
+        raise TypeError(f"{where} holds a `{type(config).__name__}`, and DeepSpeed's configuration is a dictionary.")
+    _check_keys(config, KEYS, where)
+    zero = _section(config, "zero_optimization", where)
+    _check_keys(zero, ZERO_KEYS, f"`zero_optimization` in {where}")
+    for name in ("offload_optimizer", "offload_param"):
+        section = _section(zero, name, where)
+        _check_keys(section, OFFLOAD_KEYS, f"`{name}` in {where}")
+        if section.get("device", "none") not in ("none", "cpu"):
+            raise ValueError(
+                f"`{name}` in {where} has `device={section['device']!r}`, and parameters, gradients and optimizer "
+                "states are offloaded to main memory alone. Write 'cpu', or leave it out."
+            )
+    optimizer = _section(config, "optimizer", where)
+    _check_keys(optimizer, ("type", "params"), f"`optimizer` in {where}")
+    refuse_by_name(str(optimizer.get("type", "")), where)
+    _check_keys(_section(config, "fp16", where), _FP16_KEYS, f"`fp16` in {where}")
+    return json.loads(json.dumps(config))  # type: ignore[no-any-return]  # a copy, and nothing but JSON's types
+
+
+def choose_stage(stage: int | None, config: Mapping[str, Any]) -> int:
+    """The ZeRO stage from the option and the dictionary, which may say it once. 2 where neither does."""
+    said = config.get("zero_optimization", {}).get("stage")
+    if stage is not None and said is not None:
+        raise ValueError(
+            f"`stage={stage}` and `config={{'zero_optimization': {{'stage': {said}}}}}` both say the ZeRO stage. "
+            "Leave one out."
+        )
+    chosen = 2 if stage is None and said is None else said if stage is None else stage
+    if chosen not in (1, 2, 3):
+        raise ValueError(
+            f"ZeRO has the stages 1, 2 and 3, and `{chosen!r}` was asked for. "
+            "Stage 0, the whole model on every rank, is `strategy='ddp'`."
+        )
+    return int(chosen)
+
+
+def choose_offload(name: str, wanted: bool, option: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The section `name` of `zero_optimization`: from the option or from the dictionary, which may say it once."""
+    said = config.get("zero_optimization", {}).get(name)
+    if wanted and said is not None:
+        raise ValueError(f"`{option}=True` and `{name}` in the configuration say the same twice. Leave one out.")
+    return {name: said} if said is not None else {name: {"device": "cpu", "pin_memory": False}} if wanted else {}
+
+
+def engine_config(
+    config: Mapping[str, Any], *, stage: int, offload: Mapping[str, Any], precision: Precision
+) -> dict[str, Any]:
+    """What `deepspeed.initialize` is given: the checked dictionary, completed with what the fabric decides."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # DeepSpeed counts samples with it, for its reports alone
+        "gradient_accumulation_steps": 1,
+        "zero_allow_untested_optimizer": True,
+        **{key: value for key, value in config.items() if key != "fp16"},
+        **_optimizer(config.get("optimizer")),
+        "gradient_clipping": 0.0,  # its default is 1.0
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {
+            **config.get("zero_optimization", {}),
+            **offload,
+            "stage": stage,
+            "memory_efficient_linear": False,  # it would replace torch.nn.functional.linear for the whole process
+        },
+        **({"bf16": {"enabled": True}} if precision.name == "bf16-true" else {}),
+        **({"fp16": {**config.get("fp16", {}), "enabled": True}} if precision.name == "16-true" else {}),
+    }
+
+
+def refuse_by_name(name: str, where: str) -> None:
+    """Raise ValueError where an optimizer's name says that it cannot work on slices of a flat tensor."""
+    if name == "Adagrad":
+        raise ValueError(
+            f"`{name}` in {where}: DeepSpeed puts an object of its own in its place, which `optimizer.step()` and "
+            "learning-rate schedulers would never reach. Use Adam, AdamW, RMSprop or SGD."
+        )
+    if name in NOT_ELEMENTWISE:
+        raise ValueError(
+            f"`{name}` in {where} looks at whole tensors, and ZeRO gives an optimizer slices of one flat tensor: it "
+            "would compute something else. Use one that updates each element by itself (SGD, Adam, AdamW, RMSprop), "
+            "or `strategy='ddp'`."
+        )
+
+
+_FP16_KEYS = (
+    "consecutive_hysteresis",
+    "hysteresis",
+    "initial_scale_power",
+    "loss_scale",
+    "loss_scale_window",
+    "min_loss_scale",
+)
+
+
+def _optimizer(section: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Without a word to the contrary, Adam is torch's: DeepSpeed's own would be compiled now, for minutes."""
+    if not section or section.get("type") not in ("Adam", "AdamW"):
+        return {}
+    return {"optimizer": {**section, "params": {"torch_adam": True, **section.get("params", {})}}}
+
+
+def _from_file(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"`DeepSpeedStrategy(config={str(path)!r})`: {error.strerror}. Name a JSON file.") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"`DeepSpeedStrategy(config={str(path)!r})`: the file is no JSON: {error}.") from error
+
+
+def _section(config: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
+    section = config.get(name, {})
+    if not isinstance(section, Mapping):
+        raise TypeError(f"`{name}` in {where} is `{section!r}`, and a dictionary is expected there.")
+    return section
+
+
+def _check_keys(section: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+    known = tuple(known)
+    for key in section:
+        if key in FABRIC_KEYS:
+            raise ValueError(f"`{key}` in {where} is the fabric's to decide. {FABRIC_KEYS[key]}.")
+        if key not in known:
+            near = "".join(f"Did you mean {match!r}? " for match in get_close_matches(str(key), known, n=1))
+            raise ValueError(
+                f"`{key}` in {where} is no key that the fabric passes to DeepSpeed. {near}"
+                f"Write one of {', '.join(map(repr, known))}."
+            )

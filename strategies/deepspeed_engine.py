@@ -1,0 +1,223 @@
+"""One model under ZeRO: how its engine runs backward, clips, and steps when the user's own optimizer is stepped.
+
+The engine is told that no backward is the last of a window. So gradients add up over any number of them, as in plain
+PyTorch; what remains of the reduction happens once, when they are first needed: in `clip_gradients` or in `step()`.
+Reads DeepSpeed's gradient shards where release 0.19 keeps them, for its own clipping knows one norm and one moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabric.strategies.runtime import Runtime
+
+
+@final
+class Engine:
+    """A DeepSpeed engine with an optimizer, as the pieces of a `Prepared`."""
+
+    def __init__(self, runtime: Runtime, module: nn.Module, engine: Any, stage: int) -> None:
+        self.runtime = runtime
+        self.module = module
+        self.engine = engine
+        self.zero = engine.optimizer
+        self.stage = stage
+        self.trained = [parameter for group in self._groups() for parameter in group]
+        self._has_gradients = self._is_reduced = self._is_called = False
+        self._entering = module.register_forward_pre_hook(self._enter)
+        self.engine.set_gradient_accumulation_boundary(False)
+        self.discard()
+
+    # Forward and backward
+
+    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a method of the module; a backward through its outputs will be the engine's."""
+        from deepspeed.runtime.utils import register_output_backward_hooks
+
+        if self.stage == 3 and not self._is_called:
+            raise RuntimeError(_NOT_GATHERED.format(method=getattr(function, "__name__", "?")))
+        self._is_called = False
+        output = function(*args, **kwargs)
+        if torch.is_grad_enabled():
+            register_output_backward_hooks(output, self._start_backward)
+        return output
+
+    def watch(self) -> None:
+        """Before a backward: forget which parameters the one before it reached."""
+        self.zero.clear_backward_seen_flag()
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Add gradients to the shards."""
+        self.watch()
+        (self.engine.scale(loss) if self.zero.needs_scaler() else loss).backward(*args, **kwargs)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._is_called = True
+
+    def _start_backward(self) -> None:
+        if self._is_reduced:
+            raise RuntimeError(
+                f"A backward of `{type(self.module).__name__}` between `clip_gradients` and `optimizer.step()`: under "
+                "DeepSpeed, clipping closes the window of accumulated gradients. Clip after the last backward."
+            )
+        self._has_gradients = True
+        self.engine._backward_prologue()
+
+    # Gradients
+
+    def clip_norm(self, _: Optimizer, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """Scale the gradients so that their norm over all shards is at most `max_norm`; the norm from before."""
+        shards = self._shards()
+        order = float(norm_type)
+        norms = [torch.linalg.vector_norm(shard, order, dtype=torch.float32) for shard in shards if shard.numel()]
+        local = torch.stack(norms) if norms else torch.zeros(1, device=self.runtime.device)
+        all_reduce = self.runtime.collective.all_reduce
+        if order == float("inf"):
+            total = all_reduce(local.max(), "max")
+        else:
+            total = all_reduce((local**order).sum(), "sum") ** (1.0 / order)
+        total = total / self.zero.loss_scale
+        if not total.isfinite() and error_if_nonfinite and not self.zero.needs_scaler():
+            raise RuntimeError(
+                f"The gradients of `{type(self.module).__name__}` have a norm (order {order:g}) of {total.item()}, so "
+                "they cannot be clipped. Pass `error_if_nonfinite=False` to go on: DeepSpeed then skips the step."
+            )
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        for shard in shards:
+            shard.mul_(factor.to(shard.device))
+        return total
+
+    def clip_value(self, _: Optimizer, clip_val: float) -> None:
+        """Clamp each gradient to `[-clip_val, clip_val]`."""
+        bound = clip_val * float(self.zero.loss_scale)
+        for shard in self._shards():
+            shard.clamp_(-bound, bound)
+
+    def discard(self) -> None:
+        """No gradient is left."""
+        self.zero.zero_grad(set_to_none=True)
+        self.engine.set_gradient_accumulation_boundary(False)
+        if self.stage == 3 or self.zero.cpu_offload:
+            # Buffers that are not cleared: a parameter left out of the next backward would step with what it had.
+            for buffer in self._buffers():
+                buffer.zero_()
+        if self.stage != 3:
+            self.zero.micro_step_id = -1
+            self.zero.averaged_gradients = dict.fromkeys(self.zero.averaged_gradients)
+            self.zero.all_grad_tensors = {}
+            if self.zero.cpu_offload:
+                self.zero._offload_accumulated_param_ids = set()
+                self.zero.reset_cpu_buffers()
+        self._has_gradients = self._is_reduced = False
+
+    def _shards(self) -> list[Tensor]:
+        """This rank's shards of the averaged gradients, to be changed in place."""
+        if not self._has_gradients:
+            return []
+        self._reduce()
+        if self.stage == 3 or self.zero.cpu_offload:
+            return self._buffers()
+        return [shard for group in self.zero.averaged_gradients.values() for shard in group]
+
+    def _buffers(self) -> list[Tensor]:
+        if self.stage == 3:
+            return [self.zero._get_fp32_grad_state_partition(parameter, True)[0] for parameter in self.trained]
+        return [shard.grad for shard in self.zero.single_partition_of_fp32_groups]
+
+    def _reduce(self) -> None:
+        """Average what was added up, once per window."""
+        if self._is_reduced:
+            return
+        self.engine.set_gradient_accumulation_boundary(True)
+        if self.stage == 1:
+            self.engine.allreduce_gradients()
+        else:
+            self.zero.finalize_gradient_accumulation_boundary()
+        self._is_reduced = True
+
+    # Steps
+
+    def step(self) -> None:
+        """Step all shards, and give every rank the new weights. Without a gradient it does nothing, as in PyTorch."""
+        if not self._has_gradients:
+            return
+        self._reduce()
+        self.engine.step()
+        if self.zero.overflow:
+            self.runtime.report(
+                f"DeepSpeed skipped a step of `{type(self.module).__name__}`: its gradients are not finite. Weights, "
+                "momentum and step counts are unchanged."
+            )
+        self.discard()
+
+    def drive(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Let `optimizer.step()` and `zero_grad()` do the engine's. Returns what undoes it."""
+        # Note [The user's optimizer, inside and outside]
+        # DeepSpeed steps the very object that the user has, once per slice of the weights, from within its own step.
+        # So `step` of the object has two sides: outside it runs the hooks, once, and the engine; inside, the class's
+        # bare update. Torch keeps the bare function behind the one that runs hooks.
+        bare = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
+        running = False
+
+        def whole(self_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            nonlocal running
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self_._opt_called = True  # type: ignore[attr-defined]  # for schedulers: the order of steps was right
+            running = True
+            try:
+                self.step()
+            finally:
+                running = False
+            return loss
+
+        outside = Optimizer.profile_hook_step(whole)
+
+        def step(self_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return bare(self_) if running else outside(self_, closure) if closure is not None else outside(self_)
+
+        def zero_grad(self_: Optimizer, set_to_none: bool = True) -> None:
+            if self._has_gradients:
+                self.discard()
+
+        given = {name: vars(optimizer).get(name) for name in ("step", "zero_grad")}
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        optimizer.__dict__.update(step=MethodType(step, optimizer), zero_grad=MethodType(zero_grad, optimizer))
+
+        def undo() -> None:
+            for name, value in given.items():
+                del optimizer.__dict__[name]
+                if value is not None:
+                    optimizer.__dict__[name] = value
+
+        return undo
+
+    def release(self) -> None:
+        """Take DeepSpeed's hooks off the module."""
+        self._entering.remove()
+        close(self.engine)
+
+    def _groups(self) -> list[list[nn.Parameter]]:
+        return self.zero.fp16_groups if self.stage == 3 else self.zero.bit16_groups  # type: ignore[no-any-return]
+
+
+def close(engine: Any) -> None:
+    """Take the hooks of an engine off its module."""
+    engine.module_forward_pre_hook.remove()
+    engine.module_forward_post_hook.remove()
+    engine.destroy()
+
+
+_NOT_GATHERED = (
+    "`{method}` was called directly, and at ZeRO stage 3 the weights are gathered around `forward` alone. Call the model "
+    "itself, and let its `forward` call `{method}`; or use stage 2, which keeps the weights whole."
+)

@@ -1,0 +1,211 @@
+"""The whole, plain state of a model under ZeRO, and back into shards.
+
+One parameter after another is gathered, so a rank holds the whole of one at a time, and rank 0 alone keeps them.
+Weights are those of the optimizer, in float32 whatever the model computes in: a resumed run goes on from the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabric.launchers.world import World
+from fabric.strategies.checkpoint.state import StateAccess
+
+
+@final
+class ZeroState(StateAccess):
+    """The state of one engine's module and optimizer. `zero`: DeepSpeed's optimizer; None where nothing is trained.
+
+    `groups`: the parameters of the user's optimizer, group by group, as they were before DeepSpeed took them.
+    """
+
+    def __init__(self, world: World, stage: int, zero: Any, groups: Sequence[Sequence[Tensor]]) -> None:
+        self.world = world
+        self.stage = stage
+        self.zero = zero
+        self.groups = groups
+        trained = () if zero is None else zero.fp16_groups if stage == 3 else zero.bit16_groups
+        self.trained = {id(parameter) for group in trained for parameter in group}
+
+    # Modules
+
+    def read_module(self, module: nn.Module) -> dict[str, Any]:
+        seen: dict[int, Tensor] = {}  # tied weights are one tensor in the file as well
+        state = {}
+        for name, value in module.state_dict(keep_vars=True).items():
+            if isinstance(value, Tensor):
+                if id(value) not in seen:
+                    seen[id(value)] = self._keep(self._whole(value))
+                value = seen[id(value)]
+            state[name] = value
+        return state
+
+    def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
+        if self.stage != 3:
+            module.load_state_dict(content, strict=strict)
+        own = module.state_dict(keep_vars=True)
+        if strict:
+            _check_names(type(module).__name__, own, content)
+        for name in own:
+            if name in content and isinstance(own[name], Tensor):
+                self._write_tensor(name, own[name], content[name])
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        from deepspeed.utils import safe_get_full_fp32_param
+        from deepspeed.runtime.zero import GatheredParameters
+
+        if id(tensor) in self.trained:
+            return safe_get_full_fp32_param(tensor)  # type: ignore[no-any-return]
+        with GatheredParameters([tensor], enabled=_is_sharded(tensor)):
+            return tensor.detach().clone()
+
+    def _write_tensor(self, name: str, tensor: Tensor, value: Tensor) -> None:
+        from deepspeed.runtime.zero import GatheredParameters
+
+        shape = tensor.ds_shape if _is_sharded(tensor) else tensor.shape  # type: ignore[attr-defined]
+        if tuple(value.shape) != tuple(shape):
+            raise RuntimeError(f"`{name}` has the shape {tuple(shape)}, and the checkpoint's {tuple(value.shape)}.")
+        if self.stage == 3:
+            with torch.no_grad(), GatheredParameters([tensor], modifier_rank=0, enabled=_is_sharded(tensor)):
+                tensor.copy_(value)
+        if id(tensor) in self.trained:
+            self._write_shard(tensor, value, None)
+
+    # Optimizers
+
+    def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        state: dict[int, dict[str, Any]] = {}
+        groups = []
+        number = 0
+        for group, parameters in zip(optimizer.param_groups, self.groups, strict=True):
+            groups.append({name: value for name, value in group.items() if name != "params"})
+            groups[-1]["params"] = list(range(number, number + len(parameters)))
+            for parameter in parameters:
+                entries = self._read_entries(parameter) if id(parameter) in self.trained else {}
+                if entries:
+                    state[number] = entries
+                number += 1
+        return {"state": state, "param_groups": groups}
+
+    def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
+        saved = content["param_groups"]
+        sizes, saved_sizes = [len(group) for group in self.groups], [len(group["params"]) for group in saved]
+        if sizes != saved_sizes:
+            raise ValueError(
+                f"The optimizer has parameter groups of {sizes} parameters, and the checkpoint's has {saved_sizes}. "
+                "Make the optimizer as it was made for the run that was saved."
+            )
+        for group, other in zip(optimizer.param_groups, saved, strict=True):
+            group.update({name: value for name, value in other.items() if name != "params"})
+        number_of = dict(zip(map(id, self._all()), (n for group in saved for n in group["params"]), strict=True))
+        for flat, parameters in self._flats():
+            entries = {id(p): content["state"].get(number_of[id(p)], {}) for p in parameters}
+            optimizer.state[flat] = _flat_entries(flat, parameters, list(entries.values()))
+        if self.stage != 3:
+            self.zero._hp_optimizer_states_linked = False
+            self.zero._lazy_init_hp_params_optimizer_state()
+        for parameter in self._all():
+            if id(parameter) in self.trained:
+                for key, value in content["state"].get(number_of[id(parameter)], {}).items():
+                    if _is_elementwise(key, value, parameter):
+                        self._write_shard(parameter, value, key)
+
+    def _all(self) -> Iterator[Tensor]:
+        return (parameter for group in self.groups for parameter in group)
+
+    def _flats(self) -> Iterable[tuple[Tensor, Sequence[Tensor]]]:
+        """Each flat slice that the optimizer steps, with the parameters that have a part in it."""
+        if self.stage == 3:
+            return list(zip(self.zero.fp32_partitioned_groups_flat, self.zero.fp16_groups, strict=True))
+        return list(zip(self.zero.single_partition_of_fp32_groups, self.zero.bit16_groups, strict=True))
+
+    def _read_entries(self, parameter: Tensor) -> dict[str, Any]:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        flat = next(flat for flat, parameters in self._flats() if any(p is parameter for p in parameters))
+        entries = {}
+        for key, value in self.zero.optimizer.state.get(flat, {}).items():
+            if isinstance(value, Tensor) and key != "step" and value.shape == flat.shape:
+                entries[key] = self._keep(safe_get_full_optimizer_state(parameter, key))
+            else:
+                entries[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+        return entries
+
+    # One tensor
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        return tensor.cpu() if self.world.is_global_zero else torch.empty(0)
+
+    def _write_shard(self, parameter: Tensor, value: Tensor, key: str | None) -> None:
+        """Put this rank's part of `value` in place: of the weights, or of the optimizer's `key`."""
+        from deepspeed.utils import (
+            safe_set_full_fp32_param,
+            safe_set_full_optimizer_state,
+            safe_set_local_fp32_param,
+            safe_set_local_optimizer_state,
+        )
+
+        value = value.to(torch.float32)
+        if self.stage == 3:
+            piece = _slice(value, parameter.ds_tensor.numel(), self.world.rank)  # type: ignore[attr-defined]
+            if key is None:
+                safe_set_local_fp32_param(parameter, piece)
+            else:
+                safe_set_local_optimizer_state(parameter, piece, key)
+        elif key is None:
+            safe_set_full_fp32_param(parameter, value)
+        else:
+            safe_set_full_optimizer_state(parameter, value, key)
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    from deepspeed.runtime.zero.partition_parameters import is_zero_param
+
+    return bool(is_zero_param(tensor))
+
+
+def _slice(value: Tensor, size: int, rank: int) -> Tensor:
+    """Part `rank` of a tensor that is cut into parts of `size` elements, the last ones filled up with zeros."""
+    part = value.flatten()[rank * size : (rank + 1) * size]
+    return nn.functional.pad(part, (0, size - part.numel()))
+
+
+def _is_elementwise(key: str, value: Any, parameter: Tensor) -> bool:
+    shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+    return isinstance(value, Tensor) and key != "step" and tuple(value.shape) == shape
+
+
+def _flat_entries(flat: Tensor, parameters: Sequence[Tensor], entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The entries of a flat slice, its tensors still zero: what the parameters' entries have in common."""
+    first: dict[str, Any] = {}
+    for parameter, own in zip(parameters, entries, strict=True):
+        shared = {
+            key: torch.zeros_like(flat) if _is_elementwise(key, value, parameter) else value
+            for key, value in own.items()
+        }
+        if parameter is parameters[0]:
+            first = shared
+        elif shared.keys() != first.keys() or _steps(shared) != _steps(first):
+            raise ValueError(
+                f"The checkpoint's optimizer has taken {_steps(first)} steps for one parameter and {_steps(shared)} for "
+                "another, and DeepSpeed counts once for all of a group. Load it under `strategy='ddp'` or `'fsdp'`."
+            )
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in first.items()}
+
+
+def _steps(entries: dict[str, Any]) -> float:
+    return float(entries.get("step", 0))
+
+
+def _check_names(model: str, own: Iterable[str], content: Iterable[str]) -> None:
+    missing, unexpected = sorted(set(own) - set(content)), sorted(set(content) - set(own))
+    if missing or unexpected:
+        raise RuntimeError(
+            f"The checkpoint does not fit `{model}`: it lacks {missing or 'nothing'}, and has besides "
+            f"{unexpected or 'nothing'}. Pass `strict=False` to load what fits."
+        )

@@ -1,0 +1,105 @@
+"""A module made without values (on the meta device) gets them: from `reset_parameters`, or later from a checkpoint.
+
+# Note [Who fills the tensors]
+A part with a `reset_parameters` fills its own tensors. A part without one gets tensors full of a mark (NaN, for
+floating point), and the first forward raises if the mark is still there: `fabric.load`, torch's own loading, and the
+user's own function may each have filled them since, and none of them has to tell us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.shards import local_part
+
+
+@final
+class Unfilled:
+    """The tensors of one model that nothing has filled yet."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._names = {part: name for name, part in root.named_modules()}
+        self._tensors: list[tuple[nn.Module, str]] = []
+
+    def materialize(self, parts: Iterable[nn.Module], device: torch.device) -> None:
+        """Make the parts' own tensors real, and let each part that can fill them.
+
+        Raises: ValueError: a buffer that no checkpoint holds, in a part that cannot fill it.
+        """
+        made: dict[Tensor, Tensor] = {}
+        for part in parts:
+            empty = [name for name, tensor in _own_tensors(part).items() if tensor.is_meta]
+            for name in empty:
+                tensor = getattr(part, name)
+                setattr(part, name, made.setdefault(tensor, _marked(tensor, device)))
+            if empty and not _reset(part):
+                self._refuse_lost(part, empty)
+                self._tensors += [(part, name) for name in empty]
+
+    def check(self, collective: Collective) -> None:
+        """Raise RuntimeError where a tensor is still empty. Free once all are filled. Ranks: all call it together."""
+        if not self._tensors:
+            return
+        mine = [self._name(part, name) for part, name in self._tensors if _is_marked(getattr(part, name))]
+        empty = sorted({name for names in collective.all_gather_object(mine) for name in names})
+        if empty:
+            raise RuntimeError(
+                f"`{type(self._root).__name__}` was made empty, and {', '.join(empty)} "
+                f"{'has' if len(empty) == 1 else 'have'} no values yet. Load a checkpoint (`fabric.load`) before the "
+                "first forward, or give the classes that hold them a `reset_parameters`."
+            )
+        self._tensors.clear()
+
+    def _refuse_lost(self, part: nn.Module, empty: list[str]) -> None:
+        lost = [name for name in empty if name in part._non_persistent_buffers_set]
+        if lost:
+            raise ValueError(
+                f"The buffer `{self._name(part, lost[0])}` is in no checkpoint (`persistent=False`), and making the "
+                f"model empty lost its values. Give `{type(part).__name__}` a `reset_parameters` that computes it, or "
+                "make the model without `empty_init=True`."
+            )
+
+    def _name(self, part: nn.Module, name: str) -> str:
+        return f"{self._names[part]}.{name}".lstrip(".")
+
+
+def _own_tensors(part: nn.Module) -> dict[str, Tensor]:
+    return {**dict(part.named_parameters(recurse=False)), **dict(part.named_buffers(recurse=False))}
+
+
+def _marked(tensor: Tensor, device: torch.device) -> Tensor:
+    marked = torch.full_like(tensor, _mark(tensor.dtype), device=device)
+    if not isinstance(tensor, nn.Parameter):
+        return marked
+    parameter = nn.Parameter(marked, requires_grad=tensor.requires_grad)
+    vars(parameter).update(vars(tensor))  # what the user noted on it
+    return parameter
+
+
+def _mark(dtype: torch.dtype) -> float | int:
+    if dtype == torch.bool:
+        return False
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
+
+
+def _is_marked(tensor: Tensor) -> bool:
+    """Whether what this rank holds of it still has the mark. Of booleans that cannot be told."""
+    values = local_part(tensor.detach())
+    if values.numel() == 0 or values.dtype == torch.bool:
+        return False
+    mark = _mark(values.dtype)
+    return bool((values.isnan() if mark != mark else values == mark).all())
+
+
+def _reset(part: nn.Module) -> bool:
+    reset = getattr(part, "reset_parameters", None)
+    if not callable(reset):
+        return False
+    reset()
+    return True

@@ -1,0 +1,341 @@
+"""Parameters, gradients and optimizer state in slices, gathered around forward and backward (ZeRO-3), by FairScale.
+
+The first fully sharded module (Baines et al., 2021), for code that relies on it; `fsdp` is its successor. It is kept
+beside the user's module, not around it: parameters stay the same objects, under the same names, and so optimizers
+made before `setup` follow them. Between forwards a parameter is this rank's slice of itself: one dimension, padded to
+equal lengths. `state_dict()` of the module, of its parts and of the optimizers is a collective that gives whole, plain
+tensors, and `load_state_dict` takes those.
+
+Every forward gathers parameters, so all ranks call it together, evaluations too.
+
+Note [Traps of FairScale closed here]
+- Ranks start from whatever each has: they start from rank 0.
+- The memory of the parameters given to it is freed, also under views of it: they move to memory of their own before.
+- Parameters that changed since they were gathered are used as they were: what was gathered is dropped when they did.
+- A parameter without gradient shifts what others are added to: that raises.
+- `gather_full_optim_state_dict` overwrites state on the CPU, and turns step counts into numbers: not used.
+- Outputs come back as copies in plain containers: the user's own object is given out.
+- A process group is kept for ever, also after it was destroyed: the present one is passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from fabric.launchers.world import World
+from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.data.share import Use
+from fabric.strategies.fairscale import (
+    NOT_AVERAGED,
+    UNUSED,
+    clip_norm,
+    clip_value,
+    meet,
+    name_some,
+    refuse_optimizers,
+    root_logger_untouched,
+    start_alike,
+    why_not,
+)
+from fabric.strategies.fairscale_cpu import fully_sharded_on_cpu
+from fabric.strategies.fairscale_slices import attach_module, attach_optimizer
+from fabric.strategies.forward import ForwardPath
+from fabric.strategies.gradients import parameters_of
+from fabric.strategies.initialize import new_tensors
+from fabric.strategies.policy import Policy, matching
+from fabric.strategies.precision.precision import Precision
+from fabric.strategies.prepared import Prepared
+from fabric.strategies.rank_zero import follow_rank_zero
+from fabric.strategies.replica import attach_scaler, place, replica, share_loader
+from fabric.strategies.runtime import Runtime
+from fabric.strategies.strategy import Strategy
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FairScaleFSDPStrategy(Strategy):
+    """Fully sharded data parallel, by FairScale: each rank keeps a slice of every parameter."""
+
+    launcher: str = "auto"
+    """How processes come to be: auto, script, fork, forkserver or spawn. auto leaves it to `Fabric(launcher=...)`."""
+    backend: str | None = None
+    """The torch.distributed backend; None takes the accelerator's own (gloo on CPU, nccl on CUDA)."""
+    timeout_seconds: float = 1800.0
+    """How long a collective waits for the other ranks before it raises."""
+    wrap: Policy | None = None
+    """The parts whose parameters are gathered when the part runs, and dropped after: classes, or a function that is
+    true of the modules meant. What lies in none is gathered for the whole of forward and backward. None: all is."""
+    reshard_after_forward: bool = True
+    """Parts drop their parameters after forward, and gather them again for backward. False: more memory, fewer
+    messages."""
+    bucket_bytes: int = 25 * 2**20
+    """Gradients that travel in one reduce-scatter. Each rank allocates as much during backward, whatever the model."""
+    broadcast_buffers: bool = True
+    """Buffers (the statistics of BatchNorm) follow rank 0 after every forward that computes gradients."""
+
+    @property
+    def launchers(self) -> tuple[str, ...]:
+        return ("script", "fork", "forkserver", "spawn") if self.launcher == "auto" else (self.launcher,)
+
+    def num_processes(self, num_devices: int) -> int:
+        return num_devices
+
+    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
+        if precision.param_dtype not in _DTYPES:
+            return (
+                f"`precision={precision.name!r}` keeps parameters in {precision.param_dtype}, and FairScale's fully "
+                "sharded module keeps them in torch.float32 or torch.float16. Pass `precision='32-true'`, "
+                "`'bf16-mixed'` or `'16-mixed'`, or `strategy='fsdp'`."
+            )
+        return why_not("ddp_fully_sharded", accelerator)
+
+    def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
+        return meet(world, accelerator, devices, precision, backend=self.backend, timeout_seconds=self.timeout_seconds)
+
+    def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
+        return new_tensors(runtime.device, runtime.precision, empty=empty)
+
+    def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
+        parts = [part for part in matching(module, self.wrap, "wrap") if part is not module]
+        _refuse_shared(module, parts)
+        place(runtime, module, optimizers, move=move)
+        if runtime.world.size == 1:
+            return replica(runtime, module, optimizers)
+        _refuse_dtypes(module, runtime.precision)
+        refuse_optimizers("ddp_fully_sharded", optimizers, _WHOLE_MATRICES)
+        start_alike(runtime.collective, module)
+        slices = _Slices(self, runtime, module, parts)
+        hooks = [
+            attach_module(runtime.collective, module),
+            *(attach_optimizer(runtime.collective, optimizer, owned) for optimizer in optimizers),
+        ]
+        prepared = replica(
+            runtime, module, optimizers, around=slices.forward, unsynced=slices.unsynced, watch=slices.watch
+        )
+
+        def release() -> None:
+            prepared.release()
+            slices.release()
+            for undo in hooks:
+                undo()
+
+        return replace(
+            prepared,
+            clip_norm=partial(clip_norm, owned=owned, collective=runtime.collective, scaler=runtime.loss_scaler),
+            clip_value=partial(clip_value, owned=owned, scaler=runtime.loss_scaler),
+            release=release,
+        )
+
+    def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+        if runtime.world.size == 1:
+            return attach_scaler(runtime.loss_scaler, optimizers)
+        refuse_optimizers("ddp_fully_sharded", optimizers, _WHOLE_MATRICES)
+        undo = [attach_optimizer(runtime.collective, optimizer, owned) for optimizer in optimizers]
+        detach = attach_scaler(runtime.loss_scaler, optimizers)
+
+        def release() -> None:
+            for each in (*undo, detach):
+                each()
+
+        return release
+
+    def process_dataloader(
+        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
+    ) -> Iterable[Any]:
+        return share_loader(runtime, loader, use, distribute=distribute, move=move)
+
+
+_DTYPES = (torch.float32, torch.float16)
+_WHOLE_MATRICES = tuple(
+    kind for name in ("Adafactor", "Muon") if (kind := getattr(torch.optim, name, None)) is not None
+)
+"""Optimizers whose step needs a parameter's rows and columns. Muon came with torch 2.9."""
+
+
+def owned(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of an optimizer, each rank's slices. Raises RuntimeError where a gradient is not averaged."""
+    parameters = parameters_of(optimizer)
+    if any(parameter.grad is not None and parameter.grad.shape != parameter.shape for parameter in parameters):
+        raise RuntimeError(NOT_AVERAGED.format(optimizer=type(optimizer).__name__))
+    return parameters
+
+
+@final
+class _Call:
+    """A method of the user's on its way through FairScale, which would copy what it returns."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.function, self.args, self.kwargs = function, args, kwargs
+        self.output: Any = None
+
+
+@final
+class _Unit(nn.Module):
+    """What FairScale wraps: a module of the user's, and the wrappers of the parts within it."""
+
+    def __init__(self, module: nn.Module, within: Sequence[nn.Module] = ()) -> None:
+        super().__init__()
+        self.module = module
+        self.within = nn.ModuleList(within)
+
+    def forward(self, call: _Call) -> list[Tensor]:
+        call.output = call.function(*call.args, **call.kwargs)
+        return _tensors(call.output)
+
+
+@final
+class _Slices:
+    """One model in slices: FairScale's wrappers, beside the modules they gather parameters for."""
+
+    def __init__(
+        self, options: FairScaleFSDPStrategy, runtime: Runtime, module: nn.Module, parts: Sequence[nn.Module]
+    ) -> None:
+        self.collective, self.module, self.follow_buffers = runtime.collective, module, options.broadcast_buffers
+        self.reduced: set[Tensor] = set()
+        self.versions: list[int] = []
+        for parameter in module.parameters():
+            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+        wrap = _wrapper(options, runtime, self.reduced.add)
+        with root_logger_untouched():
+            wrapped = {part: wrap(_Unit(part)) for part in reversed(parts)}  # inner before outer
+            self.root = wrap(_Unit(module, list(wrapped.values())))
+            self.root._lazy_init()  # before a part can take itself for the root
+        self.names = {parameter: name for name, parameter in module.named_parameters()}
+        self.paths = [ForwardPath(part, partial(_through, wrapper)) for part, wrapper in wrapped.items()]
+        self.wrappers = (self.root, *wrapped.values())
+
+    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._drop_stale()
+        output = _through(self.root, function, args, kwargs)
+        if torch.is_grad_enabled() and self.follow_buffers and self.root._require_backward_grad_sync:
+            follow_rank_zero(self.collective, self.module.buffers())
+        return output
+
+    @contextmanager
+    def unsynced(self) -> Iterator[None]:
+        before = self.root._require_backward_grad_sync
+        for wrapper in self.wrappers:
+            wrapper._require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            for wrapper in self.wrappers:
+                wrapper._require_backward_grad_sync = before
+
+    def watch(self) -> Callable[[], None] | None:
+        """Before a backward; what is given out raises where a parameter was left out of it."""
+        if self.versions and not self.root.has_full_params:  # an earlier backward dropped what this one needs
+            self.root._rebuild_full_params()
+            self.root._use_fp32_param_shard()
+        return self._check if self.root._require_backward_grad_sync else None
+
+    def _check(self) -> None:
+        missing = [
+            name for parameter, name in self.names.items() if parameter.requires_grad and parameter not in self.reduced
+        ]
+        if self.reduced and missing:
+            raise RuntimeError(
+                UNUSED.format(count=len(missing), name=type(self.module).__name__, some=name_some(missing))
+            )
+        self.reduced.clear()
+
+    def _drop_stale(self) -> None:
+        """Gather parameters anew that were changed since: by a step, by loading, by the user."""
+        versions = [parameter._version for parameter in self.names]
+        if versions != self.versions:
+            self.versions = versions
+            for wrapper in self.wrappers:
+                wrapper._free_full_params()
+                wrapper._use_fp32_param_shard()
+
+    def release(self) -> None:
+        """Take our part of each forward off. The parameters stay slices: to put them together takes all ranks."""
+        for path in self.paths:
+            path.release()
+
+
+def _wrapper(options: FairScaleFSDPStrategy, runtime: Runtime, reduced: Callable[[Tensor], None]) -> Callable[..., Any]:
+    """FairScale's class with our options, which tells of each gradient it has reduced."""
+    import torch.distributed
+
+    if runtime.device.type == "cpu":
+        fully_sharded = fully_sharded_on_cpu()
+    else:
+        from fairscale.nn.data_parallel import FullyShardedDataParallel
+
+        fully_sharded = FullyShardedDataParallel
+
+    class Sharded(fully_sharded):  # type: ignore[misc, valid-type]
+        def _post_reduction_hook(self, param: Tensor, reduced_grad: Tensor) -> None:
+            super()._post_reduction_hook(param, reduced_grad)
+            reduced(param)
+
+    return partial(
+        Sharded,
+        process_group=torch.distributed.group.WORLD,
+        process_group_reduce_scatter=torch.distributed.group.WORLD,
+        reshard_after_forward=options.reshard_after_forward,
+        flatten_parameters=False,  # so that parameters stay the user's, each with its group and its requires_grad
+        compute_dtype=runtime.precision.param_dtype,
+        bucket_cap_mb=options.bucket_bytes / 2**20,
+        compute_device=runtime.device,
+    )
+
+
+def _through(wrapper: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    call = _Call(function, args, kwargs)
+    wrapper(call)
+    return call.output
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """The tensors of a nest, also within dataclasses: those that a backward may start from."""
+    found: list[Tensor] = []
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            found += _tensors([getattr(leaf, field.name) for field in fields(leaf)])
+    return found
+
+
+def _refuse_shared(module: nn.Module, parts: Sequence[nn.Module]) -> None:
+    """Raise ValueError where a parameter lies in two parts: it would be gathered for one, and a slice in the other."""
+    owners: dict[Tensor, nn.Module] = {}
+    for part in (*reversed(parts), module):
+        inner = [other for other in parts if other is not part and any(other is each for each in part.modules())]
+        for name, parameter in _own_parameters(part, inner):
+            owner = owners.setdefault(parameter, part)
+            if owner is not part:
+                raise ValueError(
+                    f"`wrap` puts {name!r} of `{type(part).__name__}` and of `{type(owner).__name__}` into two parts, "
+                    "but it is one parameter, tied. Choose parts so that both uses are in the same one."
+                )
+
+
+def _own_parameters(part: nn.Module, inner: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Every use of a parameter in a part and not in a part within it."""
+    hidden = {id(each) for other in inner for each in other.modules()}
+    for prefix, each in part.named_modules():
+        if id(each) not in hidden:
+            for name, parameter in each.named_parameters(recurse=False):
+                yield f"{prefix}.{name}".lstrip("."), parameter
+
+
+def _refuse_dtypes(module: nn.Module, precision: Precision) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.dtype != precision.param_dtype:
+            raise ValueError(
+                f"{name!r} of `{type(module).__name__}` is of {parameter.dtype}, and FairScale's fully sharded module "
+                f"keeps all parameters in one dtype, here {precision.param_dtype}. Convert the model before "
+                "`fabric.setup`, or pass `strategy='fsdp'`."
+            )

@@ -1,0 +1,287 @@
+"""Every rank holds a shard of parameters, gradients and optimizer state; parameters are whole while they are used.
+
+Torch's `fully_shard` (FSDP2; Zhao et al., VLDB 2023; ZeRO-3: Rajbhandari et al., SC 2020) does the sharding, in place:
+the module stays the user's own object, of a subclass of the user's class, with its own names, and its parameters become
+`DTensor`s. What surprises: every forward talks to all ranks, evaluation included, and `state_dict()` gives shards:
+`fabric.save` writes whole tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, cast, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from fabric.launchers.world import World
+from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.checkpoint.state import uncompiled
+from fabric.strategies.collectives.process_group import TorchCollective
+from fabric.strategies.data.share import Use
+from fabric.strategies.empty import Unfilled
+from fabric.strategies.forward import ForwardPath
+from fabric.strategies.gradients import clip_norm, clip_value
+from fabric.strategies.initialize import new_tensors
+from fabric.strategies.mesh import check_degrees, device_mesh
+from fabric.strategies.policy import Policy, matching
+from fabric.strategies.precision.forward_precision import cast_module
+from fabric.strategies.precision.precision import Precision
+from fabric.strategies.prepared import Prepared
+from fabric.strategies.rank_zero import follow_rank_zero
+from fabric.strategies.rebind import follow
+from fabric.strategies.recompute import recompute
+from fabric.strategies.replica import attach_scaler, backward_through, share_loader, with_precision
+from fabric.strategies.runtime import Runtime, connect
+from fabric.strategies.shards import ShardedState
+from fabric.strategies.strategy import Strategy
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FSDPStrategy(Strategy):
+    """Fully sharded data parallel: one process per device, each with a shard of the model and a share of the data.
+
+    The weights of rank 0 are what is trained. `Fabric.close` takes off what is ours; the parameters stay in shards.
+    """
+
+    launcher: str = "auto"
+    """How processes come to be: auto, script, fork, forkserver or spawn. auto leaves it to `Fabric(launcher=...)`."""
+    backend: str | None = None
+    """The torch.distributed backend; None takes the accelerator's own (gloo on CPU, nccl on CUDA)."""
+    timeout_seconds: float = 1800.0
+    """How long a collective waits for the other ranks before it raises."""
+    auto_wrap_policy: Policy | None = None
+    """The parts whose parameters are gathered together and freed again: classes, or a function of a module. What is in
+    no such part is gathered with the root. None: the model is gathered all at once, which saves no memory in forward;
+    name the class of its blocks. A weight that is tied lies in one part with all who share it."""
+    activation_checkpointing_policy: Policy | None = None
+    """The parts whose activations are computed again in backward instead of being kept: classes, or a function."""
+    reshard_after_forward: bool | int | None = None
+    """Whether gathered parameters are freed after forward (True: less memory; False: no second gather in backward), or
+    how many ranks hold them together meanwhile. None: freed, but for those of the root."""
+    device_mesh: tuple[int, int] | Literal["nodes"] | None = None
+    """(replicas, shards), which multiply to the number of ranks: shards lie on neighbouring ranks, and replicas average
+    gradients among them. "nodes": a replica on each node. None: one replica, over all ranks."""
+    cpu_offload: bool = False
+    """Shards, gradients and optimizer state lie in the CPU's memory, and steps run there."""
+    broadcast_buffers: bool = True
+    """Buffers (the statistics of BatchNorm) follow rank 0 after every forward that computes gradients."""
+
+    @property
+    def launchers(self) -> tuple[str, ...]:
+        return ("script", "fork", "forkserver", "spawn") if self.launcher == "auto" else (self.launcher,)
+
+    def num_processes(self, num_devices: int) -> int:
+        return num_devices
+
+    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
+        if accelerator.name == "mps":
+            return (
+                "`accelerator='mps'` has no torch.distributed backend, which sharding needs. Pass `accelerator='cpu'`, "
+                "or `strategy='single_device'`."
+            )
+        if self.cpu_offload and accelerator.name == "cpu":
+            return (
+                "`cpu_offload=True` (`strategy='fsdp_cpu_offload'`) moves shards from a device to the CPU, but "
+                "`accelerator='cpu'` has them there already. Pass `strategy='fsdp'`, or another accelerator."
+            )
+        try:
+            self._degrees(num_devices * num_nodes, num_nodes)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
+        degrees = self._degrees(world.size, world.num_nodes)
+        accelerator.connect(devices[world.local_rank])
+        device = accelerator.device(devices[world.local_rank])
+        backend = self.backend or accelerator.backend
+        collective = TorchCollective(world, backend, device=device, timeout_seconds=self.timeout_seconds)
+        runtime = connect(world, [device], collective, precision, in_shards=True)
+        return replace(runtime, mesh=device_mesh(device, degrees))
+
+    def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
+        return new_tensors(torch.device("meta") if empty else runtime.device, runtime.precision)
+
+    def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
+        inner = uncompiled(module)
+        if not move:
+            _refuse_to_stay(inner, runtime.device)
+        units = self._units(inner, runtime.precision)
+        recomputed = matching(inner, self.activation_checkpointing_policy, "activation_checkpointing_policy")
+        _refuse_tied_apart(inner, units)
+        unfilled = Unfilled(inner)
+        with follow(inner, optimizers):
+            cast_module(runtime.precision, inner)
+            for unit in units:
+                self._shard(runtime, unit, units, unfilled)
+        undo = [recompute(part) for part in recomputed]
+        model = _Sharded(self, runtime, cast("FSDPModule", inner), unfilled)
+        path = ForwardPath(inner, with_precision(runtime, model.forward), model.mark)
+        undo += [path.release, attach_scaler(runtime.loss_scaler, optimizers)]
+        return Prepared(
+            module=module,
+            optimizers=tuple(optimizers),
+            backward=backward_through(runtime.loss_scaler, ()),
+            joins_backward=True,
+            watch=lambda: None,
+            unsynced=model.unsynced,
+            clip_norm=partial(clip_norm, scaler=runtime.loss_scaler),
+            clip_value=partial(clip_value, scaler=runtime.loss_scaler),
+            release=partial(_each, undo),
+            state=ShardedState(runtime.world.rank),
+        )
+
+    def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+        return attach_scaler(runtime.loss_scaler, optimizers)
+
+    def process_dataloader(
+        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
+    ) -> Iterable[Any]:
+        return share_loader(runtime, loader, use, distribute=distribute, move=move)
+
+    def _degrees(self, size: int, num_nodes: int) -> dict[str, int]:
+        """The axes of the mesh. Raises ValueError where they do not multiply to `size`."""
+        if self.device_mesh is None:
+            return {"shard": size}
+        if self.device_mesh == "nodes":
+            degrees = {"replicate": num_nodes, "shard": size // num_nodes}
+        else:
+            degrees = dict(zip(("replicate", "shard"), self.device_mesh, strict=True))
+        check_degrees(degrees, size, written=f"device_mesh={self.device_mesh!r}")
+        return degrees
+
+    def _units(self, module: nn.Module, precision: Precision) -> list[nn.Module]:
+        """The parts that are gathered one by one, inner before outer; the root is the last."""
+        chosen = matching(module, self.auto_wrap_policy, "auto_wrap_policy")
+        if precision.is_mixed:
+            # Statistics stay in full precision, and BatchNorm wants its weights in the same.
+            chosen += [part for part in module.modules() if isinstance(part, _BatchNorm)]
+        order = [part for part in module.modules() if part in set(chosen) or part is module]
+        for part in order:
+            if isinstance(part, (nn.ModuleList, nn.ModuleDict)):
+                raise ValueError(
+                    f"`auto_wrap_policy` chooses a `{type(part).__name__}`, which has no forward before which its "
+                    "parameters could be gathered. Choose the modules in it."
+                )
+        return order[::-1]
+
+    def _shard(self, runtime: Runtime, unit: nn.Module, units: Sequence[nn.Module], unfilled: Unfilled) -> None:
+        """Give the unit's own tensors their values, those of rank 0, on the device, and cut them."""
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        parts = list(_own_parts(unit, set(units)))
+        unfilled.materialize(parts, runtime.device)
+        tensors = _own_tensors(parts)
+        for tensor in tensors:
+            tensor.data = tensor.data.to(runtime.device)
+        if runtime.world.size > 1:
+            follow_rank_zero(runtime.collective, tensors)
+        mixed = runtime.precision.is_mixed and not isinstance(unit, _BatchNorm)
+        fully_shard(
+            unit,
+            mesh=runtime.mesh,
+            reshard_after_forward=self.reshard_after_forward,
+            # Autocast within decides about inputs, as under every strategy; outputs stay what forward made them.
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=runtime.precision.compute_dtype if mixed else None,
+                reduce_dtype=runtime.precision.reduce_dtype if mixed else None,
+                cast_forward_inputs=False,
+            ),
+            offload_policy=CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
+        )
+
+
+@final
+class _Sharded:
+    """One model in shards: what happens around its forward, and whether its gradients travel."""
+
+    def __init__(self, options: FSDPStrategy, runtime: Runtime, module: FSDPModule, unfilled: Unfilled) -> None:
+        self.collective = runtime.collective
+        self.module = module
+        self.unfilled = unfilled
+        self.synced = True
+        self.follow_buffers = options.broadcast_buffers and runtime.world.size > 1
+
+    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.unfilled.check(self.collective)
+        output = function(*args, **kwargs)
+        if self.follow_buffers and self.synced and torch.is_grad_enabled():
+            follow_rank_zero(self.collective, cast(nn.Module, self.module).buffers())
+        return output
+
+    def mark(self, method: str) -> None:
+        """Let another method find whole parameters."""
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
+        register_fsdp_forward_method(cast(nn.Module, self.module), method)
+
+    @contextmanager
+    def unsynced(self) -> Iterator[None]:
+        before = self.synced
+        self._sync(False)
+        try:
+            yield
+        finally:
+            self._sync(before)
+
+    def _sync(self, enabled: bool) -> None:
+        self.synced = enabled
+        self.module.set_requires_gradient_sync(enabled)
+
+
+def _own_parts(unit: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
+    """The modules of a unit that lie in no inner one."""
+    yield unit
+    for child in unit.children():
+        if child not in units:
+            yield from _own_parts(child, units)
+
+
+def _own_tensors(parts: Iterable[nn.Module]) -> list[Tensor]:
+    """Their parameters and buffers, each once."""
+    found = {
+        id(tensor): tensor
+        for part in parts
+        for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))
+    }
+    return list(found.values())
+
+
+def _refuse_to_stay(module: nn.Module, device: torch.device) -> None:
+    elsewhere = {tensor.device.type for tensor in module.parameters()} - {device.type, "meta"}
+    if elsewhere:
+        raise ValueError(
+            f"`move_to_device=False` leaves parameters on {', '.join(sorted(elsewhere))}, but shards are made on "
+            f"{device.type}. Leave the argument out; each part is moved just before it is cut."
+        )
+
+
+def _refuse_tied_apart(module: nn.Module, units: Sequence[nn.Module]) -> None:
+    """Raise ValueError where a weight is shared by two units: each would cut a weight of its own."""
+    homes: dict[int, tuple[nn.Module, str]] = {}
+    names = {part: name for name, part in module.named_modules()}
+    for unit in units:
+        for part in _own_parts(unit, set(units)):
+            for name, parameter in part.named_parameters(recurse=False):
+                full = f"{names[part]}.{name}".lstrip(".")
+                home, first = homes.setdefault(id(parameter), (unit, full))
+                if home is not unit:
+                    raise ValueError(
+                        f"`{first}` and `{full}` are one tied weight, but `auto_wrap_policy` puts them into different "
+                        "parts, and each would have its own from then on. Choose a part that holds both, or neither."
+                    )
+
+
+def _each(actions: Sequence[Callable[[], None]]) -> None:
+    for action in actions:
+        action()

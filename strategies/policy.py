@@ -1,0 +1,51 @@
+"""Which parts of a model an option is for: named by their classes, or chosen by a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TypeAlias
+
+from torch import nn
+
+Policy: TypeAlias = type[nn.Module] | Collection[type[nn.Module]] | Callable[[nn.Module], bool]
+"""A class, several classes, or a function that is true of the modules meant."""
+
+
+def matching(module: nn.Module, policy: Policy | None, option: str) -> list[nn.Module]:
+    """The parts of `module`, itself included, that the policy means, outer before inner. None means no part.
+
+    Raises: ValueError: there is none. TypeError: the policy is of another kind.
+    """
+    if policy is None:
+        return []
+    chosen = [part for part in module.modules() if _means(policy, part, option)]
+    if not chosen:
+        classes = sorted({type(part).__name__ for part in module.modules()})
+        raise ValueError(
+            f"`{option}={_words(policy)}` matches no part of the `{type(module).__name__}`, which is made of "
+            f"{', '.join(classes)}. Name some of these classes, or leave the option out."
+        )
+    return chosen
+
+
+def _means(policy: Policy, part: nn.Module, option: str) -> bool:
+    if isinstance(policy, type):
+        return isinstance(part, policy)
+    if isinstance(policy, Collection):
+        strangers = [each for each in policy if not isinstance(each, type)]
+        if strangers:
+            raise TypeError(f"`{option}` has {strangers[0]!r}, which is no class. Name classes of modules.")
+        return isinstance(part, tuple(policy))
+    if callable(policy):
+        return bool(policy(part))
+    raise TypeError(
+        f"`{option}={policy!r}` says no parts. Pass classes of modules, or a function of a module that gives a bool."
+    )
+
+
+def _words(policy: Policy) -> str:
+    if isinstance(policy, type):
+        return policy.__name__
+    if isinstance(policy, Collection):
+        return "{" + ", ".join(sorted(each.__name__ for each in policy)) + "}"
+    return getattr(policy, "__qualname__", repr(policy))

@@ -1,0 +1,125 @@
+"""A tensor whole and in shards (`DTensor`), and the state of modules and optimizers the same two ways.
+
+The one file that knows how a shard becomes a whole tensor and back. torch's DTensor is imported only once a tensor is
+of a class of its own: who shards nothing never pays for it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabric.strategies.checkpoint.state import StateAccess
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def as_sharded(tensor: Any) -> DTensor | None:
+    """The tensor, if it is in shards (or a replica that says so); None if it is plain."""
+    if not isinstance(tensor, Tensor) or type(tensor) is Tensor or type(tensor) is nn.Parameter:
+        return None
+    from torch.distributed.tensor import DTensor
+
+    return tensor if isinstance(tensor, DTensor) else None
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of the tensor. Shares its memory."""
+    sharded = as_sharded(tensor)
+    return tensor if sharded is None else sharded.to_local()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of the tensor, on this rank. Ranks: all that hold a shard of it."""
+    sharded = as_sharded(tensor)
+    if sharded is None:
+        return tensor
+    # A shard that was offloaded to the CPU travels over the devices' own network.
+    return sharded.detach().to(sharded.device_mesh.device_type).full_tensor()
+
+
+def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """This rank's shard of a whole tensor, laid out like `like`. No rank talks: each takes its own."""
+    sharded = as_sharded(like)
+    if sharded is None:
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    made = distribute_tensor(tensor.detach(), sharded.device_mesh, sharded.placements, src_data_rank=None)
+    return made.to(like.device).clone()  # a copy: a view would keep the whole alive
+
+
+def shard_state(name: str, value: Any, parameter: Tensor, standing: Any = None) -> Any:
+    """One entry of an optimizer's state, laid out as its parameter is.
+
+    `standing`: what the optimizer has there now, if anything. Raises ValueError where neither says how to cut it.
+    """
+    if not isinstance(value, Tensor) or as_sharded(value) is not None or as_sharded(parameter) is None:
+        return value
+    if value.shape == parameter.shape:
+        return shard_like(value, parameter)
+    if as_sharded(standing) is not None and standing.shape == value.shape:
+        return shard_like(value, standing)
+    if value.numel() == 1:  # a step count
+        return value
+    raise ValueError(
+        f"The optimizer's state {name!r} has shape {tuple(value.shape)}, and its parameter, which lies in shards, "
+        f"{tuple(parameter.shape)}: how to cut it is not known. Use an optimizer whose state has its parameters' shape."
+    )
+
+
+@final
+class ShardedState(StateAccess):
+    """Each rank has shards: reading gathers them one tensor at a time, and rank 0 keeps them, on the CPU."""
+
+    def __init__(self, rank: int) -> None:
+        self.keeps = rank == 0
+
+    def read_module(self, module: nn.Module) -> dict[str, Any]:
+        state = module.state_dict()
+        for name, value in state.items():
+            state[name] = self._gathered(value)
+        return state if self.keeps else {}
+
+    def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
+        targets = module.state_dict()
+        state = dict(content)
+        for name in targets.keys() & content.keys():
+            value, target = content[name], targets[name]
+            if isinstance(value, Tensor) and isinstance(target, Tensor) and value.shape == target.shape:
+                state[name] = shard_like(value, target)  # another shape is left for torch to name, with all others
+        module.load_state_dict(state, strict=strict)
+
+    def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        content = optimizer.state_dict()
+        states = {
+            index: {name: self._gathered(value) for name, value in entries.items()}
+            for index, entries in sorted(content["state"].items())
+        }
+        return {**content, "state": states} if self.keeps else {}
+
+    def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        indices = [index for group in content["param_groups"] for index in group["params"]]
+        by_index = dict(zip(indices, parameters, strict=False))  # torch names a difference in length
+        states = {
+            index: _laid_out(entries, by_index[index], optimizer.state.get(by_index[index], {}))
+            if index in by_index
+            else entries
+            for index, entries in content["state"].items()
+        }
+        optimizer.load_state_dict({**content, "state": states})
+
+    def _gathered(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        gathered = whole(value)
+        return gathered.detach().to("cpu") if self.keeps else torch.empty(0)
+
+
+def _laid_out(entries: dict[str, Any], parameter: Tensor, standing: dict[str, Any]) -> dict[str, Any]:
+    return {name: shard_state(name, value, parameter, standing.get(name)) for name, value in entries.items()}

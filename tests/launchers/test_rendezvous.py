@@ -1,0 +1,101 @@
+"""Ranks meet, however late one comes, and a wait says for whom."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from worlds import run_world
+
+from fabric.launchers import Rendezvous, World, join, rendezvous
+from fabric.launchers.launcher import Topology
+from fabric.launchers.meeting_point import MeetingPoint
+
+
+def world(rank: int, port: int, *, hosted: bool = True, size: int = 2) -> World:
+    at = Rendezvous(address="127.0.0.1", port=port, hosted=hosted)
+    return World(rank=rank, size=size, local_rank=rank, local_size=size, rendezvous=at)
+
+
+@pytest.fixture
+def point() -> MeetingPoint:
+    point = MeetingPoint(Topology(num_processes=2))
+    point.open()
+    return point
+
+
+def test_a_world_of_one_opens_no_port() -> None:
+    store = join(World(), 1, print)
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_each_meeting_has_keys_of_its_own(point: MeetingPoint) -> None:
+    with ThreadPoolExecutor(2) as ranks:
+        for number in range(3):
+            stores = list(ranks.map(lambda rank: join(world(rank, point.port), 30, print), range(2)))
+            assert not stores[0].check(["key"])
+            stores[0].set("key", str(number))
+            assert stores[1].get("key") == str(number).encode()
+
+
+def test_after_the_timeout_the_missing_ranks_are_named(point: MeetingPoint) -> None:
+    with pytest.raises(TimeoutError, match=r"Rank 0 of 3 waited 0.2 s for ranks 1, 2, which did not arrive"):
+        join(world(0, point.port, size=3), 0.2, print)
+
+
+@pytest.mark.slow
+def test_a_wait_says_who_is_missing_and_ends_when_they_come(point: MeetingPoint) -> None:
+    said: list[str] = []
+    heard = threading.Event()
+
+    def say(words: str) -> None:
+        said.append(words)
+        heard.set()
+
+    with ThreadPoolExecutor(2) as ranks:
+        first = ranks.submit(join, world(0, point.port), 60, say)
+        assert heard.wait(60)
+        second = ranks.submit(join, world(1, point.port), 60, say)
+        first.result()
+        second.result()
+    assert said[0] == "rank 0 of 2 waits for rank 1"
+
+
+def test_nobody_at_the_address_is_an_error_that_names_it() -> None:
+    nobody = MeetingPoint(Topology(num_processes=2))
+    nobody.abandon()
+    with pytest.raises(
+        TimeoutError, match=rf"waited 0.2 s for rank 0 at 127.0.0.1:{nobody.port}: .* Check that rank 0 was started"
+    ):
+        join(world(1, nobody.port, hosted=False), 0.2, print)
+
+
+def test_a_port_that_is_taken_is_an_error_that_names_it(point: MeetingPoint) -> None:
+    with pytest.raises(RuntimeError, match=rf"Rank 0 cannot serve the rendezvous at 127.0.0.1:{point.port}: "):
+        join(world(0, point.port, hosted=False), 1, print)
+    with pytest.raises(RuntimeError, match=rf"Node 0 cannot serve the rendezvous on port {point.port}: "):
+        MeetingPoint(Topology(num_processes=1, num_nodes=2, main_port=point.port))
+
+
+def meet_at_rank_zero(inner: World, port: int) -> list[bytes]:
+    """Two meetings whose store rank 0 serves itself, as under srun; ours is only used to start the processes."""
+    mine = world(inner.rank, port, hosted=False, size=inner.size)
+    read = []
+    for number in range(2):
+        store = join(mine, 60, print)
+        store.set(f"from {mine.rank}", str(number))
+        read += [store.get(f"from {rank}") for rank in range(mine.size)]
+    join(inner, 60, print)  # rank 0 stays until all have read
+    return read
+
+
+def test_rank_zero_serves_where_nobody_else_does() -> None:
+    free = MeetingPoint(Topology(num_processes=2))
+    free.abandon()
+    assert run_world(3, meet_at_rank_zero, free.port) == [[b"0"] * 3 + [b"1"] * 3] * 3
+
+
+def test_what_a_wait_says_comes_every_few_seconds() -> None:
+    assert 1 <= rendezvous.SAY_EVERY_SECONDS <= 10

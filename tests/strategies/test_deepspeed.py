@@ -1,0 +1,544 @@
+"""ZeRO by DeepSpeed gives the numbers of one process of plain PyTorch, and leaves nothing behind.
+
+Each scenario is written once and run twice: on ranks with a fabric, and here without one. A world runs all of them, for
+starting DeepSpeed takes longer than training.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adadelta, Adagrad, AdamW, Optimizer, RMSprop
+from torch.optim.lr_scheduler import StepLR
+from worlds import run_world
+
+from fabric import Fabric
+from fabric.launchers.world import World
+from fabric.strategies.deepspeed import DeepSpeedStrategy
+
+SHARDED = {"stage3_param_persistence_threshold": 0}  # small weights are cut as well
+BUCKET = 10_000
+
+
+class Net(nn.Module):
+    """Tied weights, a frozen one, a buffer, a branch that some steps leave out; sizes that no world divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 5)
+        self.frozen = nn.Linear(5, 5).requires_grad_(False)
+        self.norm = nn.LayerNorm(5)
+        self.branch = nn.Linear(5, 5)
+        self.out = nn.Linear(5, 7, bias=False)
+        self.out.weight = self.embed.weight
+        self.register_buffer("shift", torch.full((5,), 0.25))
+
+    def forward(self, tokens: Tensor, branch: bool = True) -> Tensor:
+        hidden = self.norm(self.frozen(self.embed(tokens)) + self.shift)
+        if branch:
+            hidden = hidden + self.branch(hidden).tanh()
+        return self.out(hidden)
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self(tokens), targets)
+
+
+class Plain:
+    """The words of a fabric, in one process of plain PyTorch."""
+
+    world_size, global_rank = 1, 0
+
+    def setup(self, module: nn.Module, *optimizers: Optimizer) -> Any:
+        return (module, *optimizers)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        loss.backward(**kwargs)
+
+    def clip_gradients(self, model: nn.Module, optimizer: Optimizer, **how: Any) -> Tensor | None:
+        if "clip_val" in how:
+            return nn.utils.clip_grad_value_(model.parameters(), how["clip_val"])
+        return nn.utils.clip_grad_norm_(model.parameters(), how["max_norm"], how.get("norm_type", 2.0))
+
+
+def strategy_of(stage: int, offload: bool = False, **options: Any) -> DeepSpeedStrategy:
+    zero = {"reduce_bucket_size": BUCKET, **(SHARDED if stage == 3 else {})}
+    return DeepSpeedStrategy(
+        stage=stage, offload_optimizer=offload, config={"zero_optimization": zero, **options}
+    )
+
+
+def fabric_of(world: World, strategy: DeepSpeedStrategy, precision: str = "32-true") -> Fabric:
+    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=world.size, precision=precision)
+    fabric._connect(world)
+    return fabric
+
+
+def parts(make: Callable[[Any], Optimizer], seed: int = 3) -> tuple[Net, Optimizer]:
+    torch.manual_seed(seed)
+    model = Net()
+    norms = list(model.norm.parameters())
+    others = [p for p in model.parameters() if all(p is not norm for norm in norms)]
+    return model, make([{"params": others}, {"params": norms, "lr": 0.02}])
+
+
+def sgd(groups: Any) -> Optimizer:
+    return SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def adamw(groups: Any) -> Optimizer:
+    return AdamW(groups, lr=0.05, eps=1e-3)
+
+
+def batch(fabric: Any, step: int) -> tuple[Tensor, Tensor]:
+    """This rank's share of the global batch of a step."""
+    generator = torch.Generator().manual_seed(100 + step)
+    both = torch.randint(7, (2, 8), generator=generator)
+    tokens, targets = both.chunk(fabric.world_size, dim=1)[fabric.global_rank]
+    return tokens, targets
+
+
+def loss_of(model: nn.Module, data: tuple[Tensor, Tensor], **kwargs: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(data[0], **kwargs), data[1])
+
+
+# Scenarios: each gives what must be equal
+
+
+def simple_steps(fabric: Any, folder: str) -> Any:
+    model, optimizer = fabric.setup(*parts(adamw))
+    for step in range(4):
+        fabric.backward(loss_of(model, batch(fabric, step)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(fabric, folder, model)
+
+
+def backwards_add_up_without_a_word(fabric: Any, folder: str) -> Any:
+    model, optimizer = fabric.setup(*parts(sgd))
+    for step in range(3):
+        first, second = (loss_of(model, batch(fabric, 2 * step + i)) for i in (0, 1))  # two forwards, then two backwards
+        fabric.backward(first, retain_graph=True)
+        fabric.backward(second)
+        fabric.backward(first)  # once more through the same graph
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(fabric, folder, model)
+
+
+def zero_grad_discards(fabric: Any, folder: str) -> Any:
+    model, optimizer = fabric.setup(*parts(sgd))
+    for step in range(3):
+        fabric.backward(loss_of(model, batch(fabric, 50 + step)))
+        optimizer.zero_grad()
+        optimizer.step()  # nothing to step with
+        fabric.backward(loss_of(model, batch(fabric, step)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(fabric, folder, model)
+
+
+def clips_to_what_each_call_asks_for(fabric: Any, folder: str) -> Any:
+    model, optimizer = fabric.setup(*parts(sgd))
+    norms = []
+    hows: list[dict[str, float]] = [
+        {"max_norm": 0.05}, {"max_norm": 0.1, "norm_type": 1.0}, {"max_norm": 0.01, "norm_type": float("inf")},
+        {"clip_val": 0.003}, {}, {"max_norm": 1e9},
+    ]  # fmt: skip
+    for step, how in enumerate(hows):
+        fabric.backward(loss_of(model, batch(fabric, step)) * 20)
+        if how:
+            norms.append(fabric.clip_gradients(model, optimizer, **how))
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(fabric, folder, model), [float(norm) for norm in norms if norm is not None]
+
+
+def a_part_left_out_has_a_gradient_of_zero(fabric: Any, folder: str) -> Any:
+    model, optimizer = fabric.setup(*parts(sgd))
+    for step in range(4):
+        fabric.backward(loss_of(model, batch(fabric, step), branch=step != 2))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return whole(fabric, folder, model)
+
+
+def schedulers_and_hooks_see_each_step_once(fabric: Any, folder: str) -> Any:
+    model, optimizer = parts(sgd)
+    early = StepLR(optimizer, step_size=1, gamma=0.5)
+    model, optimizer = fabric.setup(model, optimizer)
+    late = StepLR(optimizer, step_size=2, gamma=0.5)
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    rates = []
+    for step in range(3):
+        fabric.backward(loss_of(model, batch(fabric, step)))
+        optimizer.step()
+        optimizer.zero_grad()
+        early.step()
+        late.step()
+        rates.append([group["lr"] for group in optimizer.param_groups])
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(fabric, 9))
+        fabric.backward(loss)
+        return loss
+
+    returned = optimizer.step(closure)
+    return whole(fabric, folder, model), rates, seen, type(optimizer), mean(fabric, returned)
+
+
+def two_models_train_each_other(fabric: Any, folder: str) -> Any:
+    one, for_one = fabric.setup(*parts(sgd, seed=1))
+    other, for_other = fabric.setup(*parts(adamw, seed=2))
+    for step in range(3):
+        tokens, targets = batch(fabric, step)
+        through_both = (other(tokens) * one(tokens).softmax(-1)).sum(-1).mean()
+        fabric.backward(through_both)
+        for_one.step()
+        for_one.zero_grad()
+        for_other.zero_grad()  # what flowed through it on the way is not for this step
+        fabric.backward(loss_of(other, (tokens, targets)))
+        for_other.step()
+        for_other.zero_grad()
+    return whole(fabric, folder, one), whole(fabric, folder, other)
+
+
+def evaluation_between_steps_changes_nothing(fabric: Any, folder: str) -> Any:
+    model, optimizer = fabric.setup(*parts(adamw))
+    outputs = []
+    for step in range(2):
+        fabric.backward(loss_of(model.train(), batch(fabric, step)))
+        with torch.no_grad():
+            outputs.append(float(model.eval()(torch.arange(7)).sum()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(fabric, folder, model), outputs
+
+
+def an_optimizer_that_has_stepped_before_goes_on(fabric: Any, folder: str) -> Any:
+    model, optimizer = parts(adamw)
+    for step in range(2):
+        loss_of(model, batch(Plain, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model, optimizer = fabric.setup(model, optimizer)
+    fabric.backward(loss_of(model, batch(fabric, 5)))
+    optimizer.step()
+    return whole(fabric, folder, model)
+
+
+SCENARIOS = (
+    simple_steps,
+    backwards_add_up_without_a_word,
+    zero_grad_discards,
+    clips_to_what_each_call_asks_for,
+    a_part_left_out_has_a_gradient_of_zero,
+    schedulers_and_hooks_see_each_step_once,
+    two_models_train_each_other,
+    evaluation_between_steps_changes_nothing,
+    an_optimizer_that_has_stepped_before_goes_on,
+)
+
+
+def whole(fabric: Any, folder: str, model: nn.Module) -> dict[str, Tensor]:
+    """The weights, as a file shows them to plain PyTorch."""
+    if isinstance(fabric, Plain):
+        return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    path = os.path.join(folder, "weights.pt")
+    fabric.save(path, {"model": model})
+    weights: dict[str, Tensor] = torch.load(path, weights_only=True)["model"]
+    fabric.barrier()
+    return weights
+
+
+def mean(fabric: Any, value: Tensor) -> float:
+    return float(value.detach() if isinstance(fabric, Plain) else fabric.all_reduce(value.detach()))
+
+
+def all_scenarios(world: World, strategy: DeepSpeedStrategy, folder: str) -> list[Any]:
+    results = []
+    for scenario in SCENARIOS:
+        with fabric_of(world, strategy) as fabric:  # one fabric after another, in one process
+            results.append(scenario(fabric, folder))
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "size", "offload"),
+    [(1, 2, False), (2, 2, False), (3, 2, False), (1, 2, True), (2, 4, True), (3, 4, True), (2, 1, False), (3, 1, False)],
+)
+def test_zero_equals_one_process(stage: int, size: int, offload: bool, tmp_path: Path) -> None:
+    results = run_world(size, all_scenarios, strategy_of(stage, offload), str(tmp_path))[0]
+    for scenario, result in zip(SCENARIOS, results, strict=True):
+        expected = scenario(Plain(), "")
+        torch.testing.assert_close(
+            result, expected, rtol=1e-5, atol=1e-5, msg=lambda text, name=scenario.__name__: f"{name}: {text}"
+        )
+
+
+# Saving and loading
+
+
+def save_and_go_on(world: World, strategy: DeepSpeedStrategy, path: str, folder: str) -> Any:
+    with fabric_of(world, strategy) as fabric:
+        model, optimizer = fabric.setup(*parts(adamw))
+        for step in range(3):
+            one_step(fabric, model, optimizer, step)
+        fabric.save(path, {"model": model, "optimizer": optimizer})
+        one_step(fabric, model, optimizer, 3)
+        return whole(fabric, folder, model)
+
+
+def load_and_go_on(world: World, strategy: DeepSpeedStrategy, path: str, folder: str, init: bool) -> Any:
+    with fabric_of(world, strategy) as fabric:
+        if init:
+            with fabric.init_module(empty_init=True):
+                model, optimizer = parts(adamw, seed=77)
+        else:
+            model, optimizer = parts(adamw, seed=77)
+        model, optimizer = fabric.setup(model, optimizer)
+        one_step(fabric, model, optimizer, 40)  # state of its own, to be replaced
+        fabric.load(path, {"model": model, "optimizer": optimizer})
+        one_step(fabric, model, optimizer, 3)
+        return whole(fabric, folder, model)
+
+
+def one_step(fabric: Any, model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    fabric.backward(loss_of(model, batch(fabric, step)))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_checkpoint_is_plain_and_goes_on_under_another_world_and_stage(stage: int, tmp_path: Path) -> None:
+    path = str(tmp_path / "saved.pt")
+    expected = run_world(2, save_and_go_on, strategy_of(stage), path, str(tmp_path))[0]
+    content = torch.load(path, weights_only=True)
+    model, optimizer = parts(adamw)
+    model.load_state_dict(content["model"])
+    optimizer.load_state_dict(content["optimizer"])
+    one_step(Plain(), model, optimizer, 3)
+    torch.testing.assert_close(dict(model.state_dict()), expected, rtol=1e-5, atol=1e-5)
+    other = 3 if stage < 3 else 1
+    for size, kind, init in ((2, stage, False), (3, other, other == 3)):
+        loaded = run_world(size, load_and_go_on, strategy_of(kind), path, str(tmp_path), init)[0]
+        if size != 3:  # three ranks do not share a batch of eight evenly
+            torch.testing.assert_close(loaded, expected, rtol=1e-5, atol=1e-5)
+        assert loaded.keys() == expected.keys()
+
+
+def load_misfits(world: World, path: str) -> list[str]:
+    sentences = []
+    for stage in (2, 3):
+        with fabric_of(world, strategy_of(stage)) as fabric:
+            model, optimizer = fabric.setup(*parts(sgd))
+            for state in ({"model": model}, {"optimizer": optimizer}):
+                sentences.append(sentence_of(lambda state=state: fabric.load(path, state)))
+    return sentences
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_does_not_fit_raises_with_what_differs(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    content = {"model": model.state_dict(), "optimizer": AdamW(model.parameters()).state_dict()}
+    torch.save(content, tmp_path / "other.pt")
+    for rank in run_world(2, load_misfits, str(tmp_path / "other.pt")):
+        missing_2, groups_2, missing_3, groups_3 = rank
+        assert "Missing key(s) in state_dict" in missing_2
+        assert "The checkpoint does not fit `Net`: it lacks ['branch.bias'" in missing_3
+        assert "and has besides ['bias', 'weight']. Pass `strict=False`" in missing_3
+        assert groups_2 == groups_3
+        assert "parameter groups of [5, 2] parameters, and the checkpoint's has [2]" in groups_2
+
+
+# Precision, DeepSpeed's own optimizer, evaluation
+
+
+def other_ways(world: World, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for precision in ("bf16-true", "bf16-mixed"):
+        for stage in (1, 2, 3):
+            with fabric_of(world, strategy_of(stage), precision) as fabric:
+                model, optimizer = fabric.setup(*parts(adamw))
+                for step in range(4):
+                    output = model(batch(fabric, step)[0])
+                    fabric.backward(nn.functional.cross_entropy(output.float(), batch(fabric, step)[1]))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                found[f"{precision} {stage}"] = output.dtype, whole(fabric, folder, model)
+    section = {"type": "AdamW", "params": {"lr": 0.05, "eps": 1e-3}}
+    with fabric_of(world, strategy_of(2, optimizer=section)) as fabric:
+        torch.manual_seed(3)
+        model, optimizer = fabric.setup(Net())
+        for step in range(4):
+            one_step(fabric, model, optimizer, step)
+        found["its own optimizer"] = whole(fabric, folder, model)
+        found["both"] = sentence_of(lambda: fabric.setup(*parts(sgd)))
+    for stage in (1, 2, 3):
+        with fabric_of(world, strategy_of(stage)) as fabric:
+            torch.manual_seed(3)
+            model = fabric.setup_module(Net())
+            with torch.no_grad():
+                found[f"evaluated {stage}"] = model(torch.arange(7))
+            found[f"evaluated file {stage}"] = whole(fabric, folder, model)
+            found[f"evaluated backward {stage}"] = sentence_of(lambda: fabric.backward(torch.ones(())))
+    return found
+
+
+@pytest.mark.slow
+def test_other_precisions_optimizers_and_evaluation(tmp_path: Path) -> None:
+    found = run_world(2, other_ways, str(tmp_path))[0]
+    expected = simple_steps(Plain(), "")
+    for precision, dtype in (("bf16-true", torch.bfloat16), ("bf16-mixed", torch.bfloat16)):
+        for stage in (1, 2, 3):
+            got_dtype, weights = found[f"{precision} {stage}"]
+            assert got_dtype == dtype
+            trained = {name: value for name, value in weights.items() if not name.startswith(("frozen", "shift"))}
+            assert {value.dtype for value in trained.values()} == {torch.float32}, "the weights that are trained"
+            torch.testing.assert_close(trained, {name: expected[name] for name in trained}, rtol=0.1, atol=0.1)
+    torch.manual_seed(3)
+    alone = Net()
+    optimizer = AdamW(alone.parameters(), lr=0.05, eps=1e-3, weight_decay=0.0)
+    for step in range(4):
+        one_step(Plain(), alone, optimizer, step)
+    torch.testing.assert_close(found["its own optimizer"], dict(alone.state_dict()), rtol=1e-5, atol=1e-5)
+    assert "was given a `SGD`, and DeepSpeed's configuration names 'AdamW'. Leave one out." in found["both"]
+    torch.manual_seed(3)
+    plain = Net()
+    for stage in (1, 2, 3):
+        torch.testing.assert_close(found[f"evaluated {stage}"], plain(torch.arange(7)).detach())
+        torch.testing.assert_close(found[f"evaluated file {stage}"], dict(plain.state_dict()), rtol=0, atol=0)
+        assert "`Net` was set up without an optimizer, to be evaluated" in found[f"evaluated backward {stage}"]
+
+
+# What it leaves behind, and what it refuses
+
+
+def traces(world: World) -> dict[str, Any]:
+    import warnings
+
+    environment, linear, empty = dict(os.environ), nn.functional.linear, torch.empty
+    warnings.simplefilter("error")
+    model, optimizer = parts(sgd)
+    attributes = set(vars(model)), set(vars(optimizer))
+    for stage in (1, 2, 3):
+        with fabric_of(world, strategy_of(stage)) as fabric:
+            same = fabric.setup(*parts(sgd))
+            assert type(same[0]) is Net
+            assert type(same[1]) is SGD
+            one_step(fabric, *same, 0)
+            with fabric.init_module():
+                nn.Linear(3, 3)
+    with fabric_of(world, strategy_of(2)) as fabric:
+        assert fabric.setup(model, optimizer) == (model, optimizer)
+        one_step(fabric, model, optimizer, 0)
+        names = list(model.state_dict())
+    return {
+        "environment": set(os.environ.items()) ^ set(environment.items()),
+        "linear": nn.functional.linear is linear and torch.empty is empty,
+        "attributes": (set(vars(model)) - attributes[0], set(vars(optimizer)) - attributes[1]),
+        "hooks": (len(model._forward_hooks), len(model._forward_pre_hooks)),
+        "names": names == list(Net().state_dict()),
+        "plain": pickle.loads(pickle.dumps(model))(torch.arange(7)).shape,
+    }
+
+
+@pytest.mark.slow
+def test_nothing_of_deepspeed_stays_on_the_process_or_the_users_objects(capfd: pytest.CaptureFixture[str]) -> None:
+    for rank in run_world(2, traces):
+        assert rank == {
+            "environment": set(),
+            "linear": True,
+            "attributes": (set(), {"_opt_called"}),
+            "hooks": (0, 0),
+            "names": True,
+            "plain": (7, 7),
+        }
+    assert capfd.readouterr().out == ""
+
+
+def refusals(world: World) -> dict[str, str]:
+    found = {}
+    with fabric_of(world, strategy_of(2)) as fabric:
+        model, optimizer = parts(sgd)
+        found["two"] = sentence_of(lambda: fabric.setup(model, optimizer, SGD(model.parameters())))
+        found["foreign"] = sentence_of(lambda: fabric.strategy.setup(fabric._connected, Net(), [optimizer], True))
+        for kind in (Adagrad, torch.optim.LBFGS, torch.optim.Adafactor):
+            found[kind.__name__] = sentence_of(lambda kind=kind: fabric.setup(model, kind(model.parameters())))
+        model, optimizer = fabric.setup(model, optimizer)
+        found["alone"] = sentence_of(lambda: fabric.setup_optimizers(SGD(model.parameters())))
+        fabric.backward(loss_of(model, batch(fabric, 0)))
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        found["after clipping"] = sentence_of(lambda: fabric.backward(loss_of(model, batch(fabric, 1))))
+        optimizer.zero_grad()
+        fabric.backward(loss_of(model, batch(fabric, 0)) * float("nan"))
+        found["nonfinite"] = sentence_of(lambda: fabric.clip_gradients(model, optimizer, max_norm=1.0))
+        before = [parameter.clone() for parameter in model.parameters()]
+        fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
+        optimizer.step()
+        assert all(map(torch.equal, before, model.parameters())), "a step with gradients that are not finite"
+        model.mark_forward_method("loss")
+        fabric.backward(model.loss(*batch(fabric, 1)))
+    with fabric_of(world, strategy_of(3)) as fabric:
+        model, optimizer = fabric.setup(*parts(sgd))
+        model.mark_forward_method("loss")
+        found["method"] = sentence_of(lambda: model.loss(*batch(fabric, 1)))
+    return found
+
+
+@pytest.mark.slow
+def test_what_an_engine_cannot_do_raises_with_what_to_write() -> None:
+    for found in run_world(2, refusals):
+        assert "`setup` was given 2 optimizers for `Net`, and a DeepSpeed engine has one." in found["two"]
+        assert "The `SGD` holds 7 parameters (the first of shape (7, 5)) that are not those of `Net`." in found["foreign"]
+        assert "`Adagrad` in `setup`: DeepSpeed puts an object of its own in its place" in found["Adagrad"]
+        assert "`LBFGS` in `setup` looks at whole tensors" in found["LBFGS"]
+        assert "`Adafactor` in `setup` looks at whole tensors" in found["Adafactor"]
+        assert "Call `fabric.setup(model, optimizer)`." in found["alone"]
+        assert "clipping closes the window of accumulated gradients" in found["after clipping"]
+        assert "have a norm (order 2) of nan, so they cannot be clipped" in found["nonfinite"]
+        assert "`loss` was called directly, and at ZeRO stage 3" in found["method"]
+
+
+def sentence_of(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def other_optimizers(world: World, folder: str) -> Any:
+    results = []
+    for make in (RMSprop, Adadelta):
+        with fabric_of(world, strategy_of(2)) as fabric:
+            torch.manual_seed(1)
+            net = Net()
+            model, optimizer = fabric.setup(net, make(net.parameters(), eps=1e-3))
+            for step in range(3):
+                one_step(fabric, model, optimizer, step)
+            results.append(whole(fabric, folder, model))
+    return results
+
+
+@pytest.mark.slow
+def test_any_elementwise_optimizer_of_torch_works(tmp_path: Path) -> None:
+    results = run_world(2, other_optimizers, str(tmp_path))[0]
+    for make, result in zip((RMSprop, Adadelta), results, strict=True):
+        torch.manual_seed(1)
+        model = Net()
+        optimizer = make(model.parameters(), eps=1e-3)
+        for step in range(3):
+            one_step(Plain(), model, optimizer, step)
+        torch.testing.assert_close(result, dict(model.state_dict()), rtol=1e-5, atol=1e-5)

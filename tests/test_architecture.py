@@ -1,0 +1,212 @@
+"""The shape of the code, held: who imports whom, who reads the environment, what a public name owes its reader."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LAYERS = ("fabric", "strategies", "launchers")
+"""From the top. A layer may import those after it."""
+PARTS = ("accelerators", "checkpoint", "collectives", "data", "precision")
+"""Of `strategies/`: each may import its own folder and `fabric.launchers.world`."""
+
+# What breaks a rule, and why it may. An entry that is not needed any more fails a test.
+PART_IMPORTS = {
+    ("strategies/checkpoint/single_file.py", "fabric.strategies.collectives.collective"): "the role, no member of it",
+    ("strategies/collectives/process_group.py", "fabric.launchers.rendezvous"): "goes where the launcher said to meet",
+}
+COLLECTIVES_OUTSIDE = {
+    "strategies/deepspeed_backend.py": "hands torch's renamed functions to DeepSpeed, which looks for the old names",
+}
+ENVIRONMENT = {
+    "fabric/determinism.py": "sets the variable that cuBLAS reads, and gives it back",
+    "fabric/fabric.py": "the one place that hands the environment to Request and Machine",
+    "launchers/inherit.py": "a rank takes over the environment of the process that launched it",
+    "launchers/order.py": "a rank's environment is the supervisor's and its place",
+    "launchers/rank.py": "a process becomes a rank",
+    "strategies/deepspeed_backend.py": "takes back what DeepSpeed writes",
+}
+
+COLLECTIVE = re.compile(
+    r"(all_gather|all_reduce|all_to_all|barrier|broadcast|gather|irecv|isend|monitored_barrier|recv|reduce|"
+    r"reduce_scatter|scatter|send)(_\w+)?"
+)
+"""torch.distributed's functions that talk to other ranks."""
+
+
+def sources() -> list[Path]:
+    return sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
+
+
+def named(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def nodes_of(path: Path) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(path.read_text()))
+
+
+def imports_of(path: Path) -> set[str]:
+    """Every module that the file imports anywhere in it, `from` among them."""
+    found: set[str] = set()
+    for node in nodes_of(path):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None, f"{named(path)}:{node.lineno} imports relatively"
+            found.add(node.module)
+    return found
+
+
+def layer_of(module: str) -> str | None:
+    if module.split(".")[0] != "fabric":
+        return None
+    inner = module.split(".")[1:2]
+    return inner[0] if inner and inner[0] in LAYERS else "fabric"
+
+
+def environment_uses(path: Path) -> list[int]:
+    names = ("environ", "environb", "getenv", "putenv", "unsetenv")
+    return [
+        node.lineno
+        for node in nodes_of(path)
+        if isinstance(node, ast.Attribute)
+        and node.attr in names
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "os"
+    ]
+
+
+def collective_uses(path: Path) -> set[str]:
+    """Collectives of torch.distributed that the file names."""
+    modules, found = set(), set()
+    for node in nodes_of(path):
+        if isinstance(node, ast.Import):
+            modules |= {alias.asname or alias.name for alias in node.names if alias.name == "torch.distributed"}
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch":
+            modules |= {alias.asname or alias.name for alias in node.names if alias.name == "distributed"}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed"):
+            found |= {alias.name for alias in node.names if COLLECTIVE.fullmatch(alias.name)}
+    for node in nodes_of(path):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in {*modules, "torch.distributed"}:
+            found |= {node.attr} if COLLECTIVE.fullmatch(node.attr) else set()
+    return found
+
+
+def test_imports_point_one_way() -> None:
+    wrong = [
+        f"{named(path)} imports {module}"
+        for path in sources()
+        for module in imports_of(path)
+        if (layer := layer_of(module)) is not None
+        and LAYERS.index(layer) < LAYERS.index(path.relative_to(ROOT).parts[0])
+    ]
+    assert not wrong
+
+
+def part_imports() -> set[tuple[str, str]]:
+    """What files of a part import beyond their part."""
+    return {
+        (named(path), module)
+        for part in PARTS
+        for path in (ROOT / "strategies" / part).rglob("*.py")
+        for module in imports_of(path)
+        if layer_of(module) is not None
+        and module != "fabric.launchers.world"
+        and not f"{module}.".startswith(f"fabric.strategies.{part}.")
+    }
+
+
+def test_a_part_imports_no_other_part_and_no_strategy() -> None:
+    assert part_imports() == set(PART_IMPORTS)
+
+
+def test_only_the_collectives_talk_to_other_ranks() -> None:
+    outside = {named(path): collective_uses(path) for path in sources() if path.parent.name != "collectives"}
+    assert {name for name, uses in outside.items() if uses} == set(COLLECTIVES_OUTSIDE)
+
+
+def test_the_environment_is_read_where_a_process_or_a_command_begins() -> None:
+    elsewhere = {named(path) for path in sources() if path.parent.name not in ("environments", "cli")}
+    assert {name for name in elsewhere if environment_uses(ROOT / name)} == set(ENVIRONMENT)
+
+
+def test_the_layer_of_the_user_never_asks_which_strategy_it_has() -> None:
+    wrong = [
+        f"{named(path)}:{node.lineno}: {ast.unparse(node)}"
+        for path in sources()
+        if named(path).startswith("fabric/")
+        for node in nodes_of(path)
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in ("isinstance", "issubclass")
+        and re.search(r"\w+Strategy\b", ast.unparse(node.args[1]))
+    ]
+    assert not wrong
+
+
+def test_no_file_bears_the_name_of_a_drawer() -> None:
+    drawers = {"utils", "util", "common", "helpers", "misc", "base"}
+    assert not [named(path) for path in sources() if drawers & set(path.relative_to(ROOT).with_suffix("").parts)]
+
+
+def test_everything_public_has_a_docstring() -> None:
+    missing = []
+    for path in sources():
+        tree = ast.parse(path.read_text())
+        if tree.body and not ast.get_docstring(tree):
+            missing.append(named(path))
+        missing += [f"{named(path)}: {name}" for name in undocumented(tree)]
+    assert not missing
+
+
+def undocumented(node: ast.Module | ast.ClassDef) -> Iterator[str]:
+    for child in node.body:
+        if not isinstance(child, ast.ClassDef | ast.FunctionDef) or child.name.startswith("_"):
+            continue
+        if not ast.get_docstring(child) and not is_setter_or_overload(child):
+            yield child.name
+        if isinstance(child, ast.ClassDef) and not is_described_elsewhere(child):
+            yield from (f"{child.name}.{name}" for name in undocumented(child))
+
+
+def is_setter_or_overload(node: ast.ClassDef | ast.FunctionDef) -> bool:
+    return any(ast.unparse(one).endswith((".setter", "overload")) for one in node.decorator_list)
+
+
+def is_described_elsewhere(node: ast.ClassDef) -> bool:
+    """The methods of a final class with a base are described there; those of a protocol are somebody else's."""
+    bases = {ast.unparse(base).split("[")[0] for base in node.bases}
+    return "Protocol" in bases or (bool(bases) and "final" in map(ast.unparse, node.decorator_list))
+
+
+def modules_after(program: str) -> set[str]:
+    program = f"import sys\n{program}\nprint(*sys.modules, sep='\\n')"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
+    return set(ended.stdout.splitlines())
+
+
+@pytest.mark.slow
+def test_importing_fabric_adds_only_cheap_modules_to_those_of_torch() -> None:
+    added = modules_after("import torch, fabric; fabric.Fabric") - modules_after("import torch")
+    others = {name for name in added if name.split(".")[0] != "fabric"}
+    assert len(others) <= 12, f"besides its own, `import fabric` adds {sorted(others)}"
+    assert not {name for name in others if name.split(".")[0] in ("torch", "rich", "tensorboard", "sklearn")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"]], ids=" ".join)
+def test_the_help_of_the_command_line_imports_no_torch(words: list[str]) -> None:
+    loaded = modules_after(
+        "import contextlib, io\nfrom fabric.cli import main\n"
+        f"sys.argv = {['fabric', *words]!r}\n"
+        "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()): main()"
+    )
+    assert "fabric.cli" in loaded
+    assert "torch" not in loaded
