@@ -13,7 +13,7 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --constraint c
 .PHONY: demo test lint bench clean
 
 demo: $(RUN)/demo.done  ## A CNN on handwritten digits, in two processes
-	$(RUN)/bin/python examples/digits.py --devices 2
+	$(RUN)/bin/python examples/digits.py --accelerator cpu --devices 2
 
 test: $(RUN)/test.done  ## All tests; PYTEST_ARGS='-k seed' for some
 	$(RUN)/bin/python -m pytest $(PYTEST_ARGS)

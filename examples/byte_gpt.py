@@ -132,7 +132,8 @@ def main() -> None:
     cut = len(text) * 95 // 100
     unseen = Windows(text[cut:], args.context)
     learn_loader = DataLoader(Windows(text[:cut], args.context), args.batch_size, shuffle=True)
-    test_loader = DataLoader(Subset(unseen, range(0, len(unseen), 4)), args.batch_size)
+    every = len(unseen) // args.unseen
+    test_loader = DataLoader(Subset(unseen, range(0, every * args.unseen, every)), args.batch_size)
     model = ByteGPT(args.context)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -176,6 +177,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=16, help="windows per rank and step")
     parser.add_argument("--context", type=int, default=128, help="bytes that the model looks back on")
     parser.add_argument("--validate-every", type=int, default=200)
+    parser.add_argument("--unseen", type=int, default=400, help="windows to validate on")
     parser.add_argument("--write", type=int, default=400, help="bytes to write at the end")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--save", help="where to write a checkpoint")

@@ -48,10 +48,10 @@ def seed_everything(seed: int, workers: bool = True) -> int:
 
 
 def derive_seed(seed: int, *path: int) -> int:
-    """A seed for `seed_everything`, from 0 to 2**32 - 1, which depends on every number of the path, as a rank and a worker.
+    """A seed for `seed_everything`, from 0 to 2**32 - 1, which depends on every number of the path.
 
-    The same in every process, Python and platform. Neighbours (`seed + 1`, `rank + 1`) have nothing in common; among
-    a thousand seeds, the chance that two are equal is 1 in 8600.
+    The path may be a rank, an epoch, a worker. The same in every process, Python and platform. Neighbours (`seed + 1`,
+    `rank + 1`) have nothing in common; among a thousand seeds, the chance that two are equal is 1 in 8600.
     Source: BLAKE2b (RFC 7693) as a mixing function, in the place of SplitMix64 (Steele et al., OOPSLA 2014).
     """
     return mix("seed", seed, *path) % _NUM_SEEDS

@@ -25,14 +25,14 @@ class Signals:
     def __init__(self) -> None:
         self.received: list[int] = []
         self.wake_fd, self._writer = os.pipe()
+        os.set_blocking(self.wake_fd, False)
+        os.set_blocking(self._writer, False)
         self._before: dict[int, Any] = {}
-        self._before_fd = -1
+        self._before_fd: int | None = None
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is not threading.main_thread():
             return self
-        os.set_blocking(self.wake_fd, False)
-        os.set_blocking(self._writer, False)
         self._before_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for number in ENDING + PASSED_ON:
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -51,7 +51,7 @@ class Signals:
         for number, handler in self._before.items():
             # None: installed by C code, which Python cannot put back.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        if self._before:
+        if self._before_fd is not None:
             signal.set_wakeup_fd(self._before_fd)
         os.close(self.wake_fd)
         os.close(self._writer)

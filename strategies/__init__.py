@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fabric.strategies.ddp import DDPStrategy as DDPStrategy
+    from fabric.strategies.deepspeed import DeepSpeedStrategy as DeepSpeedStrategy
     from fabric.strategies.dp import DataParallelStrategy as DataParallelStrategy
     from fabric.strategies.fsdp import FSDPStrategy as FSDPStrategy
     from fabric.strategies.precision.precision import Precision as Precision
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _HOME = {
     "DDPStrategy": "ddp",
     "DataParallelStrategy": "dp",
+    "DeepSpeedStrategy": "deepspeed",
     "FSDPStrategy": "fsdp",
     "Precision": "precision.precision",
     "SingleDeviceStrategy": "single",
@@ -32,6 +34,7 @@ _HOME = {
 __all__ = [
     "DDPStrategy",
     "DataParallelStrategy",
+    "DeepSpeedStrategy",
     "FSDPStrategy",
     "Precision",
     "SingleDeviceStrategy",

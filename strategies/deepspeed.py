@@ -22,7 +22,7 @@ from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.collectives.process_group import TorchCollective
 from fabric.strategies.data.share import Use
-from fabric.strategies.deepspeed_backend import join, undisturbed, why_not
+from fabric.strategies.deepspeed_backend import installed, join, undisturbed, why_not
 from fabric.strategies.deepspeed_config import (
     PRECISIONS,
     choose_offload,
@@ -31,7 +31,7 @@ from fabric.strategies.deepspeed_config import (
     read_config,
     refuse_by_name,
 )
-from fabric.strategies.deepspeed_engine import Engine, close
+from fabric.strategies.deepspeed_engine import Engine, close, remember
 from fabric.strategies.deepspeed_state import ZeroState
 from fabric.strategies.forward import ForwardPath
 from fabric.strategies.initialize import new_tensors
@@ -88,7 +88,7 @@ class DeepSpeedStrategy(Strategy):
         return num_devices
 
     def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
-        missing = why_not()
+        missing = why_not(installed())
         if missing is not None:
             return missing
         if precision.name not in PRECISIONS:
@@ -113,9 +113,7 @@ class DeepSpeedStrategy(Strategy):
             )
         return None
 
-    def connect(
-        self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision
-    ) -> Runtime:
+    def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
         accelerator.connect(devices[world.local_rank])
         device = accelerator.device(devices[world.local_rank])
         backend = self.backend or accelerator.backend
@@ -129,10 +127,9 @@ class DeepSpeedStrategy(Strategy):
         if self._stage != 3:
             return new_tensors(runtime.device, runtime.precision, empty=empty)
         with undisturbed(runtime.world, runtime.device.type) as deepspeed:
+            # Without `dtype`: where there is no float16, release 0.19 takes any dtype that is named for bfloat16.
             return deepspeed.zero.Init(  # type: ignore[no-any-return]
-                config_dict_or_path=self._engine_config(runtime),
-                dtype=runtime.precision.param_dtype,
-                mem_efficient_linear=False,
+                config_dict_or_path=self._engine_config(runtime), mem_efficient_linear=False
             )
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
@@ -141,6 +138,7 @@ class DeepSpeedStrategy(Strategy):
             return self._untrained(runtime, module, move)
         before = optimizers[0].state_dict() if optimizers and optimizers[0].state else None
         groups = [list(group["params"]) for group in optimizers[0].param_groups] if optimizers else None
+        forget = remember((*module.modules(), *module.parameters()))
         engine = self._initialize(runtime, module, optimizers[0] if optimizers else None, move)
         optimizer: Optimizer = engine.basic_optimizer
         pieces = Engine(runtime, module, engine, self._stage)
@@ -154,6 +152,11 @@ class DeepSpeedStrategy(Strategy):
             path.release()
             undo()
             pieces.release()
+            if self._stage != 3:  # there the weights stay in shards, and what knows of them with them
+                forget()
+                for group, parameters in zip(optimizer.param_groups, state.groups, strict=True):
+                    group["params"] = list(parameters)
+                optimizer.state.clear()
 
         return Prepared(
             module=module,
@@ -170,8 +173,8 @@ class DeepSpeedStrategy(Strategy):
 
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
         raise RuntimeError(
-            f"`setup_optimizers` under `strategy='deepspeed'`: an engine is made of a model and its optimizer at once, and "
-            f"this `{type(optimizers[0]).__name__}` comes after its model. Call `fabric.setup(model, optimizer)`."
+            "`setup_optimizers` under `strategy='deepspeed'`: an engine is made of a model and its optimizer at once, "
+            f"and this `{type(optimizers[0]).__name__}` comes after its model. Call `fabric.setup(model, optimizer)`."
         )
 
     def process_dataloader(
@@ -257,8 +260,8 @@ class DeepSpeedStrategy(Strategy):
             )
         if len(optimizers) > 1:
             raise ValueError(
-                f"`setup` was given {len(optimizers)} optimizers for `{name}`, and a DeepSpeed engine has one. Make one "
-                "optimizer with several parameter groups, or set up each part of the model with its own."
+                f"`setup` was given {len(optimizers)} optimizers for `{name}`, and a DeepSpeed engine has one. Make "
+                "one optimizer with several parameter groups, or set up each part of the model with its own."
             )
         for optimizer in optimizers:
             if "optimizer" in self._config:
@@ -285,6 +288,6 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
 
 
 _NO_OPTIMIZER = (
-    "`{name}` was set up without an optimizer, to be evaluated: under `strategy='deepspeed'` its gradients would have no "
-    "engine. Call `fabric.setup(model, optimizer)`."
+    "`{name}` was set up without an optimizer, to be evaluated: under `strategy='deepspeed'` its gradients would have "
+    "no engine. Call `fabric.setup(model, optimizer)`."
 )

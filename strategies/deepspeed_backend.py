@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -23,11 +24,17 @@ RELEASES = "0.19"
 """What the strategy was written against: it reads gradients and states where this release keeps them."""
 
 
-def why_not() -> str | None:
-    """None where DeepSpeed is there, in a release that is known; otherwise a sentence. Imports nothing."""
+def installed() -> str | None:
+    """The release of DeepSpeed that is installed, if any is. Imports nothing of it."""
     try:
-        found = version("deepspeed")
+        return version("deepspeed")
     except PackageNotFoundError:
+        return None
+
+
+def why_not(found: str | None) -> str | None:
+    """None where the release `found` is one that is known; otherwise a sentence."""
+    if found is None:
         return (
             "`strategy='deepspeed'` needs the package deepspeed, which is not installed. "
             "Run `pip install 'torchfabric[deepspeed]'`."
@@ -74,17 +81,19 @@ def undisturbed(world: World, device_type: str) -> Iterator[Any]:
         MASTER_PORT="0" if meeting is None else str(meeting.port),
     )
     try:
-        import deepspeed
-        from deepspeed.accelerator import get_accelerator
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of what it imports of torch
+            import deepspeed
+            from deepspeed.accelerator import get_accelerator
 
-        _to_stderr()
-        name = get_accelerator().device_name()
-        if name != device_type:
-            raise RuntimeError(
-                f"DeepSpeed runs on one kind of device per process: it has used {name!r} here, and {device_type!r} is "
-                "asked for now. Start a process of its own for each."
-            )
-        yield deepspeed
+            _to_stderr()
+            name = get_accelerator().device_name()
+            if name != device_type:
+                raise RuntimeError(
+                    f"DeepSpeed runs on one kind of device per process: it has used {name!r} here, and "
+                    f"{device_type!r} is asked for now. Start a process of its own for each."
+                )
+            yield deepspeed
     finally:
         for name in set(os.environ) - set(before):
             del os.environ[name]

@@ -7,13 +7,15 @@ Reads DeepSpeed's gradient shards where release 0.19 keeps them, for its own cli
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import is_dataclass
 from types import MethodType
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from fabric.strategies.runtime import Runtime
 
@@ -29,7 +31,7 @@ class Engine:
         self.zero = engine.optimizer
         self.stage = stage
         self.trained = [parameter for group in self._groups() for parameter in group]
-        self._has_gradients = self._is_reduced = self._is_called = False
+        self._has_gradients = self._is_reduced = self._is_called = self._is_started = False
         self._entering = module.register_forward_pre_hook(self._enter)
         self.engine.set_gradient_accumulation_boundary(False)
         self.discard()
@@ -38,18 +40,20 @@ class Engine:
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a method of the module; a backward through its outputs will be the engine's."""
-        from deepspeed.runtime.utils import register_output_backward_hooks
-
         if self.stage == 3 and not self._is_called:
             raise RuntimeError(_NOT_GATHERED.format(method=getattr(function, "__name__", "?")))
         self._is_called = False
         output = function(*args, **kwargs)
         if torch.is_grad_enabled():
-            register_output_backward_hooks(output, self._start_backward)
+            start = self._starts_backward()
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(start)  # type: ignore[no-untyped-call]
         return output
 
     def watch(self) -> None:
         """Before a backward: forget which parameters the one before it reached."""
+        self._is_started = False
         self.zero.clear_backward_seen_flag()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -59,6 +63,21 @@ class Engine:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._is_called = True
+
+    def _starts_backward(self) -> Callable[[Tensor], None]:
+        """For the outputs of one forward: what runs when a backward reaches the first of them."""
+        was_run = False
+
+        def start(_: Tensor) -> None:
+            nonlocal was_run
+            if self._is_started:
+                return
+            if was_run and self.stage == 3:
+                raise RuntimeError(_RUN_TWICE.format(name=type(self.module).__name__))
+            self._is_started = was_run = True
+            self._start_backward()
+
+        return start
 
     def _start_backward(self) -> None:
         if self._is_reduced:
@@ -82,7 +101,7 @@ class Engine:
             total = all_reduce(local.max(), "max")
         else:
             total = all_reduce((local**order).sum(), "sum") ** (1.0 / order)
-        total = total / self.zero.loss_scale
+        total = total / float(self.zero.loss_scale)
         if not total.isfinite() and error_if_nonfinite and not self.zero.needs_scaler():
             raise RuntimeError(
                 f"The gradients of `{type(self.module).__name__}` have a norm (order {order:g}) of {total.item()}, so "
@@ -210,6 +229,18 @@ class Engine:
         return self.zero.fp16_groups if self.stage == 3 else self.zero.bit16_groups  # type: ignore[no-any-return]
 
 
+def remember(objects: Iterable[Any]) -> Callable[[], None]:
+    """Give what takes off the objects all attributes that they do not have now."""
+    before = [(each, set(vars(each))) for each in objects]
+
+    def forget() -> None:
+        for each, names in before:
+            for name in set(vars(each)) - names:
+                del each.__dict__[name]
+
+    return forget
+
+
 def close(engine: Any) -> None:
     """Take the hooks of an engine off its module."""
     engine.module_forward_pre_hook.remove()
@@ -217,7 +248,19 @@ def close(engine: Any) -> None:
     engine.destroy()
 
 
+def _tensors(output: Any) -> Iterator[Tensor]:
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf):
+            yield from _tensors(list(vars(leaf).values()))
+
+
+_RUN_TWICE = (
+    "A second backward through one forward of `{name}`: at ZeRO stage 3 the weights were released after the first. Add "
+    "the losses and call `fabric.backward` once, or use stage 2."
+)
 _NOT_GATHERED = (
-    "`{method}` was called directly, and at ZeRO stage 3 the weights are gathered around `forward` alone. Call the model "
-    "itself, and let its `forward` call `{method}`; or use stage 2, which keeps the weights whole."
+    "`{method}` was called directly, and at ZeRO stage 3 the weights are gathered around `forward` alone. Call the "
+    "model itself, and let its `forward` call `{method}`; or use stage 2, which keeps the weights whole."
 )

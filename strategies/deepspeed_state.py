@@ -56,8 +56,8 @@ class ZeroState(StateAccess):
                 self._write_tensor(name, own[name], content[name])
 
     def _whole(self, tensor: Tensor) -> Tensor:
-        from deepspeed.utils import safe_get_full_fp32_param
         from deepspeed.runtime.zero import GatheredParameters
+        from deepspeed.utils import safe_get_full_fp32_param
 
         if id(tensor) in self.trained:
             return safe_get_full_fp32_param(tensor)  # type: ignore[no-any-return]
@@ -79,6 +79,7 @@ class ZeroState(StateAccess):
     # Optimizers
 
     def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        self._link()
         state: dict[int, dict[str, Any]] = {}
         groups = []
         number = 0
@@ -106,14 +107,18 @@ class ZeroState(StateAccess):
         for flat, parameters in self._flats():
             entries = {id(p): content["state"].get(number_of[id(p)], {}) for p in parameters}
             optimizer.state[flat] = _flat_entries(flat, parameters, list(entries.values()))
-        if self.stage != 3:
-            self.zero._hp_optimizer_states_linked = False
-            self.zero._lazy_init_hp_params_optimizer_state()
+        self._link()
         for parameter in self._all():
             if id(parameter) in self.trained:
                 for key, value in content["state"].get(number_of[id(parameter)], {}).items():
                     if _is_elementwise(key, value, parameter):
                         self._write_shard(parameter, value, key)
+
+    def _link(self) -> None:
+        """Let each parameter find its part of the flat states. DeepSpeed does, once, before all groups have states."""
+        if self.stage != 3:
+            self.zero._hp_optimizer_states_linked = False
+            self.zero._lazy_init_hp_params_optimizer_state()
 
     def _all(self) -> Iterator[Tensor]:
         return (parameter for group in self.groups for parameter in group)
@@ -192,8 +197,8 @@ def _flat_entries(flat: Tensor, parameters: Sequence[Tensor], entries: Sequence[
             first = shared
         elif shared.keys() != first.keys() or _steps(shared) != _steps(first):
             raise ValueError(
-                f"The checkpoint's optimizer has taken {_steps(first)} steps for one parameter and {_steps(shared)} for "
-                "another, and DeepSpeed counts once for all of a group. Load it under `strategy='ddp'` or `'fsdp'`."
+                f"The checkpoint's optimizer has taken {_steps(first)} steps for one parameter and {_steps(shared)} "
+                "for another, and DeepSpeed counts once for all of a group. Load it under `strategy='ddp'` or `'fsdp'`."
             )
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in first.items()}
 

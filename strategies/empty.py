@@ -23,7 +23,7 @@ class Unfilled:
     """The tensors of one model that nothing has filled yet."""
 
     def __init__(self, root: nn.Module) -> None:
-        self._root = root
+        self._model = type(root).__name__  # of the user: sharding makes a subclass
         self._names = {part: name for name, part in root.named_modules()}
         self._tensors: list[tuple[nn.Module, str]] = []
 
@@ -50,7 +50,7 @@ class Unfilled:
         empty = sorted({name for names in collective.all_gather_object(mine) for name in names})
         if empty:
             raise RuntimeError(
-                f"`{type(self._root).__name__}` was made empty, and {', '.join(empty)} "
+                f"`{self._model}` was made empty, and {', '.join(empty)} "
                 f"{'has' if len(empty) == 1 else 'have'} no values yet. Load a checkpoint (`fabric.load`) before the "
                 "first forward, or give the classes that hold them a `reset_parameters`."
             )

@@ -14,6 +14,7 @@ Note [Traps of FairScale closed here]
 - Parameters that changed since they were gathered are used as they were: what was gathered is dropped when they did.
 - A parameter without gradient shifts what others are added to: that raises.
 - `gather_full_optim_state_dict` overwrites state on the CPU, and turns step counts into numbers: not used.
+- A second backward after one forward, and a second output, find parameters dropped: they are gathered again.
 - Outputs come back as copies in plain containers: the user's own object is given out.
 - A process group is kept for ever, also after it was destroyed: the present one is passed.
 """
@@ -208,10 +209,11 @@ class _Slices:
         with root_logger_untouched():
             wrapped = {part: wrap(_Unit(part)) for part in reversed(parts)}  # inner before outer
             self.root = wrap(_Unit(module, list(wrapped.values())))
-            self.root._lazy_init()  # before a part can take itself for the root
+            self.wrappers = (self.root, *wrapped.values())
+            for wrapper in self.wrappers:  # the root first: a part that was called before it would take itself for one
+                wrapper._lazy_init()
         self.names = {parameter: name for name, parameter in module.named_parameters()}
         self.paths = [ForwardPath(part, partial(_through, wrapper)) for part, wrapper in wrapped.items()]
-        self.wrappers = (self.root, *wrapped.values())
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._drop_stale()
@@ -233,9 +235,6 @@ class _Slices:
 
     def watch(self) -> Callable[[], None] | None:
         """Before a backward; what is given out raises where a parameter was left out of it."""
-        if self.versions and not self.root.has_full_params:  # an earlier backward dropped what this one needs
-            self.root._rebuild_full_params()
-            self.root._use_fp32_param_shard()
         return self._check if self.root._require_backward_grad_sync else None
 
     def _check(self) -> None:
@@ -264,7 +263,7 @@ class _Slices:
 
 
 def _wrapper(options: FairScaleFSDPStrategy, runtime: Runtime, reduced: Callable[[Tensor], None]) -> Callable[..., Any]:
-    """FairScale's class with our options, which tells of each gradient it has reduced."""
+    """FairScale's class with our options, which tells of each gradient it has reduced, and runs any backward."""
     import torch.distributed
 
     if runtime.device.type == "cpu":
@@ -278,6 +277,17 @@ def _wrapper(options: FairScaleFSDPStrategy, runtime: Runtime, reduced: Callable
         def _post_reduction_hook(self, param: Tensor, reduced_grad: Tensor) -> None:
             super()._post_reduction_hook(param, reduced_grad)
             reduced(param)
+
+        def _use_full_params(self) -> None:
+            """Before backward. What another backward dropped, or this one from another output, is gathered again."""
+            self._rebuild_full_params()
+
+        def _wait_for_post_backward(self) -> None:
+            """After backward. With several outputs, the last may have left whole parameters behind."""
+            if self._require_backward_grad_sync:
+                self._free_full_params()
+                self._use_fp32_param_shard()
+            super()._wait_for_post_backward()
 
     return partial(
         Sharded,

@@ -8,6 +8,7 @@ norm of the norms. Scaling and clamping need no other rank, and work on what eac
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -75,6 +76,8 @@ def total_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     """
     if norm_type <= 0:
         raise ValueError(f"`norm_type={norm_type}` over shards: write a positive order, such as 2.0 or float('inf').")
+    # Half precision has no room for a power.
+    dtype = functools.reduce(torch.promote_types, {gradient.dtype for gradient in gradients}, torch.float32)
     groups: dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, list[Tensor]] = {}
     for gradient in gradients:
         sharded = as_sharded(gradient)
@@ -84,8 +87,10 @@ def total_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     for layout, parts in groups.items():
         held = [part for part in parts if part.numel()]  # a rank beyond a tensor's rows holds nothing of it
         norm = torch.nn.utils.get_total_norm(held, norm_type) if held else parts[0].new_zeros(())
-        norms.append(norm if layout is None else _over_mesh(norm.float(), norm_type, *layout))
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+        norms.append(norm if layout is None else _over_mesh(norm.to(dtype), norm_type, *layout))
+    stacked = torch.stack([norm.to(norms[0].device, dtype) for norm in norms])
+    together: Tensor = torch.linalg.vector_norm(stacked, norm_type)
+    return together
 
 
 def _over_mesh(norm: Tensor, norm_type: float, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
@@ -96,8 +101,8 @@ def _over_mesh(norm: Tensor, norm_type: float, mesh: DeviceMesh, placements: tup
     partial = Partial("max" if largest else "sum")
     over = [partial if placement.is_shard() else Replicate() for placement in placements]
     local = (norm if largest else norm**norm_type).to(mesh.device_type)
-    reduced = DTensor.from_local(local, mesh, over, run_check=False).full_tensor()
-    return reduced if largest else reduced ** (1 / norm_type)
+    reduced: Tensor = DTensor.from_local(local, mesh, over, run_check=False).full_tensor()
+    return reduced if largest else reduced.pow(1 / norm_type)
 
 
 def move_state(optimizer: Optimizer, device: torch.device) -> None:

@@ -28,5 +28,6 @@ def follow_rank_zero(collective: Collective, tensors: Iterable[Tensor]) -> None:
             together.setdefault(tensor.dtype, []).append(tensor)
     for members in together.values():
         flat = collective.broadcast(torch.cat([tensor.detach().reshape(-1) for tensor in members]))
-        for tensor, part in zip(members, flat.split([tensor.numel() for tensor in members]), strict=True):
+        parts = flat.split_with_sizes([tensor.numel() for tensor in members])
+        for tensor, part in zip(members, parts, strict=True):
             tensor.data.copy_(part.view_as(tensor))

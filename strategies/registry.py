@@ -78,6 +78,32 @@ _TABLE = (
         launcher="spawn",
     ),
     _built_in("ddp_fully_sharded", "fairscale_fsdp:FairScaleFSDPStrategy", "FairScale: everything in slices; see fsdp"),
+    _built_in("deepspeed", "deepspeed:DeepSpeedStrategy", "DeepSpeed's ZeRO, stage 2"),
+    _built_in("deepspeed_stage_1", "deepspeed:DeepSpeedStrategy", "ZeRO: optimizer states in shards", stage=1),
+    _built_in("deepspeed_stage_2", "deepspeed:DeepSpeedStrategy", "ZeRO: gradients in shards, too", stage=2),
+    _built_in("deepspeed_stage_3", "deepspeed:DeepSpeedStrategy", "ZeRO: weights in shards, too", stage=3),
+    _built_in(
+        "deepspeed_stage_1_offload",
+        "deepspeed:DeepSpeedStrategy",
+        "deepspeed_stage_1, optimizer states in main memory",
+        stage=1,
+        offload_optimizer=True,
+    ),
+    _built_in(
+        "deepspeed_stage_2_offload",
+        "deepspeed:DeepSpeedStrategy",
+        "deepspeed_stage_2, optimizer states in main memory",
+        stage=2,
+        offload_optimizer=True,
+    ),
+    _built_in(
+        "deepspeed_stage_3_offload",
+        "deepspeed:DeepSpeedStrategy",
+        "deepspeed_stage_3, optimizer states and weights in main memory",
+        stage=3,
+        offload_optimizer=True,
+        offload_parameters=True,
+    ),
 )
 _BUILT_IN: Mapping[str, Registration] = {registration.name: registration for registration in _TABLE}
 _REGISTERED: dict[str, Registration] = {}

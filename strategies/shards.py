@@ -6,7 +6,7 @@ of a class of its own: who shards nothing never pays for it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,8 @@ def whole(tensor: Tensor) -> Tensor:
     if sharded is None:
         return tensor
     # A shard that was offloaded to the CPU travels over the devices' own network.
-    return sharded.detach().to(sharded.device_mesh.device_type).full_tensor()
+    gathered: Tensor = cast("DTensor", sharded.detach().to(sharded.device_mesh.device_type)).full_tensor()
+    return gathered
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import subprocess
 import sys
 import time
@@ -109,3 +110,16 @@ def run(arguments: Sequence[str | Path], *, stdin: str = "", **environ: str) -> 
         os.sched_yield()
     assert not left, f"outlived the program: {left}"
     return done
+
+
+def free_port() -> int:
+    """A port nobody listens on, outside the range from which the system hands out ports by itself."""
+    for port in range(10_000 + os.getpid() % 10_000, 30_000):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("every port from 10000 to 30000 is taken")

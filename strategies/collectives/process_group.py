@@ -9,6 +9,7 @@ beforehand (`agreement.py`); a bare tensor is not, for that would double its cos
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, final
@@ -183,12 +184,22 @@ class TorchCollective(Collective):
 
     def _make_group(self, store: Store) -> None:
         timeout = timedelta(seconds=self._timeout_seconds)
+        hook = sys.excepthook
         try:
             dist.init_process_group(
                 self._backends, store=store, rank=self._rank, world_size=self._size, timeout=timeout
             )
         except (AssertionError, RuntimeError, ValueError) as error:  # torch asserts that it knows the backend
             raise self._failure(f"init_process_group({self._backends!r})", None, error) from error
+        finally:
+            sys.excepthook = hook  # torch's own writes a rank before each line; whoever launched the ranks names them
+        self._await_everyone(store)
+
+    def _await_everyone(self, store: Store) -> None:
+        # gloo's ranks return from connecting one by one, and one that leaves at once resets those still under way.
+        if store.add("num_connected", 1) == self._size:
+            store.set("connected", b"")
+        store.wait(["connected"])
 
     def _part(self, ranks: tuple[int, ...]) -> TorchCollective | None:
         # Every rank makes every group. `new_group(use_local_synchronization=True)` would spare the others, but names a

@@ -6,9 +6,11 @@ weights at the end. Numbers are drawn from `Task.seed`, which a failing test pri
 
 from __future__ import annotations
 
-import sys
+import copy
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from fabric.strategies.precision.precision import Precision
 
 GLOBAL_BATCH_SIZE = 8
 NUM_STEPS = 10
+SCALE = 2.0**8
 OPTIMIZERS = ("sgd", "adamw")
 
 
@@ -75,26 +78,47 @@ def parts(task: Task, batch_size: int) -> tuple[Net, Optimizer, DataLoader[Any]]
     return model, optimizer, loader
 
 
-def plain(task: Task, precision: Precision) -> Outcome:
-    """One process of plain PyTorch. Losses are not scaled here: scaling is exact, so it must not show."""
+def plain(task: Task, precision: Precision, num_shards: int = 1) -> Outcome:
+    """One process of plain PyTorch; where the precision scales losses, by a constant that nothing overflows at.
+
+    `num_shards`: cut each batch, and average the gradients of the pieces by hand. In half precision that is another
+    run than the whole batch, for gradients are rounded one by one; it is what data parallel promises there.
+    """
     model, optimizer, loader = parts(task, GLOBAL_BATCH_SIZE)
     if not precision.is_mixed:
         model.to(precision.param_dtype)
+    copies = [model, *(copy.deepcopy(model) for _ in range(num_shards - 1))]
     losses = []
     for step, (tokens, targets) in enumerate(_endless(loader), start=1):
-        with torch.autocast("cpu", dtype=precision.compute_dtype) if precision.is_mixed else nullcontext():
-            outputs = model(tokens)
-        loss = nn.functional.cross_entropy(outputs.to(precision.param_dtype), targets)
-        (loss / task.accumulate).backward()
+        pieces = zip(copies, tokens.chunk(num_shards), targets.chunk(num_shards), strict=True)
+        shares = [_backward(each, precision, task, *piece) for each, *piece in pieces]
         if step % task.accumulate == 0:
+            for mine, *others in zip(*(each.parameters() for each in copies), strict=True):
+                mine.grad = torch.stack([parameter.grad for parameter in (mine, *others)]).mean(dim=0) / _scale(
+                    precision
+                )
             if task.max_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), task.max_norm)
             optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
+            for each in copies:
+                each.zero_grad()
+                each.load_state_dict(model.state_dict())
+        losses.append(sum(shares) / num_shards)
         if step == NUM_STEPS:
             return Outcome(losses, _weights(model))
     raise AssertionError("an endless loader ended")
+
+
+def _backward(model: Net, precision: Precision, task: Task, tokens: Tensor, targets: Tensor) -> float:
+    with torch.autocast("cpu", dtype=precision.compute_dtype) if precision.is_mixed else nullcontext():
+        outputs = model(tokens)
+    loss = nn.functional.cross_entropy(outputs.to(precision.param_dtype), targets)
+    (loss / task.accumulate * _scale(precision)).backward()
+    return loss.item()
+
+
+def _scale(precision: Precision) -> float:
+    return SCALE if precision.scales_loss else 1.0
 
 
 def with_fabric(fabric: Fabric, task: Task) -> Outcome:
@@ -116,16 +140,26 @@ def with_fabric(fabric: Fabric, task: Task) -> Outcome:
             optimizer.zero_grad()
         losses.append(fabric.all_reduce(loss.detach()).item())
         if step == NUM_STEPS:
-            weights = fabric.all_gather(_weights(model))
-            for name, of_ranks in weights.items():
+            held_whole = {name: tensor for name, tensor in _weights(model).items() if type(tensor) is Tensor}
+            for name, of_ranks in fabric.all_gather(held_whole).items():
                 assert torch.equal(of_ranks, of_ranks[:1].expand_as(of_ranks)), f"{name} differs between ranks"
-            return Outcome(losses, _weights(model))
+            return Outcome(losses, saved_weights(fabric, model))
     raise AssertionError("an endless loader ended")
+
+
+def saved_weights(fabric: Fabric, model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint has, whichever way the model lies over the ranks."""
+    with TemporaryDirectory() as folder:
+        path = Path(fabric.broadcast(folder)) / "weights"
+        fabric.save(path, {"model": model})
+        weights: dict[str, Tensor] = fabric.load(path)["model"]
+        fabric.barrier()  # rank 0's folder stays until all have read
+    return weights
 
 
 def make_fabric(strategy: str, size: int, precision: str) -> Fabric:
     """A fabric on the CPU. Float16 starts at a loss scale that nothing overflows at: a skipped step is another run."""
-    value = replace(Precision.parse(precision), init_scale=2.0**8)  # type: ignore[arg-type]
+    value = replace(Precision.parse(precision), init_scale=SCALE)  # type: ignore[arg-type]
     return Fabric(accelerator="cpu", strategy=strategy, devices=size, plugins=value)
 
 
@@ -143,6 +177,7 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-if __name__ == "__main__":  # in a fresh process, for launchers that fork: argv is a file of rows, and one for outcomes
-    rows, tasks = torch.load(sys.argv[1], weights_only=False)
-    torch.save([make_fabric(*row).launch(all_tasks, tasks) for row in rows], sys.argv[2])
+def run_rows(given: str, written: str) -> None:
+    """In a fresh process, for launchers that fork: read rows and tasks from a file, and write the outcomes to another."""
+    rows, tasks = torch.load(given, weights_only=False)
+    torch.save([make_fabric(*row).launch(all_tasks, tasks) for row in rows], written)

@@ -10,9 +10,9 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-import loops
 import pytest
 import torch
 from loops import OPTIMIZERS, Outcome, Task, all_tasks, make_fabric, plain
@@ -23,25 +23,41 @@ from fabric.strategies.precision.precision import Precision
 TOLERANCES = {
     "64-true": 1e-10,
     "32-true": 1e-5,
-    # Half precision: the ranks' gradients are rounded one by one, and their mean again.
-    "bf16-true": 0.1,
-    "16-true": 2e-2,
-    "bf16-mixed": 5e-2,
-    "16-mixed": 1e-2,
+    "bf16-true": 2e-2,  # two units in the last place of a loss of 2 to 4
+    "16-true": 4e-3,
+    "bf16-mixed": 1e-4,
+    "16-mixed": 1e-4,
 }
+HALF = ("bf16-true", "16-true", "bf16-mixed", "16-mixed")
 ONE_PROCESS = ("single_device", "dp")
 BY_SPAWN = ("ddp_spawn",)
 BY_FORK = ("ddp_fork", "ddp_notebook")
+NOT_ON_CPU = ("fsdp_cpu_offload",)
+ZERO = tuple(name for name in available_strategies() if name.startswith("deepspeed"))
+"""Without float64 and, in float16, without a CPU; in bf16-true the weights that are trained stay float32."""
+ONCE = ("deepspeed", *(name for name in ZERO if name.endswith("offload")))
+"""Variants of others: here two ranks say it all."""
+IN_HALF_PRECISION = (("single_device", 1), ("ddp", 2), ("fsdp", 2))
 Row = tuple[str, int, str]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As in the ranks: with more, products in half precision are summed in another order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def rows() -> list[Row]:
     """Strategy, ranks and precision. Spawn starts each rank with an import of torch: there one row says it all."""
-    names = [name for name in available_strategies() if name not in BY_FORK]
+    names = [name for name in available_strategies() if name not in BY_FORK + NOT_ON_CPU]
     sizes = [(name, size) for name in names for size in ((1,) if name in ONE_PROCESS else (1, 2, 4))]
-    rows = [(name, size, "32-true") for name, size in sizes if name not in BY_SPAWN or size == 2]
-    rows += [(name, size, "64-true") for name, size in sizes if name not in BY_SPAWN]
-    rows += [(name, size, word) for name, size in (("single_device", 1), ("ddp", 2)) for word in list(TOLERANCES)[2:]]
+    rows = [(name, size, "32-true") for name, size in sizes if name not in BY_SPAWN + ONCE or size == 2]
+    rows += [(name, size, "64-true") for name, size in sizes if name not in BY_SPAWN + ZERO]
+    rows += [(name, size, word) for name, size in IN_HALF_PRECISION for word in HALF]
+    rows += [(name, 2, "bf16-mixed") for name in ("deepspeed_stage_2", "deepspeed_stage_3")]
     return rows
 
 
@@ -67,12 +83,13 @@ def test_losses_and_weights_equal_those_of_one_process(row: Row) -> None:
 def test_ranks_that_are_forks_give_the_numbers_of_one_process(strategy: str, tmp_path: Path) -> None:
     seed = random.randrange(2**31)
     print(f"seed {seed}")
-    rows = [(strategy, size, precision) for size in (1, 2, 4) for precision in ("32-true", "64-true")]
+    rows = [(strategy, size, precision) for size in (2, 4, 1) for precision in ("32-true", "64-true")]
     given, written = tmp_path / "given", tmp_path / "written"
     torch.save((rows, tasks(seed)), given)
-    command = [sys.executable, loops.__file__, str(given), str(written)]
-    subprocess.run(command, check=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    # One thread: what a row computes in this process at one rank must not keep the next row from forking.
+    command = [sys.executable, "-c", "import sys, loops; loops.run_rows(*sys.argv[1:])", str(given), str(written)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    subprocess.run(command, check=True, timeout=100, env=environ)
+    # One thread, and one rank last: what it computes in this process would keep the next row from forking.
     for row, outcomes in zip(rows, torch.load(written, weights_only=False), strict=True):
         compare_all(outcomes, seed, row)
 
@@ -80,8 +97,9 @@ def test_ranks_that_are_forks_give_the_numbers_of_one_process(strategy: str, tmp
 def compare_all(outcomes: list[Outcome] | None, seed: int, row: Row) -> None:
     """Raise AssertionError where losses or weights differ from those of plain PyTorch by more than the tolerance."""
     assert outcomes is not None
-    tolerance = TOLERANCES[row[2]]
+    _, size, word = row
+    num_shards = size if word in HALF else 1
     for task, outcome in zip(tasks(seed), outcomes, strict=True):
-        expected = plain(task, Precision.parse(row[2]))  # type: ignore[arg-type]
-        torch.testing.assert_close(outcome.losses, expected.losses, rtol=tolerance, atol=tolerance)
-        torch.testing.assert_close(outcome.weights, expected.weights, rtol=tolerance, atol=tolerance)
+        expected = plain(task, Precision.parse(word), num_shards)  # type: ignore[arg-type]
+        torch.testing.assert_close(outcome.losses, expected.losses, rtol=TOLERANCES[word], atol=TOLERANCES[word])
+        torch.testing.assert_close(outcome.weights, expected.weights, rtol=TOLERANCES[word], atol=TOLERANCES[word])

@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from processes import free_port
 from worlds import run_world
 
 from fabric.launchers import Rendezvous, World, join, rendezvous
@@ -64,12 +65,11 @@ def test_a_wait_says_who_is_missing_and_ends_when_they_come(point: MeetingPoint)
 
 
 def test_nobody_at_the_address_is_an_error_that_names_it() -> None:
-    nobody = MeetingPoint(Topology(num_processes=2))
-    nobody.abandon()
+    port = free_port()
     with pytest.raises(
-        TimeoutError, match=rf"waited 0.2 s for rank 0 at 127.0.0.1:{nobody.port}: .* Check that rank 0 was started"
+        TimeoutError, match=rf"waited 0.2 s for rank 0 at 127.0.0.1:{port}: .* Check that rank 0 was started"
     ):
-        join(world(1, nobody.port, hosted=False), 0.2, print)
+        join(world(1, port, hosted=False), 0.2, print)
 
 
 def test_a_port_that_is_taken_is_an_error_that_names_it(point: MeetingPoint) -> None:
@@ -92,9 +92,7 @@ def meet_at_rank_zero(inner: World, port: int) -> list[bytes]:
 
 
 def test_rank_zero_serves_where_nobody_else_does() -> None:
-    free = MeetingPoint(Topology(num_processes=2))
-    free.abandon()
-    assert run_world(3, meet_at_rank_zero, free.port) == [[b"0"] * 3 + [b"1"] * 3] * 3
+    assert run_world(3, meet_at_rank_zero, free_port()) == [[b"0"] * 3 + [b"1"] * 3] * 3
 
 
 def test_what_a_wait_says_comes_every_few_seconds() -> None:

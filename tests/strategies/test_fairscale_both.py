@@ -6,9 +6,9 @@ rank on its share. One launch runs them all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,9 @@ from torch.optim.lr_scheduler import StepLR
 from fabric import Fabric
 from fabric.strategies.fairscale_ddp import FairScaleShardedStrategy
 from fabric.strategies.fairscale_fsdp import FairScaleFSDPStrategy
+from fabric.strategies.precision.precision import Precision
 from fabric.strategies.strategy import Strategy
 
-STRATEGIES = {
-    "sharded": FairScaleShardedStrategy(launcher="forkserver"),
-    "fully-sharded": FairScaleFSDPStrategy(launcher="forkserver"),
-    "fully-sharded-parts": FairScaleFSDPStrategy(launcher="forkserver", wrap={nn.Sequential, nn.Linear}),
-    "fully-sharded-kept-parts": FairScaleFSDPStrategy(
-        launcher="forkserver", wrap=nn.Linear, reshard_after_forward=False, bucket_bytes=4 * 2**20
-    ),
-}
 Weights = dict[str, Tensor]
 
 
@@ -58,12 +51,19 @@ class Plain:
         return value
 
 
+class Block(nn.Sequential):
+    """A part within a part."""
+
+    def __init__(self, num_in: int, num_out: int) -> None:
+        super().__init__(nn.Linear(num_in, num_out), nn.Tanh())
+
+
 class Net(nn.Module):
     """Tied weights, one frozen parameter, one that is a single number, sizes that no number of ranks divides."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 7))
+        self.first = nn.Sequential(Block(5, 7), nn.Linear(7, 7), Block(7, 7))
         self.last = nn.Linear(7, 3, bias=False)
         self.again = nn.Module()
         self.again.weight = self.last.weight
@@ -71,7 +71,8 @@ class Net(nn.Module):
         self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"logits": self.last(self.first(x)) * self.scale + self.frozen}
+        hidden = self.first(x)
+        return {"hidden": hidden, "logits": self.last(hidden) * self.scale + self.frozen}
 
 
 def share(tools: Any, step: int) -> tuple[Tensor, Tensor]:
@@ -84,7 +85,8 @@ def share(tools: Any, step: int) -> tuple[Tensor, Tensor]:
 
 def loss_of(tools: Any, model: nn.Module, step: int) -> Tensor:
     x, y = share(tools, step)
-    return nn.functional.mse_loss(model(x)["logits"], y)
+    outputs = model(x)
+    return nn.functional.mse_loss(outputs["logits"], y) + 0.1 * outputs["hidden"].square().mean()
 
 
 def make(seed: int = 3) -> Net:
@@ -173,7 +175,7 @@ def forwards_and_backwards_in_every_order(tools: Any) -> Any:
 
 
 def two_models_and_two_optimizers(tools: Any) -> Any:
-    generator, critic = make(1), nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 1))
+    generator, critic = make(1), nn.Sequential(Block(3, 5), nn.Linear(5, 1))
     generator, first = tools.setup(generator, adamw(generator))
     critic, second = tools.setup(critic, SGD(critic.parameters(), lr=0.1))
     for step in range(4):
@@ -224,17 +226,23 @@ SCENARIOS: tuple[Callable[[Any], Any], ...] = (
 )
 
 
+STRATEGIES = {
+    "sharded": FairScaleShardedStrategy(launcher="forkserver"),
+    "fully-sharded": FairScaleFSDPStrategy(launcher="forkserver"),
+    "fully-sharded-parts": FairScaleFSDPStrategy(launcher="forkserver", wrap=nn.Sequential),
+    "fully-sharded-kept-parts": FairScaleFSDPStrategy(
+        launcher="forkserver", wrap={Block}, reshard_after_forward=False, bucket_bytes=4 * 2**20
+    ),
+}
+
+
 def run_all(fabric: Fabric) -> dict[str, Any]:
-    results = {}
-    for scenario in SCENARIOS:
-        results[scenario.__name__] = scenario(fabric)
-        fabric._models.clear()  # the next scenario's backward is of its own models alone
-    return results
+    return {scenario.__name__: scenario(fabric) for scenario in SCENARIOS}
 
 
 @pytest.fixture(params=STRATEGIES)
-def strategy(request: pytest.FixtureRequest) -> Iterator[Strategy]:
-    yield STRATEGIES[request.param]
+def strategy(request: pytest.FixtureRequest) -> Strategy:
+    return STRATEGIES[request.param]
 
 
 @pytest.mark.slow
@@ -250,3 +258,211 @@ def test_every_loop_gives_the_numbers_of_one_process(strategy: Strategy, size: i
             atol=1e-5,
             msg=lambda message, name=scenario.__name__: f"{name}: {message}",
         )
+
+
+# Saving and loading
+
+
+def train(tools: Any, model: nn.Module, optimizer: Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        tools.backward(loss_of(tools, model, step))
+        optimizer.step()
+
+
+def save_and_go_on(fabric: Fabric, path: str) -> tuple[Weights, Any]:
+    model = make()
+    model, optimizer = fabric.setup(model, adamw(model))
+    train(fabric, model, optimizer, range(3))
+    fabric.save(path, {"model": model, "optimizer": optimizer})
+    state = optimizer.state_dict()
+    train(fabric, model, optimizer, range(3, 6))
+    return weights(model), state
+
+
+def load_and_go_on(fabric: Fabric, path: str) -> Weights:
+    model = make(seed=8)
+    optimizer = adamw(model)
+    train(fabric, *fabric.setup(model, optimizer), range(2))  # state of its own, to be replaced
+    fabric.load(path, {"model": model, "optimizer": optimizer})
+    train(fabric, model, optimizer, range(3, 6))
+    return weights(model)
+
+
+def set_up_with_state(fabric: Fabric) -> Weights:
+    """An optimizer that has stepped before it is set up keeps its state."""
+    model = make()
+    optimizer = adamw(model)
+    train(Plain(), model, optimizer, range(3))
+    train(fabric, *fabric.setup(model, optimizer), range(3, 6))
+    return weights(model)
+
+
+@pytest.mark.slow
+def test_what_is_saved_loads_into_plain_pytorch_and_into_ddp_and_back(strategy: Strategy, tmp_path: Path) -> None:
+    def run(strategy: str | Strategy, size: int, *what: Any) -> Any:
+        return Fabric(accelerator="cpu", strategy=strategy, devices=size, launcher="forkserver").launch(*what)
+
+    ours, of_ddp = str(tmp_path / "ours"), str(tmp_path / "of_ddp")
+    after_six, state = run(strategy, 2, save_and_go_on, ours)
+    content = torch.load(ours)
+    model = make(seed=8)
+    optimizer = adamw(model)
+    model.load_state_dict(content["model"])
+    optimizer.load_state_dict(content["optimizer"])
+    torch.testing.assert_close(state, content["optimizer"])  # given out before three more steps: a copy
+    train(Plain(), model, optimizer, range(3, 6))
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(weights(model), after_six, **close)
+    torch.testing.assert_close(run("ddp", 2, load_and_go_on, ours), after_six, **close)
+    torch.testing.assert_close(run(strategy, 4, load_and_go_on, ours), after_six, **close)
+    run("ddp", 2, save_and_go_on, of_ddp)
+    torch.testing.assert_close(run(strategy, 2, load_and_go_on, of_ddp), after_six, **close)
+    torch.testing.assert_close(run(strategy, 2, set_up_with_state), after_six, **close)
+
+
+# Against ddp
+
+
+class Normed(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(Block(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+
+
+def normalise(fabric: Fabric) -> tuple[Weights, bool]:
+    torch.manual_seed(fabric.global_rank)  # each rank starts from weights of its own
+    model = Normed()
+    model, optimizer = fabric.setup(model, SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for step in range(4):
+        x, y = share(fabric, step)
+        optimizer.zero_grad()
+        fabric.backward(nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+    own = weights(model)
+    means = fabric.all_gather(own["0.1.running_mean"])
+    return own, bool(means.eq(means[0]).all())
+
+
+def overflow_on_one_rank(fabric: Fabric) -> tuple[Weights, int]:
+    model = make()
+    model, optimizer = fabric.setup(model, SGD(model.parameters(), lr=0.1))
+    for step in range(4):
+        loss = loss_of(fabric, model, step)
+        if step == 2 and fabric.global_rank == 1:
+            loss = loss * float("inf")
+        optimizer.zero_grad()
+        fabric.backward(loss)
+        norm = fabric.clip_gradients(model, optimizer, max_norm=0.5)
+        assert bool(norm.isfinite()) == (step != 2)
+        optimizer.step()
+    scaler = fabric._connected.loss_scaler
+    assert scaler is not None
+    return weights(model), scaler.num_skipped
+
+
+def overflow_and_normalise(fabric: Fabric) -> Any:
+    return overflow_on_one_rank(fabric), normalise(fabric)
+
+
+@pytest.mark.slow
+def test_buffers_follow_rank_zero_and_an_overflow_on_one_rank_skips_the_step_on_all(strategy: Strategy) -> None:
+    half = replace(Precision.parse("16-mixed"), init_scale=2.0**8)
+
+    def run(strategy: str | Strategy) -> Any:
+        fabric = Fabric(accelerator="cpu", strategy=strategy, devices=2, launcher="forkserver", plugins=half)
+        return fabric.launch(overflow_and_normalise)
+
+    (own, num_skipped), (normed, alike) = run(strategy)
+    (of_ddp, _), (normed_by_ddp, _) = run("ddp")
+    assert num_skipped == 1
+    assert alike
+    torch.testing.assert_close(own, of_ddp, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(normed, normed_by_ddp, rtol=1e-3, atol=1e-3)
+
+
+# What cannot be done
+
+
+def sentence(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """The error that a call raises, with its type."""
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def mistakes(fabric: Fabric) -> dict[str, str]:
+    said = {}
+    model = make()
+    model, optimizer = fabric.setup(model, adamw(model))
+    with fabric.no_backward_sync(model):
+        fabric.backward(loss_of(fabric, model, 0))
+    said["step"] = sentence(optimizer.step)
+    said["clip"] = sentence(fabric.clip_gradients, model, optimizer, clip_val=1.0)
+    optimizer.zero_grad()
+    said["unused"] = sentence(fabric.backward, model(share(fabric, 0)[0])["hidden"].sum())
+    optimizer.zero_grad()
+    fabric.backward(loss_of(fabric, model, 0))
+    said["norm"] = sentence(fabric.clip_gradients, model, optimizer, max_norm=1.0, norm_type=0)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.fill_(float("nan"))
+    said["nan"] = sentence(fabric.clip_gradients, model, optimizer, max_norm=1.0)
+    said["nan allowed"] = sentence(fabric.clip_gradients, model, optimizer, max_norm=1.0, error_if_nonfinite=False)
+    other = make()
+    said["lbfgs"] = sentence(fabric.setup, other, torch.optim.LBFGS(other.parameters()))
+    said["differs"] = sentence(fabric.setup, nn.Linear(2, 2 + fabric.global_rank))
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sharded", "fully-sharded"])
+def test_what_cannot_be_done_is_said_by_every_rank(name: str) -> None:
+    said = Fabric(accelerator="cpu", strategy=STRATEGIES[name], devices=2).launch(mistakes)
+    assert said is not None
+    assert "RuntimeError: `AdamW` holds gradients that were not averaged over the ranks" in said["step"]
+    assert said["clip"] == said["step"]
+    assert "RuntimeError: 2 parameters of `Net` ('scale', 'last.weight') got no gradient" in said["unused"]
+    assert "ValueError: `norm_type=0` of gradients in shards" in said["norm"]
+    assert "RuntimeError: The norm of order 2 of the gradients over all ranks is nan" in said["nan"]
+    assert said["nan allowed"] == "no error"
+    assert "cannot run `LBFGS`: each rank has a part of the gradients" in said["lbfgs"]
+    assert "`Linear` differs between ranks: 'weight' is (2, 2) of torch.float32 on rank 0" in said["differs"]
+
+
+# What is left as it was
+
+
+def tidiness(fabric: Fabric) -> dict[str, Any]:
+    import logging
+    import sys
+
+    model = make()
+    optimizer = adamw(model)
+    before = set(vars(model)), {name for name, value in vars(optimizer).items() if value}
+    handlers = list(logging.root.handlers)
+    prepared, same = fabric.setup(model, optimizer)
+    train(fabric, model, optimizer, range(1))
+    found = {
+        "same objects": prepared is model and same is optimizer,
+        "names": [name for name, _ in model.named_parameters()],
+        "handlers": logging.root.handlers == handlers,
+        "copies": [name for name in sys.modules if "on_cpu" in name],
+    }
+    fabric.close()
+    after = set(vars(model)), {name for name, value in vars(optimizer).items() if value}
+    found["left"] = (after[0] ^ before[0], (after[1] ^ before[1]) - {"state"})
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sharded", "fully-sharded-parts"])
+def test_the_users_objects_are_the_same_and_nothing_of_ours_stays_on_them(name: str) -> None:
+    found = Fabric(accelerator="cpu", strategy=STRATEGIES[name], devices=2).launch(tidiness)
+    assert found is not None
+    assert found["same objects"]
+    assert found["names"] == [name for name, _ in make().named_parameters()]
+    assert found["handlers"]
+    assert not found["copies"]
+    assert found["left"] == (set(), set())

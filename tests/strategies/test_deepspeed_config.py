@@ -1,0 +1,146 @@
+"""DeepSpeed's dictionary: known keys pass, any other raises with what to write; the tables are its own words."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fabric import Fabric
+from fabric.strategies.deepspeed import DeepSpeedStrategy
+from fabric.strategies.deepspeed_backend import why_not
+from fabric.strategies.deepspeed_config import KEYS, OFFLOAD_KEYS, ZERO_KEYS, engine_config, read_config
+from fabric.strategies.precision.precision import Precision
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"config": {"zero_optimisation": {}}}, "Did you mean 'zero_optimization'?"),
+    ({"config": {"zero_optimization": {"overlap_com": True}}}, "`overlap_com` in `zero_optimization` in"),
+    ({"config": {"zero_optimization": {"overlap_com": True}}}, "Did you mean 'overlap_comm'?"),
+    ({"config": {"gradient_clipping": 1.0}}, "Call `fabric.clip_gradients(model, optimizer, max_norm=...)`"),
+    ({"config": {"gradient_accumulation_steps": 4}}, "Accumulate with `fabric.no_backward_sync`."),
+    ({"config": {"bf16": {"enabled": True}}}, "Pass `Fabric(precision='bf16-true')`."),
+    ({"config": {"train_batch_size": 8}}, "The loader's batch size says it."),
+    ({"config": {"scheduler": {"type": "WarmupLR"}}}, "Make a scheduler from the optimizer that `setup` returns"),
+    ({"config": {"optimizer": {"type": "Adam", "lr": 1.0}}}, "`lr` in `optimizer` in `DeepSpeedStrategy(config=...)`"),
+    ({"config": {"optimizer": {"type": "Muon"}}}, "`Muon` in `DeepSpeedStrategy(config=...)` looks at whole tensors"),
+    ({"config": {"optimizer": {"type": "Adagrad"}}}, "DeepSpeed puts an object of its own in its place"),
+    ({"config": {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}}, "offloaded to main memory alone"),
+    ({"config": {"zero_optimization": {"offload_optimizer": {"pinned": True}}}}, "`pinned` in `offload_optimizer` in"),
+    ({"stage": 3, "config": {"zero_optimization": {"stage": 2}}}, "both say the ZeRO stage. Leave one out."),
+    ({"stage": 0}, "the whole model on every rank, is `strategy='ddp'`"),
+    ({"stage": 4}, "ZeRO has the stages 1, 2 and 3, and `4` was asked for."),
+    ({"stage": 2, "offload_parameters": True}, "at stage 3, and this is stage 2. Write `stage=3`"),
+    (
+        {"offload_optimizer": True, "config": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}},
+        "`offload_optimizer=True` and `offload_optimizer` in the configuration say the same twice.",
+    ),
+    ({"stage": 1, "config": {"zero_optimization": {"overlap_comm": True}}}, "`overlap_comm` at stage 1"),
+    ({"config": "/nowhere/ds.json"}, "`DeepSpeedStrategy(config='/nowhere/ds.json')`: No such file or directory."),
+]
+
+
+@pytest.mark.parametrize(("options", "sentence"), BAD)
+def test_options_that_cannot_be_honoured_raise_where_they_are_written(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        DeepSpeedStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("config", "what"), [([1], "holds a `list`"), ({"optimizer": "Adam"}, "is `'Adam'`, and a dict")]
+)
+def test_what_is_no_dictionary_is_a_type_error(config: Any, what: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(what)):
+        DeepSpeedStrategy(config=config)
+
+
+def test_a_file_is_read_when_the_strategy_is_made_and_checked_as_a_dictionary_is(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3, "reduce_bucket_size": 10}}))
+    strategy = DeepSpeedStrategy(config=path)
+    path.write_text("{")
+    assert strategy == DeepSpeedStrategy(config={"zero_optimization": {"stage": 3, "reduce_bucket_size": 10}})
+    with pytest.raises(ValueError, match="the file is no JSON"):
+        DeepSpeedStrategy(config=path)
+
+
+@pytest.mark.parametrize(
+    ("precision", "sentence"),
+    [
+        ("64-true", "DeepSpeed keeps float32 weights and computes in float32, bfloat16 or float16."),
+        ("16-mixed", "Write one of '32-true', 'bf16-true', 'bf16-mixed', '16-true'."),
+        ("16-true", "DeepSpeed has no float16 there. Write 'bf16-true' or 'bf16-mixed'."),
+    ],
+)
+def test_a_precision_that_deepspeed_has_not_is_refused_by_the_constructor(precision: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        Fabric(accelerator="cpu", strategy=DeepSpeedStrategy(), devices=2, precision=precision)
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        (None, "needs the package deepspeed, which is not installed. Run `pip install 'torchfabric[deepspeed]'`."),
+        ("0.18.3", "works with DeepSpeed 0.19, and 0.18.3 is installed. Run `pip install 'deepspeed==0.19.*'`."),
+    ],
+)
+def test_without_a_deepspeed_that_is_known_the_strategy_says_what_to_install(found: str | None, sentence: str) -> None:
+    assert sentence in str(why_not(found))
+    assert why_not("0.19.8") is None
+
+
+def test_options_for_float16_need_that_precision() -> None:
+    with pytest.raises(ValueError, match="`fp16` in DeepSpeed's configuration is for `precision='16-true'`"):
+        Fabric(accelerator="cpu", strategy=DeepSpeedStrategy(config={"fp16": {"loss_scale": 0}}), devices=2)
+
+
+def test_what_deepspeed_would_do_unasked_is_off() -> None:
+    made = engine_config({}, stage=3, offload={}, precision=Precision.parse("bf16-true"))
+    assert made["gradient_clipping"] == 0.0
+    assert made["zero_optimization"]["memory_efficient_linear"] is False
+    assert made["bf16"] == {"enabled": True}
+    adam = engine_config(
+        read_config({"optimizer": {"type": "Adam", "params": {"lr": 1.0}}}),
+        stage=1,
+        offload={},
+        precision=Precision.parse("32-true"),
+    )
+    assert adam["optimizer"]["params"] == {"torch_adam": True, "lr": 1.0}
+    assert "bf16" not in adam
+
+
+WORDS = """
+import json
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig as O
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig as P
+import deepspeed.monitor.config, deepspeed.runtime.constants as constants
+names = lambda kind: [field.alias or name for name, field in kind.model_fields.items()]
+import deepspeed.profiling.constants as profiling, deepspeed.runtime.swap_tensor.constants as aio
+import deepspeed.comm.constants as comm, deepspeed.runtime.zero.config as zero
+values = {v for m in (constants, profiling, aio, comm, zero) for v in vars(m).values() if isinstance(v, str)}
+values |= set(names(deepspeed.monitor.config.DeepSpeedMonitorConfig)) | {"timers"}
+print("WORDS" + json.dumps([sorted(values), names(DeepSpeedZeroConfig), names(O) + names(P)]))
+"""
+
+
+@pytest.mark.slow
+def test_every_key_that_passes_is_a_word_of_deepspeed() -> None:
+    ran = subprocess.run([sys.executable, "-c", WORDS], capture_output=True, text=True, timeout=100, check=True)
+    top, zero, offload = json.loads(ran.stdout.split("WORDS")[1])
+    assert set(KEYS) <= set(top)
+    assert set(ZERO_KEYS) <= set(zero)
+    assert set(OFFLOAD_KEYS) <= set(offload)
+
+
+def test_making_a_strategy_imports_no_deepspeed() -> None:
+    code = (
+        "import sys; from fabric import Fabric; from fabric.strategies.deepspeed import DeepSpeedStrategy;"
+        "Fabric(accelerator='cpu', strategy=DeepSpeedStrategy(), devices=2);"
+        "assert 'deepspeed' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)

@@ -1,0 +1,101 @@
+"""One norm over gradients that lie in many ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from worlds import run_world
+
+from fabric.launchers.world import World
+from fabric.strategies.collectives.process_group import TorchCollective
+from fabric.strategies.gradients import clip_norm, clip_value, total_norm
+from fabric.strategies.shards import local_part, whole
+
+SHAPES = ((5, 6), (1, 3), (8,), (4, 4), (3,))
+
+
+def whole_gradients() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def laid_out(gradients: list[Tensor]) -> list[Tensor]:
+    """Plain; cut over all ranks, most of which hold nothing of it; cut over one axis; over two; replicas of shards."""
+    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    layouts: list[tuple[Any, Any]] = [
+        (square["tensor"], [Shard(0)]),
+        (flat, [Shard(0)]),
+        (square, [Replicate(), Shard(0)]),
+        (square, [Shard(0), Shard(1)]),
+    ]
+    pairs = zip(gradients, layouts, strict=False)
+    cut = [distribute_tensor(gradient, mesh, layout, src_data_rank=None) for gradient, (mesh, layout) in pairs]
+    return [*cut, *gradients[len(layouts) :]]
+
+
+def optimizer_of(gradients: list[Tensor]) -> torch.optim.Optimizer:
+    parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def clipped(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [whole(parameter.grad) for parameter in optimizer.param_groups[0]["params"]]
+
+
+def clip_mixed(world: World) -> None:
+    collective = TorchCollective(world, "gloo", device=torch.device("cpu"))
+    collective.setup()
+    for norm_type in (1.0, 2.0, 3.0, float("inf")):
+        plain, mixed = optimizer_of(whole_gradients()), optimizer_of(laid_out(whole_gradients()))
+        parameters = plain.param_groups[0]["params"]
+        expected = nn.utils.clip_grad_norm_(parameters, 0.5, norm_type=norm_type)
+        torch.testing.assert_close(clip_norm(mixed, 0.5, norm_type, True, None), expected)
+        torch.testing.assert_close(clipped(mixed), clipped(plain))
+        clip_value(mixed, 0.01, None)
+        nn.utils.clip_grad_value_(parameters, 0.01)
+        torch.testing.assert_close(clipped(mixed), clipped(plain))
+
+    doubles = laid_out([gradient.double() for gradient in whole_gradients()])
+    expected = nn.utils.get_total_norm([gradient.double() for gradient in whole_gradients()])
+    torch.testing.assert_close(total_norm(doubles, 2.0), expected, rtol=1e-14, atol=0.0)
+
+    broken = laid_out(whole_gradients())
+    if world.rank == 3:
+        local_part(broken[3]).fill_(float("nan"))
+    optimizer = optimizer_of(broken)
+    before = [gradient.clone() for gradient in map(local_part, broken)]
+    with pytest.raises(RuntimeError, match=r"The gradients' total norm of order 2.0 is nan, so they cannot be clipped"):
+        clip_norm(optimizer, 1.0, 2.0, True, None)
+    after = [local_part(parameter.grad) for parameter in optimizer.param_groups[0]["params"]]
+    torch.testing.assert_close(after, before, equal_nan=True)
+    with pytest.raises(ValueError, match=r"`norm_type=0.0` over shards: write a positive order"):
+        clip_norm(optimizer, 1.0, 0.0, True, None)
+    collective.teardown()
+
+
+@pytest.mark.slow
+def test_gradients_on_several_meshes_and_plain_ones_are_clipped_as_whole_ones_are() -> None:
+    run_world(4, clip_mixed)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_plain_gradients_are_clipped_as_torch_does_bit_for_bit(norm_type: float) -> None:
+    ours, theirs = optimizer_of(whole_gradients()), optimizer_of(whole_gradients())
+    norm = clip_norm(ours, 0.3, norm_type, True, None)
+    assert torch.equal(norm, nn.utils.clip_grad_norm_(theirs.param_groups[0]["params"], 0.3, norm_type=norm_type))
+    for mine, other in zip(clipped(ours), clipped(theirs), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_without_gradients_the_norm_is_zero() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    assert clip_norm(optimizer, 1.0, 2.0, True, None).item() == 0.0
+    clip_value(optimizer, 1.0, None)
