@@ -175,8 +175,7 @@ class Fabric:
         """
         if self._runtime is not None:
             self._open.close()
-            self._runtime = self._stop = self._backward = None
-            self._models, self._optimizers = {}, {}
+            self._runtime = self._stop = None
 
     def __enter__(self) -> Fabric:
         return self
@@ -439,10 +438,15 @@ class Fabric:
             stack.enter_context(determinism(self._deterministic))
             runtime = chosen.strategy.connect(world, chosen.accelerator, chosen.devices, chosen.precision)
             stack.callback(runtime.collective.teardown)
+            stack.callback(self._forget)  # before the teardown: models hold on to the process group
             atexit.register(self.close)
             stack.callback(atexit.unregister, self.close)
             self._open = stack.pop_all()
         self._runtime = runtime
+
+    def _forget(self) -> None:
+        """Let go of what was set up."""
+        self._models, self._optimizers, self._backward = {}, {}, None
 
     def _joint_backward(self) -> Callable[..., None]:
         models = list(self._models.values())

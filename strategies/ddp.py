@@ -26,6 +26,7 @@ from fabric.strategies.data.share import Use
 from fabric.strategies.initialize import new_tensors
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
+from fabric.strategies.rank_zero import follow_rank_zero
 from fabric.strategies.replica import attach_scaler, place, replica, share_loader
 from fabric.strategies.runtime import Runtime, connect
 from fabric.strategies.strategy import Strategy
@@ -91,6 +92,7 @@ class DDPStrategy(Strategy):
             around=averaging.forward,
             unsynced=averaging.unsynced,
             watch=averaging.watch,
+            end=averaging.end,
         )
 
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
@@ -132,7 +134,7 @@ class _Averaging:
             **_BUFFERS_ARE_OURS,
         )
         if self.follow_buffers:
-            self._follow_rank_zero()
+            follow_rank_zero(self.collective, self.module.buffers())
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
@@ -141,8 +143,17 @@ class _Averaging:
         if self.parallel.require_backward_grad_sync:
             self.expects_backward = True
             if self.follow_buffers:
-                self._follow_rank_zero()
+                # Not before forward, as torch does: an evaluation then finds equal buffers, and needs no message.
+                follow_rank_zero(self.collective, self.module.buffers())
         return output
+
+    def end(self) -> None:
+        # Note [The reducer ends before the process group]
+        # It holds the group from C++. Were it the last to do so, the group's destructor would wait for gloo's threads
+        # while holding Python's lock, which those threads want: 1 in 10 of our closing ranks hung (torch 2.13).
+        # DistributedDataParallel is part of a reference cycle, so dropping it is not enough.
+        for name in ("logger", "reducer"):
+            vars(self.parallel).pop(name)
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:
@@ -164,21 +175,6 @@ class _Averaging:
                 self.expects_backward = False
 
         return check
-
-    @torch.no_grad()
-    def _follow_rank_zero(self) -> None:
-        """Copy rank 0's buffers to all ranks, as one flat tensor per dtype.
-
-        After forward, not before it as torch does: an evaluation then finds equal buffers and needs no collective.
-        """
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in self.module.buffers():
-            by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        for buffers in by_dtype.values():
-            flat = self.collective.broadcast(torch.cat([buffer.reshape(-1) for buffer in buffers]))
-            parts = flat.split_with_sizes([buffer.numel() for buffer in buffers])
-            for buffer, part in zip(buffers, parts, strict=True):
-                buffer.data.copy_(part.view_as(buffer))  # .data: autograd may have saved the buffer, and ignores it
 
 
 # torch 2.13 warns of the old name; 2.9 has no other.

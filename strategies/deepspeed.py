@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.process_group import TorchCollective
 from fabric.strategies.data.share import Use
-from fabric.strategies.deepspeed_backend import installed, join, undisturbed, why_not
+from fabric.strategies.deepspeed_backend import installed, join, local_rank, undisturbed, why_not
 from fabric.strategies.deepspeed_config import (
     PRECISIONS,
     choose_offload,
@@ -134,8 +135,16 @@ class DeepSpeedStrategy(Strategy):
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         self._check(runtime, module, optimizers, move)
-        if not optimizers and "optimizer" not in self._config:
-            return self._untrained(runtime, module, move)
+        with ExitStack() as stack:
+            stack.enter_context(local_rank(runtime.world))
+            if optimizers or "optimizer" in self._config:
+                return self._trained(runtime, module, optimizers, move, stack)
+            return self._untrained(runtime, module, move, stack)
+
+    def _trained(
+        self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool, stack: ExitStack
+    ) -> Prepared:
+        """A model with its optimizer, in an engine."""
         before = optimizers[0].state_dict() if optimizers and optimizers[0].state else None
         groups = [list(group["params"]) for group in optimizers[0].param_groups] if optimizers else None
         forget = remember((*module.modules(), *module.parameters()))
@@ -148,15 +157,15 @@ class DeepSpeedStrategy(Strategy):
         if before is not None:
             state.write_optimizer(optimizer, before)
 
-        def release() -> None:
-            path.release()
-            undo()
-            pieces.release()
+        def give_back() -> None:
             if self._stage != 3:  # there the weights stay in shards, and what knows of them with them
                 forget()
                 for group, parameters in zip(optimizer.param_groups, state.groups, strict=True):
                     group["params"] = list(parameters)
                 optimizer.state.clear()
+
+        for callback in (give_back, pieces.release, undo, path.release):  # the last one first
+            stack.callback(callback)
 
         return Prepared(
             module=module,
@@ -167,7 +176,7 @@ class DeepSpeedStrategy(Strategy):
             unsynced=nullcontext,
             clip_norm=pieces.clip_norm,
             clip_value=pieces.clip_value,
-            release=release,
+            release=stack.pop_all().close,
             state=state,
         )
 
@@ -218,24 +227,18 @@ class DeepSpeedStrategy(Strategy):
             )
         return engine
 
-    def _untrained(self, runtime: Runtime, module: nn.Module, move: bool) -> Prepared:
+    def _untrained(self, runtime: Runtime, module: nn.Module, move: bool, stack: ExitStack) -> Prepared:
         """A model without an optimizer: whole on every rank, at stage 3 in shards. It has no backward."""
         name = type(module).__name__
 
         def refuse(*args: Any, **kwargs: Any) -> Any:
             raise RuntimeError(_NO_OPTIMIZER.format(name=name))
 
-        engine = None
         if self._stage == 3:
-            engine = self._initialize(runtime, module, None, move)
+            stack.callback(close, self._initialize(runtime, module, None, move))
         else:
             place(runtime, module, (), move=move)
-        path = ForwardPath(module, with_precision(runtime, None))
-
-        def release() -> None:
-            path.release()
-            if engine is not None:
-                close(engine)
+        stack.callback(ForwardPath(module, with_precision(runtime, None)).release)
 
         return Prepared(
             module=module,
@@ -246,7 +249,7 @@ class DeepSpeedStrategy(Strategy):
             unsynced=nullcontext,
             clip_norm=refuse,
             clip_value=refuse,
-            release=release,
+            release=stack.pop_all().close,
             state=ZeroState(runtime.world, self._stage, None, ()),
         )
 
@@ -257,6 +260,11 @@ class DeepSpeedStrategy(Strategy):
             raise ValueError(
                 f"`setup(..., move_to_device=False)` under `strategy='deepspeed'`: DeepSpeed moves `{name}` to "
                 f"{runtime.device} itself. Leave `move_to_device` out."
+            )
+        if self._stage == 3 and uncompiled(module) is not module:
+            raise ValueError(
+                "`setup(torch.compile(model))` at ZeRO stage 3: DeepSpeed's hooks gather the weights around each part of "
+                "the model as it was before. Compile what `setup` returns, or use stage 2."
             )
         if len(optimizers) > 1:
             raise ValueError(
@@ -279,6 +287,8 @@ class DeepSpeedStrategy(Strategy):
                 )
             for kind in type(optimizer).__mro__:
                 refuse_by_name(kind.__name__, "`setup`")
+            if type(optimizer).__module__.split(".")[0] not in ("torch", "deepspeed"):
+                runtime.report(_FLAT.format(name=type(optimizer).__name__))
 
 
 def _is_sharded(parameter: torch.Tensor) -> bool:
@@ -287,6 +297,10 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
     return bool(is_zero_param(parameter))
 
 
+_FLAT = (
+    "ZeRO shows `{name}` slices of one flat tensor. That is right for an optimizer that updates each element by itself, "
+    "and wrong, without an error, for one that looks at whole tensors or their shapes."
+)
 _NO_OPTIMIZER = (
     "`{name}` was set up without an optimizer, to be evaluated: under `strategy='deepspeed'` its gradients would have "
     "no engine. Call `fabric.setup(model, optimizer)`."

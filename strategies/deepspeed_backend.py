@@ -100,6 +100,19 @@ def undisturbed(world: World, device_type: str) -> Iterator[Any]:
         os.environ.update(before)
 
 
+@contextmanager
+def local_rank(world: World) -> Iterator[None]:
+    """Within it, the environment has LOCAL_RANK: at stage 3 DeepSpeed looks there in the middle of training."""
+    before = os.environ.get("LOCAL_RANK")
+    os.environ["LOCAL_RANK"] = str(world.local_rank)
+    try:
+        yield
+    finally:
+        del os.environ["LOCAL_RANK"]
+        if before is not None:
+            os.environ["LOCAL_RANK"] = before
+
+
 def _to_stderr() -> None:
     """Stdout is the user's. What is an error still shows; that any optimizer is 'untested' does not."""
     logger = logging.getLogger("DeepSpeed")

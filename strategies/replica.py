@@ -41,8 +41,12 @@ def replica(
     around: Around | None = None,
     unsynced: Callable[[], AbstractContextManager[None]] = nullcontext,
     watch: Watch = lambda: None,
+    end: Callable[[], None] = lambda: None,
 ) -> Prepared:
-    """Prepare a placed module. Where neither the strategy nor the precision has to act, forward is left untouched."""
+    """Prepare a placed module. Where neither the strategy nor the precision has to act, forward is left untouched.
+
+    `end`: what the strategy gives back on release, after the module.
+    """
     scaler = runtime.loss_scaler
     path = ForwardPath(module, with_precision(runtime, around))
     detach = attach_scaler(scaler, optimizers)
@@ -50,6 +54,7 @@ def replica(
     def release() -> None:
         path.release()
         detach()
+        end()
 
     return Prepared(
         module=module,

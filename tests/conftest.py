@@ -14,6 +14,16 @@ KEPT = ("fork_server.py", "resource_tracker")
 """Processes that belong to the session and end with it: the fork server, and Python's own tracker after a first spawn."""
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are for hardware that is not everywhere: `make test` on a machine with one runs them."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs an accelerator, and torch finds none here"))
+
+
 @pytest.fixture(autouse=True)
 def nothing_outlives_a_test() -> Iterator[None]:
     """No process, thread, process group or environment variable of a test is there after it."""

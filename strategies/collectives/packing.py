@@ -52,10 +52,12 @@ class Spec:
 
     @staticmethod
     def of(tensor: Tensor) -> Spec:
+        """Of one tensor."""
         return Spec(tensor.dtype, tuple(tensor.shape), tensor.device.type)
 
     @property
     def num_elements(self) -> int:
+        """How many elements it has."""
         count = 1
         for length in self.shape:
             count *= length
@@ -63,6 +65,7 @@ class Spec:
 
     @property
     def num_bytes(self) -> int:
+        """How many bytes its elements take."""
         return self.num_elements * self.dtype.itemsize
 
     def __str__(self) -> str:

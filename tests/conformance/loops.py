@@ -94,9 +94,8 @@ def plain(task: Task, precision: Precision, num_shards: int = 1) -> Outcome:
         shares = [_backward(each, precision, task, *piece) for each, *piece in pieces]
         if step % task.accumulate == 0:
             for mine, *others in zip(*(each.parameters() for each in copies), strict=True):
-                mine.grad = torch.stack([parameter.grad for parameter in (mine, *others)]).mean(dim=0) / _scale(
-                    precision
-                )
+                gradients = torch.stack([parameter.grad for parameter in (mine, *others)])
+                mine.grad = gradients.mean(dim=0) / _scale(precision)
             if task.max_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), task.max_norm)
             optimizer.step()
@@ -126,12 +125,13 @@ def with_fabric(fabric: Fabric, task: Task) -> Outcome:
     model, optimizer, loader = parts(task, GLOBAL_BATCH_SIZE // fabric.world_size)
     model, optimizer = fabric.setup(model, optimizer)
     loader = fabric.setup_dataloaders(loader)
+    dtype = model.embed.weight.dtype  # between forward and backward it may be gathered in half precision
     losses = []
     for step, (tokens, targets) in enumerate(_endless(loader), start=1):
         is_last = step % task.accumulate == 0
         with fabric.no_backward_sync(model, enabled=not is_last):
             outputs = model(tokens)
-            loss = nn.functional.cross_entropy(outputs.to(model.embed.weight.dtype), targets)
+            loss = nn.functional.cross_entropy(outputs.to(dtype), targets)
             fabric.backward(loss / task.accumulate)
         if is_last:
             if task.max_norm is not None:

@@ -6,6 +6,8 @@ starting DeepSpeed takes longer than training.
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import pickle
 from collections.abc import Callable
@@ -402,6 +404,14 @@ def other_ways(world: World, folder: str) -> dict[str, Any]:
                     optimizer.step()
                     optimizer.zero_grad()
                 found[f"{precision} {stage}"] = output.dtype, whole(fabric, folder, model)
+    for stage, when in ((1, "before"), (2, "after")):
+        with fabric_of(world, strategy_of(stage)) as fabric:
+            model, optimizer = parts(adamw)
+            model, optimizer = fabric.setup(compiled(model) if when == "before" else model, optimizer)
+            model = compiled(model) if when == "after" else model
+            for step in range(4):
+                one_step(fabric, model, optimizer, step)
+            found[f"compiled {when}"] = whole(fabric, folder, model)
     section = {"type": "AdamW", "params": {"lr": 0.05, "eps": 1e-3}}
     with fabric_of(world, strategy_of(2, optimizer=section)) as fabric:
         torch.manual_seed(3)
@@ -425,6 +435,8 @@ def other_ways(world: World, folder: str) -> dict[str, Any]:
 def test_other_precisions_optimizers_and_evaluation(tmp_path: Path) -> None:
     found = run_world(2, other_ways, str(tmp_path))[0]
     expected = simple_steps(Plain(), "")
+    for when in ("before", "after"):
+        torch.testing.assert_close(found[f"compiled {when}"], expected, rtol=1e-5, atol=1e-5)
     for precision, dtype in (("bf16-true", torch.bfloat16), ("bf16-mixed", torch.bfloat16)):
         for stage in (1, 2, 3):
             got_dtype, weights = found[f"{precision} {stage}"]
@@ -493,8 +505,22 @@ def test_nothing_of_deepspeed_stays_on_the_process_or_the_users_objects(capfd: p
     assert capfd.readouterr().out == ""
 
 
+class Own(SGD):
+    """An optimizer that nobody here knows."""
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager")
+
+
 def refusals(world: World) -> dict[str, str]:
     found = {}
+    said = logging.StreamHandler(io.StringIO())
+    logging.getLogger("fabric").addHandler(said)
+    with fabric_of(world, strategy_of(2)) as fabric:
+        net = Net()
+        fabric.setup(net, Own(net.parameters(), lr=0.1))
+    found["said"] = said.stream.getvalue()
     with fabric_of(world, strategy_of(2)) as fabric:
         model, optimizer = parts(sgd)
         found["two"] = sentence_of(lambda: fabric.setup(model, optimizer, SGD(model.parameters())))
@@ -513,10 +539,12 @@ def refusals(world: World) -> dict[str, str]:
         fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
         optimizer.step()
         assert all(map(torch.equal, before, model.parameters())), "a step with gradients that are not finite"
+        found["skipped"] = said.stream.getvalue()
         model.mark_forward_method("loss")
         fabric.backward(model.loss(*batch(fabric, 1)))
     with fabric_of(world, strategy_of(3)) as fabric:
         model, optimizer = fabric.setup(*parts(sgd))
+        found["compiled"] = sentence_of(lambda: fabric.setup(compiled(Net())))
         loss = loss_of(model, batch(fabric, 0))
         fabric.backward(loss, retain_graph=True)
         found["twice"] = sentence_of(lambda: fabric.backward(loss))
@@ -527,7 +555,12 @@ def refusals(world: World) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_what_an_engine_cannot_do_raises_with_what_to_write() -> None:
-    for found in run_world(2, refusals):
+    ranks = run_world(2, refusals)
+    assert ranks[0]["said"].startswith("ZeRO shows `Own` slices of one flat tensor.")
+    assert "DeepSpeed skipped a step of `Net`: its gradients are not finite." in ranks[0]["skipped"]
+    assert ranks[1]["skipped"] == ""
+    for found in ranks:
+        assert "Compile what `setup` returns, or use stage 2." in found["compiled"]
         assert "`setup` was given 2 optimizers for `Net`, and a DeepSpeed engine has one." in found["two"]
         assert (
             "The `SGD` holds 7 parameters (the first of shape (7, 5)) that are not those of `Net`." in found["foreign"]
