@@ -166,7 +166,8 @@ class Fabric:
         if function is None:
             self._connect(launcher.enter())
             return None
-        return launcher.launch(_run, self, function, args, kwargs)
+        result: T = launcher.launch(_run, self, function, args, kwargs)
+        return result
 
     def close(self) -> None:
         """Give back the process group, the environment and the user's objects as they were. A second call does nothing.
@@ -503,7 +504,7 @@ def _run(world: World, fabric: Fabric, function: Callable[..., T], args: tuple[A
     """What `launch(function)` runs on a rank."""
     fabric._connect(world)
     try:
-        result = move(function(fabric, *args, **kwargs), torch.device("cpu"))
+        result: T = move(function(fabric, *args, **kwargs), torch.device("cpu"))
     except BaseException:
         if world.size == 1:  # otherwise the process ends, and the connection must outlive the report of why
             fabric.close()

@@ -263,8 +263,8 @@ class DeepSpeedStrategy(Strategy):
             )
         if self._stage == 3 and uncompiled(module) is not module:
             raise ValueError(
-                "`setup(torch.compile(model))` at ZeRO stage 3: DeepSpeed's hooks gather the weights around each part of "
-                "the model as it was before. Compile what `setup` returns, or use stage 2."
+                "`setup(torch.compile(model))` at ZeRO stage 3: DeepSpeed's hooks gather the weights around each part "
+                "of the model as it was before. Compile what `setup` returns, or use stage 2."
             )
         if len(optimizers) > 1:
             raise ValueError(
@@ -298,8 +298,8 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
 
 
 _FLAT = (
-    "ZeRO shows `{name}` slices of one flat tensor. That is right for an optimizer that updates each element by itself, "
-    "and wrong, without an error, for one that looks at whole tensors or their shapes."
+    "ZeRO shows `{name}` slices of one flat tensor. That is right for an optimizer that updates each element by itself, and "
+    "wrong, without an error, for one that looks at whole tensors or their shapes."
 )
 _NO_OPTIMIZER = (
     "`{name}` was set up without an optimizer, to be evaluated: under `strategy='deepspeed'` its gradients would have "

