@@ -83,6 +83,7 @@ class Fabric:
         self._callbacks, self._loggers = request.callbacks, request.loggers
         self._writers = [metric_writer(logger) for logger in self._loggers]
         self._deterministic = request.deterministic
+        self._place: World | None = self._configuration.world  # what this process is, once it is a rank, for good
         self._runtime: Runtime | None = None
         self._open = ExitStack()
         self._models: dict[nn.Module, Prepared] = {}
@@ -162,7 +163,7 @@ class Fabric:
                 "`fabric.close()` ends this fabric, and another one can be launched after it."
             )
         chosen = self._configuration
-        launcher = choose_launcher(chosen.launcher, chosen.topology, function=function, world=chosen.world)
+        launcher = choose_launcher(chosen.launcher, chosen.topology, function=function, world=self._place)
         if function is None:
             self._connect(launcher.enter())
             return None
@@ -414,21 +415,17 @@ class Fabric:
 
     @property
     def _world(self) -> World:
-        known = self._configuration.world if self._runtime is None else self._runtime.world
-        if known is not None:
-            return known
-        return self._connected.world
+        return self._place or self._connected.world
 
     @property
     def _connected(self) -> Runtime:
         if self._runtime is None:
-            size = self._configuration.topology.size if self._configuration.world is None else 0
-            if size != 1:
+            if (self._place or self._configuration.topology).size > 1:
                 raise RuntimeError(
                     "This needs the ranks to exist, and they do not yet. Call `fabric.launch()` once, right after "
                     "`Fabric(...)`; with several ranks nothing can be prepared or exchanged before it."
                 )
-            self._connect(World())
+            self._connect(self._place or World())
         assert self._runtime is not None
         return self._runtime
 
@@ -444,6 +441,7 @@ class Fabric:
             stack.callback(atexit.unregister, self.close)
             self._open = stack.pop_all()
         self._runtime = runtime
+        self._place = world if world.size > 1 else None
 
     def _forget(self) -> None:
         """Let go of what was set up."""

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
-from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.process_group import TorchCollective
 from fabric.strategies.data.share import Use
 from fabric.strategies.deepspeed_backend import installed, join, local_rank, undisturbed, why_not
@@ -30,10 +29,10 @@ from fabric.strategies.deepspeed_config import (
     choose_stage,
     engine_config,
     read_config,
-    refuse_by_name,
 )
 from fabric.strategies.deepspeed_engine import Engine, close, remember
-from fabric.strategies.deepspeed_state import ZeroState
+from fabric.strategies.deepspeed_refusals import refuse_setup
+from fabric.strategies.deepspeed_state import ZeroState, is_sharded
 from fabric.strategies.forward import ForwardPath
 from fabric.strategies.initialize import new_tensors
 from fabric.strategies.precision.precision import Precision
@@ -134,7 +133,7 @@ class DeepSpeedStrategy(Strategy):
             )
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
-        self._check(runtime, module, optimizers, move)
+        refuse_setup(runtime, module, optimizers, stage=self._stage, move=move, config=self._config)
         with ExitStack() as stack:
             stack.enter_context(local_rank(runtime.world))
             if optimizers or "optimizer" in self._config:
@@ -151,21 +150,15 @@ class DeepSpeedStrategy(Strategy):
         engine = self._initialize(runtime, module, optimizers[0] if optimizers else None, move)
         optimizer: Optimizer = engine.basic_optimizer
         pieces = Engine(runtime, module, engine, self._stage)
-        path = ForwardPath(module, with_precision(runtime, pieces.forward))
-        undo = pieces.drive(optimizer)
         state = ZeroState(runtime.world, self._stage, engine.optimizer, groups or [pieces.trained])
+        if self._stage != 3:  # there the weights stay in shards, and what knows of them with them
+            stack.callback(_give_back, optimizer, state.groups, forget)
+        stack.callback(pieces.release)
+        stack.callback(pieces.drive(optimizer))
+        stack.callback(ForwardPath(module, with_precision(runtime, pieces.forward)).release)
+        optimizer.state.clear()  # of the parameters before they were cut
         if before is not None:
             state.write_optimizer(optimizer, before)
-
-        def give_back() -> None:
-            if self._stage != 3:  # there the weights stay in shards, and what knows of them with them
-                forget()
-                for group, parameters in zip(optimizer.param_groups, state.groups, strict=True):
-                    group["params"] = list(parameters)
-                optimizer.state.clear()
-
-        for callback in (give_back, pieces.release, undo, path.release):  # the last one first
-            stack.callback(callback)
 
         return Prepared(
             module=module,
@@ -215,7 +208,7 @@ class DeepSpeedStrategy(Strategy):
         return engine_config(self._config, stage=self._stage, offload=self._offload, precision=runtime.precision)
 
     def _initialize(self, runtime: Runtime, module: nn.Module, optimizer: Optimizer | None, move: bool) -> Any:
-        if not any(_is_sharded(parameter) for parameter in module.parameters()):
+        if not any(is_sharded(parameter) for parameter in module.parameters()):
             place(runtime, module, (), move=move)
         with undisturbed(runtime.world, runtime.device.type) as deepspeed:
             engine, *_ = deepspeed.initialize(
@@ -253,54 +246,15 @@ class DeepSpeedStrategy(Strategy):
             state=ZeroState(runtime.world, self._stage, None, ()),
         )
 
-    def _check(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> None:
-        """Raise ValueError where an engine would do something else than was asked."""
-        name = type(module).__name__
-        if not move and runtime.device.type != "cpu":
-            raise ValueError(
-                f"`setup(..., move_to_device=False)` under `strategy='deepspeed'`: DeepSpeed moves `{name}` to "
-                f"{runtime.device} itself. Leave `move_to_device` out."
-            )
-        if self._stage == 3 and uncompiled(module) is not module:
-            raise ValueError(
-                "`setup(torch.compile(model))` at ZeRO stage 3: DeepSpeed's hooks gather the weights around each part "
-                "of the model as it was before. Compile what `setup` returns, or use stage 2."
-            )
-        if len(optimizers) > 1:
-            raise ValueError(
-                f"`setup` was given {len(optimizers)} optimizers for `{name}`, and a DeepSpeed engine has one. Make "
-                "one optimizer with several parameter groups, or set up each part of the model with its own."
-            )
-        for optimizer in optimizers:
-            if "optimizer" in self._config:
-                raise ValueError(
-                    f"`setup` was given a `{type(optimizer).__name__}`, and DeepSpeed's configuration names "
-                    f"{self._config['optimizer'].get('type')!r}. Leave one out."
-                )
-            own = {id(parameter) for parameter in module.parameters()}
-            foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
-            if foreign:
-                raise ValueError(
-                    f"The `{type(optimizer).__name__}` holds {len(foreign)} parameters (the first of shape "
-                    f"{tuple(foreign[0].shape)}) that are not those of `{name}`. Make it from `model.parameters()` of "
-                    "the very model that is passed to `setup`, after anything that replaces them."
-                )
-            for kind in type(optimizer).__mro__:
-                refuse_by_name(kind.__name__, "`setup`")
-            if type(optimizer).__module__.split(".")[0] not in ("torch", "deepspeed"):
-                runtime.report(_FLAT.format(name=type(optimizer).__name__))
+
+def _give_back(optimizer: Optimizer, groups: Sequence[Sequence[torch.Tensor]], forget: Callable[[], None]) -> None:
+    """Parameters and optimizer as they were; states go with the fabric, for no rank has them whole."""
+    forget()
+    for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = list(parameters)
+    optimizer.state.clear()
 
 
-def _is_sharded(parameter: torch.Tensor) -> bool:
-    from deepspeed.runtime.zero.partition_parameters import is_zero_param
-
-    return bool(is_zero_param(parameter))
-
-
-_FLAT = (
-    "ZeRO shows `{name}` slices of one flat tensor. That is right for an optimizer that updates each element by itself, and "
-    "wrong, without an error, for one that looks at whole tensors or their shapes."
-)
 _NO_OPTIMIZER = (
     "`{name}` was set up without an optimizer, to be evaluated: under `strategy='deepspeed'` its gradients would have "
     "no engine. Call `fabric.setup(model, optimizer)`."

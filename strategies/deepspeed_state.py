@@ -61,17 +61,17 @@ class ZeroState(StateAccess):
 
         if id(tensor) in self.trained:
             return safe_get_full_fp32_param(tensor)  # type: ignore[no-any-return]
-        with GatheredParameters([tensor], enabled=_is_sharded(tensor)):
+        with GatheredParameters([tensor], enabled=is_sharded(tensor)):
             return tensor.detach().clone()
 
     def _write_tensor(self, name: str, tensor: Tensor, value: Tensor) -> None:
         from deepspeed.runtime.zero import GatheredParameters
 
-        shape = tensor.ds_shape if _is_sharded(tensor) else tensor.shape  # type: ignore[attr-defined]
+        shape = tensor.ds_shape if is_sharded(tensor) else tensor.shape  # type: ignore[attr-defined]
         if tuple(value.shape) != tuple(shape):
             raise RuntimeError(f"`{name}` has the shape {tuple(shape)}, and the checkpoint's {tuple(value.shape)}.")
         if self.stage == 3:
-            with torch.no_grad(), GatheredParameters([tensor], modifier_rank=0, enabled=_is_sharded(tensor)):
+            with torch.no_grad(), GatheredParameters([tensor], modifier_rank=0, enabled=is_sharded(tensor)):
                 tensor.copy_(value)
         if id(tensor) in self.trained:
             self._write_shard(tensor, value, None)
@@ -168,7 +168,8 @@ class ZeroState(StateAccess):
             safe_set_full_optimizer_state(parameter, value, key)
 
 
-def _is_sharded(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether DeepSpeed has cut the parameter: at stage 3, or made within `init_module`."""
     from deepspeed.runtime.zero.partition_parameters import is_zero_param
 
     return bool(is_zero_param(tensor))

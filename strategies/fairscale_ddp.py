@@ -201,18 +201,23 @@ class _Sharding:
         self.averages = {parameter for parameter, _ in aside}  # the others' were discarded since
         for parameter, _ in aside:
             parameter.grad = None
-        return partial(self._check_unsynced if self.parallel._should_accumulate_grads else self._check_synced, aside)
+        if self.parallel._should_accumulate_grads:
+            return partial(self._check_unsynced, aside)
+        self.parallel._bucket_flush_callback_set = True  # FairScale need not wait for the messages: the check does
+        return partial(self._check_synced, aside)
 
     @torch.no_grad()
     def _check_synced(self, aside: list[tuple[Tensor, Tensor]]) -> None:
         waiting = self.parallel._grad_to_be_reduced
         reduced = [p for p, waits in zip(self.parallel._trainable_params, waiting, strict=True) if not waits]
+        if reduced and any(waiting):  # said before waiting for messages: another rank may have sent other ones
+            self.parallel._work_handles.clear()
+            missing = [n for p, n in self.names.items() if p in self.owner and p.requires_grad and p not in set(reduced)]
+            word = type(self.module).__name__
+            raise RuntimeError(UNUSED.format(count=len(missing), name=word, some=name_some(missing)))
+        self.parallel._consume_work_handles()
         for parameter, average in aside:
             parameter.grad = average if parameter.grad is None else parameter.grad.add_(average)
-        if reduced and any(waiting):
-            missing = [p for p, waits in zip(self.parallel._trainable_params, waiting, strict=True) if waits]
-            some = name_some([self.names[parameter] for parameter in missing])
-            raise RuntimeError(UNUSED.format(count=len(missing), name=type(self.module).__name__, some=some))
         self.averages.update(parameter for parameter in reduced if self.owner[parameter] == self.collective.rank)
 
     @torch.no_grad()
@@ -345,7 +350,7 @@ def _watch_without_optimizer(module: nn.Module) -> Callable[[], None]:
     def check() -> None:
         if any(p.grad is not gradient or _version(p.grad) != version for p, gradient, version in before):
             raise RuntimeError(
-                f"This backward computed gradients of `{type(module).__name__}`, which was set up without an "
+                f"This backward computed gradients of `{type(module).__name__}`, set up without an "
                 "optimizer: under `strategy='ddp_sharded'` nobody averages them. Write "
                 "`fabric.setup(model, optimizer)`, or freeze it with `requires_grad_(False)`."
             )

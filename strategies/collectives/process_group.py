@@ -198,7 +198,7 @@ class TorchCollective(Collective):
     def _await_everyone(self, store: Store) -> None:
         # gloo's ranks return from connecting one by one, and one that leaves at once resets those still under way.
         if store.add("num_connected", 1) == self._size:
-            store.set("connected", b"")
+            store.set("connected", "")
         store.wait(["connected"])
 
     def _part(self, ranks: tuple[int, ...]) -> TorchCollective | None:

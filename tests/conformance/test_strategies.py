@@ -32,14 +32,15 @@ GATHERED_IN_HALF = {("fsdp", "bf16-mixed"): 5e-2, ("fsdp", "16-mixed"): 1e-2}
 """Weights travel in half precision: gradients of tied ones are added in it, and embeddings come out in it."""
 HALF = ("bf16-true", "16-true", "bf16-mixed", "16-mixed")
 ONE_PROCESS = ("single_device", "dp")
-BY_SPAWN = ("ddp_spawn",)
+BY_SPAWN = ("ddp_spawn", "ddp_sharded_spawn")
 BY_FORK = ("ddp_fork", "ddp_notebook")
+NOT_IN_DOUBLE = ("ddp_fully_sharded",)
 NOT_ON_CPU = ("fsdp_cpu_offload",)
 ZERO = tuple(name for name in available_strategies() if name.startswith("deepspeed"))
 """Without float64 and, in float16, without a CPU; in bf16-true the weights that are trained stay float32."""
 ONCE = ("deepspeed", *(name for name in ZERO if name.endswith("offload")))
 """Variants of others: here two ranks say it all."""
-IN_HALF_PRECISION = (("single_device", 1), ("ddp", 2), ("fsdp", 2))
+IN_HALF_PRECISION = (("single_device", 1), ("ddp", 2), ("fsdp", 2), ("ddp_sharded", 2))
 Row = tuple[str, int, str]
 
 
@@ -57,9 +58,10 @@ def rows() -> list[Row]:
     names = [name for name in available_strategies() if name not in BY_FORK + NOT_ON_CPU]
     sizes = [(name, size) for name in names for size in ((1,) if name in ONE_PROCESS else (1, 2, 4))]
     rows = [(name, size, "32-true") for name, size in sizes if name not in BY_SPAWN + ONCE or size == 2]
-    rows += [(name, size, "64-true") for name, size in sizes if name not in BY_SPAWN + ZERO]
+    rows += [(name, size, "64-true") for name, size in sizes if name not in BY_SPAWN + ZERO + NOT_IN_DOUBLE]
     rows += [(name, size, word) for name, size in IN_HALF_PRECISION for word in HALF]
     rows += [(name, 2, "bf16-mixed") for name in ("deepspeed_stage_2", "deepspeed_stage_3")]
+    rows += [("ddp_fully_sharded", 2, word) for word in HALF if word != "bf16-true"]
     return rows
 
 

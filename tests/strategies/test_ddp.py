@@ -221,7 +221,9 @@ def sequence_of_fabrics(fabric: Fabric) -> list[Any]:
         Fabric(accelerator="cpu", strategy="ddp", devices=3)
     except ValueError as error:
         found.append(str(error))
+    found.append((fabric.global_rank, fabric.world_size))  # closed, and still rank 0
     fabric.launch()
+    found.append(fabric.all_reduce(torch.tensor(1.0), reduce_op="sum").item())
     return found
 
 
@@ -232,6 +234,7 @@ def test_fabrics_one_after_another_in_a_rank_are_independent_and_know_the_real_w
     assert found[:3] == [1.0, 1.0, 1.0]
     assert "3" in found[3]
     assert "2" in found[3]
+    assert found[4:] == [(0, 2), 2.0]
 
 
 def test_mps_in_several_processes_is_refused() -> None:

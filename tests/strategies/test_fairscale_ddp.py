@@ -38,6 +38,7 @@ def test_it_runs_on_the_cpu_and_says_where_it_does_not() -> None:
 def mistakes(fabric: Fabric) -> dict[str, str]:
     said = {}
     model, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    other = fabric.setup(other)
     both = SGD([*model.parameters(), *other.parameters()], lr=0.1)
     said["strangers"] = sentence(fabric.setup, model, both)
     said["twice"] = sentence(fabric.setup, model, SGD(model.parameters()), SGD([model.bias]))
@@ -45,7 +46,6 @@ def mistakes(fabric: Fabric) -> dict[str, str]:
     said["dtypes"] = sentence(fabric.setup, mixed, SGD(mixed.parameters()))
     model, optimizer = fabric.setup(model, SGD(model.parameters(), lr=0.1))
     said["late"] = sentence(fabric.setup_optimizers, SGD(model.parameters(), lr=0.1))
-    other = fabric.setup(other)
     said["alone"] = sentence(fabric.backward, other(torch.ones(1, 3)).sum())
     with torch.no_grad():
         said["evaluation"] = sentence(other, torch.ones(1, 3))
