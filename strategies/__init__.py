@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from fabric.strategies.ddp import DDPStrategy as DDPStrategy
     from fabric.strategies.deepspeed import DeepSpeedStrategy as DeepSpeedStrategy
     from fabric.strategies.dp import DataParallelStrategy as DataParallelStrategy
+    from fabric.strategies.fairscale_ddp import FairScaleShardedStrategy as FairScaleShardedStrategy
+    from fabric.strategies.fairscale_fsdp import FairScaleFSDPStrategy as FairScaleFSDPStrategy
     from fabric.strategies.fsdp import FSDPStrategy as FSDPStrategy
     from fabric.strategies.precision.precision import Precision as Precision
     from fabric.strategies.registry import available_strategies as available_strategies
@@ -24,6 +26,8 @@ _HOME = {
     "DataParallelStrategy": "dp",
     "DeepSpeedStrategy": "deepspeed",
     "FSDPStrategy": "fsdp",
+    "FairScaleFSDPStrategy": "fairscale_fsdp",
+    "FairScaleShardedStrategy": "fairscale_ddp",
     "Precision": "precision.precision",
     "SingleDeviceStrategy": "single",
     "Strategy": "strategy",
@@ -36,6 +40,8 @@ __all__ = [
     "DataParallelStrategy",
     "DeepSpeedStrategy",
     "FSDPStrategy",
+    "FairScaleFSDPStrategy",
+    "FairScaleShardedStrategy",
     "Precision",
     "SingleDeviceStrategy",
     "Strategy",

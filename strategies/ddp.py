@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -124,7 +124,9 @@ class _Averaging:
         self.collective = collective
         self.module = module
         self.expects_backward = False
-        self.follow_buffers = options.broadcast_buffers
+        # Looked up once, as DistributedDataParallel does: walking the modules takes longer than the rest of our step.
+        self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.buffers = list(module.buffers()) if options.broadcast_buffers else []
         self.parallel = DistributedDataParallel(
             _Forward(module),
             bucket_cap_mb=options.bucket_bytes / 2**20,
@@ -133,8 +135,7 @@ class _Averaging:
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             **_BUFFERS_ARE_OURS,
         )
-        if self.follow_buffers:
-            follow_rank_zero(self.collective, self.module.buffers())
+        follow_rank_zero(collective, self.buffers)
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
@@ -142,9 +143,9 @@ class _Averaging:
         output = self.parallel(function, args, kwargs)
         if self.parallel.require_backward_grad_sync:
             self.expects_backward = True
-            if self.follow_buffers:
+            if self.buffers:
                 # Not before forward, as torch does: an evaluation then finds equal buffers, and needs no message.
-                follow_rank_zero(self.collective, self.module.buffers())
+                follow_rank_zero(self.collective, self.buffers)
         return output
 
     def end(self) -> None:
@@ -166,13 +167,17 @@ class _Averaging:
         # gradients local in any other. So where no such forward is outstanding, no gradient may change.
         if not self.parallel.require_backward_grad_sync:
             return None
-        before = [(parameter, parameter.grad, _version(parameter.grad)) for parameter in self.module.parameters()]
+        parameters = self.parameters
+        before = [parameter.grad for parameter in parameters]
+        versions = [-1 if grad is None else grad._version for grad in before]
 
         def check() -> None:
-            if any(p.grad is not grad or _version(p.grad) != version for p, grad, version in before):
-                if not self.expects_backward:
-                    raise RuntimeError(_NOT_AVERAGED.format(name=type(self.module).__name__))
-                self.expects_backward = False
+            for parameter, grad, version in zip(parameters, before, versions, strict=True):
+                if parameter.grad is not grad or (grad is not None and grad._version != version):
+                    if not self.expects_backward:
+                        raise RuntimeError(_NOT_AVERAGED.format(name=type(self.module).__name__))
+                    self.expects_backward = False
+                    return
 
         return check
 
@@ -185,10 +190,6 @@ _BUFFERS_ARE_OURS: dict[str, Any] = {
         if name in inspect.signature(DistributedDataParallel).parameters
     ): False
 }
-
-
-def _version(gradient: Tensor | None) -> int:
-    return -1 if gradient is None else gradient._version
 
 
 _NOT_AVERAGED = (

@@ -123,7 +123,7 @@ def clip_norm(
     dtype = parameters[0].dtype if parameters else torch.float32
     # In float64 on every rank: one without gradients cannot know the others' dtype, and gloo aborts where they differ.
     own = torch.nn.utils.get_total_norm(gradients, norm_type).to("cpu", torch.float64)
-    total = torch.linalg.vector_norm(collective.all_gather(own), norm_type)
+    total: Tensor = torch.linalg.vector_norm(collective.all_gather(own), norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"The norm of order {norm_type:g} of the gradients over all ranks is {total.item()}: some are not finite. "

@@ -26,7 +26,8 @@ def fully_sharded_on_cpu() -> type[Any]:
     """FairScale's class, able to run on CPU tensors over gloo. The same class at every call."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
-        torch.empty(0).storage()  # FairScale uses it in every step; torch warns of the first use alone
+        # FairScale uses it in every step; torch warns of the first use alone.
+        torch.empty(0).storage()  # type: ignore[no-untyped-call]
     bucketer = _copy_of("fairscale.internal.reduce_scatter_bucketer")
     original = _copy_of("fairscale.nn.data_parallel.fully_sharded_data_parallel")
     original.torch = _TorchOnCPU("torch")
@@ -38,7 +39,7 @@ def fully_sharded_on_cpu() -> type[Any]:
     class FullyShardedOnCPU(original.FullyShardedDataParallel):  # type: ignore[misc, name-defined]
         """Without `Tensor.record_stream`: on the CPU nothing runs beside the calling thread."""
 
-        def _free_full_params(self, params: list[Tensor] | None = None) -> None:
+        def _free_full_params(self, params: list[Any] | None = None) -> None:
             self.has_full_params = False
             for param in self.params if params is None else params:
                 free(param._full_param_padded)
@@ -75,7 +76,7 @@ class _TorchOnCPU(ModuleType):
         return getattr(torch, name)
 
 
-def _copy_of(name: str) -> ModuleType:
+def _copy_of(name: str) -> Any:
     """A module of FairScale loaded once more, in the same package, and not to be found by `import`."""
     found = find_spec(name)
     assert found is not None

@@ -9,12 +9,14 @@ call `state_dict()`; each loads alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.gradients import parameters_of
@@ -40,12 +42,12 @@ def whole_of(collective: Collective, own: Tensor, shape: torch.Size) -> Tensor:
 
 def attach_module(collective: Collective, module: nn.Module) -> Callable[[], None]:
     """Let `state_dict` and `load_state_dict` of a module and its parts deal in whole tensors. Gives what undoes it."""
-    handles = []
+    handles: list[RemovableHandle] = []
     for part in module.modules():
-        handles.append(part.register_state_dict_post_hook(_Hook(_gather, collective)))
-        handles.append(part.register_load_state_dict_pre_hook(_Hook(_slice, collective)))
-    handles.append(module.register_state_dict_post_hook(_Hook(_tie)))  # after the others
-    return lambda: [handle.remove() for handle in handles] and None
+        handles.append(part.register_state_dict_post_hook(_Hook(_gather, collective)))  # type: ignore[no-untyped-call]
+        handles.append(part.register_load_state_dict_pre_hook(_Hook(_slice, collective)))  # type: ignore[no-untyped-call]
+    handles.append(module.register_state_dict_post_hook(_Hook(_tie)))  # type: ignore[no-untyped-call]  # after the others
+    return partial(_remove, handles)
 
 
 def attach_optimizer(
@@ -75,17 +77,25 @@ def attach_optimizer(
         }
         return {**content, "state": state}
 
+    def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        check(optimizer)
+
     for parameter, entries in optimizer.state.items():
         entries.update({name: _sliced_entry(name, value, parameter, rank, size) for name, value in entries.items()})
     handles = [
-        optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: check(optimizer) and None),
+        optimizer.register_step_pre_hook(before_step),
         optimizer.register_state_dict_post_hook(gather),
         optimizer.register_load_state_dict_pre_hook(slice_all),
     ]
-    return lambda: [handle.remove() for handle in handles] and None
+    return partial(_remove, handles)
 
 
-def _whole_entry(collective: Collective, name: str, value: Any, parameter: Tensor) -> Any:
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _whole_entry(collective: Collective, name: str, value: Any, parameter: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     if name not in _NUMBERS and value.shape == parameter.shape:

@@ -1,0 +1,190 @@
+"""FairScale's wrappers beside the modules they gather parameters for: the engine of `ddp_fully_sharded`.
+
+Note [Traps of FairScale closed here]
+- Ranks start from whatever each has: they start from rank 0.
+- The memory of the parameters given to it is freed, also under views of it: they move to memory of their own before.
+- Parameters that changed since they were gathered are used as they were: what was gathered is dropped when they did.
+- A parameter without gradient shifts what others are added to: that raises.
+- `gather_full_optim_state_dict` overwrites state on the CPU, and turns step counts into numbers: not used.
+- A second backward after one forward, and a second output, find parameters dropped: they are gathered again.
+- Outputs come back as copies in plain containers: the user's own object is given out.
+- A process group is kept for ever, also after it was destroyed: the present one is passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from fabric.strategies.fairscale import UNUSED, name_some, root_logger_untouched
+from fabric.strategies.fairscale_cpu import fully_sharded_on_cpu
+from fabric.strategies.forward import ForwardPath
+from fabric.strategies.rank_zero import follow_rank_zero
+from fabric.strategies.runtime import Runtime
+
+
+@final
+class _Call:
+    """A method of the user's on its way through FairScale, which would copy what it returns."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.function, self.args, self.kwargs = function, args, kwargs
+        self.output: Any = None
+
+
+@final
+class _Unit(nn.Module):
+    """What FairScale wraps: a module of the user's, and the wrappers of the parts within it."""
+
+    def __init__(self, module: nn.Module, within: Sequence[nn.Module] = ()) -> None:
+        super().__init__()
+        self.module = module
+        self.within = nn.ModuleList(within)
+
+    def forward(self, call: _Call) -> list[Tensor]:
+        call.output = call.function(*call.args, **call.kwargs)
+        return _tensors(call.output)
+
+
+@final
+class Slices:
+    """One model in slices: FairScale's wrappers, beside the modules they gather parameters for."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        module: nn.Module,
+        parts: Sequence[nn.Module],
+        *,
+        reshard_after_forward: bool,
+        bucket_bytes: int,
+        broadcast_buffers: bool,
+    ) -> None:
+        self.collective, self.module, self.follow_buffers = runtime.collective, module, broadcast_buffers
+        self.reduced: set[Tensor] = set()
+        self.versions: list[int] = []
+        for parameter in module.parameters():
+            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+        wrap = partial(
+            _wrapper(runtime, self.reduced.add),
+            reshard_after_forward=reshard_after_forward,
+            bucket_cap_mb=bucket_bytes / 2**20,
+        )
+        with root_logger_untouched():
+            wrapped = {part: wrap(_Unit(part)) for part in reversed(parts)}  # inner before outer
+            self.root = wrap(_Unit(module, list(wrapped.values())))
+            self.wrappers = (self.root, *wrapped.values())
+            for wrapper in self.wrappers:  # the root first: a part that was called before it would take itself for one
+                wrapper._lazy_init()
+        self.names = {parameter: name for name, parameter in module.named_parameters()}
+        self.paths = [ForwardPath(part, partial(_through, wrapper)) for part, wrapper in wrapped.items()]
+
+    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Around a forward: parameters are gathered before, slices after, and buffers follow rank 0. Ranks: all."""
+        self._drop_stale()
+        output = _through(self.root, function, args, kwargs)
+        if torch.is_grad_enabled() and self.follow_buffers and self.root._require_backward_grad_sync:
+            follow_rank_zero(self.collective, self.module.buffers())
+        return output
+
+    @contextmanager
+    def unsynced(self) -> Iterator[None]:
+        """Within it, a backward leaves whole gradients on the rank that computed them. On exit all is as before."""
+        before = self.root._require_backward_grad_sync
+        for wrapper in self.wrappers:
+            wrapper._require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            for wrapper in self.wrappers:
+                wrapper._require_backward_grad_sync = before
+
+    def watch(self) -> Callable[[], None] | None:
+        """Before a backward; what is given out raises where a parameter was left out of it."""
+        return self._check if self.root._require_backward_grad_sync else None
+
+    def _check(self) -> None:
+        took_part = bool(self.reduced)
+        missing = [
+            name for parameter, name in self.names.items() if parameter.requires_grad and parameter not in self.reduced
+        ]
+        self.reduced.clear()
+        if took_part and missing:
+            raise RuntimeError(
+                UNUSED.format(count=len(missing), name=type(self.module).__name__, some=name_some(missing))
+            )
+
+    def _drop_stale(self) -> None:
+        """Gather parameters anew that were changed since: by a step, by loading, by the user."""
+        versions = [parameter._version for parameter in self.names]
+        if versions != self.versions:
+            self.versions = versions
+            for wrapper in self.wrappers:
+                wrapper._free_full_params()
+                wrapper._use_fp32_param_shard()
+
+    def release(self) -> None:
+        """Take our part of each forward off. The parameters stay slices: to put them together takes all ranks."""
+        for path in self.paths:
+            path.release()
+
+
+def _wrapper(runtime: Runtime, reduced: Callable[[Tensor], None]) -> Callable[..., Any]:
+    """FairScale's class, which tells of each gradient it has reduced, and runs any backward."""
+    import torch.distributed
+
+    if runtime.device.type == "cpu":
+        fully_sharded = fully_sharded_on_cpu()
+    else:
+        from fairscale.nn.data_parallel import FullyShardedDataParallel
+
+        fully_sharded = FullyShardedDataParallel
+
+    class Sharded(fully_sharded):  # type: ignore[misc, valid-type]
+        def _post_reduction_hook(self, param: Tensor, reduced_grad: Tensor) -> None:
+            super()._post_reduction_hook(param, reduced_grad)
+            reduced(param)
+
+        def _use_full_params(self) -> None:
+            """Before backward. What another backward dropped, or this one from another output, is gathered again."""
+            self._rebuild_full_params()
+
+        def _wait_for_post_backward(self) -> None:
+            """After backward. With several outputs, the last may have left whole parameters behind."""
+            if self._require_backward_grad_sync:
+                self._free_full_params()
+                self._use_fp32_param_shard()
+            super()._wait_for_post_backward()
+
+    return partial(
+        Sharded,
+        process_group=torch.distributed.group.WORLD,
+        process_group_reduce_scatter=torch.distributed.group.WORLD,
+        flatten_parameters=False,  # so that parameters stay the user's, each with its group and its requires_grad
+        compute_dtype=runtime.precision.param_dtype,
+        compute_device=runtime.device,
+    )
+
+
+def _through(wrapper: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    call = _Call(function, args, kwargs)
+    wrapper(call)
+    return call.output
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """The tensors of a nest, also within dataclasses: those that a backward may start from."""
+    found: list[Tensor] = []
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            found += _tensors([getattr(leaf, field.name) for field in fields(leaf)])
+    return found
