@@ -18,7 +18,7 @@ demo: $(RUN)/demo.done  ## A CNN on handwritten digits, in two processes
 test: $(RUN)/test.done  ## All tests; PYTEST_ARGS='-k seed' for some
 	$(RUN)/bin/python -m pytest $(PYTEST_ARGS)
 
-bench: $(RUN)/test.done  ## Ratios against raw PyTorch, and against others where they are installed
+bench: $(RUN)/bench.done  ## Ratios against raw PyTorch, and against others where they are installed
 	$(RUN)/bin/python tests/benchmarks $(BENCH_ARGS)
 
 lint: $(LINT)/copy.done  ## Style, and types of the package as it is installed
@@ -38,8 +38,14 @@ $(RUN)/demo.done: $(RUN)/torch.done $(SAYS)
 	$(RUN)/bin/python $(PIP_INSTALL) --editable '.[examples]'
 	touch $@
 
+# Building DeepSpeed and FairScale imports torch, the one that is here.
 $(RUN)/test.done: $(RUN)/torch.done $(SAYS)
 	$(RUN)/bin/python $(PIP_INSTALL) --editable '.[test]'
+	$(RUN)/bin/python $(PIP_INSTALL) --no-build-isolation --editable '.[deepspeed,fairscale]'
+	touch $@
+
+$(RUN)/bench.done: $(RUN)/test.done
+	$(RUN)/bin/python $(PIP_INSTALL) --editable '.[bench]'
 	touch $@
 
 $(LINT)/lint.done: $(LINT)/torch.done $(SAYS)

@@ -28,8 +28,10 @@ TOLERANCES = {
     "bf16-mixed": 1e-4,
     "16-mixed": 1e-4,
 }
-GATHERED_IN_HALF = {("fsdp", "bf16-mixed"): 5e-2, ("fsdp", "16-mixed"): 1e-2}
-"""Weights travel in half precision: gradients of tied ones are added in it, and embeddings come out in it."""
+GATHERED_IN_HALF = {("fsdp", "bf16-mixed"): 5e-2, ("fsdp", "16-mixed"): 1e-2, ("fsdp", "16-true"): 0.1}
+"""Weights travel in half precision: gradients of tied ones are added in it, and embeddings come out in it. 16-true: the
+shards' gradients are rounded in another order, and AdamW, whose squares underflow, makes of it as much as the plain
+loop in float16 is away from float32 (0.1, 35 seeds)."""
 HALF = ("bf16-true", "16-true", "bf16-mixed", "16-mixed")
 ONE_PROCESS = ("single_device", "dp")
 BY_SPAWN = ("ddp_spawn", "ddp_sharded_spawn")
