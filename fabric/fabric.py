@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from fabric.callbacks import call
 from fabric.console import print_rank_zero
 from fabric.determinism import determinism
-from fabric.launchers import World, choose_launcher
+from fabric.launchers.world import World
 from fabric.loggers.logger import metric_writer
 from fabric.machine import Machine
 from fabric.progress import progress
@@ -162,6 +162,8 @@ class Fabric:
                 "`fabric.launch()` was called twice: this process is a rank already. Call it once, before `setup`; "
                 "`fabric.close()` ends this fabric, and another one can be launched after it."
             )
+        from fabric.launchers.choose import choose_launcher  # only a process that launches pays for it
+
         chosen = self._configuration
         launcher = choose_launcher(chosen.launcher, chosen.topology, function=function, world=self._place)
         if function is None:

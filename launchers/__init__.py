@@ -1,12 +1,53 @@
-"""Processes: how many, who is who, where they meet, what happens when one dies."""
+"""Processes: how many, who is who, where they meet, what happens when one dies.
 
-from fabric.launchers.choose import choose_launcher as choose_launcher
-from fabric.launchers.environments import Environment as Environment
-from fabric.launchers.environments import detect_world as detect_world
-from fabric.launchers.fork_safety import fork_is_safe as fork_is_safe
-from fabric.launchers.launcher import Launcher as Launcher
-from fabric.launchers.launcher import Topology as Topology
-from fabric.launchers.launcher import WorkerError as WorkerError
-from fabric.launchers.rendezvous import join as join
-from fabric.launchers.world import Rendezvous as Rendezvous
-from fabric.launchers.world import World as World
+The names below are imported when they are first used: a process that starts no others pays for no launcher.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fabric.launchers.choose import choose_launcher as choose_launcher
+    from fabric.launchers.environments import Environment as Environment
+    from fabric.launchers.environments import detect_world as detect_world
+    from fabric.launchers.fork_safety import fork_is_safe as fork_is_safe
+    from fabric.launchers.launcher import Launcher as Launcher
+    from fabric.launchers.launcher import Topology as Topology
+    from fabric.launchers.launcher import WorkerError as WorkerError
+    from fabric.launchers.rendezvous import join as join
+    from fabric.launchers.world import Rendezvous as Rendezvous
+    from fabric.launchers.world import World as World
+
+_HOME = {
+    "Environment": "environments",
+    "Launcher": "launcher",
+    "Rendezvous": "world",
+    "Topology": "launcher",
+    "WorkerError": "launcher",
+    "World": "world",
+    "choose_launcher": "choose",
+    "detect_world": "environments",
+    "fork_is_safe": "fork_safety",
+    "join": "rendezvous",
+}
+
+__all__ = [
+    "Environment",
+    "Launcher",
+    "Rendezvous",
+    "Topology",
+    "WorkerError",
+    "World",
+    "choose_launcher",
+    "detect_world",
+    "fork_is_safe",
+    "join",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'fabric.launchers' has no attribute {name!r}")
+    return getattr(import_module(f"fabric.launchers.{_HOME[name]}"), name)

@@ -24,6 +24,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs an accelerator, and torch finds none here"))
 
 
+FOREIGN = ("tqdm_monitor",)
+"""Threads of others that last as long as the process: tqdm's, which torch's compiler imports where it is installed."""
+
+
 @pytest.fixture(autouse=True)
 def nothing_outlives_a_test() -> Iterator[None]:
     """No process, thread, process group or environment variable of a test is there after it."""
@@ -35,7 +39,7 @@ def nothing_outlives_a_test() -> Iterator[None]:
     left = {pid: words for pid, words in _children().items() if pid not in processes}
     assert not left, f"processes outlived the test: {left}"
     _join_daemons(set(threading.enumerate()) - threads)
-    alive = [thread.name for thread in set(threading.enumerate()) - threads]
+    alive = [thread.name for thread in set(threading.enumerate()) - threads if thread.name not in FOREIGN]
     assert not alive, f"threads outlived the test: {alive}"
     import torch.distributed
 

@@ -33,6 +33,17 @@ fabric.close()
 with open(f"{sys.argv[1]}.{fabric.global_rank}", "w") as file:
     file.write(str(time.monotonic()))
 """
+ALONE = """
+import sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.barrier()
+open(sys.argv[1], "w").write(f"{time.monotonic()} ")
+dist.destroy_process_group()
+for rank in range(2):
+    with open(f"{sys.argv[1]}.{rank}", "w") as file:
+        file.write(str(time.monotonic()))
+"""
 LIGHTNING = """
 import sys, time
 import torch
@@ -72,6 +83,7 @@ def imports(rounds: int = 7) -> list[Row]:
 def launches(rounds: int = 5) -> list[Row]:
     """From the start of the command to the first barrier of two ranks; and from their last line to its end."""
     with tempfile.TemporaryDirectory() as folder:
+        alone = [sys.executable, _write(folder, "alone.py", ALONE)]
         commands = {"ours": [sys.executable, _write(folder, "ours.py", OURS)]}
         if "LF" in rivals.installed():
             commands["LF"] = [sys.executable, _write(folder, "lf.py", LIGHTNING)]
@@ -85,17 +97,19 @@ def launches(rounds: int = 5) -> list[Row]:
             script,
         ]
         up: dict[str, list[float]] = {name: [] for name in ("import torch", *commands)}
-        down: dict[str, list[float]] = {name: [] for name in commands}
+        down: dict[str, list[float]] = {name: [] for name in ("one process", *commands)}
         for _ in range(rounds):
             start = time.monotonic()
             subprocess.run([sys.executable, "-c", "import torch"], check=True)
             up["import torch"].append((time.monotonic() - start) * 1e6)
+            _, last, end, _ = _stamps(alone, Path(folder) / "stamp")
+            down["one process"].append((end - last) * 1e6)
             for name, command in commands.items():
                 barrier, last, end, start = _stamps(command, Path(folder) / "stamp")
                 up[name].append((barrier - start) * 1e6)
                 down[name].append((end - last) * 1e6)
     return rows("launch of 2 ranks to the first barrier", up, "1.3 x + 0.3 s") + rows(
-        "end after the ranks' last line", down
+        "end after the last line", down, "+0.2 s"
     )
 
 
