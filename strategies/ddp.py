@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from operator import is_not
 from typing import Any, final
 
 import torch
@@ -169,15 +170,15 @@ class _Averaging:
             return None
         parameters = self.parameters
         before = [parameter.grad for parameter in parameters]
-        versions = [-1 if grad is None else grad._version for grad in before]
+        versions = [grad._version for grad in before if grad is not None]
 
         def check() -> None:
-            for parameter, grad, version in zip(parameters, before, versions, strict=True):
-                if parameter.grad is not grad or (grad is not None and grad._version != version):
-                    if not self.expects_backward:
-                        raise RuntimeError(_NOT_AVERAGED.format(name=type(self.module).__name__))
-                    self.expects_backward = False
-                    return
+            after = [parameter.grad for parameter in parameters]
+            changed = any(map(is_not, after, before)) or versions != [g._version for g in before if g is not None]
+            if changed and not self.expects_backward:
+                raise RuntimeError(_NOT_AVERAGED.format(name=type(self.module).__name__))
+            if changed:
+                self.expects_backward = False
 
         return check
 
