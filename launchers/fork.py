@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import random
 import signal
 import sys
 import warnings
@@ -61,6 +62,7 @@ def _fork_all(supervisor: Supervisor) -> tuple[World, Reporter] | None:
     sys.stdout.flush()  # what waits in the buffers would be written by every rank
     sys.stderr.flush()
     parent = os.getpid()
+    numbers = random.getstate()
     for local_rank in range(supervisor.topology.num_processes):
         world = supervisor.world(local_rank)
         reader, writer = os.pipe()
@@ -70,6 +72,7 @@ def _fork_all(supervisor: Supervisor) -> tuple[World, Reporter] | None:
             pid = _fork()
             if pid == 0:
                 os.close(reader)
+                random.setstate(numbers)  # Python seeds a forked process anew; the user's seed is meant for the ranks
                 supervisor.abandon()
                 return world, become_rank(world, writer, parent)
         finally:

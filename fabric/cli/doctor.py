@@ -128,12 +128,12 @@ def _show(found: Mapping[str, Any]) -> None:
 
 def _table(console: Any, columns: tuple[str, ...], rows: list[tuple[str | None, ...]]) -> None:
     """One table. The last column is left out where it would be empty: nothing is missing then."""
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
     if all(row[-1] is None for row in rows):
         columns, rows = columns[:-1], [row[:-1] for row in rows]
-    table = Table(*columns)
+    table = Table(*(Column(column, overflow="fold") for column in columns))  # a cut word cannot be typed
     for name, *cells in rows:
         style = "dim" if columns[-1] == "why not" and cells[-1] is not None else "bold green"
         table.add_row(Text(name or "", style=style), *(Text(cell or "") for cell in cells))

@@ -1,3 +1,5 @@
+"""The helper that the other tests start ranks with."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,0 +1,107 @@
+"""However its ranks come to be, a run gives the numbers of one process, and the same random numbers on every rank."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from loops import OPTIMIZERS, Task, plain
+
+from fabric.strategies.precision.precision import Precision
+
+SCRIPT = """
+import sys
+import torch
+from loops import all_tasks
+from fabric import Fabric
+
+given, written, launcher, size = sys.argv[1:]
+fabric = Fabric(accelerator="cpu", strategy="ddp", devices=int(size), launcher=launcher)
+fabric.launch()
+outcomes = all_tasks(fabric, torch.load(given, weights_only=False))
+if fabric.is_global_zero:
+    torch.save(outcomes, written)
+"""
+
+
+def run(program: Path, launcher: str, size: int, *arguments: str) -> str:
+    """Run a script whose last two arguments are the launcher and the number of ranks; what it printed."""
+    by_torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+    start = by_torchrun if launcher == "external" else [sys.executable]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    command = [*start, str(program), *arguments, launcher, str(size)]
+    done = subprocess.run(command, env=environ, timeout=100, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("launcher", ["script", "fork", "external"])
+def test_launching_without_a_function_gives_the_numbers_of_one_process(
+    launcher: str, size: int, tmp_path: Path
+) -> None:
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    program, given, written = tmp_path / "train.py", tmp_path / "given", tmp_path / "written"
+    program.write_text(SCRIPT)
+    tasks = [Task(seed=seed, optimizer=optimizer) for optimizer in OPTIMIZERS]
+    torch.save(tasks, given)
+    run(program, launcher, size, str(given), str(written))
+    for task, outcome in zip(tasks, torch.load(written, weights_only=False), strict=True):
+        expected = plain(task, Precision.parse("32-true"))
+        torch.testing.assert_close(outcome.losses, expected.losses, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(outcome.weights, expected.weights, rtol=1e-5, atol=1e-5)
+
+
+RANDOM = """
+import random, sys
+import torch
+from torch.utils.data import DataLoader, Dataset
+from fabric import Fabric, seed_everything
+
+
+class Noise(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.cat([torch.tensor([float(index)]), torch.rand(1)])
+
+
+def draw(fabric):
+    loader = fabric.setup_dataloaders(DataLoader(Noise(), batch_size=2, shuffle=True, num_workers=2))
+    mine = {
+        "torch": torch.rand(2),
+        "python": random.random(),
+        "order": torch.cat([batch[:, 0] for batch in loader]),
+        "workers": torch.cat([batch[:, 1] for batch in loader]),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+    return {name: values.tolist() for name, values in fabric.all_gather(mine).items()}
+
+
+if __name__ == "__main__":
+    launcher, size = sys.argv[1:]
+    seed_everything(7)
+    fabric = Fabric(accelerator="cpu", strategy="ddp", devices=int(size), launcher=launcher, deterministic=True)
+    print(fabric.launch(draw))
+"""
+
+
+@pytest.mark.slow
+def test_random_numbers_and_determinism_are_the_same_in_every_launcher(tmp_path: Path) -> None:
+    program = tmp_path / "draw.py"
+    program.write_text(RANDOM)
+    found = {launcher: eval(run(program, launcher, 2)) for launcher in ("fork", "forkserver", "spawn", "script")}
+    first = found["fork"]
+    assert all(drawn == first for drawn in found.values()), found
+    assert first["torch"][0] == first["torch"][1]  # one seed for all ranks
+    assert first["workers"][0] != first["workers"][1]  # and augmentations of their own
+    assert sorted(first["order"][0] + first["order"][1]) == [float(index) for index in range(8)]
+    assert first["deterministic"] == [True, True]
