@@ -8,6 +8,7 @@ it is imported, and is safe: it ends them before a fork and starts them again af
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import sys
 import threading
@@ -31,7 +32,8 @@ def fork_is_safe() -> str | None:
     if threads:
         return f"this process runs other Python threads ({', '.join(threads)}), whose locks a fork would copy"
     num_notebook = threading.active_count() - 1
-    num_native = _num_threads() - 1 - num_notebook - sum(_openblas_threads())
+    num_openblas = sum(_openblas_threads())
+    num_native = _num_threads() - 1 - num_notebook - num_openblas
     if num_native > 0:
         return (
             f"this process has {num_native} native thread(s), which tensor operations have left behind, "
@@ -41,7 +43,12 @@ def fork_is_safe() -> str | None:
 
 
 def _belongs_here(thread: threading.Thread) -> bool:
-    return thread is threading.current_thread() or type(thread).__module__.partition(".")[0] in NOTEBOOK
+    if thread is threading.current_thread():
+        return True
+    # A kernel's threads are classes of their own (Heartbeat), or plain ones that run a function of the kernel (IOPub).
+    target = getattr(thread, "_target", None)
+    owners = (type(thread).__module__, getattr(target, "__module__", None) or "")
+    return any(owner.partition(".")[0] in NOTEBOOK for owner in owners)
 
 
 def _initialized_accelerator() -> str | None:
@@ -64,13 +71,19 @@ def _num_threads() -> int:
 
 
 def _openblas_threads() -> Iterator[int]:
-    """For each OpenBLAS in this process, the threads it keeps beside the caller's."""
+    """For each OpenBLAS in this process, the threads it keeps beside the caller's.
+
+    It ends them before every fork, in this process too, and starts them again when it is next used. Setting the number
+    that is set already starts them now: otherwise one that is gone would hide one of OpenMP's.
+    """
     for library in sorted({line.split()[-1] for line in _maps() if "openblas" in line.rpartition("/")[2]}):
         handle = ctypes.CDLL(library)
-        for name in (f"{prefix}openblas_get_num_threads{suffix}" for prefix in PREFIXES for suffix in SUFFIXES):
-            function = getattr(handle, name, None)
-            if function is not None:
-                yield max(0, function() - 1)
+        for prefix, suffix in itertools.product(PREFIXES, SUFFIXES):
+            number = getattr(handle, f"{prefix}openblas_get_num_threads{suffix}", None)
+            if number is not None:
+                count = number()
+                getattr(handle, f"{prefix}openblas_set_num_threads{suffix}")(count)
+                yield max(0, count - 1)
                 break
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 from processes import run
 
@@ -67,3 +71,60 @@ def test_an_unsafe_fork_is_recognised_with_its_reason(before: str, words: str) -
     done = run(["-W", "ignore", "-c", COMPUTE.format(before="torch.set_num_threads(2)\n" + before)])
     assert done.returncode == 7, done.stdout + done.stderr
     assert words in done.stdout
+
+
+AFTER_A_FORK = """
+import os, numpy, torch
+from fabric.launchers import fork_is_safe
+torch.set_num_threads(2)
+assert fork_is_safe() is None, fork_is_safe()
+pid = os.fork()
+if pid == 0:
+    os._exit(0)
+os.waitpid(pid, 0)
+assert fork_is_safe() is None, fork_is_safe()
+(torch.randn(4_000_000) + 1).sum()
+print(fork_is_safe())
+"""
+
+
+@pytest.mark.slow
+def test_openmp_is_seen_after_a_fork_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AFTER_A_FORK], capture_output=True, text=True, timeout=60, check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2"},
+    )  # fmt: skip
+    assert "native thread(s), which tensor operations have left behind" in done.stdout
+
+
+KERNEL = """
+import sys
+from jupyter_client.manager import start_new_kernel
+
+manager, client = start_new_kernel(kernel_name="python3")
+try:
+    for cell in sys.argv[1:]:
+        client.execute_interactive(cell, timeout=40, output_hook=lambda message: print(message["content"]))
+finally:
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
+"""
+CELL = """
+import torch
+from fabric import Fabric
+
+def total(fabric, more):
+    return fabric.all_reduce(torch.tensor(float(fabric.global_rank)), reduce_op="sum").item() + more
+
+fabric = Fabric(accelerator="cpu", strategy="ddp_notebook", devices=2)
+print("first", fabric.launch(total, 10))
+"""
+
+
+@pytest.mark.slow
+def test_a_notebook_launches_the_function_of_a_cell_again_and_again() -> None:
+    cells = [CELL, "print('second', fabric.launch(total, 20))", "fabric.launch()"]
+    done = subprocess.run([sys.executable, "-c", KERNEL, *cells], capture_output=True, text=True, timeout=100)
+    assert "first 11.0" in done.stdout, done.stdout + done.stderr
+    assert "second 21.0" in done.stdout, done.stdout
+    assert "Pass what they do as a function" in done.stdout, done.stdout
