@@ -76,7 +76,6 @@ def test_an_unsafe_fork_is_recognised_with_its_reason(before: str, words: str) -
 AFTER_A_FORK = """
 import os, numpy, torch
 from fabric.launchers import fork_is_safe
-torch.set_num_threads(2)
 assert fork_is_safe() is None, fork_is_safe()
 pid = os.fork()
 if pid == 0:
