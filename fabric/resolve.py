@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fabric.cli.spelling import STARTING_LAUNCHERS
+from fabric.cli.spelling import DEFAULT_MAX_RESTARTS, STARTING_LAUNCHERS
 from fabric.conflicts import (
     CONFLICTS,
     accelerator_against_the_precision,
+    accelerator_against_the_strategy,
     describe_world,
     strategy_against_the_launcher,
     why_not_launch_by,
@@ -28,6 +29,7 @@ from fabric.launchers.world import World
 from fabric.machine import Found, Machine
 from fabric.request import Request
 from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.options import check_options
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.registry import make_strategy
 from fabric.strategies.strategy import Strategy
@@ -43,7 +45,9 @@ class Resolved:
     """Indices of the devices this node uses; `devices[local_rank]` is a rank's own, where each rank has one."""
     precision: Precision
     launcher: str
-    """The word for `choose_launcher`: auto, inline, script, fork, forkserver, spawn or external."""
+    """The word for `choose_launcher`: auto, inline, script, fork, forkserver, spawn, elastic or external."""
+    max_restarts: int
+    """How often `elastic` starts all ranks again."""
     world: World | None
     """The world that exists already; None where our launcher makes it."""
     topology: Topology
@@ -58,14 +62,17 @@ class Resolved:
 def resolve(request: Request, machine: Machine) -> Resolved:
     """Choose and check everything that can be known before a process is started.
 
-    Raises: ValueError: words that cannot go together, or that this machine cannot honour.
+    Raises: ValueError: words that cannot go together, or that this machine cannot honour. TypeError: an option of a
+    strategy is of another kind.
     """
     for conflict in CONFLICTS:
         _refuse(conflict(request, machine))
     found = _found(request, machine)
     strategy, word = _strategy(request, machine, found)
+    check_options(strategy)
     _refuse(strategy_against_the_launcher(strategy, word, request, machine))
     _refuse(accelerator_against_the_precision(found.accelerator, request.precision))
+    _refuse(accelerator_against_the_strategy(found.accelerator, strategy, word))
     devices = choose_devices(request, machine, found, strategy)
     _agree_with_the_world(request, machine, strategy, word, len(devices))
     num_nodes = machine.world.num_nodes if machine.world is not None else request.num_nodes
@@ -77,6 +84,7 @@ def resolve(request: Request, machine: Machine) -> Resolved:
         devices=devices,
         precision=request.precision,
         launcher=_launcher(request, machine, strategy, topology),
+        max_restarts=DEFAULT_MAX_RESTARTS if request.max_restarts is None else request.max_restarts,
         world=machine.world,
         topology=topology,
     )
@@ -116,7 +124,7 @@ def _auto_strategy(request: Request, machine: Machine, found: Found) -> str:
         num_devices = found.num_devices if machine.world is None else machine.world.local_size
     num_nodes = request.num_nodes if machine.world is None else machine.world.num_nodes
     several = num_devices > 1 or num_nodes > 1
-    return "ddp" if several else "single_device"
+    return found.accelerator.auto_strategies[several]
 
 
 def _agree_with_the_world(request: Request, machine: Machine, strategy: Strategy, word: str, num_devices: int) -> None:
@@ -174,6 +182,8 @@ def _topology_of(world: World) -> Topology:
 def _launcher(request: Request, machine: Machine, strategy: Strategy, topology: Topology) -> str:
     if machine.world is not None:
         return "external"
+    if request.launcher == "elastic" or request.max_restarts is not None:
+        return "elastic"
     if topology.size == 1:
         return "inline"
     word: str = request.launcher

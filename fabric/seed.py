@@ -44,6 +44,10 @@ def seed_everything(seed: int, workers: bool = True) -> int:
     torch.manual_seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
+    if "torch_xla" in sys.modules:
+        from fabric.strategies.xla_device import seed_device
+
+        seed_device()
     return seed
 
 

@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+from fabric.launchers.elastic import Elastic
 from fabric.launchers.external import External
 from fabric.launchers.fork import Fork
 from fabric.launchers.fork_safety import fork_is_safe
@@ -15,16 +16,23 @@ from fabric.launchers.main_module import file_of_main, this_program
 from fabric.launchers.processes import forkserver, spawn
 from fabric.launchers.script import Script
 from fabric.launchers.world import World
+from fabric.launchers.xla import XLA
 
-WORDS = ("auto", "inline", "script", "fork", "forkserver", "spawn", "external")
+WORDS = ("auto", "inline", "script", "fork", "forkserver", "spawn", "elastic", "xla", "external")
 
 
 def choose_launcher(
-    word: str, topology: Topology, *, function: Callable[..., Any] | None, world: World | None
+    word: str,
+    topology: Topology,
+    *,
+    function: Callable[..., Any] | None,
+    world: World | None,
+    max_restarts: int = 0,
 ) -> Launcher:
     """The launcher that `word` names; for `auto` the fastest one that works here and now.
 
-    `world`: what an external launcher, or an earlier launch of ours, has made of this process.
+    `world`: what an external launcher, or an earlier launch of ours, has made of this process. `max_restarts`: how
+    often `elastic` starts all ranks again.
     Raises: ValueError: the word does not work here; the message says which one does.
     """
     if word not in WORDS:
@@ -36,6 +44,8 @@ def choose_launcher(
             "`launcher='external'` takes its ranks from torchrun, srun or the variables RANK and WORLD_SIZE, and none "
             "of them is set. Start the script with `torchrun`, or pass `launcher='auto'`."
         )
+    if word == "elastic":
+        return Elastic(topology, max_restarts)
     if topology.size == 1:
         return Inline()
     if word == "inline":
@@ -54,7 +64,8 @@ def _existing(word: str, topology: Topology, world: World) -> Launcher:
             f"`launcher={word!r}`, but this process is rank {world.rank} of {world.size} already, made by "
             f"{world.launcher}. Pass `launcher='auto'` to be that rank."
         )
-    if topology.size not in (1, world.size):
+    is_as_found = (topology.num_processes, topology.num_nodes) == (world.local_size, world.num_nodes)
+    if topology.size not in (1, world.size) and not is_as_found:  # nodes may have different numbers of ranks
         raise ValueError(
             f"{topology.size} ranks were asked for, but this process is rank {world.rank} of {world.size} already, "
             f"made by {world.launcher}. Ask for {world.size}."
@@ -100,6 +111,8 @@ def _named(word: str, topology: Topology, function: Callable[..., Any] | None) -
         return Fork(topology)
     if word == "script":
         return Script(topology)
+    if word == "xla":
+        return XLA(topology)
     launcher = (spawn if word == "spawn" else forkserver)(topology)
     if function is None:
         launcher.enter()  # says what to write instead

@@ -48,6 +48,8 @@ class Topology:
     """Address of node 0, as the other nodes see it."""
     main_port: int = 0
     """Port on node 0. 0 lets the system choose a free one, which only works on a single node."""
+    attempt: int = 0
+    """Which start of the same job this is."""
 
     def __post_init__(self) -> None:
         if self.num_processes < 1:
@@ -70,6 +72,7 @@ class Topology:
 
     def world(self, local_rank: int, *, port: int, launcher: str) -> World:
         """The world of one rank of this node, whose store is served on `port`."""
+        at = Rendezvous(address=self.main_address, port=port, hosted=True, attempt=self.attempt)
         return World(
             rank=self.node_rank * self.num_processes + local_rank,
             size=self.size,
@@ -77,7 +80,7 @@ class Topology:
             local_size=self.num_processes,
             node_rank=self.node_rank,
             num_nodes=self.num_nodes,
-            rendezvous=Rendezvous(address=self.main_address, port=port, hosted=True) if self.size > 1 else None,
+            rendezvous=at if self.size > 1 or self.attempt else None,
             launcher=launcher,
         )
 

@@ -9,17 +9,16 @@ from __future__ import annotations
 import functools
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from fabric.launchers.patience import SAY_EVERY_SECONDS, Patience
+from fabric.launchers.roll_call import call_roll
 from fabric.launchers.world import Rendezvous, World
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore
-
-SAY_EVERY_SECONDS = 5.0
-"""How long a wait lasts before it says for whom it waits. Unmeasured: long enough that a normal start says nothing."""
 
 # Note [Meetings are numbered by each rank]
 # A process may open several fabrics, one after another, and each is a meeting of all ranks. Every rank counts its own
@@ -36,13 +35,17 @@ def join(world: World, timeout_seconds: float, say: Callable[[str], None]) -> St
     """
     from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
-    if world.rendezvous is None:
+    if world.size == 1 or world.rendezvous is None:
         return HashStore()
-    deadline = time.monotonic() + timeout_seconds
-    store = _connect(world, world.rendezvous, deadline, timeout_seconds, say)
-    attempt = PrefixStore(f"fabric/{world.rendezvous.attempt}", store)
-    meeting = PrefixStore(f"{attempt.add(f'meetings/{world.rank}', 1)}", attempt)
-    _await_everyone(meeting, world, deadline, timeout_seconds, say)
+    patience = Patience(world, timeout_seconds, say)
+    store = _connect(world, world.rendezvous, patience.deadline, timeout_seconds, say)
+    if world.rendezvous.hosted and world.num_nodes > 1:  # Note [Restarts that are counted apart]
+        own = PrefixStore("fabric", store)
+        meeting = PrefixStore(call_roll(own, world, patience), own)
+    else:
+        attempt = PrefixStore(f"fabric/{world.rendezvous.attempt}", store)
+        meeting = PrefixStore(f"{attempt.add(f'meetings/{world.rank}', 1)}", attempt)
+    _await_everyone(meeting, world, patience)
     meeting.set_timeout(timedelta(seconds=timeout_seconds))
     return meeting
 
@@ -104,9 +107,7 @@ def _await_server(
         pause_seconds = min(2 * pause_seconds, 0.5)
 
 
-def _await_everyone(
-    meeting: Store, world: World, deadline: float, timeout_seconds: float, say: Callable[[str], None]
-) -> None:
+def _await_everyone(meeting: Store, world: World, patience: Patience) -> None:
     """Return once every rank has called it. The last to arrive tells all: one message per rank, whatever the size."""
     from torch.distributed import DistStoreError
 
@@ -114,22 +115,10 @@ def _await_everyone(
     if meeting.add("num_arrived", 1) == world.size:
         meeting.set("complete", "")
     while True:
-        remaining_seconds = max(deadline - time.monotonic(), 0.001)
         try:
-            meeting.wait(["complete"], timedelta(seconds=min(remaining_seconds, SAY_EVERY_SECONDS)))
+            meeting.wait(["complete"], patience.turn())
             return
         except DistStoreError:
             missing = [rank for rank in range(world.size) if not meeting.check([f"arrived/{rank}"])]
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"Rank {world.rank} of {world.size} waited {timeout_seconds:g} s for {_names(missing)}, which did not "
-                "arrive. Check that every rank was started, and that all of them reach `launch`."
-            )
         # Of those that are here, one speaks.
-        if set(range(world.rank)) <= set(missing):
-            say(f"rank {world.rank} of {world.size} waits for {_names(missing)}")
-
-
-def _names(ranks: Iterable[int]) -> str:
-    ranks = list(ranks)
-    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
+        patience.wait_for(missing, speaks=set(range(world.rank)) <= set(missing))

@@ -34,12 +34,13 @@ LOST_PEER = (
     "failed to recv",
     "NCCL communicator was aborted",
     "remote process exited",
+    "Horovod has been shut down",
     "Timed out",
     "timed out",
     "Wait timeout",
     "did not arrive",
 )
-"""Words in which torch.distributed, gloo and NCCL say that some other rank went away: a symptom, never the cause."""
+"""Words in which torch.distributed, gloo, NCCL and Horovod say that another rank went away: a symptom, no cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,8 +39,8 @@ class World:
     num_nodes: int = 1
     rendezvous: Rendezvous | None = None
     launcher: str = "inline"
-    """The word of the launcher that made this process: inline, script, fork, forkserver, spawn, or the name of the
-    cluster environment (torchelastic, slurm, ...) when something else did."""
+    """The word of the launcher that made this process: inline, script, fork, forkserver, spawn, elastic, or the name of
+    the cluster environment (torchelastic, slurm, ...) when something else did."""
 
     def __post_init__(self) -> None:
         for name, value, bound, of in (

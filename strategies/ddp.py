@@ -8,22 +8,25 @@ another rank, so rank 0 may evaluate alone.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from operator import is_not
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.capabilities import Capability
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.process_group import TorchCollective
 from fabric.strategies.data.share import Use
+from fabric.strategies.ddp_hooks import CommHook, check, register, why_not
 from fabric.strategies.initialize import new_tensors
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
@@ -31,6 +34,7 @@ from fabric.strategies.rank_zero import follow_rank_zero
 from fabric.strategies.replica import attach_scaler, place, replica, share_loader
 from fabric.strategies.runtime import Runtime, connect
 from fabric.strategies.strategy import Strategy
+from fabric.strategies.zero_redundancy import OwnersState, deal_out, refuse_whole
 
 
 @final
@@ -55,6 +59,20 @@ class DDPStrategy(Strategy):
     """Gradients share memory with the buckets: saves one copy of the gradients; they cannot be detached."""
     broadcast_buffers: bool = True
     """Buffers (the statistics of BatchNorm) follow rank 0 after every forward that computes gradients."""
+    comm_hook: CommHook | None = None
+    """How gradients travel: None, as they are; "bf16" or "fp16", rounded; `PowerSGD(...)`, as factors of low rank; or a
+    function `(state, bucket)` for torch's `register_comm_hook`, called with None as `state`."""
+    shard_optimizer: bool = False
+    """Each rank keeps the state of its share of the parameters, and steps those (ZeRO-1). For optimizers that compute a
+    parameter's step from its own gradient alone, as all in torch but LBFGS do."""
+
+    def __post_init__(self) -> None:
+        if self.comm_hook is not None:
+            check(self.comm_hook)
+
+    @property
+    def lacks(self) -> Mapping[Capability, str]:
+        return {} if self.find_unused_parameters or self.static_graph else {"unused": _UNUSED}
 
     @property
     def launchers(self) -> tuple[str, ...]:
@@ -69,7 +87,10 @@ class DDPStrategy(Strategy):
                 f"`accelerator='mps'` has one device and no torch.distributed backend, but {num_devices * num_nodes} "
                 "processes were asked for. Pass `devices=1`, or `accelerator='cpu'`."
             )
-        return None
+        if self.comm_hook is None:
+            return None
+        backend = self.backend or accelerator.backend
+        return why_not(self.comm_hook, backend, num_devices * num_nodes, precision.param_dtype)
 
     def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
         accelerator.connect(devices[world.local_rank])
@@ -82,7 +103,30 @@ class DDPStrategy(Strategy):
         return new_tensors(runtime.device, runtime.precision, empty=empty)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
+        shards = self.shard_optimizer and runtime.world.size > 1
+        if shards:
+            refuse_whole(optimizers)
         place(runtime, module, optimizers, move=move)
+        prepared = self._replica(runtime, module, optimizers)
+        if not shards:
+            return prepared
+        undo = [prepared.release, deal_out(runtime.collective, optimizers)]
+        return replace(prepared, state=OwnersState(runtime.collective), release=partial(_each, undo))
+
+    def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+        if not self.shard_optimizer or runtime.world.size == 1:
+            return attach_scaler(runtime.loss_scaler, optimizers)
+        refuse_whole(optimizers)
+        return partial(
+            _each, [attach_scaler(runtime.loss_scaler, optimizers), deal_out(runtime.collective, optimizers)]
+        )
+
+    def process_dataloader(
+        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
+    ) -> Iterable[Any]:
+        return share_loader(runtime, loader, use, distribute=distribute, move=move)
+
+    def _replica(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return replica(runtime, module, optimizers)
         averaging = _Averaging(self, runtime.collective, module)
@@ -96,13 +140,10 @@ class DDPStrategy(Strategy):
             end=averaging.end,
         )
 
-    def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
-        return attach_scaler(runtime.loss_scaler, optimizers)
 
-    def process_dataloader(
-        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
-    ) -> Iterable[Any]:
-        return share_loader(runtime, loader, use, distribute=distribute, move=move)
+def _each(actions: Sequence[Callable[[], None]]) -> None:
+    for action in actions:
+        action()
 
 
 @final
@@ -125,6 +166,7 @@ class _Averaging:
         self.collective = collective
         self.module = module
         self.expects_backward = False
+        self.needs_all = not (options.find_unused_parameters or options.static_graph)
         # Looked up once, as DistributedDataParallel does: walking the modules takes longer than the rest of our step.
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.buffers = list(module.buffers()) if options.broadcast_buffers else []
@@ -136,6 +178,8 @@ class _Averaging:
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             **_BUFFERS_ARE_OURS,
         )
+        if options.comm_hook is not None:
+            register(self.parallel, options.comm_hook)
         follow_rank_zero(collective, self.buffers)
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -150,12 +194,7 @@ class _Averaging:
         return output
 
     def end(self) -> None:
-        # Note [The reducer ends before the process group]
-        # It holds the group from C++. Were it the last to do so, the group's destructor would wait for gloo's threads
-        # while holding Python's lock, which those threads want: 1 in 10 of our closing ranks hung (torch 2.13).
-        # DistributedDataParallel is part of a reference cycle, so dropping it is not enough.
-        for name in ("logger", "reducer"):
-            vars(self.parallel).pop(name)
+        end_reducer(self.parallel)
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:
@@ -170,17 +209,42 @@ class _Averaging:
             return None
         parameters = self.parameters
         before = [parameter.grad for parameter in parameters]
-        versions = [grad._version for grad in before if grad is not None]
+        versions = [_version(grad) for grad in before]
 
         def check() -> None:
-            after = [parameter.grad for parameter in parameters]
-            changed = any(map(is_not, after, before)) or versions != [g._version for g in before if g is not None]
-            if changed and not self.expects_backward:
+            changed = list(map(is_not, (parameter.grad for parameter in parameters), before))
+            if not all(changed):
+                changed = [new or _version(g) != v for new, g, v in zip(changed, before, versions, strict=True)]
+            if not any(changed):
+                return
+            if not self.expects_backward:
                 raise RuntimeError(_NOT_AVERAGED.format(name=type(self.module).__name__))
-            if changed:
-                self.expects_backward = False
+            self.expects_backward = False
+            if self.needs_all and not all(changed):
+                # Torch waits for them in silence, the rest of their buckets not averaged, and raises a step too late.
+                left_out = {id(p) for p, took_part in zip(parameters, changed, strict=True) if not took_part}
+                names = [name for name, parameter in self.module.named_parameters() if id(parameter) in left_out]
+                some = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
+                raise RuntimeError(
+                    f"{len(names)} parameters of `{type(self.module).__name__}` ({some}) got no gradient in this "
+                    f"backward, while others did. {_UNUSED}"
+                )
 
         return check
+
+
+def _version(gradient: Tensor | None) -> int:
+    return -1 if gradient is None else gradient._version
+
+
+def end_reducer(parallel: DistributedDataParallel) -> None:
+    """Let a model that averaged go, before its process group ends. It cannot average any more."""
+    # Note [The reducer ends before the process group]
+    # It holds the group from C++. Were it the last to do so, the group's destructor would wait for gloo's threads while
+    # holding Python's lock, which those threads want: 1 in 10 of our closing ranks hung (torch 2.13).
+    # DistributedDataParallel is part of a reference cycle, so dropping it is not enough.
+    for name in ("logger", "reducer"):
+        vars(parallel).pop(name, None)
 
 
 # torch 2.13 warns of the old name; 2.9 has no other.
@@ -198,4 +262,10 @@ _NOT_AVERAGED = (
     "method other than `forward` (call `model.mark_forward_method('name')` once after `setup`), or backward ran twice "
     "after one forward (add the losses, and call `fabric.backward` once), or forward ran inside `no_backward_sync` and "
     "backward outside of it. The weights are unchanged; `optimizer.zero_grad()` discards the gradients."
+)
+
+_UNUSED = (
+    "Averaging waits for every parameter, and so the gradients of some others are not averaged either. Pass "
+    "`find_unused_parameters=True` (`strategy='ddp_find_unused_parameters_true'`), or freeze what takes no part with "
+    "`requires_grad_(False)` before `setup`."
 )

@@ -2,8 +2,8 @@
 
 Each model gets an engine of its own, kept beside the user's module and behind the user's own optimizer, so a loop is
 written as for any strategy. What surprises: a parameter that took no part in a window counts as one with a gradient of
-zero, so its momentum and weight decay go on; buffers are each rank's own, and rank 0's are saved; at stage 3 the
-weights live in shards that end with the fabric, so save before `close()`.
+zero, so its momentum and weight decay go on; at stage 3 the weights live in shards that end with the fabric, so save
+before `close()`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.capabilities import Capability
 from fabric.strategies.collectives.process_group import TorchCollective
 from fabric.strategies.data.share import Use
 from fabric.strategies.deepspeed_backend import installed, join, local_rank, undisturbed, why_not
@@ -30,8 +31,8 @@ from fabric.strategies.deepspeed_config import (
     engine_config,
     read_config,
 )
-from fabric.strategies.deepspeed_engine import Engine, close, remember
-from fabric.strategies.deepspeed_refusals import refuse_setup
+from fabric.strategies.deepspeed_engine import NOT_GATHERED, Engine, close, remember
+from fabric.strategies.deepspeed_refusals import COMPILED, LATER, ONE_OPTIMIZER, refuse_setup
 from fabric.strategies.deepspeed_state import ZeroState, is_sharded
 from fabric.strategies.forward import ForwardPath
 from fabric.strategies.initialize import new_tensors
@@ -65,6 +66,8 @@ class DeepSpeedStrategy(Strategy):
     """The torch.distributed backend; None takes the accelerator's own (gloo on CPU, nccl on CUDA)."""
     timeout_seconds: float = 1800.0
     """How long a collective waits for the other ranks before it raises."""
+    broadcast_buffers: bool = True
+    """Buffers (the statistics of BatchNorm) follow rank 0 after every forward that computes gradients."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "config", read_config(self.config))
@@ -79,6 +82,15 @@ class DeepSpeedStrategy(Strategy):
                 "`overlap_comm` at stage 1: the gradients of a window are averaged once, in `step()`, when there is no "
                 "backward left to overlap with. Leave it out, or write `stage=2`."
             )
+
+    @property
+    def lacks(self) -> Mapping[Capability, str]:
+        always: dict[Capability, str] = {
+            "several_optimizers": ONE_OPTIMIZER,
+            "later_optimizers": LATER,
+            "joint_optimizer": LATER,
+        }
+        return {**always, "compile_before": COMPILED, "methods": NOT_GATHERED} if self._stage == 3 else always
 
     @property
     def launchers(self) -> tuple[str, ...]:
@@ -149,7 +161,7 @@ class DeepSpeedStrategy(Strategy):
         forget = remember((*module.modules(), *module.parameters()))
         engine = self._initialize(runtime, module, optimizers[0] if optimizers else None, move)
         optimizer: Optimizer = engine.basic_optimizer
-        pieces = Engine(runtime, module, engine, self._stage)
+        pieces = Engine(runtime, module, engine, self._stage, broadcast_buffers=self.broadcast_buffers)
         state = ZeroState(runtime.world, self._stage, engine.optimizer, groups or [pieces.trained])
         if self._stage != 3:  # there the weights stay in shards, and what knows of them with them
             stack.callback(_give_back, optimizer, state.groups, forget)
@@ -174,10 +186,7 @@ class DeepSpeedStrategy(Strategy):
         )
 
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
-        raise RuntimeError(
-            "`setup_optimizers` under `strategy='deepspeed'`: an engine is made of a model and its optimizer at once, "
-            f"and this `{type(optimizers[0]).__name__}` comes after its model. Call `fabric.setup(model, optimizer)`."
-        )
+        raise RuntimeError(LATER)
 
     def process_dataloader(
         self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool

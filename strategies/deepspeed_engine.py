@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from fabric.strategies.rank_zero import follow_rank_zero
 from fabric.strategies.runtime import Runtime
 
 
@@ -24,13 +25,17 @@ from fabric.strategies.runtime import Runtime
 class Engine:
     """A DeepSpeed engine with an optimizer, as the pieces of a `Prepared`."""
 
-    def __init__(self, runtime: Runtime, module: nn.Module, engine: Any, stage: int) -> None:
+    def __init__(
+        self, runtime: Runtime, module: nn.Module, engine: Any, stage: int, *, broadcast_buffers: bool
+    ) -> None:
         self.runtime = runtime
         self.module = module
         self.engine = engine
         self.zero = engine.optimizer
         self.stage = stage
         self.trained = [parameter for group in self._groups() for parameter in group]
+        self.buffers = list(module.buffers()) if broadcast_buffers and runtime.world.size > 1 else []
+        follow_rank_zero(runtime.collective, self.buffers)
         self._has_gradients = self._is_reduced = self._is_called = self._is_started = False
         self._entering = module.register_forward_pre_hook(self._enter)
         self.engine.set_gradient_accumulation_boundary(False)
@@ -41,10 +46,11 @@ class Engine:
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a method of the module; a backward through its outputs will be the engine's."""
         if self.stage == 3 and not self._is_called:
-            raise RuntimeError(_NOT_GATHERED.format(method=getattr(function, "__name__", "?")))
+            raise RuntimeError(f"`{getattr(function, '__name__', '?')}` was called directly, and {NOT_GATHERED}")
         self._is_called = False
         output = function(*args, **kwargs)
         if torch.is_grad_enabled():
+            follow_rank_zero(self.runtime.collective, self.buffers)
             start = self._starts_backward()
             for tensor in _tensors(output):
                 if tensor.requires_grad:
@@ -260,7 +266,7 @@ _RUN_TWICE = (
     "A second backward through one forward of `{name}`: at ZeRO stage 3 the weights were released after the first. Add "
     "the losses and call `fabric.backward` once, or use stage 2."
 )
-_NOT_GATHERED = (
-    "`{method}` was called directly, and at ZeRO stage 3 the weights are gathered around `forward` alone. Call the "
-    "model itself, and let its `forward` call `{method}`; or use stage 2, which keeps the weights whole."
+NOT_GATHERED = (
+    "at ZeRO stage 3 the weights are gathered around `forward` alone. Call the model itself, and let its `forward` "
+    "call the method; or use stage 2, which keeps the weights whole."
 )

@@ -30,15 +30,9 @@ def refuse_setup(
             f"{runtime.device} itself. Leave `move_to_device` out."
         )
     if stage == 3 and uncompiled(module) is not module:
-        raise ValueError(
-            "`setup(torch.compile(model))` at ZeRO stage 3: DeepSpeed's hooks gather the weights around each part "
-            "of the model as it was before. Compile what `setup` returns, or use stage 2."
-        )
+        raise ValueError(COMPILED)
     if len(optimizers) > 1:
-        raise ValueError(
-            f"`setup` was given {len(optimizers)} optimizers for `{name}`, and a DeepSpeed engine has one. Make "
-            "one optimizer with several parameter groups, or set up each part of the model with its own."
-        )
+        raise ValueError(f"`setup` was given {len(optimizers)} optimizers for `{name}`, and {ONE_OPTIMIZER}")
     for optimizer in optimizers:
         if "optimizer" in config:
             raise ValueError(
@@ -59,6 +53,18 @@ def refuse_setup(
             runtime.report(_FLAT.format(name=type(optimizer).__name__))
 
 
+COMPILED = (
+    "`setup(torch.compile(model))` at ZeRO stage 3: DeepSpeed's hooks gather the weights around each part of the model "
+    "as it was before. Compile what `setup` returns, or use stage 2."
+)
+LATER = (
+    "`setup_optimizers` under `strategy='deepspeed'`: an engine is made of a model and its optimizer at once. Call "
+    "`fabric.setup(model, optimizer)`."
+)
+ONE_OPTIMIZER = (
+    "a DeepSpeed engine has one. Make one optimizer with several parameter groups, or set up each part of the model "
+    "with its own."
+)
 _FLAT = (
     "ZeRO shows `{name}` slices of one flat tensor. That is right for an optimizer that updates each element by "
     "itself, and wrong, without an error, for one that looks at whole tensors or their shapes."

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.shards import local_part
+from fabric.strategies.shards import as_sharded, local_part
 
 
 @final
@@ -38,7 +38,8 @@ class Unfilled:
             for name in empty:
                 tensor = getattr(part, name)
                 setattr(part, name, made.setdefault(tensor, _marked(tensor, device)))
-            if empty and not _reset(part):
+            in_shards = any(as_sharded(tensor) is not None for tensor in _own_tensors(part).values())
+            if empty and (in_shards or not _reset(part)):  # each rank would draw its own numbers for its shard
                 self._refuse_lost(part, empty)
                 self._tensors += [(part, name) for name in empty]
 

@@ -147,11 +147,11 @@ NOT_AVERAGED = (
     "discards the gradients."
 )
 
-UNUSED = (
-    "{count} parameters of `{name}` ({some}) got no gradient in this backward, while others did. FairScale pairs the "
-    "ranks' gradients by their order, so each parameter takes part in every synchronised backward. Freeze those with "
-    "`requires_grad_(False)`, or pass `strategy='ddp_find_unused_parameters_true'`."
+NEEDS_ALL = (
+    "FairScale pairs the ranks' gradients by their order, so each parameter takes part in every synchronised backward. "
+    "Freeze those with `requires_grad_(False)`, or pass `strategy='ddp_find_unused_parameters_true'`."
 )
+UNUSED = "{count} parameters of `{name}` ({some}) got no gradient in this backward, while others did. " + NEEDS_ALL
 
 
 def name_some(names: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ its `step` then gives the new values to all. `optimizer.state_dict()` is a colle
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,8 +19,10 @@ from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.capabilities import Capability
 from fabric.strategies.data.share import Use
 from fabric.strategies.fairscale import (
+    NEEDS_ALL,
     clip_norm,
     clip_value,
     meet,
@@ -52,6 +54,10 @@ class FairScaleShardedStrategy(Strategy):
     """How long a collective waits for the other ranks before it raises."""
     broadcast_buffers: bool = True
     """Buffers (the statistics of BatchNorm) follow rank 0 after every forward that computes gradients."""
+
+    @property
+    def lacks(self) -> Mapping[Capability, str]:
+        return {"unused": NEEDS_ALL, "later_optimizers": _LATER, "joint_optimizer": _LATER}
 
     @property
     def launchers(self) -> tuple[str, ...]:
@@ -97,11 +103,7 @@ class FairScaleShardedStrategy(Strategy):
         )
 
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
-        raise ValueError(
-            "`fabric.setup_optimizers(...)` under `strategy='ddp_sharded'`: which rank owns a parameter is decided "
-            "when its model is set up, from the optimizer that holds it. Make the optimizer first, and write `model, "
-            "optimizer = fabric.setup(model, optimizer)`."
-        )
+        raise ValueError(_LATER)
 
     def process_dataloader(
         self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
@@ -155,3 +157,10 @@ def _watch_without_optimizer(module: nn.Module) -> Callable[[], None]:
 
 def _version(gradient: Tensor | None) -> int:
     return -1 if gradient is None else gradient._version
+
+
+_LATER = (
+    "`fabric.setup_optimizers(...)` under `strategy='ddp_sharded'`: which rank owns a parameter is decided when its "
+    "model is set up, from the optimizer that holds it. Make the optimizer first, and write `model, optimizer = "
+    "fabric.setup(model, optimizer)`."
+)

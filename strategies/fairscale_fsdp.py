@@ -11,7 +11,7 @@ Every forward gathers parameters, so all ranks call it together, evaluations too
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,8 +23,10 @@ from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.capabilities import Capability
 from fabric.strategies.data.share import Use
 from fabric.strategies.fairscale import (
+    NEEDS_ALL,
     NOT_AVERAGED,
     clip_norm,
     clip_value,
@@ -34,10 +36,10 @@ from fabric.strategies.fairscale import (
     why_not,
 )
 from fabric.strategies.fairscale_slices import attach_module, attach_optimizer
-from fabric.strategies.fairscale_wrappers import Slices
+from fabric.strategies.fairscale_wrappers import UNCOMPILABLE, Slices
 from fabric.strategies.gradients import parameters_of
 from fabric.strategies.initialize import new_tensors
-from fabric.strategies.policy import Policy, matching
+from fabric.strategies.policy import Policy, check_policy, matching
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.replica import attach_scaler, place, replica, share_loader
@@ -66,6 +68,14 @@ class FairScaleFSDPStrategy(Strategy):
     """Gradients that travel in one reduce-scatter. Each rank allocates as much during backward, whatever the model."""
     broadcast_buffers: bool = True
     """Buffers (the statistics of BatchNorm) follow rank 0 after every forward that computes gradients."""
+
+    def __post_init__(self) -> None:
+        check_policy(self.wrap, "wrap")
+
+    @property
+    def lacks(self) -> Mapping[Capability, str]:
+        always: dict[Capability, str] = {"unused": NEEDS_ALL, "compile": UNCOMPILABLE}
+        return always if self.wrap is None else {**always, "compile_before": UNCOMPILABLE}
 
     @property
     def launchers(self) -> tuple[str, ...]:
@@ -111,7 +121,13 @@ class FairScaleFSDPStrategy(Strategy):
             *(attach_optimizer(runtime.collective, optimizer, owned) for optimizer in optimizers),
         ]
         prepared = replica(
-            runtime, module, optimizers, around=slices.forward, unsynced=slices.unsynced, watch=slices.watch
+            runtime,
+            module,
+            optimizers,
+            around=slices.forward,
+            unsynced=slices.unsynced,
+            watch=slices.watch,
+            uncompilable=UNCOMPILABLE,
         )
 
         def release() -> None:

@@ -29,6 +29,11 @@ from fabric.strategies.forward import ForwardPath
 from fabric.strategies.rank_zero import follow_rank_zero
 from fabric.strategies.runtime import Runtime
 
+UNCOMPILABLE = (
+    "`torch.compile` under `strategy='ddp_fully_sharded'`: FairScale gathers parameters in code that the compiler "
+    "cannot trace. Leave it out, or pass `strategy='fsdp'`."
+)
+
 
 @final
 class _Call:
@@ -84,7 +89,10 @@ class Slices:
             for wrapper in self.wrappers:  # the root first: a part that was called before it would take itself for one
                 wrapper._lazy_init()
         self.names = {parameter: name for name, parameter in module.named_parameters()}
-        self.paths = [ForwardPath(part, partial(_through, wrapper)) for part, wrapper in wrapped.items()]
+        self.paths = [
+            ForwardPath(part, partial(_through, wrapper), uncompilable=UNCOMPILABLE)
+            for part, wrapper in wrapped.items()
+        ]
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Around a forward: parameters are gathered before, slices after, and buffers follow rank 0. Ranks: all."""

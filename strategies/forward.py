@@ -23,10 +23,15 @@ class ForwardPath:
     """The methods of one module that run the strategy's way. `around=None`: nothing to do around them.
 
     `on_mark`: called with the name of each further method before it is replaced, and may replace it itself.
+    `uncompilable`: what a compiled call raises, where the strategy's part cannot run within one.
     """
 
     def __init__(
-        self, module: nn.Module, around: Around | None, on_mark: Callable[[str], None] = lambda name: None
+        self,
+        module: nn.Module,
+        around: Around | None,
+        on_mark: Callable[[str], None] = lambda name: None,
+        uncompilable: str | None = None,
     ) -> None:
         if "mark_forward_method" in dir(module):
             raise ValueError(
@@ -36,6 +41,7 @@ class ForwardPath:
         self.module = module
         self.around = around
         self._on_mark = on_mark
+        self.uncompilable = uncompilable
         self.running = False
         self._given: dict[str, Any] = {}
         self._replace("forward")
@@ -82,8 +88,11 @@ class _Method:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # our part stays outside of the graph; the user's method within is compiled
-            return _uncompiled(self._run, args, kwargs)
+            return _uncompiled(self._run if self._path.uncompilable is None else self._refuse, args, kwargs)
         return self._run(args, kwargs)
+
+    def _refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise RuntimeError(self._path.uncompilable)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         path = self._path

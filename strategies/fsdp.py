@@ -29,7 +29,7 @@ from fabric.strategies.forward import ForwardPath
 from fabric.strategies.gradients import clip_norm, clip_value
 from fabric.strategies.initialize import new_tensors
 from fabric.strategies.mesh import check_degrees, device_mesh
-from fabric.strategies.policy import Policy, matching
+from fabric.strategies.policy import Policy, check_policy, matching
 from fabric.strategies.precision.forward_precision import cast_module
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
@@ -76,6 +76,17 @@ class FSDPStrategy(Strategy):
     broadcast_buffers: bool = True
     """Buffers (the statistics of BatchNorm) follow rank 0 after every forward that computes gradients."""
 
+    def __post_init__(self) -> None:
+        check_policy(self.auto_wrap_policy, "auto_wrap_policy")
+        check_policy(self.activation_checkpointing_policy, "activation_checkpointing_policy")
+        _check_mesh(self.device_mesh)
+        keeps = self.reshard_after_forward
+        if keeps is not None and not isinstance(keeps, int):
+            raise TypeError(
+                f"`reshard_after_forward={keeps!r}` is a `{type(keeps).__name__}`. Write True, False, or a number of "
+                "ranks."
+            )
+
     @property
     def launchers(self) -> tuple[str, ...]:
         return ("script", "fork", "forkserver", "spawn") if self.launcher == "auto" else (self.launcher,)
@@ -95,9 +106,15 @@ class FSDPStrategy(Strategy):
                 "`accelerator='cpu'` has them there already. Pass `strategy='fsdp'`, or another accelerator."
             )
         try:
-            self._degrees(num_devices * num_nodes, num_nodes)
+            num_shards = self._degrees(num_devices * num_nodes, num_nodes)["shard"]
         except ValueError as error:
             return str(error)
+        together = self.reshard_after_forward
+        if together is not None and not isinstance(together, bool) and (together < 1 or num_shards % together):
+            return (
+                f"`reshard_after_forward={together}` ranks hold gathered parameters together, but there are "
+                f"{num_shards} shards. Write True, False, or a number that divides {num_shards}."
+            )
         return None
 
     def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
@@ -237,6 +254,17 @@ class _Sharded:
     def _sync(self, enabled: bool) -> None:
         self.synced = enabled
         self.module.set_requires_gradient_sync(enabled)
+
+
+def _check_mesh(mesh: Any) -> None:
+    """Raise TypeError or ValueError where `device_mesh` says no degrees."""
+    if mesh is None or mesh == "nodes":
+        return
+    written, instead = f"`device_mesh={mesh!r}`", "Write two whole numbers, `(replicas, shards)`, 'nodes', or None."
+    if not isinstance(mesh, (tuple, list)):
+        raise TypeError(f"{written} is a `{type(mesh).__name__}`. {instead}")
+    if len(mesh) != 2 or not all(isinstance(degree, int) for degree in mesh):
+        raise ValueError(f"{written} has other than two whole numbers. {instead}")
 
 
 def _own_parts(unit: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:

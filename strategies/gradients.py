@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.precision.loss_scaler import LossScaler
-from fabric.strategies.shards import as_sharded, local_part
+from fabric.strategies.shards import as_sharded, local_part, put_together
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -31,10 +32,16 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def clip_norm(
-    optimizer: Optimizer, max_norm: float, norm_type: float, error_if_nonfinite: bool, scaler: LossScaler | None
+    optimizer: Optimizer,
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    scaler: LossScaler | None,
+    across: Collective | None = None,
 ) -> Tensor:
     """Scale the gradients so that their norm is at most `max_norm`, and give the norm from before.
 
+    `across`: ranks that hold other parameters of the same model (stages of a pipeline), whose gradients count, too.
     With a loss scaler a norm that is not finite is the scaler's business: the step will be skipped, and nothing raises.
     Ranks: all that hold a shard of a gradient. Raises: RuntimeError: the norm is not finite; nothing was scaled.
     """
@@ -42,11 +49,12 @@ def clip_norm(
         error_if_nonfinite = False
     parameters = parameters_of(optimizer)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if all(as_sharded(gradient) is None for gradient in gradients):
+    if across is None and all(as_sharded(gradient) is None for gradient in gradients):
         return torch.nn.utils.clip_grad_norm_(
             parameters, max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
         )
-    norm = total_norm(gradients, norm_type)
+    norm = total_norm(gradients, norm_type) if gradients else torch.zeros(())
+    norm = norm if across is None else _over_ranks(across, norm, norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"The gradients' total norm of order {norm_type} is {norm.item()}, so they cannot be clipped, and were "
@@ -93,15 +101,24 @@ def total_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     return together
 
 
+def _over_ranks(collective: Collective, norm: Tensor, norm_type: float) -> Tensor:
+    """The norm over ranks that hold different parameters. In float64, for their dtypes may differ, too."""
+    largest = math.isinf(norm_type)
+    local = norm.to("cpu", torch.float64)
+    reduced = collective.all_reduce(local if largest else local**norm_type, "max" if largest else "sum")
+    return (reduced if largest else reduced.pow(1 / norm_type)).to(norm.device, norm.dtype)
+
+
 def _over_mesh(norm: Tensor, norm_type: float, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
     """The norm over the axes along which tensors are cut; along the others every rank has the same."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     largest = math.isinf(norm_type)
     partial = Partial("max" if largest else "sum")
-    over = [partial if placement.is_shard() else Replicate() for placement in placements]
+    # Not `is_shard()`: torch's placement for shards of shards (`fully_shard` after tensor parallel) denies it.
+    over = [Replicate() if placement.is_replicate() else partial for placement in placements]
     local = (norm if largest else norm**norm_type).to(mesh.device_type)
-    reduced: Tensor = DTensor.from_local(local, mesh, over, run_check=False).full_tensor()
+    reduced = put_together(DTensor.from_local(local, mesh, over, run_check=False))
     return reduced if largest else reduced.pow(1 / norm_type)
 
 

@@ -11,6 +11,24 @@ Policy: TypeAlias = type[nn.Module] | Collection[type[nn.Module]] | Callable[[nn
 """A class, several classes, or a function that is true of the modules meant."""
 
 
+def check_policy(policy: Policy | None, option: str) -> None:
+    """Raise TypeError where the policy is of another kind. `option`: what the user calls it."""
+    if isinstance(policy, Collection) and not isinstance(policy, (str, nn.Module)):
+        strangers = [each for each in policy if not isinstance(each, type)]
+        if strangers:
+            raise TypeError(f"`{option}` has {strangers[0]!r}, which is no class. Name classes of modules.")
+    elif isinstance(policy, nn.Module):
+        raise TypeError(
+            f"`{option}` is a module, a `{type(policy).__name__}`. Pass its class, or a function of a module that "
+            "gives a bool."
+        )
+    elif policy is not None and not callable(policy):
+        raise TypeError(
+            f"`{option}={policy!r}` says no parts. Pass classes of modules, or a function of a module that gives a "
+            "bool."
+        )
+
+
 def matching(module: nn.Module, policy: Policy | None, option: str) -> list[nn.Module]:
     """The parts of `module`, itself included, that the policy means, outer before inner. None means no part.
 
@@ -18,7 +36,8 @@ def matching(module: nn.Module, policy: Policy | None, option: str) -> list[nn.M
     """
     if policy is None:
         return []
-    chosen = [part for part in module.modules() if _means(policy, part, option)]
+    check_policy(policy, option)
+    chosen = [part for part in module.modules() if _means(policy, part)]
     if not chosen:
         classes = sorted({type(part).__name__ for part in module.modules()})
         raise ValueError(
@@ -28,19 +47,10 @@ def matching(module: nn.Module, policy: Policy | None, option: str) -> list[nn.M
     return chosen
 
 
-def _means(policy: Policy, part: nn.Module, option: str) -> bool:
+def _means(policy: Policy, part: nn.Module) -> bool:
     if isinstance(policy, type):
         return isinstance(part, policy)
-    if isinstance(policy, Collection):
-        strangers = [each for each in policy if not isinstance(each, type)]
-        if strangers:
-            raise TypeError(f"`{option}` has {strangers[0]!r}, which is no class. Name classes of modules.")
-        return isinstance(part, tuple(policy))
-    if callable(policy):
-        return bool(policy(part))
-    raise TypeError(
-        f"`{option}={policy!r}` says no parts. Pass classes of modules, or a function of a module that gives a bool."
-    )
+    return isinstance(part, tuple(policy)) if isinstance(policy, Collection) else bool(policy(part))
 
 
 def _words(policy: Policy) -> str:

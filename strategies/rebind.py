@@ -6,7 +6,7 @@ tied weights stay one, state that is already there moves along, and the optimize
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -25,10 +25,24 @@ def follow(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]
     yield
     after = dict(module.named_parameters(remove_duplicate=False))
     assert before.keys() == after.keys()
+    rebind(before, after, optimizers)
+
+
+def rebind(
+    before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]
+) -> None:
+    """Let the optimizers hold, for each name in `before`, what has it in `after`. A name that is gone changes nothing.
+
+    Raises: ValueError: names of one tied parameter name different ones afterwards.
+    """
     replaced: dict[Tensor, nn.Parameter] = {}
     for name, parameter in before.items():
-        new = replaced.setdefault(parameter, after[name])
-        assert new is after[name], f"{name} was tied, and is no longer"
+        if name in after and replaced.setdefault(parameter, after[name]) is not after[name]:
+            first = next(other for other in before if before[other] is parameter)
+            raise ValueError(
+                f"`{first}` and `{name}` were one tied parameter, and are two now, which would train apart. Make the "
+                "new parameter once, and set it in both places."
+            )
     for old, new in replaced.items():
         if old is not new and old.grad is not None:
             new.grad = shard_like(old.grad, new)

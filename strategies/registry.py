@@ -70,6 +70,8 @@ _TABLE = (
     _built_in("fsdp", "fsdp:FSDPStrategy", "parameters, gradients and optimizer state in shards (FSDP2)"),
     _built_in("fsdp_cpu_offload", "fsdp:FSDPStrategy", "fsdp, shards in the CPU's memory", cpu_offload=True),
     _built_in("hsdp", "fsdp:FSDPStrategy", "fsdp within each node, replicas over nodes", device_mesh="nodes"),
+    _built_in("model_parallel", "model_parallel:ModelParallelStrategy", "a mesh, and your parallelize_fn(model, mesh)"),
+    _built_in("manual", "manual:ManualStrategy", "whatever your parallelize(module, context) does"),
     _built_in("ddp_sharded", "fairscale_ddp:FairScaleShardedStrategy", "FairScale: gradients, optimizer state split"),
     _built_in(
         "ddp_sharded_spawn",
@@ -78,10 +80,14 @@ _TABLE = (
         launcher="spawn",
     ),
     _built_in("ddp_fully_sharded", "fairscale_fsdp:FairScaleFSDPStrategy", "FairScale: everything in slices; see fsdp"),
+    _built_in("horovod", "horovod:HorovodStrategy", "a process per device, gradients averaged by Horovod"),
     _built_in("deepspeed", "deepspeed:DeepSpeedStrategy", "DeepSpeed's ZeRO, stage 2"),
     _built_in("deepspeed_stage_1", "deepspeed:DeepSpeedStrategy", "ZeRO: optimizer states in shards", stage=1),
     _built_in("deepspeed_stage_2", "deepspeed:DeepSpeedStrategy", "ZeRO: gradients in shards, too", stage=2),
     _built_in("deepspeed_stage_3", "deepspeed:DeepSpeedStrategy", "ZeRO: weights in shards, too", stage=3),
+    _built_in("xla", "xla:XLAStrategy", "a replica for each TPU device, gradients averaged (torch_xla)"),
+    _built_in("xla_fsdp", "xla_fsdp:XLAFSDPStrategy", "one program over all TPU devices of a host, everything in shards"),
+    _built_in("single_xla", "xla_single:SingleDeviceXLAStrategy", "one process, one TPU device"),
     _built_in(
         "deepspeed_stage_1_offload",
         "deepspeed:DeepSpeedStrategy",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.data.loaders import DeviceLoader, Share, Use, process_dataloader
+from fabric.strategies.data.transfer import Carry
 from fabric.strategies.forward import Around, ForwardPath
 from fabric.strategies.gradients import clip_norm, clip_value, move_state
 from fabric.strategies.precision.forward_precision import autocast, cast_inputs, cast_module, casts
@@ -42,13 +43,14 @@ def replica(
     unsynced: Callable[[], AbstractContextManager[None]] = nullcontext,
     watch: Watch = lambda: None,
     end: Callable[[], None] = lambda: None,
+    uncompilable: str | None = None,
 ) -> Prepared:
     """Prepare a placed module. Where neither the strategy nor the precision has to act, forward is left untouched.
 
-    `end`: what the strategy gives back on release, after the module.
+    `end`: what the strategy gives back on release, after the module. `uncompilable`: see `ForwardPath`.
     """
     scaler = runtime.loss_scaler
-    path = ForwardPath(module, with_precision(runtime, around))
+    path = ForwardPath(module, with_precision(runtime, around), uncompilable=uncompilable)
     detach = attach_scaler(scaler, optimizers)
 
     def release() -> None:
@@ -69,18 +71,31 @@ def replica(
     )
 
 
-def share_loader(runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool) -> DeviceLoader:
-    """Where each rank has the whole model, each rank reads a share of its own."""
+def share_loader(
+    runtime: Runtime,
+    loader: Iterable[Any],
+    use: Use,
+    *,
+    distribute: bool,
+    move: bool,
+    share: Share | None = None,
+    carry: Carry | None = None,
+) -> DeviceLoader:
+    """Each rank reads a share of its own, unless `share` says which: ranks that hold pieces of one model have one.
+
+    `carry`: how batches go to the device, where it has a way of its own.
+    """
     return process_dataloader(
         loader,
         use,
-        share=Share(index=runtime.world.rank, count=runtime.world.size),
+        share=share or Share(index=runtime.world.rank, count=runtime.world.size),
         device=runtime.device,
         distribute=distribute,
         move=move,
         launcher=runtime.world.launcher,
         agree=runtime.collective.all_gather_object,
         say=runtime.report,
+        carry=carry,
     )
 
 

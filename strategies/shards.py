@@ -39,8 +39,20 @@ def whole(tensor: Tensor) -> Tensor:
     if sharded is None:
         return tensor
     # A shard that was offloaded to the CPU travels over the devices' own network.
-    gathered: Tensor = cast("DTensor", sharded.detach().to(sharded.device_mesh.device_type)).full_tensor()
-    return gathered
+    return put_together(cast("DTensor", sharded.detach().to(sharded.device_mesh.device_type)))
+
+
+def put_together(sharded: DTensor) -> Tensor:
+    """`full_tensor()`, one axis of the mesh at a time: for all at once torch logs a warning on every rank (2.13)."""
+    from torch.distributed.tensor import Replicate
+
+    placements = list(sharded.placements)
+    # What was cut last comes first: shards of shards, which deny that they are shards, and then the later axes.
+    for axis in sorted(range(len(placements)), key=lambda axis: (placements[axis].is_shard(), -axis)):
+        placements[axis] = Replicate()
+        sharded = sharded.redistribute(placements=placements)
+    together: Tensor = sharded.to_local()
+    return together
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ above it asks which strategy it is; a question that differs between strategies i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.capabilities import Capability
 from fabric.strategies.data.share import Use
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
@@ -27,6 +28,16 @@ from fabric.strategies.runtime import Runtime
 @dataclass(frozen=True, kw_only=True)
 class Strategy(ABC):
     """How a model lies over devices; owns its launchers, its collective and its data-loader hooks."""
+
+    @property
+    def lacks(self) -> Mapping[Capability, str]:
+        """What a loop cannot have, each with the sentence that the call raises. What is not in here holds."""
+        return {}
+
+    @property
+    def marks_steps(self) -> bool:
+        """Whether it marks where a step ends, which devices need that record operations and run them as one graph."""
+        return False
 
     @property
     @abstractmethod

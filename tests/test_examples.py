@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import signal
@@ -10,6 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from fabric.strategies.accelerators.cpu import CPUAccelerator
+from fabric.strategies.precision.precision import Precision
+from fabric.strategies.registry import available_strategies, make_strategy
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -79,6 +84,43 @@ def test_the_gpt_learns_saves_loads_and_writes(tmp_path: Path) -> None:
     assert "def " in reloaded
 
 
+def by_name() -> list[tuple[str, int]]:
+    """Every strategy that this machine can run, on two ranks where it can. The example gives two of them a function."""
+    found = []
+    for name in available_strategies():
+        refusals = [make_strategy(name).refuse(CPUAccelerator(), size, 1, Precision.parse(32)) for size in (2, 1)]
+        if name in ("manual", "model_parallel"):
+            refusals = [None]
+        if None in refusals:
+            found.append((name, 2 - refusals.index(None)))
+    return found
+
+
+def curve(folder: Path, strategy: str, num_ranks: int) -> list[float]:
+    """The loss of each of twelve steps, over the same eight windows whatever the number of ranks."""
+    small = ["--context", "16", "--dim", "16", "--layers", "2", "--write", "1", "--unseen", "8", "--steps", "12"]
+    split = ["--devices", str(num_ranks), "--batch-size", str(8 // num_ranks), "--strategy", strategy]
+    script = str(EXAMPLES / "byte_gpt.py")
+    run_program(script, "--accelerator", "cpu", *split, *small, "--log", str(folder / strategy), cwd=folder)
+    with open(folder / strategy / "version_0" / "metrics.csv") as file:
+        return [float(row["nats"]) for row in csv.DictReader(file)]
+
+
+@pytest.fixture(scope="module")
+def curve_alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return curve(tmp_path_factory.mktemp("alone"), "single_device", 1)
+
+
+@pytest.mark.parametrize(("strategy", "num_ranks"), by_name())
+def test_the_gpt_has_the_same_loss_curve_under_every_strategy(
+    strategy: str, num_ranks: int, curve_alone: list[float], tmp_path: Path
+) -> None:
+    losses = curve(tmp_path, strategy, num_ranks)
+    assert len(losses) == 12
+    assert losses[-1] < losses[0]
+    assert losses == pytest.approx(curve_alone, rel=0, abs=1e-5)
+
+
 def test_the_gpt_learns_in_bfloat16(tmp_path: Path) -> None:
     small = ["--batch-size", "4", "--context", "32", "--write", "1", "--unseen", "32", "--steps", "5", "--below", "5.5"]
     run_program(*two("byte_gpt.py"), *small, "--precision", "bf16-mixed", cwd=tmp_path)
@@ -96,6 +138,20 @@ def test_the_gan_draws_digits_with_two_models_and_two_optimizers(tmp_path: Path)
     assert losses is not None
     picture = output[losses.end() :].splitlines()
     assert len(picture) == 8
+
+
+def test_the_recommender_learns_the_same_with_tables_on_one_rank_and_on_two(tmp_path: Path) -> None:
+    import torch
+
+    small = [str(EXAMPLES / "recommender.py"), "--accelerator", "cpu", "--pairs", "2000", "--epochs", "1"]
+    models = []
+    for devices, batch_size in (("1", "128"), ("2", "64")):
+        words = ["--devices", devices, "--batch-size", batch_size, "--save", f"{devices}.ckpt"]
+        output = run_program(*small, *words, cwd=tmp_path)
+        assert re.findall(r"epoch 0: the word that came next is preferred in [\d.]+% of (\d+) pairs", output) == ["200"]
+        models.append(torch.load(tmp_path / f"{devices}.ckpt", weights_only=True)["model"])
+    assert models[0]["words.weight"].shape == (4000, 32)
+    torch.testing.assert_close(models[1], models[0], rtol=0.0, atol=3e-3)  # Adam's steps are 1e-2; rounding moves few
 
 
 def blocks_of_python() -> list[str]:
@@ -118,3 +174,13 @@ def test_the_readme_lists_the_strategies_that_there_are() -> None:
         name for row in table.splitlines() if row.startswith("|") for name in re.findall(r"`(\w+)`", row.split("|")[1])
     } - {"strategy"}
     assert listed == {name for name, one in strategy_registrations().items() if one.source == "torchfabric"}
+
+
+def test_a_gpt_whose_layers_are_cut_over_ranks_learns_as_replicas_do(tmp_path: Path) -> None:
+    curves = []
+    for batch_size, axes in (("8", ("--tensor", "2")), ("4", ("--data", "2"))):
+        options = ["--batch-size", batch_size, "--steps", "20", *axes]
+        output = run_program(*two("tensor_parallel.py"), *options, cwd=tmp_path)
+        curves.append([float(nats) for nats in re.findall(r"step \d+: ([\d.]+) nats per byte", output)])
+    assert curves[0][1] < curves[0][0] < 5.5  # a uniform guess is 5.545
+    assert max(abs(cut - whole) for cut, whole in zip(*curves, strict=True)) < 1e-3

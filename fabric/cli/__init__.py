@@ -29,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
     _add_run(commands.add_parser("run", allow_abbrev=False, help="start a script, with words for its Fabric(...)"))
     doctor = commands.add_parser("doctor", help="show what this machine can run, and why not the rest")
     doctor.add_argument("--json", action="store_true", help="as JSON, for programs")
+    doctor.add_argument("--strategies", action="store_true", help="what each strategy can and cannot do")
     return whole
 
 
@@ -41,7 +42,7 @@ def _run(parsed: argparse.Namespace) -> int:
 def _doctor(parsed: argparse.Namespace) -> int:
     from fabric.cli.doctor import doctor
 
-    return doctor(as_json=parsed.json)
+    return doctor(as_json=parsed.json, only_strategies=parsed.strategies)
 
 
 def _add_run(command: argparse.ArgumentParser) -> None:
@@ -58,7 +59,8 @@ def _add_run(command: argparse.ArgumentParser) -> None:
         ("main-address", "HOST", "name or address of node 0"),
         ("main-port", "PORT", "a free TCP port on node 0"),
         ("precision", "NAME", "32-true, bf16-mixed, ..."),
-        ("launcher", "NAME", "auto, script, fork, forkserver, spawn, external"),
+        ("launcher", "NAME", "auto, script, fork, forkserver, spawn, elastic, external"),
+        ("max-restarts", "N", "after a failure, start all ranks again at most N times"),
     ):
         command.add_argument(f"--{option}", metavar=metavar, help=help_text)
     command.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in `python -m`")

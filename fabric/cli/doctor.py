@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from fabric.cli.spelling import STARTING_LAUNCHERS
+from fabric.cli.clusters import clusters
+from fabric.cli.spelling import OUR_LAUNCHERS
+from fabric.cli.strategies import describe_strategy, show_strategies
 from fabric.conflicts import why_not_launch_by
 from fabric.machine import Found, Machine
 from fabric.request import Request
-from fabric.resolve import resolve
 from fabric.strategies.accelerators.registry import accelerators
 from fabric.strategies.registry import Registration, strategy_registrations
 
@@ -28,16 +29,19 @@ _LAUNCHERS: Mapping[str, str] = {
     "fork": "goes on from the very line; safe while the process has one thread and its accelerator is untouched",
     "forkserver": "runs a function in fresh processes, fast from the second time on",
     "spawn": "runs a function in fresh processes, on every system",
+    "elastic": "script, or forkserver for a function, and after a failure all ranks again",
 }
 
 
-def doctor(*, as_json: bool) -> int:
-    """Print the report; the exit code is 0."""
+def doctor(*, as_json: bool, only_strategies: bool = False) -> int:
+    """Print the report, or what it says of what strategies can do; the exit code is 0."""
     machine = Machine.look(os.environ, Request())
     everything = replace(machine, found=tuple(Found.look(accelerator) for accelerator in accelerators()))
     found = report(everything, strategy_registrations())
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps({"strategies": found["strategies"]} if only_strategies else found, indent=2))
+    elif only_strategies:
+        show_strategies(found["strategies"])
     else:
         _show(found)
     return 0
@@ -60,29 +64,10 @@ def report(machine: Machine, strategies: Mapping[str, Registration]) -> dict[str
         ],
         "launchers": [
             {"name": word, "description": _LAUNCHERS[word], "why_not": why_not_launch_by(word, machine)}
-            for word in STARTING_LAUNCHERS
+            for word in OUR_LAUNCHERS
         ],
-        "strategies": [_strategy(machine, registration) for registration in strategies.values()],
-    }
-
-
-def _strategy(machine: Machine, registration: Registration) -> dict[str, Any]:
-    """On which accelerators a strategy runs, asked of `resolve`, in a process of its own that no launcher made."""
-    alone = replace(machine, world=None)
-    runs_on, why_not = [], None
-    for found in machine.usable():
-        try:
-            resolve(Request(accelerator=found.accelerator, strategy=registration.strategy()), alone)
-        except Exception as error:  # anybody's strategy, and whatever keeps it from being made is the answer
-            why_not = str(error) or type(error).__name__
-        else:
-            runs_on.append(found.accelerator.name)
-    return {
-        "name": registration.name,
-        "description": registration.description,
-        "source": registration.source,
-        "runs_on": runs_on,
-        "why_not": None if runs_on else why_not,
+        "clusters": clusters(os.environ),
+        "strategies": [describe_strategy(machine, registration) for registration in strategies.values()],
     }
 
 
@@ -118,6 +103,11 @@ def _show(found: Mapping[str, Any]) -> None:
         console,
         ("launcher", "what it does", "why not"),
         [(row["name"], row["description"], row["why_not"]) for row in found["launchers"]],
+    )
+    _table(
+        console,
+        ("started by", "command", "why not"),
+        [(row["name"], row["command"], row["why_not"]) for row in found["clusters"]],
     )
     _table(
         console,

@@ -25,6 +25,7 @@ _CHECKS: Mapping[str, Callable[[object, str], object]] = {
     "main_port": spelling.read_port,
     "precision": spelling.read_precision_word,
     "launcher": spelling.read_launcher,
+    "max_restarts": spelling.read_rank,
 }
 
 

@@ -10,11 +10,15 @@ from typing import Literal, TypeAlias
 
 Devices: TypeAlias = Literal["auto", "all"] | int | tuple[int, ...]
 """All that fit, all there are, a number of them, or their indices."""
-LauncherWord: TypeAlias = Literal["auto", "script", "fork", "forkserver", "spawn", "external"]
+LauncherWord: TypeAlias = Literal["auto", "script", "fork", "forkserver", "spawn", "elastic", "external"]
 
 STARTING_LAUNCHERS: tuple[LauncherWord, ...] = ("script", "fork", "forkserver", "spawn")
 """The launchers that start processes of our own."""
-LAUNCHERS: tuple[LauncherWord, ...] = ("auto", *STARTING_LAUNCHERS, "external")
+OUR_LAUNCHERS: tuple[LauncherWord, ...] = (*STARTING_LAUNCHERS, "elastic")
+"""What a world that we made may say of its launcher: `elastic` starts ranks by two of the others."""
+LAUNCHERS: tuple[LauncherWord, ...] = ("auto", *OUR_LAUNCHERS, "external")
+DEFAULT_MAX_RESTARTS = 3
+"""Of `launcher='elastic'` where nobody says a number; torch's `LaunchConfig` has the same. Unmeasured."""
 PRECISIONS = ("64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed", "64", "32", "16", "bf16")
 """The words of `Precision.parse`, which needs torch; a test holds the two equal."""
 

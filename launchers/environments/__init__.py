@@ -9,16 +9,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fabric.launchers.environments.environment import Environment as Environment
+from fabric.launchers.environments.horovod import HorovodEnvironment
+from fabric.launchers.environments.kubeflow import KubeflowEnvironment
 from fabric.launchers.environments.local import LocalEnvironment
+from fabric.launchers.environments.lsf import LSFEnvironment
+from fabric.launchers.environments.mpi import MPIEnvironment
 from fabric.launchers.environments.ours import OursEnvironment
 from fabric.launchers.environments.slurm import SlurmEnvironment
 from fabric.launchers.environments.torchelastic import TorchElasticEnvironment
+from fabric.launchers.environments.xla import XLAEnvironment
 from fabric.launchers.world import World
 
 ENVIRONMENTS: tuple[Environment, ...] = (
     OursEnvironment(),
     TorchElasticEnvironment(),
     SlurmEnvironment(),
+    LSFEnvironment(),
+    MPIEnvironment(),
+    KubeflowEnvironment(),
+    HorovodEnvironment(),
+    XLAEnvironment(),
     LocalEnvironment(),
 )
 

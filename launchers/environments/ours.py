@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import final
 
 from fabric.launchers.environments.environment import Environment
-from fabric.launchers.environments.variables import integer
+from fabric.launchers.environments.variables import agreed, integer, text
 from fabric.launchers.world import Rendezvous, World
 
 MARK = "FABRIC_LAUNCHER"
 """The word of our launcher, set in its ranks and nowhere else."""
+NAMES = (MARK, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
 
 @final
@@ -26,19 +27,25 @@ class OursEnvironment(Environment):
 
     def world(self, environ: Mapping[str, str]) -> World:
         def number(name: str) -> int:
-            return integer(environ, name, among=f"{MARK}={environ[MARK]}")
+            return integer(environ, name, among=f"`launcher={environ[MARK]!r}`")
 
-        size = number("WORLD_SIZE")
-        rendezvous = Rendezvous(address=environ["MASTER_ADDR"], port=number("MASTER_PORT"), hosted=True)
-        return World(
+        return agreed(
+            environ,
+            *NAMES,
+            launcher=environ[MARK],
             rank=number("RANK"),
-            size=size,
+            size=number("WORLD_SIZE"),
             local_rank=number("LOCAL_RANK"),
             local_size=number("LOCAL_WORLD_SIZE"),
             node_rank=number("GROUP_RANK"),
             num_nodes=number("GROUP_WORLD_SIZE"),
-            rendezvous=rendezvous if size > 1 else None,
-            launcher=environ[MARK],
+            rendezvous=Rendezvous(
+                address=text(environ, "MASTER_ADDR", among=f"`launcher={environ[MARK]!r}`"),
+                port=number("MASTER_PORT"),
+                hosted=True,
+                attempt=number("TORCHELASTIC_RESTART_COUNT"),
+            ),
+            start="one of our launchers",
         )
 
 
@@ -61,6 +68,7 @@ def variables_of(world: World, environ: Mapping[str, str], num_cores: int) -> di
         "MASTER_PORT": str(at.port),
         # What torchrun says when the store is served outside the ranks: `init_process_group("gloo")` then joins it.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(at.attempt),
     }
     if "OMP_NUM_THREADS" not in environ:
         variables["OMP_NUM_THREADS"] = str(max(1, num_cores // world.local_size))

@@ -1,4 +1,8 @@
-"""Ranks of srun: one process per task of a job step."""
+"""Ranks of srun: one process per task of a job step.
+
+What surprises: a shell of SLURM's own is no rank, though it carries a rank's variables. The name of the job does not
+tell them apart, since `srun bash train.sh` and `salloc` followed by `srun` are called as shells are.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,8 @@ from collections.abc import Mapping
 from typing import final
 
 from fabric.launchers.environments.environment import Environment
-from fabric.launchers.environments.variables import integer, show
+from fabric.launchers.environments.host_list import HostList
+from fabric.launchers.environments.variables import agreed, integer, port_of_job, show, text
 from fabric.launchers.world import Rendezvous, World
 
 NAMES = (
@@ -19,10 +24,13 @@ NAMES = (
     "SLURM_LOCALID",
     "SLURM_NODEID",
     "SLURM_STEP_NUM_NODES",
+    "SLURM_STEP_NODELIST",
     "SLURM_STEP_TASKS_PER_NODE",
 )
-FIRST_PORT, NUM_PORTS = 15_000, 10_000
-"""The rendezvous port is taken from the job's number: steps of two jobs on one node do not meet."""
+INTERACTIVE_STEP = str(0xFFFFFFFA)
+"""The step in which `salloc` runs its shell on a cluster with `use_interactive_step`. Source: slurm.h."""
+OF_MPI = ("OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID")
+"""Set by mpirun (Open MPI; Hydra), which starts its daemons by srun: the step is then the daemons', one a node."""
 
 
 @final
@@ -34,73 +42,69 @@ class SlurmEnvironment(Environment):
         return "slurm"
 
     def detect(self, environ: Mapping[str, str]) -> bool:
-        # An sbatch script has a SLURM_PROCID of its own, but no step; an interactive shell is a step that runs bash.
-        return (
-            "SLURM_PROCID" in environ
-            and "SLURM_STEP_ID" in environ
-            and environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
-        )
+        # A batch script has a SLURM_PROCID of its own, but no step. An interactive shell is a step of one task.
+        if not {"SLURM_PROCID", "SLURM_STEP_ID"} <= set(environ) or any(name in environ for name in OF_MPI):
+            return False
+        is_interactive = environ["SLURM_STEP_ID"] == INTERACTIVE_STEP or "SLURM_PTY_PORT" in environ
+        return not (is_interactive and environ.get("SLURM_STEP_NUM_TASKS") == "1")
 
     def world(self, environ: Mapping[str, str]) -> World:
-        def number(name: str, default: int | None = None) -> int:
-            return integer(environ, name, default, among="srun")
+        def number(name: str) -> int:
+            return integer(environ, name, among="srun")
 
-        size = number("SLURM_STEP_NUM_TASKS", integer(environ, "SLURM_NTASKS", 1, among="srun"))
-        num_nodes = number("SLURM_STEP_NUM_NODES", number("SLURM_NNODES", 1))
-        rank, node_rank, local_rank = number("SLURM_PROCID"), number("SLURM_NODEID"), number("SLURM_LOCALID")
-        local_size = _tasks_on_node(environ, node_rank, num_nodes, size)
-        if not (0 <= rank < size and 0 <= node_rank < num_nodes and 0 <= local_rank < local_size <= size):
-            raise ValueError(
-                f"{show(environ, *NAMES)}: these contradict each other. Start the ranks with `srun`, and leave its "
-                "variables as they are."
-            )
-        return World(
-            rank=rank,
+        size, num_nodes = number("SLURM_STEP_NUM_TASKS"), number("SLURM_STEP_NUM_NODES")
+        node_rank = number("SLURM_NODEID")
+        return agreed(
+            environ,
+            *NAMES,
+            launcher=self.name,
+            rank=number("SLURM_PROCID"),
             size=size,
-            local_rank=local_rank,
-            local_size=local_size,
+            local_rank=number("SLURM_LOCALID"),
+            local_size=_tasks_on_node(environ, node_rank, num_nodes, size),
             node_rank=node_rank,
             num_nodes=num_nodes,
-            rendezvous=_rendezvous(environ, num_nodes) if size > 1 else None,
-            launcher=self.name,
+            rendezvous=_rendezvous(environ, num_nodes),
+            start="`srun`",
         )
 
 
 def _tasks_on_node(environ: Mapping[str, str], node_rank: int, num_nodes: int, size: int) -> int:
     """Ranks on this node, out of SLURM's short form: `2(x3),1` is 2, 2, 2, 1."""
-    word = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE"))
-    if word is None:
-        return size // num_nodes
+    word = text(environ, "SLURM_STEP_TASKS_PER_NODE", among="srun")
     counts: list[int] = []
     for part in word.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
-            raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={word} is not of SLURM's form, such as `2(x3),1`.")
+            raise ValueError(f"`SLURM_STEP_TASKS_PER_NODE={word}` is not of SLURM's form, such as `2(x3),1`.")
         counts += [int(match[1])] * int(match[2] or 1)
     if len(counts) != num_nodes or sum(counts) != size:
         raise ValueError(
             f"{show(environ, *NAMES)}: {word} adds up to {sum(counts)} ranks on {len(counts)} nodes, not to {size} on "
             f"{num_nodes}. Leave srun's variables as they are."
         )
-    return counts[node_rank]
+    return counts[node_rank] if 0 <= node_rank < num_nodes else 1
 
 
 def _rendezvous(environ: Mapping[str, str], num_nodes: int) -> Rendezvous:
     """Rank 0 serves the store on the first node of the step."""
     job, step = (integer(environ, name, among="srun") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    port = FIRST_PORT + (job * 7 + step) % NUM_PORTS
     return Rendezvous(
         address=environ.get("MASTER_ADDR") or _first_host(environ, num_nodes),
-        port=integer(environ, "MASTER_PORT", port, among="A job script"),
+        port=port_of_job(environ, job, step, among="A job script"),
         hosted=False,
+        attempt=integer(environ, "SLURM_RESTART_COUNT", 0, among="SLURM"),
     )
 
 
 def _first_host(environ: Mapping[str, str], num_nodes: int) -> str:
-    """The first name in a host list: `a[3-5,9],b` begins with `a3`."""
-    hosts = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", environ.get("SLURM_NODELIST", "")))
-    if num_nodes == 1 or not hosts:
+    if num_nodes == 1:
         return "127.0.0.1"
-    match = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,]*))?", hosts)
-    assert match is not None
-    return match[1] + (match[2] or "") + (match[3] or "")
+    word = text(environ, "SLURM_STEP_NODELIST", among="srun")
+    hosts = HostList.parse(word)
+    if hosts.num_hosts != num_nodes:
+        raise ValueError(
+            f"{show(environ, *NAMES)}: {word} names {hosts.num_hosts} hosts, not {num_nodes}. Leave srun's variables "
+            "as they are."
+        )
+    return hosts.first

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import final
 
 from fabric.launchers.environments.environment import Environment
-from fabric.launchers.environments.variables import integer
+from fabric.launchers.environments.variables import agreed, integer, text
 from fabric.launchers.world import Rendezvous, World
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
 
 @final
@@ -22,24 +24,24 @@ class TorchElasticEnvironment(Environment):
         return "TORCHELASTIC_RUN_ID" in environ
 
     def world(self, environ: Mapping[str, str]) -> World:
-        def number(name: str, default: int | None = None) -> int:
-            return integer(environ, name, default, among="torchrun")
+        def number(name: str) -> int:
+            return integer(environ, name, among="torchrun")
 
-        size, local_size = number("WORLD_SIZE"), number("LOCAL_WORLD_SIZE")
-        node_rank = number("GROUP_RANK", 0)
-        rendezvous = Rendezvous(
-            address=environ.get("MASTER_ADDR", "127.0.0.1"),
-            port=number("MASTER_PORT"),
-            hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
-            attempt=number("TORCHELASTIC_RESTART_COUNT", 0),
-        )
-        return World(
-            rank=number("RANK"),
-            size=size,
-            local_rank=number("LOCAL_RANK"),
-            local_size=local_size,
-            node_rank=node_rank,
-            num_nodes=number("GROUP_WORLD_SIZE", max(node_rank + 1, -(-size // local_size))),
-            rendezvous=rendezvous if size > 1 else None,
+        return agreed(
+            environ,
+            *NAMES,
             launcher=self.name,
+            rank=number("RANK"),
+            size=number("WORLD_SIZE"),
+            local_rank=number("LOCAL_RANK"),
+            local_size=number("LOCAL_WORLD_SIZE"),
+            node_rank=number("GROUP_RANK"),
+            num_nodes=number("GROUP_WORLD_SIZE"),
+            rendezvous=Rendezvous(
+                address=text(environ, "MASTER_ADDR", among="torchrun"),
+                port=number("MASTER_PORT"),
+                hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
+                attempt=integer(environ, "TORCHELASTIC_RESTART_COUNT", 0, among="torchrun"),
+            ),
+            start="`torchrun`",
         )

@@ -1,19 +1,27 @@
-"""Reading numbers out of environment variables, with errors that name the variable, its value and its neighbours."""
+"""Reading places out of environment variables, with errors that name the variable, its value and its neighbours."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fabric.launchers.world import World
+from fabric.launchers.world import Rendezvous, World
+
+FIRST_PORT, NUM_PORTS = 15_000, 10_000
+"""Below the ports that systems hand out by themselves (32768 and up on Linux)."""
+
+
+def text(environ: Mapping[str, str], name: str, *, among: str) -> str:
+    """What stands in a variable. `among`: who sets it, for the message."""
+    if not environ.get(name):
+        raise ValueError(f"{among} sets `{name}`, but it is not set here. Set it on every rank.")
+    return environ[name]
 
 
 def integer(environ: Mapping[str, str], name: str, default: int | None = None, *, among: str) -> int:
-    """The whole number in a variable, or the default where it is not set. `among`: who sets it, for the message."""
-    word = environ.get(name)
-    if word is None:
-        if default is not None:
-            return default
-        raise ValueError(f"{among} sets `{name}`, but it is not set here. Set it on every rank.")
+    """The whole number in a variable, or the default where it is not set."""
+    if default is not None and name not in environ:
+        return default
+    word = text(environ, name, among=among)
     try:
         return int(word)
     except ValueError:
@@ -23,6 +31,46 @@ def integer(environ: Mapping[str, str], name: str, default: int | None = None, *
 def show(environ: Mapping[str, str], *names: str) -> str:
     """The variables that are set, as they would be written in a shell."""
     return " ".join(f"{name}={environ[name]}" for name in names if name in environ)
+
+
+def port_of_job(environ: Mapping[str, str], job: int, step: int = 0, *, among: str) -> int:
+    """MASTER_PORT where it is set, else one out of the job's number: two jobs on one node do not meet."""
+    return integer(environ, "MASTER_PORT", FIRST_PORT + (job * 7 + step) % NUM_PORTS, among=among)
+
+
+def agreed(
+    environ: Mapping[str, str],
+    *names: str,
+    launcher: str,
+    rank: int,
+    size: int,
+    local_rank: int,
+    local_size: int,
+    node_rank: int,
+    num_nodes: int,
+    rendezvous: Rendezvous | None,
+    start: str,
+) -> World:
+    """The world of these numbers, read from the variables `names`. A world of one drops its rendezvous.
+
+    Raises: ValueError: they contradict each other. `start`: how its ranks are started, for the message.
+    """
+    try:
+        return World(
+            rank=rank,
+            size=size,
+            local_rank=local_rank,
+            local_size=local_size,
+            node_rank=node_rank,
+            num_nodes=num_nodes,
+            rendezvous=rendezvous if size > 1 else None,
+            launcher=launcher,
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"{show(environ, *names)}: these contradict each other. {error} Start the ranks with {start}, and leave "
+            "its variables as they are."
+        ) from error
 
 
 def checked(world: World, environ: Mapping[str, str], *names: str) -> World:

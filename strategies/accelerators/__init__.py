@@ -9,11 +9,13 @@ from fabric.strategies.accelerators.registry import (
     register_accelerator,
 )
 from fabric.strategies.accelerators.torch_accelerator import TorchAccelerator
+from fabric.strategies.accelerators.xla import XLAAccelerator
 
 __all__ = [
     "Accelerator",
     "CPUAccelerator",
     "TorchAccelerator",
+    "XLAAccelerator",
     "accelerators",
     "available_accelerators",
     "make_accelerator",

@@ -25,6 +25,16 @@ class Accelerator(ABC):
     def is_shared(self) -> bool:
         """Whether any number of processes use the same device, so that `devices` counts processes, not devices."""
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether operations are recorded, and run as one graph once a step is marked. Then a strategy marks steps."""
+        return False
+
+    @property
+    def auto_strategies(self) -> tuple[str, str]:
+        """The words that `strategy='auto'` stands for: with one device, and with several."""
+        return "single_device", "ddp"
+
     @abstractmethod
     def num_devices(self) -> int:
         """How many devices a process can use now; 0 where there are none. Initialises no device."""

@@ -18,6 +18,7 @@ from typing import Any
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.accelerators.cpu import CPUAccelerator
 from fabric.strategies.accelerators.torch_accelerator import TorchAccelerator
+from fabric.strategies.accelerators.xla import XLAAccelerator
 
 ENTRY_POINTS = "fabric.accelerators"
 """The entry-point group in which a package names a callable without arguments that makes an `Accelerator`."""
@@ -25,6 +26,7 @@ ENTRY_POINTS = "fabric.accelerators"
 _BUILT_IN: tuple[Accelerator, ...] = (
     CPUAccelerator(),
     *(TorchAccelerator(name) for name in ("cuda", "mps", "xpu", "hpu", "npu")),
+    XLAAccelerator(),
 )
 _REGISTERED: dict[str, Callable[[], Accelerator]] = {}
 

@@ -12,7 +12,7 @@ import torch
 from fabric.strategies.data.indices import IndexSource
 from fabric.strategies.data.order import Epoch, Order
 from fabric.strategies.data.streams import SharedStream, without_left_out
-from fabric.strategies.data.transfer import move, one_ahead
+from fabric.strategies.data.transfer import Carry, one_by_one
 from fabric.strategies.data.workers import WorkerStart
 
 END = object()
@@ -51,8 +51,8 @@ class Reading:
     """Who is told the number of the epoch when the user says it."""
     device: torch.device | None = None
     """Where the batches go; None leaves them where they are."""
-    ahead: bool = False
-    """Whether the next batch is copied while the loop works on this one."""
+    carry: Carry = one_by_one
+    """How batches go there."""
     leave_out: Callable[[int], None] = lambda num_items: None
 
 
@@ -79,7 +79,7 @@ class DeviceLoader:
         if reading.stream is not None:
             batches = without_left_out(batches, reading.leave_out)
         if reading.device is not None and reading.device.type != "cpu":
-            batches = self._moved(batches, reading.device)
+            batches = reading.carry(batches, reading.device)
         if reading.order is None or opened is None:
             return batches
         return self._counted(batches, reading.order, opened)
@@ -134,11 +134,6 @@ class DeviceLoader:
                 "`StatefulDataLoader`."
             )
         return source
-
-    def _moved(self, batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-        if self._reading.ahead:
-            return one_ahead(batches, device)
-        return (move(batch, device) for batch in batches)
 
     def _counted(self, batches: Iterator[Any], order: Order, opened: Epoch) -> Iterator[Any]:
         first = next(batches, END)

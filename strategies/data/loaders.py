@@ -25,7 +25,7 @@ from fabric.strategies.data.randomness import own_rngs
 from fabric.strategies.data.sharded import is_sharded, refuse_pipe
 from fabric.strategies.data.share import Share, Use
 from fabric.strategies.data.streams import Collate, Shardable, SharedStream
-from fabric.strategies.data.transfer import has_streams
+from fabric.strategies.data.transfer import Carry, has_streams, one_ahead, one_by_one
 from fabric.strategies.data.workers import WorkerStart
 
 __all__ = ["DeviceLoader", "Share", "Use", "process_dataloader"]
@@ -42,12 +42,14 @@ def process_dataloader(
     launcher: str,
     agree: Callable[[Any], list[Any]],
     say: Callable[[str], None],
+    carry: Carry | None = None,
 ) -> DeviceLoader:
     """The loader, cut to this rank's share (`distribute`), its batches on `device` (`move`).
 
     Ranks: all that read parts of the same data call it, with the same loader. One rank alone gets plain PyTorch: the
     same order from the same random numbers. A sampler that already shares (`DistributedSampler`) is left as it is.
-    `agree(obj)` gives every rank the objects of all that call it; `say` shows a warning, on one rank.
+    `agree(obj)` gives every rank the objects of all that call it; `say` shows a warning, on one rank. `carry`: how the
+    batches go to the device, where it has a way of its own.
     Raises: ValueError: the data cannot be shared out, or the ranks were given different loaders.
     """
     if isinstance(loader, DeviceLoader):
@@ -67,7 +69,8 @@ def process_dataloader(
         reading = (
             _shared_iterable(loader, ranks) if distribute else Reading(source=loader, epochal=_epochal(loader, loader))
         )
-    return DeviceLoader(loader, replace(reading, device=device if accelerated else None, ahead=ahead))
+    carry = carry or (one_ahead if ahead else one_by_one)
+    return DeviceLoader(loader, replace(reading, device=device if accelerated else None, carry=carry))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -83,6 +83,15 @@ def has_streams(device: torch.device) -> bool:
     """Whether copies to `device` can run beside its computations. On MPS they share one queue."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type == device.type != "mps"
+
+
+Carry: TypeAlias = Callable[[Iterator[Any], torch.device], Iterator[Any]]
+"""Gives the batches on a device."""
+
+
+def one_by_one(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+    """The batches on a device, each copied when the loop asks for it."""
+    return (move(batch, device) for batch in batches)
 
 
 def one_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:

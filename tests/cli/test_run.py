@@ -111,6 +111,7 @@ def test_the_exit_code_is_the_scripts(tmp_path: Path) -> None:
         (("--main-port", "70000"), "`--main-port 70000` is out of range. Write a whole number from 1 to 65535."),
         (("--main-address", ""), "`--main-address ` is empty."),
         (("--precision", "fp8"), "`--precision fp8` is none of the words there are. Write one of '64-true', "),
+        (("--max-restarts", "-1"), "`--max-restarts -1` is out of range. Write a whole number from 0."),
         (("--launcher", "mpi"), "`--launcher mpi` is none of the words there are. Write one of 'auto', 'script', "),
     ],
 )
@@ -145,6 +146,16 @@ def test_the_script_runs_in_as_many_processes_as_were_asked_for(tmp_path: Path, 
     (tmp_path / "ranks.py").write_text(RANKS)
     done = fabric("run", "--accelerator", "cpu", "--devices", "2", "--launcher", launcher, "ranks.py", at=tmp_path)
     assert sorted(line for line in done.stdout.splitlines() if line) == ["rank 0 of 2", "rank 1 of 2"], done.stderr
+
+
+@pytest.mark.slow
+def test_after_a_failure_all_ranks_start_again_as_often_as_was_said(tmp_path: Path) -> None:
+    (tmp_path / "ranks.py").write_text(f"{RANKS}\nif fabric.global_rank == 1:\n    raise ValueError('boom')\n")
+    words = ("--accelerator", "cpu", "--devices", "2", "--max-restarts", "1")
+    done = fabric("run", *words, "ranks.py", at=tmp_path)
+    assert (done.returncode, done.stdout.count("rank 1 of 2")) == (1, 2)
+    assert done.stderr.count("All ranks start again: restart 1 of 1.") == 1
+    assert done.stderr.strip().endswith("ValueError: boom")
 
 
 @pytest.mark.slow

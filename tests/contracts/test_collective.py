@@ -16,10 +16,13 @@ import pytest
 import torch
 from fakes import run_threads
 from torch import Tensor, nn
+from torch.distributed import HashStore
+from torch.distributed.distributed_c10d import PrefixStore
 from worlds import run_world
 
 from fabric.launchers.world import World
 from fabric.strategies.collectives.collective import Collective, CollectiveError, ReduceOp
+from fabric.strategies.collectives.key_value import StoreCollective
 from fabric.strategies.collectives.process_group import TorchCollective
 from fabric.strategies.collectives.single import SingleDeviceCollective
 
@@ -384,7 +387,10 @@ BODIES: tuple[Body, ...] = (
     a_tensor_that_is_not_dense_is_refused,
 )
 
-WORLDS = ("single-1", "torch-1", "torch-2", "torch-4", "threads-1", "threads-2", "threads-4")
+WORLDS = (
+    *("single-1", "torch-1", "torch-2", "torch-4", "threads-1", "threads-2", "threads-4"),
+    *("store-1", "store-2", "store-4"),
+)
 
 
 def run_bodies(collective: Collective, seed: int) -> dict[str, str]:
@@ -409,6 +415,16 @@ def run_torch(world: World, seed: int) -> dict[str, str]:
     return failures
 
 
+def run_store(threads: Collective, seed: int) -> dict[str, str]:
+    """Over the store that the ranks of another collective share."""
+    store = threads.store() or HashStore()
+    collective = StoreCollective(PrefixStore("collective", store), threads.rank, threads.size)
+    collective.setup()
+    failures = run_bodies(collective, seed)
+    collective.teardown()
+    return failures
+
+
 def run_single(seed: int) -> dict[str, str]:
     collective = SingleDeviceCollective()
     collective.setup()
@@ -424,6 +440,8 @@ def failures(request: pytest.FixtureRequest) -> list[dict[str, str]]:
     seed = random.randrange(2**32)
     if kind == "single":
         return [run_single(seed)]
+    if kind == "store":
+        return run_threads(int(size), run_store, seed)
     return run_threads(int(size), run_bodies, seed) if kind == "threads" else run_world(int(size), run_torch, seed)
 
 

@@ -33,6 +33,13 @@ def test_a_world_that_exists_is_entered_and_not_made_again() -> None:
     assert launcher.enter() is WORLD
 
 
+def test_nodes_may_have_different_numbers_of_ranks() -> None:
+    place = Rendezvous(address="n1", port=1, hosted=False)
+    world = World(rank=2, size=3, local_size=1, node_rank=1, num_nodes=2, rendezvous=place, launcher="slurm")
+    topology = Topology(num_processes=1, num_nodes=2, node_rank=1, main_port=1)
+    assert choose_launcher("auto", topology, function=None, world=world).enter() == world
+
+
 def test_one_process_is_this_process() -> None:
     launcher = choose_launcher("auto", Topology(num_processes=1), function=None, world=None)
     assert isinstance(launcher, Inline)

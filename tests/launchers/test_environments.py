@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fabric.launchers import Rendezvous, World, detect_world
+from fabric.launchers.environments.host_list import HostList
+from fabric.launchers.environments.slurm import SlurmEnvironment
 
 HAND = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 TORCHRUN = {
@@ -94,13 +96,42 @@ def test_the_steps_of_two_jobs_meet_at_different_ports() -> None:
     "environ",
     [
         {name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"},
-        {**SRUN, "SLURM_JOB_NAME": "bash"},
-        {**SRUN, "SLURM_JOB_NAME": "interactive"},
+        {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PTY_PORT": "40203"},
+        {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "4294967290"},
+        {**SRUN, "OMPI_COMM_WORLD_RANK": "1"},
+        {**SRUN, "MPI_LOCALRANKID": "1"},
     ],
-    ids=["sbatch", "srun --pty bash", "interactive"],
+    ids=["sbatch", "srun --pty bash", "salloc with use_interactive_step", "mpirun", "mpiexec.hydra"],
 )
-def test_a_shell_inside_a_slurm_job_is_no_rank(environ: dict[str, str]) -> None:
-    assert detect_world(environ) is None
+def test_a_shell_inside_a_slurm_job_is_no_rank_of_srun(environ: dict[str, str]) -> None:
+    assert not SlurmEnvironment().detect(environ)
+
+
+@pytest.mark.parametrize("name", ["bash", "interactive"])
+def test_ranks_of_srun_are_ranks_whatever_the_name_of_the_job(name: str) -> None:
+    """`srun bash train.sh` is called bash; srun within `salloc` is called interactive."""
+    assert SlurmEnvironment().detect({**SRUN, "SLURM_JOB_NAME": name})
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "num_hosts"),
+    [
+        ("a1", "a1", 1),
+        ("b2,a1", "b2", 2),
+        ("a[3-5,9],b", "a3", 5),
+        ("gpu[001-010]", "gpu001", 10),
+        ("n[1-2]-ib[0-1]", "n1-ib0", 4),
+        ("n[09-11],n7", "n09", 4),
+    ],
+)
+def test_a_list_of_hosts_tells_its_first_and_their_number(text: str, first: str, num_hosts: int) -> None:
+    assert HostList.parse(text) == HostList(first=first, num_hosts=num_hosts)
+
+
+@pytest.mark.parametrize("text", ["", ",a", "a[1-2", "a[2-1]", "a[x]", "a b", "a[]", "a[1,]"])
+def test_what_is_no_list_of_hosts_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match="is not of SLURM's form for hosts, such as `gpu"):
+        HostList.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +151,13 @@ def test_a_shell_inside_a_slurm_job_is_no_rank(environ: dict[str, str]) -> None:
         ),
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "adds up to 4 ranks on 2 nodes, not to 5 on 3"),
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "two"}, "is not of SLURM's form, such as `2(x3),1`"),
-        ({**SRUN, "SLURM_PROCID": "5"}, "these contradict each other. Start the ranks with `srun`"),
+        ({**SRUN, "SLURM_STEP_NODELIST": "gpu[07-08]"}, "gpu[07-08] names 2 hosts, not 3. Leave srun's variables"),
+        (
+            {"KUBERNETES_SERVICE_HOST": "10.96.0.1", **HAND, "PET_NPROC_PER_NODE": "4"},
+            "Kubeflow wrote this for torchrun, but the pod's command runs Python itself",
+        ),
+        ({"KUBERNETES_SERVICE_HOST": "10.96.0.1", "PET_NNODES": "2"}, "Write `torchrun` in the place of `python`"),
+        ({**SRUN, "SLURM_PROCID": "5"}, "these contradict each other. A world with `rank=5` and `size=5`"),
     ],
 )
 def test_incomplete_or_contradictory_variables_are_an_error_that_shows_them(

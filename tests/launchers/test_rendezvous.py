@@ -9,7 +9,7 @@ import pytest
 from processes import free_port
 from worlds import run_world
 
-from fabric.launchers import Rendezvous, World, join, rendezvous
+from fabric.launchers import Rendezvous, WorkerError, World, join, rendezvous
 from fabric.launchers.launcher import Topology
 from fabric.launchers.meeting_point import MeetingPoint
 
@@ -77,6 +77,38 @@ def test_a_port_that_is_taken_is_an_error_that_names_it(point: MeetingPoint) -> 
         join(world(0, point.port, hosted=False), 1, print)
     with pytest.raises(RuntimeError, match=rf"Node 0 cannot serve the rendezvous on port {point.port}: "):
         MeetingPoint(Topology(num_processes=1, num_nodes=2, main_port=point.port))
+
+
+def of_two_nodes(rank: int, port: int, *, attempt: int = 0) -> World:
+    at = Rendezvous(address="127.0.0.1", port=port, hosted=True, attempt=attempt)
+    return World(rank=rank, size=2, node_rank=rank, num_nodes=2, rendezvous=at)
+
+
+def test_ranks_of_two_nodes_meet_although_their_agents_count_restarts_apart(point: MeetingPoint) -> None:
+    with ThreadPoolExecutor(2) as ranks:
+        for attempts in ((0, 0), (1, 0), (1, 2)):
+            worlds = [of_two_nodes(rank, point.port, attempt=attempt) for rank, attempt in enumerate(attempts)]
+            stores = list(ranks.map(lambda world: join(world, 30, print), worlds))
+            assert not stores[0].check(["key"])
+            stores[0].set("key", str(attempts))
+            assert stores[1].get("key") == str(attempts).encode()
+
+
+def test_a_rank_that_was_here_and_died_is_not_taken_for_the_one_that_came_in_its_place(point: MeetingPoint) -> None:
+    for rank in range(2):
+        with pytest.raises(WorkerError, match=f"Rank {rank} of 2 waited 0.2 s for rank {1 - rank}, which did not"):
+            run_world(1, join_as, point.port, rank)
+    assert run_world(2, join_as, point.port, None) == [b"from 1", b"from 0"]
+
+
+def join_as(inner: World, port: int, alone: int | None) -> bytes:
+    """Meet as a rank of two nodes: as `alone`, whom nobody meets, or as what this process is."""
+    rank = inner.rank if alone is None else alone
+    store = join(of_two_nodes(rank, port), 30 if alone is None else 0.2, print)
+    store.set(str(rank), f"from {rank}")
+    read = store.get(str(1 - rank))
+    join(inner, 60, print)  # both stay until both have read
+    return read
 
 
 def meet_at_rank_zero(inner: World, port: int) -> list[bytes]:

@@ -1,0 +1,92 @@
+"""What each strategy can do here: on which accelerators, in which precisions, and what a loop cannot ask of it.
+
+Asked of the strategies themselves (`refuse` by way of `resolve`, and `lacks`), so it is what a script would be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, get_args
+
+from fabric.machine import Machine
+from fabric.request import Request
+from fabric.resolve import resolve
+from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.capabilities import CAPABILITIES
+from fabric.strategies.precision.precision import Precision, PrecisionWord
+from fabric.strategies.registry import Registration
+from fabric.strategies.strategy import Strategy
+
+_WORDS: tuple[PrecisionWord, ...] = get_args(PrecisionWord)
+
+
+def describe_strategy(machine: Machine, registration: Registration) -> dict[str, Any]:
+    """One strategy, as JSON's types, asked in a process of its own that no launcher made.
+
+    `precisions`: by accelerator. `lacks`: words of `capabilities.py`, each with the sentence that the call raises.
+    """
+    alone = replace(machine, world=None)
+    why_not: str | None = None
+    precisions: dict[str, list[str]] = {}
+    lacks: Mapping[str, str] = {}
+    for found in machine.usable():
+        try:
+            strategy = registration.strategy()
+            lacks = strategy.lacks
+            resolve(Request(accelerator=found.accelerator, strategy=strategy), alone)
+        except Exception as error:  # anybody's strategy, and whatever keeps it from being made is the answer
+            why_not = str(error) or type(error).__name__
+        else:
+            precisions[found.accelerator.name] = _precisions(strategy, found.accelerator, alone)
+    return {
+        "name": registration.name,
+        "description": registration.description,
+        "source": registration.source,
+        "runs_on": list(precisions),
+        "why_not": None if precisions else why_not,
+        "precisions": precisions,
+        "lacks": dict(lacks),
+    }
+
+
+def _precisions(strategy: Strategy, accelerator: Accelerator, machine: Machine) -> list[str]:
+    words = []
+    for word in _WORDS:
+        with suppress(ValueError):
+            resolve(Request(accelerator=accelerator, strategy=strategy, precision=Precision.parse(word)), machine)
+            words.append(word)
+    return words
+
+
+def show_strategies(rows: Sequence[Mapping[str, Any]]) -> None:
+    """A row for each strategy: its precisions, the words it lacks, and the number of the sentence that says why."""
+    from rich.console import Console
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    console = Console()
+    sentences: dict[str, int] = {}
+
+    def number(sentence: str) -> int:
+        return sentences.setdefault(sentence, len(sentences) + 1)
+
+    shown = Table(Column("strategy", no_wrap=True), "precisions", "what a loop cannot have")
+    for row in rows:
+        here = [
+            f"{name}: {'all' if len(words) == len(_WORDS) else ', '.join(words)}"
+            for name, words in row["precisions"].items()
+        ]
+        lacks = [f"{word} ({number(sentence)})" for word, sentence in row["lacks"].items()]
+        shown.add_row(
+            Text(row["name"], style="dim" if row["why_not"] else "bold green"),
+            "; ".join(here) or f"not here ({number(row['why_not'])})",
+            ", ".join(lacks),
+        )
+    console.print(shown)
+    for sentence, its_number in sentences.items():
+        console.print(f"({its_number}) {sentence[0].upper()}{sentence[1:]}", highlight=False, markup=False)
+    console.print("\nWhat a loop may ask:", highlight=False)
+    for word, meaning in CAPABILITIES.items():
+        console.print(f"  {word}: {meaning}", highlight=False, markup=False)

@@ -1,0 +1,25 @@
+"""The conformance suite: what holds for every strategy, to be run over one of your own.
+
+    import pytest
+    from fabric.testing import cases, check
+
+    @pytest.mark.parametrize("case", cases(), ids=str)
+    def test_my_strategy(case):
+        check(MyStrategy(), case, devices=2)
+
+It needs no test runner. What the strategy declares in `lacks` must raise that sentence; everything else must give the
+numbers of one process of plain PyTorch.
+"""
+
+from __future__ import annotations
+
+from fabric.testing.cases import Case as Case
+from fabric.testing.cases import cases as cases
+from fabric.testing.checks import Finding as Finding
+from fabric.testing.checks import check as check
+from fabric.testing.checks import examine as examine
+from fabric.testing.checks import survey as survey
+from fabric.testing.drawn import Net as Net
+from fabric.testing.table import table as table
+
+__all__ = ["Case", "Finding", "Net", "cases", "check", "examine", "survey", "table"]

@@ -1,0 +1,127 @@
+"""The cases of the suite: what holds for every strategy, a claim for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias, final
+
+from fabric.strategies.capabilities import Capability
+from fabric.testing import loops
+from fabric.testing.collectives import talk
+from fabric.testing.drawn import Trial
+from fabric.testing.loops import Outcome, Recipe, train
+from fabric.testing.plain import Loop
+
+Body: TypeAlias = Callable[[Loop, Trial], Outcome]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A loop that gives the same over a strategy as in one process of plain PyTorch."""
+
+    name: str
+    claim: str
+    body: Body
+    needs: tuple[Capability, ...] = ()
+    """What the loop asks of the strategy. Where it lacks one of these, the loop raises that sentence."""
+    by_share: bool = False
+    """Each share of the data is computed alone in plain PyTorch too, and gradients are averaged by hand."""
+    ranks_are_shares: bool = False
+    """Nothing is said about ranks that read the same samples."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def cases() -> tuple[Case, ...]:
+    """Every case, the plainest first."""
+    return _CASES
+
+
+def _trained(name: str, claim: str, *needs: Capability, by_share: bool = False, **recipe: object) -> Case:
+    body = partial(train, recipe=Recipe(**recipe))  # type: ignore[arg-type]
+    return Case(name=name, claim=claim, body=body, needs=needs, by_share=by_share)
+
+
+_CASES = (
+    _trained("sgd", "ten steps of SGD with momentum", num_steps=10),
+    _trained("adamw", "ten steps of AdamW", num_steps=10, optimizer="adamw"),
+    _trained("groups", "two groups of parameters, a schedule of learning rates", groups=True, optimizer="adamw"),
+    _trained("accumulate", "windows of three micro-batches", "accumulate", accumulate=3),
+    _trained("clip_norm", "gradients clipped by their norm", "clip_norm", clip="norm"),
+    _trained("clip_value", "gradients clipped by value", "clip_value", clip="value"),
+    _trained(
+        "accumulate_and_clip",
+        "windows of two micro-batches, then clipped by norm",
+        "accumulate",
+        "clip_norm",
+        accumulate=2,
+        clip="norm",
+        optimizer="adamw",
+    ),
+    Case(
+        name="not_finite",
+        claim="a norm that is not finite raises where that is asked for",
+        body=loops.not_finite,
+        needs=("clip_norm",),
+    ),
+    Case(name="closure", claim="steps with a closure", body=loops.closure, needs=("closure",)),
+    _trained("tied", "an embedding tied to the output", "tied", kinds=("tied",), optimizer="adamw"),
+    _trained("frozen", "a layer that is not trained", "frozen", kinds=("frozen",), groups=True),
+    _trained("buffers", "BatchNorm over each share", "buffers", by_share=True, kinds=("batch_norm",)),
+    _trained("unused", "a layer that takes no part in every second step", "unused", kinds=("spare",)),
+    _trained("methods", "a loss from a method of the model", "methods", by_method=True),
+    _trained("later_optimizers", "an optimizer made after setup", "later_optimizers", later=True),
+    Case(
+        name="several_optimizers",
+        claim="two optimizers of one model",
+        body=loops.two_optimizers,
+        needs=("several_optimizers",),
+    ),
+    Case(
+        name="several_models",
+        claim="a generator against a critic, two optimizers",
+        body=loops.generator_and_critic,
+        needs=("several_models",),
+    ),
+    Case(
+        name="joint_backward",
+        claim="one loss through two models",
+        body=loops.encoder_and_head,
+        needs=("several_models", "joint_backward"),
+    ),
+    Case(
+        name="joint_optimizer",
+        claim="one loss through two models, one optimizer",
+        body=partial(loops.encoder_and_head, one_optimizer=True),
+        needs=("several_models", "joint_backward", "joint_optimizer", "later_optimizers"),
+    ),
+    _trained("compile", "compiled after setup", "compile", compile="after"),
+    _trained("compile_before", "compiled before setup", "compile_before", compile="before"),
+    Case(name="evaluate", claim="a model without optimizer", body=loops.evaluate, needs=("evaluate",)),
+    Case(name="empty_init", claim="a model made without values", body=loops.empty, needs=("empty_init", "load")),
+    Case(
+        name="load",
+        claim="weights from a checkpoint of plain PyTorch",
+        body=partial(loops.go_on, with_optimizer=False),
+        needs=("load",),
+    ),
+    Case(
+        name="optimizer_state",
+        claim="weights and moments from a checkpoint of plain PyTorch",
+        body=partial(loops.go_on, with_optimizer=True),
+        needs=("load", "optimizer_state"),
+    ),
+    Case(name="uneven", claim="a last batch that is smaller", body=loops.tail, needs=("uneven",)),
+    Case(
+        name="gather_gradients",
+        claim="a loss over the outputs of all ranks",
+        body=loops.contrast,
+        needs=("gather_gradients",),
+        ranks_are_shares=True,
+    ),
+    Case(name="collective", claim="every operation of the strategy's collective", body=talk, needs=("talk",)),
+)

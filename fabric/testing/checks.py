@@ -1,0 +1,181 @@
+"""Run cases over a strategy, and say what was seen.
+
+Each launch draws sizes and numbers anew from a seed, which is printed and stands in every failure: passing it draws the
+same again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Literal, TypeAlias, final
+
+import torch
+from torch.utils.data import DataLoader
+
+from fabric.fabric import Fabric
+from fabric.launchers.launcher import WorkerError
+from fabric.strategies.data.transfer import move
+from fabric.strategies.precision.precision import Precision, PrecisionInput
+from fabric.strategies.strategy import Strategy
+from fabric.testing.cases import Case, cases
+from fabric.testing.drawn import Sizes, Trial
+from fabric.testing.plain import SCALE, plain
+
+Seen: TypeAlias = Literal["equal", "raised", "not run", "failed"]
+
+TOLERANCES: Mapping[str, float] = {
+    "64-true": 1e-10,
+    "32-true": 1e-5,
+    "bf16-true": 2e-2,  # two units in the last place of a loss of 2 to 4
+    "16-true": 4e-3,
+    "bf16-mixed": 1e-4,
+    "16-mixed": 1e-4,
+}
+"""How far numbers may be apart, relative and absolute, by precision."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What was seen of one case."""
+
+    case: str
+    seen: Seen
+    words: str = ""
+    """How it failed, the sentence that was raised, or why it was not run."""
+
+
+def check(
+    strategy: str | Strategy,
+    case: Case,
+    *,
+    devices: int = 2,
+    precision: PrecisionInput | Precision = "32-true",
+    accelerator: str = "cpu",
+    tolerance: float | None = None,
+    seed: int | None = None,
+) -> None:
+    """Run one case over a strategy: its numbers are those of one process of plain PyTorch, or it raises as declared.
+
+    It launches `devices` ranks by itself. `tolerance`: relative and absolute; None takes that of the precision.
+    `seed`: None draws one, and prints it.
+    Raises: AssertionError: they are not, with the seed; ValueError: the strategy refuses to run so.
+    """
+    (finding,) = survey(
+        strategy,
+        [case],
+        devices=devices,
+        precision=precision,
+        accelerator=accelerator,
+        tolerance=tolerance,
+        seed=seed,
+    )
+    if finding.seen == "failed":
+        raise AssertionError(f"{case.name} ({case.claim}) over {strategy!r}, {devices} devices: {finding.words}")
+
+
+def survey(
+    strategy: str | Strategy,
+    these: Sequence[Case] | None = None,
+    *,
+    devices: int = 2,
+    precision: PrecisionInput | Precision = "32-true",
+    accelerator: str = "cpu",
+    tolerance: float | None = None,
+    seed: int | None = None,
+) -> list[Finding]:
+    """Run cases (None: all) over a strategy in one launch, and give what was seen of each, in their order.
+
+    Where a rank raises what the strategy does not declare, the launch ends; each case is then launched alone, so that
+    one failure hides no other. Arguments and errors as in `check`, but a failure is a finding.
+    """
+    chosen = list(cases() if these is None else these)
+    seed = random.randrange(2**31) if seed is None else seed
+    print(f"fabric.testing: seed {seed}")
+    value = replace(Precision.parse(precision), init_scale=SCALE)
+
+    def launch(some: Sequence[Case]) -> list[Finding]:
+        fabric = Fabric(accelerator=accelerator, strategy=strategy, devices=devices, plugins=value)
+        return fabric.launch(examine, some, seed=seed, tolerance=tolerance) or []
+
+    def launch_alone(case: Case) -> Finding:
+        try:
+            return launch([case])[0]
+        except WorkerError as error:
+            return Finding(case=case.name, seen="failed", words=f"seed {seed}: {error}")
+
+    if len(chosen) > 1:
+        with suppress(WorkerError):
+            return launch(chosen)
+    return [launch_alone(case) for case in chosen]
+
+
+def examine(
+    fabric: Fabric, these: Sequence[Case] | None = None, *, seed: int, tolerance: float | None = None
+) -> list[Finding]:
+    """Run cases (None: all) over a fabric that has been launched, and give what was seen of each, in their order.
+
+    For scripts that start in a way of their own, such as `torchrun`. Under a precision that scales losses, pass
+    `Fabric(plugins=...)` a `Precision` whose `init_scale` is 256. Ranks: all call it with the same; what rank 0 gets
+    counts. They need a folder for temporary files that all ranks see.
+    Raises: whatever a case raised that the strategy does not declare.
+    """
+    trial = draw(fabric, seed)
+    limit = TOLERANCES[trial.precision.name] if tolerance is None else tolerance
+    return [_examine(fabric, case, trial, limit) for case in (cases() if these is None else these)]
+
+
+def draw(fabric: Fabric, seed: int) -> Trial:
+    """What the seed draws for this fabric. Ranks: all call it."""
+    num_shares, batch_size = count_shares(fabric), Sizes.draw(seed).batch_size
+    return Trial(
+        seed=seed,
+        precision=fabric._configuration.precision,
+        num_shares=num_shares,
+        step_size=num_shares * batch_size,
+        batch_size=batch_size,
+        least_tail=num_shares,
+        lacks=frozenset(fabric.strategy.lacks),
+    )
+
+
+def count_shares(fabric: Fabric) -> int:
+    """Into how many parts the strategy cuts the data. Ranks: all call it."""
+    every = range(fabric.world_size)
+    mine = list(fabric.setup_dataloaders(DataLoader(every, batch_size=1)))  # type: ignore[arg-type]
+    return fabric.world_size // len(mine)
+
+
+def _examine(fabric: Fabric, case: Case, trial: Trial, tolerance: float) -> Finding:
+    if case.ranks_are_shares and trial.num_shares != fabric.world_size:
+        return Finding(case=case.name, seen="not run", words="ranks read the same samples")
+    sentences = [fabric.strategy.lacks[need] for need in case.needs if need in fabric.strategy.lacks]
+    try:
+        found = case.body(fabric, trial)
+    except Exception as error:
+        for sentence in sentences:
+            if sentence in str(error):
+                return Finding(case=case.name, seen="raised", words=sentence)
+        raise
+    if sentences and fabric.world_size > 1:  # alone, many strategies can all the same
+        words = f"seed {trial.seed}: the strategy declares {sentences[0]!r}, and nothing was raised"
+        return Finding(case=case.name, seen="failed", words=words)
+    if not fabric.is_global_zero:
+        return Finding(case=case.name, seen="equal")
+    by_share = case.by_share or trial.precision.compute_dtype not in (torch.float32, torch.float64)
+    num_copies = trial.num_shares if by_share else 1
+    body = partial(case.body, trial=trial.in_one_process(num_copies))
+    device = fabric.device
+    if fabric.accelerator.is_recorded:  # there, a loop that marks no steps is not how PyTorch is meant to be used
+        device = torch.device("cpu")
+        found = move(found, device)
+    expected = plain(body, trial.precision, device, num_copies)
+    try:
+        torch.testing.assert_close(asdict(found), asdict(expected), rtol=tolerance, atol=tolerance)
+    except AssertionError as error:
+        return Finding(case=case.name, seen="failed", words=f"seed {trial.seed}, {trial.sizes}: {error}")
+    return Finding(case=case.name, seen="equal")

@@ -1,0 +1,98 @@
+"""The core of what every collective does, with numbers of every rank drawn from the seed.
+
+Each rank draws what the others pass as well, and so knows what it must get.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fabric.strategies.collectives.collective import Collective, ReduceOp
+from fabric.testing.drawn import Trial
+from fabric.testing.loops import Outcome
+from fabric.testing.plain import Loop
+
+_REDUCTIONS: tuple[ReduceOp, ...] = ("sum", "mean", "min", "max", "product")
+
+
+def talk(loop: Loop, trial: Trial) -> Outcome:
+    """Every operation once; AssertionError where one gives something else."""
+    collective = loop.collective
+    every = range(collective.size)
+    shape = tuple(trial.draw("shape").randint(0, 4) for _ in range(trial.draw("ndim").randrange(4)))
+
+    def brought(rank: int, *more: int) -> Tensor:
+        numbers = torch.randint(1, 4, (*more, *shape), generator=trial.generator(f"rank {rank}"))
+        return loop.to_device(numbers.to(torch.float32))
+
+    mine, stacked = brought(collective.rank), torch.stack([brought(rank) for rank in every])
+    for name, pieces in {
+        "all_gather": (collective.all_gather(mine), stacked),
+        **{f"all_reduce {op}": (collective.all_reduce(mine, op), _reduced(stacked, op)) for op in _REDUCTIONS},
+        **{f"broadcast from {rank}": (collective.broadcast(mine, rank), stacked[rank]) for rank in every},
+    }.items():
+        _equal(name, *pieces)
+    slices = torch.stack([brought(rank, collective.size) for rank in every])
+    own = brought(collective.rank, collective.size)
+    _equal("reduce_scatter", collective.reduce_scatter(own, "sum"), slices.sum(dim=0)[collective.rank])
+    _equal("all_to_all", collective.all_to_all(own), slices[:, collective.rank])
+    _equal("what was passed", own, slices[collective.rank])
+    if collective.size > 1:
+        _equal("recv", _around(collective, mine), stacked[collective.rank - 1])
+    _objects(collective)
+    _parts(collective, mine)
+    for voters in (0, 1, collective.size):
+        said = collective.rank < voters
+        assert collective.reduce_boolean_decision(said) is (voters == collective.size)
+        assert collective.reduce_boolean_decision(said, require_all=False) is (voters > 0)
+    collective.barrier()
+    return Outcome(losses=[])
+
+
+def _reduced(stacked: Tensor, op: ReduceOp) -> Tensor:
+    return {
+        "sum": stacked.sum(dim=0),
+        "mean": stacked.mean(dim=0),
+        "min": stacked.amin(dim=0),
+        "max": stacked.amax(dim=0),
+        "product": stacked.prod(dim=0),
+    }[op]
+
+
+def _around(collective: Collective, mine: Tensor) -> Tensor:
+    """What the rank before has, sent in a circle; rank 0 sends first, so that nobody waits for ever."""
+    after, before = (collective.rank + 1) % collective.size, (collective.rank - 1) % collective.size
+    if collective.rank == 0:
+        collective.send(mine, after)
+        return collective.recv(mine, before)
+    got = collective.recv(mine, before)
+    collective.send(mine, after)
+    return got
+
+
+def _objects(collective: Collective) -> None:
+    mine: dict[str, Any] = {"rank": collective.rank, "tensor": torch.full((2,), float(collective.rank))}
+    for rank, other in enumerate(collective.all_gather_object(mine)):
+        assert other["rank"] == rank
+        assert other["tensor"].tolist() == [float(rank)] * 2
+    last = collective.size - 1
+    assert collective.broadcast_object(mine, last)["rank"] == last
+
+
+def _parts(collective: Collective, mine: Tensor) -> None:
+    """The first ranks talk among themselves."""
+    some = range((collective.size + 1) // 2)
+    part = collective.split(list(some))
+    assert (part is not None) == (collective.rank in some)
+    if part is not None:
+        assert (part.rank, part.size) == (collective.rank, len(some))
+        assert part.all_gather(mine).shape == (len(some), *mine.shape)
+
+
+def _equal(name: str, got: Tensor, expected: Tensor) -> None:
+    assert got.shape == expected.shape, f"{name} gives a shape of {tuple(got.shape)}, not {tuple(expected.shape)}"
+    assert got.dtype == expected.dtype, f"{name} gives {got.dtype}, not {expected.dtype}"
+    assert got.tolist() == expected.tolist(), f"{name} gives {got.tolist()}, not {expected.tolist()}"

@@ -1,0 +1,399 @@
+"""The loops of the suite. Each runs as it stands over a `Fabric` on every rank, and in plain PyTorch.
+
+What a loop returns must be equal; what it asserts must hold in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, softplus
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import ExponentialLR
+
+from fabric.testing.drawn import Net, OptimizerWord, Trial, make_optimizer
+from fabric.testing.plain import Loop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How one model is trained."""
+
+    optimizer: OptimizerWord = "sgd"
+    num_steps: int = 5
+    kinds: tuple[str, ...] = ()
+    """Of the net: tied, frozen, spare, batch_norm."""
+    groups: bool = False
+    """Two groups of parameters, and a learning rate that falls."""
+    accumulate: int = 1
+    """Micro-batches per step; gradients are synchronised in the last one."""
+    clip: str | None = None
+    """norm (its order is drawn) or value."""
+    compile: str | None = None
+    """Whether `torch.compile` comes before or after `setup`."""
+    later: bool = False
+    """Make the optimizer from the model that was set up."""
+    by_method: bool = False
+    """Let `net.loss` compute the loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What must be equal."""
+
+    losses: list[float]
+    norms: list[float] = field(default_factory=list)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    """Of each model for the same input, in evaluation."""
+    saved: dict[str, Any] = field(default_factory=dict)
+    """What a checkpoint has."""
+
+
+def train(loop: Loop, trial: Trial, recipe: Recipe) -> Outcome:
+    """The usual loop."""
+    net = trial.net(**dict.fromkeys(recipe.kinds, True))
+    if recipe.compile == "before":
+        net = compiled(trial, net)
+    if recipe.later:
+        model = loop.setup_module(net)
+        optimizer = loop.setup_optimizers(_optimizer(trial, model, recipe))
+    else:
+        model, optimizer = loop.setup(net, _optimizer(trial, net, recipe))
+    scheduler = ExponentialLR(optimizer, 0.8) if recipe.groups else None
+    if recipe.by_method:
+        model.mark_forward_method("loss")
+    called = compiled(trial, model) if recipe.compile == "after" else model
+    if recipe.accumulate > 1:
+        with suppress(KeyError), loop.no_backward_sync(model):
+            raise KeyError  # whatever ends the block, all is as before
+    batches = endless(loop.setup_dataloaders(trial.loader()))
+    losses, norms = [], []
+    for number, (tokens, targets, _) in enumerate(islice(batches, recipe.num_steps * recipe.accumulate), start=1):
+        is_last = number % recipe.accumulate == 0
+        with nullcontext() if recipe.accumulate == 1 else loop.no_backward_sync(model, enabled=not is_last):
+            if recipe.by_method:
+                loss = model.loss(tokens, targets)
+            else:
+                options = {"spare": number % 2 == 0} if "spare" in recipe.kinds else {}
+                loss = cross_entropy(called(tokens, **options).to(trial.dtype), targets)
+            loop.backward(loss / recipe.accumulate, model=model)
+        losses.append(mean(loop, loss))
+        if is_last:
+            norms += clip(loop, trial, model, optimizer, recipe)
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+            optimizer.zero_grad()
+    return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses, norms)
+
+
+def clip(loop: Loop, trial: Trial, model: nn.Module, optimizer: Optimizer, recipe: Recipe) -> list[float]:
+    """Clip as the recipe says; the norm from before, if there is one."""
+    if recipe.clip == "value":
+        loop.clip_gradients(model, optimizer, clip_val=0.01)
+    if recipe.clip != "norm":
+        return []
+    order = trial.draw("order of the norm").choice((1.0, 2.0, 3.0, float("inf")))
+    norm = loop.clip_gradients(model, optimizer, max_norm=0.02, norm_type=order)
+    assert norm is not None
+    return [norm.item()]
+
+
+def closure(loop: Loop, trial: Trial) -> Outcome:
+    """Each step computes its own loss."""
+    net = trial.net()
+    model, optimizer = loop.setup(net, trial.optimizer(net))
+    losses = []
+    for tokens, targets, _ in loop.setup_dataloaders(trial.loader()):
+
+        def compute(tokens: Tensor = tokens, targets: Tensor = targets) -> Tensor:
+            optimizer.zero_grad()
+            loss = cross_entropy(model(tokens).to(trial.dtype), targets)
+            loop.backward(loss, model=model)
+            return loss
+
+        losses.append(mean(loop, optimizer.step(compute)))
+    return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
+
+
+def not_finite(loop: Loop, trial: Trial) -> Outcome:
+    """Clipping raises where the norm is not finite, unless it is told not to; then training goes on."""
+    net = trial.net()
+    model, optimizer = loop.setup(net, trial.optimizer(net))
+    losses = []
+    for number, (tokens, targets, _) in enumerate(loop.setup_dataloaders(trial.loader())):
+        loss = cross_entropy(model(tokens).to(trial.dtype), targets)
+        loop.backward(loss * float("inf") if number < 2 else loss, model=model)
+        if number == 0:
+            try:
+                loop.clip_gradients(model, optimizer, max_norm=1.0)
+            except RuntimeError:
+                pass
+            else:
+                raise AssertionError("`error_if_nonfinite=True`, and nothing was raised")
+        elif number == 1:
+            norm = loop.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
+            assert norm is not None
+            assert not norm.isfinite()
+        else:
+            optimizer.step()
+            losses.append(mean(loop, loss))
+        optimizer.zero_grad()
+    return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
+
+
+def generator_and_critic(loop: Loop, trial: Trial) -> Outcome:
+    """Two models against each other, an optimizer and a loss each."""
+    width = trial.sizes.width
+    generator = trial.layers(width, width, "generator")
+    critic = trial.layers(width, 1, "critic")
+    generator, generator_optimizer = loop.setup(generator, trial.optimizer(generator, "adamw"))
+    critic, critic_optimizer = loop.setup(critic, trial.optimizer(critic))
+    losses = []
+    for tokens, _, _ in loop.setup_dataloaders(trial.loader()):
+        real, noise = features(trial, tokens)
+        fake = generator(noise).to(trial.dtype)
+        scores = critic(torch.cat([real, fake.detach()])).to(trial.dtype)
+        critic_loss = softplus(-scores[: len(real)]).mean() + softplus(scores[len(real) :]).mean()
+        critic_optimizer.zero_grad()
+        loop.backward(critic_loss, model=critic)
+        critic_optimizer.step()
+        generator_loss = softplus(-critic(fake).to(trial.dtype)).mean()
+        generator_optimizer.zero_grad()
+        loop.backward(generator_loss, model=generator)
+        generator_optimizer.step()
+        losses += [mean(loop, critic_loss), mean(loop, generator_loss)]
+    return finished(
+        loop,
+        trial,
+        {"generator": generator, "critic": critic},
+        {"generator_optimizer": generator_optimizer, "critic_optimizer": critic_optimizer},
+        losses,
+        inputs=dict.fromkeys(("generator", "critic"), torch.ones(2, width, dtype=trial.dtype)),
+    )
+
+
+def encoder_and_head(loop: Loop, trial: Trial, one_optimizer: bool = False) -> Outcome:
+    """One loss through two models, with an optimizer each or one for both."""
+    encoder = trial.layers(trial.sizes.width, trial.sizes.hidden, "encoder")
+    head = trial.layers(trial.sizes.hidden, trial.sizes.vocabulary, "head")
+    if one_optimizer:
+        encoder, head = loop.setup_module(encoder), loop.setup_module(head)
+        groups = [{"params": list(encoder.parameters())}, {"params": list(head.parameters()), "lr": 0.05}]
+        optimizers = {"optimizer": loop.setup_optimizers(make_optimizer(groups, "sgd"))}
+    else:
+        encoder, encoder_optimizer = loop.setup(encoder, trial.optimizer(encoder, "adamw"))
+        head, head_optimizer = loop.setup(head, trial.optimizer(head))
+        optimizers = {"encoder_optimizer": encoder_optimizer, "head_optimizer": head_optimizer}
+    losses = []
+    for tokens, targets, _ in loop.setup_dataloaders(trial.loader()):
+        loss = cross_entropy(head(encoder(features(trial, tokens)[0])).to(trial.dtype), targets)
+        loop.backward(loss)
+        losses.append(mean(loop, loss))
+        for optimizer in optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
+    inputs = {
+        "encoder": torch.ones(2, trial.sizes.width, dtype=trial.dtype),
+        "head": torch.ones(2, trial.sizes.hidden, dtype=trial.dtype),
+    }
+    return finished(loop, trial, {"encoder": encoder, "head": head}, optimizers, losses, inputs=inputs)
+
+
+def two_optimizers(loop: Loop, trial: Trial) -> Outcome:
+    """Matrices and vectors of one model, an optimizer each."""
+    net = trial.net()
+    matrices, vectors = halves(net)
+    model, first, second = loop.setup(
+        net, make_optimizer([{"params": matrices}], "adamw"), make_optimizer([{"params": vectors}], "sgd")
+    )
+    losses = []
+    for tokens, targets, _ in loop.setup_dataloaders(trial.loader()):
+        loss = cross_entropy(model(tokens).to(trial.dtype), targets)
+        loop.backward(loss, model=model)
+        losses.append(mean(loop, loss))
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+    return finished(loop, trial, {"model": model}, {"first": first, "second": second}, losses)
+
+
+def evaluate(loop: Loop, trial: Trial) -> Outcome:
+    """A model without an optimizer."""
+    model = loop.setup_module(trial.net(tied=True)).eval()
+    losses = []
+    with torch.no_grad():
+        for tokens, targets, _ in loop.setup_dataloaders(trial.loader()):
+            losses.append(mean(loop, cross_entropy(model(tokens).to(trial.dtype), targets)))
+    return finished(loop, trial, {"model": model}, {}, losses)
+
+
+def empty(loop: Loop, trial: Trial) -> Outcome:
+    """A model that is made without values, and gets them from a checkpoint before it is trained."""
+    with folder(loop) as path:
+        loop.save(f"{path}/weights", {"model": trial.net()})
+        with loop.init_module(empty_init=True):
+            net = Net(trial.sizes)
+        model, optimizer = loop.setup(net, trial.optimizer(net))
+        loop.load(f"{path}/weights", {"model": model})
+    losses = steps(loop, trial, model, optimizer)
+    return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
+
+
+def go_on(loop: Loop, trial: Trial, with_optimizer: bool) -> Outcome:
+    """Training goes on from a checkpoint that one process of plain PyTorch has saved."""
+    trained = trial.net()
+    before = trial.optimizer(trained, "adamw")
+    for _ in range(3):
+        cross_entropy(trained(trial.probe()), torch.arange(5)).backward()  # type: ignore[no-untyped-call]
+        before.step()
+        before.zero_grad()
+    net = trial.net("another")
+    model, optimizer = loop.setup(net, trial.optimizer(net, "adamw"))
+    targets = {"model": model, "optimizer": optimizer} if with_optimizer else {"model": model}
+    with folder(loop) as path:
+        loop.save(f"{path}/trained", {"model": trained, "optimizer": before})
+        loop.load(f"{path}/trained", targets)
+    losses = steps(loop, trial, model, optimizer)
+    return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
+
+
+def tail(loop: Loop, trial: Trial) -> Outcome:
+    """Batches of different sizes: gradients are those of all samples of a step, and each sample is read once."""
+    net = trial.net()
+    model, optimizer = loop.setup(net, trial.optimizer(net))
+    size = trial.draw("tail").randint(trial.least_tail, trial.step_size - 1)
+    losses = []
+    for num_more in (size, 1):
+        loader = trial.loader(num_steps=2, tail=num_more)
+        seen = torch.zeros(2 * trial.step_size + num_more, device=loop.to_device(torch.zeros(())).device)
+        for tokens, targets, index in loop.setup_dataloaders(loader):
+            seen[index] += 1
+            if num_more == 1:
+                continue
+            loss = cross_entropy(model(tokens).to(trial.dtype), targets, reduction="sum")
+            # How many samples the step has, over all shares: ranks that share data count theirs as one.
+            count = loop.all_reduce(torch.tensor(float(len(tokens))), reduce_op="mean") * trial.num_shares
+            loop.backward(loss * trial.num_shares / count.item(), model=model)
+            losses.append(mean(loop, loss) * trial.num_shares)
+            optimizer.step()
+            optimizer.zero_grad()
+        times = loop.all_reduce(seen, reduce_op="mean") * trial.num_shares
+        assert times.allclose(torch.ones_like(times)), f"samples were read so often: {times.tolist()}"
+    return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
+
+
+def contrast(loop: Loop, trial: Trial) -> Outcome:
+    """A loss of each sample against those of all ranks, whose gradients come back."""
+    net = trial.net()
+    model, optimizer = loop.setup(net, trial.optimizer(net))
+    losses = []
+    for tokens, _, _ in loop.setup_dataloaders(trial.loader()):
+        mine = model(tokens).to(trial.dtype)
+        everyone = loop.all_gather(mine, sync_grads=True).flatten(0, 1)
+        own = torch.arange(len(mine), device=mine.device) + loop.global_rank * len(mine)
+        loss = cross_entropy(mine @ everyone.T / trial.sizes.vocabulary, own)
+        loop.backward(loss, model=model)
+        losses.append(mean(loop, loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
+
+
+# What the loops share
+
+
+def steps(loop: Loop, trial: Trial, model: nn.Module, optimizer: Optimizer) -> list[float]:
+    """One epoch; the losses."""
+    losses = []
+    for tokens, targets, _ in loop.setup_dataloaders(trial.loader()):
+        loss = cross_entropy(model(tokens).to(trial.dtype), targets)
+        loop.backward(loss, model=model)
+        losses.append(mean(loop, loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def finished(
+    loop: Loop,
+    trial: Trial,
+    models: dict[str, Any],
+    optimizers: dict[str, Any],
+    losses: list[float],
+    norms: Sequence[float] = (),
+    inputs: Mapping[str, Tensor] | None = None,
+) -> Outcome:
+    """What became of the models and optimizers. AssertionError where ranks compute different things with them.
+
+    `inputs`: what each model is evaluated on, where that is not tokens.
+    """
+    outputs: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for name, model in models.items():
+            probe = trial.probe() if inputs is None else inputs[name]
+            outputs[name] = model.eval()(loop.to_device(probe)).to(trial.dtype)
+            of_ranks = loop.all_gather(outputs[name])
+            assert torch.equal(of_ranks, of_ranks[:1].expand_as(of_ranks)), f"ranks differ in {name}: {of_ranks}"
+    state = models if "optimizer_state" in trial.lacks else {**models, **optimizers}
+    saved: dict[str, Any] = {}
+    if "save" not in trial.lacks:
+        with folder(loop) as path:
+            loop.save(f"{path}/end", state)
+            saved = loop.load(f"{path}/end")
+    return Outcome(losses=losses, norms=list(norms), outputs=outputs, saved=saved)
+
+
+@contextmanager
+def folder(loop: Loop) -> Iterator[str]:
+    """A folder of rank 0, there until all ranks have left the block."""
+    with TemporaryDirectory() as mine:
+        yield str(Path(loop.broadcast(mine)))
+        loop.barrier()
+
+
+def compiled(trial: Trial, module: nn.Module) -> Any:
+    """The module through torch's compiler, where the trial has one."""
+    return module if trial.compiler is None else torch.compile(module, backend=trial.compiler)
+
+
+def endless(loader: Iterable[Any]) -> Iterator[Any]:
+    """Epoch after epoch."""
+    while True:
+        yield from loader
+
+
+def mean(loop: Loop, loss: Tensor) -> float:
+    """The loss over all ranks."""
+    return float(loop.all_reduce(loss.detach()).item())
+
+
+def halves(net: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """The matrices of a model, and its vectors."""
+    parameters = list(net.parameters())
+    return [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim == 1]
+
+
+def features(trial: Trial, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Two things to compute with, of `(batch, width)`, that follow from the tokens."""
+    angles = torch.arange(1, trial.sizes.width + 1, device=tokens.device) * tokens.sum(dim=1, keepdim=True)
+    return angles.to(trial.dtype).sin(), angles.to(trial.dtype).cos()
+
+
+def _optimizer(trial: Trial, net: nn.Module, recipe: Recipe) -> Optimizer:
+    if "spare" in recipe.kinds:
+        return SGD(net.parameters(), lr=0.1)
+    if not recipe.groups:
+        return trial.optimizer(net, recipe.optimizer)
+    matrices, vectors = halves(net)
+    return make_optimizer(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 0.02}], recipe.optimizer
+    )

@@ -1,0 +1,217 @@
+"""The words of a fabric in one process of plain PyTorch: what every strategy must equal.
+
+Each word is the line of torch that a loop without a fabric has. Where a strategy promises what each share of the data
+computes alone (statistics of BatchNorm, rounding in half precision), there is a copy of the model for each share, in a
+thread, and gradients are averaged by hand. Scaled losses have a constant scale here, one that nothing overflows at.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol, TypeVar, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabric.strategies.checkpoint.state import restore, state_of
+from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.collectives.single import SingleDeviceCollective
+from fabric.strategies.precision.precision import Precision
+
+T = TypeVar("T")
+SCALE = 2.0**8
+"""Of losses in float16, here and under the strategy. An overflow would skip a step, and that is another run."""
+
+
+class Loop(Protocol):
+    """What the cases use of a `Fabric`."""
+
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def global_rank(self) -> int: ...
+    @property
+    def is_global_zero(self) -> bool: ...
+    @property
+    def collective(self) -> Collective: ...
+    def setup(self, module: nn.Module, *optimizers: Optimizer) -> Any: ...
+    def setup_module(self, module: nn.Module) -> nn.Module: ...
+    def setup_optimizers(self, *optimizers: Optimizer) -> Any: ...
+    def setup_dataloaders(self, *loaders: Iterable[Any]) -> Any: ...
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]: ...
+    def to_device(self, obj: T) -> T: ...
+    def backward(self, loss: Tensor, *, model: nn.Module | None = None) -> None: ...
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]: ...
+    def clip_gradients(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        clip_val: float | None = None,
+        max_norm: float | None = None,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor | None: ...
+    def barrier(self) -> None: ...
+    def broadcast(self, obj: T) -> T: ...
+    def all_gather(self, data: Any, *, sync_grads: bool = False) -> Any: ...
+    def all_reduce(self, data: Any, *, reduce_op: Any = "mean") -> Any: ...
+    def save(self, path: str, state: dict[str, Any]) -> None: ...
+    def load(self, path: str, state: MutableMapping[str, Any] | None = None) -> dict[str, Any]: ...
+
+
+def plain(body: Callable[[Loop], T], precision: Precision, device: torch.device, num_copies: int = 1) -> T:
+    """What `body` gives in one process of plain PyTorch; in `num_copies` threads, what the first gives."""
+    table = _Table(num_copies)
+    loops = [PlainLoop(table, index, precision, device) for index in range(num_copies)]
+    if num_copies == 1:
+        return body(loops[0])
+    with ThreadPoolExecutor(num_copies) as threads:
+        futures = [threads.submit(table.leave_on_error, body, loop) for loop in loops]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    return futures[0].result()
+
+
+@final
+class _Table:
+    """Where the threads show each other what they have."""
+
+    def __init__(self, num_copies: int) -> None:
+        self.num_copies = num_copies
+        self._places: list[Any] = [None] * num_copies
+        self._all_here = threading.Barrier(num_copies)
+
+    def exchange(self, index: int, mine: T) -> list[T]:
+        """Give every thread what all brought."""
+        self._places[index] = mine
+        self._all_here.wait()
+        brought = list(self._places)
+        self._all_here.wait()  # nobody brings the next thing before all have taken this one
+        return brought
+
+    def leave_on_error(self, body: Callable[[Loop], T], loop: Loop) -> T:
+        """Run `body`; where it fails, the others do not wait for it."""
+        try:
+            return body(loop)
+        except BaseException:
+            self._all_here.abort()
+            raise
+
+
+@final
+class PlainLoop:
+    """One thread's words."""
+
+    def __init__(self, table: _Table, index: int, precision: Precision, device: torch.device) -> None:
+        self.world_size, self.global_rank, self.is_global_zero = table.num_copies, index, index == 0
+        self._table, self._precision, self._device = table, precision, device
+        self.collective: Collective = SingleDeviceCollective()
+        self._modules: list[nn.Module] = []
+        self._synced = True
+
+    def setup(self, module: nn.Module, *optimizers: Optimizer) -> Any:
+        """Convert and move the model; under mixed precision run its forward under autocast."""
+        if self._precision.is_mixed:
+            module.to(self._device)
+            run = torch.autocast(self._device.type, dtype=self._precision.compute_dtype)(module.forward)
+            object.__setattr__(module, "forward", run)
+        else:
+            module.to(self._device, self._precision.param_dtype)
+        object.__setattr__(module, "mark_forward_method", lambda method: None)
+        self._modules.append(module)
+        return (module, *optimizers) if optimizers else module
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        return self.setup(module)  # type: ignore[no-any-return]
+
+    def setup_optimizers(self, *optimizers: Optimizer) -> Any:
+        return optimizers[0] if len(optimizers) == 1 else optimizers
+
+    def setup_dataloaders(self, *loaders: Iterable[Any]) -> Any:
+        (loader,) = loaders
+        return _Cut(loader, self)
+
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def to_device(self, obj: T) -> T:
+        return obj.to(self._device) if isinstance(obj, (Tensor, nn.Module)) else obj  # type: ignore[return-value]
+
+    def backward(self, loss: Tensor, *, model: nn.Module | None = None) -> None:
+        """Compute gradients, and average what all copies have."""
+        scale = SCALE if self._precision.scales_loss else 1.0
+        (loss * scale).backward()  # type: ignore[no-untyped-call]
+        if not self._synced:
+            return
+        for module in self._modules:
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = self._mean(parameter.grad) / scale
+            for buffer in module.buffers():
+                buffer.copy_(self._table.exchange(self.global_rank, buffer.clone())[0])
+
+    @contextmanager
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> Iterator[None]:
+        before, self._synced = self._synced, not enabled and self._synced
+        try:
+            yield
+        finally:
+            self._synced = before
+
+    def clip_gradients(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        clip_val: float | None = None,
+        max_norm: float | None = None,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor | None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if clip_val is not None:
+            nn.utils.clip_grad_value_(parameters, clip_val)
+            return None
+        assert max_norm is not None
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def barrier(self) -> None:
+        self._table.exchange(self.global_rank, None)
+
+    def broadcast(self, obj: T) -> T:
+        return self._table.exchange(self.global_rank, obj)[0]
+
+    def all_gather(self, data: Any, *, sync_grads: bool = False) -> Any:
+        return torch.stack(self._table.exchange(self.global_rank, data))
+
+    def all_reduce(self, data: Any, *, reduce_op: Any = "mean") -> Any:
+        stacked = torch.stack(self._table.exchange(self.global_rank, data))
+        return stacked.sum(dim=0) if reduce_op == "sum" else stacked.mean(dim=0)
+
+    def save(self, path: str, state: dict[str, Any]) -> None:
+        if self.is_global_zero:
+            torch.save(state_of(state), path)
+        self.barrier()
+
+    def load(self, path: str, state: MutableMapping[str, Any] | None = None) -> dict[str, Any]:
+        content = torch.load(path, weights_only=True)
+        return restore({} if state is None else state, content, strict=True)
+
+    def _mean(self, mine: Tensor) -> Tensor:
+        return torch.stack(self._table.exchange(self.global_rank, mine)).mean(dim=0)
+
+
+@final
+class _Cut:
+    """Each batch cut into as many pieces as there are copies, as often as it is iterated."""
+
+    def __init__(self, loader: Iterable[Any], loop: PlainLoop) -> None:
+        self._loader, self._loop = loader, loop
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            yield [self._loop.to_device(part.chunk(self._loop.world_size)[self._loop.global_rank]) for part in batch]

@@ -1,0 +1,124 @@
+"""Horovod's variables, in both directions: who `horovodrun` says we are, and what Horovod is told by us.
+
+A rank of horovodrun finds the other ranks as all ranks here do, at a store of ours; horovodrun's own rendezvous is left
+alone. Horovod reads its variables from the process's environment when it starts, so they stand there only meanwhile.
+Source: horovod 0.28.1, runner/gloo_run.py, common/gloo/gloo_context.cc.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import final
+from zlib import crc32
+
+from fabric.launchers.environments.environment import Environment
+from fabric.launchers.environments.variables import agreed, integer, port_of_job, show, text
+from fabric.launchers.world import Rendezvous, World
+
+NAMES = (
+    "HOROVOD_RANK",
+    "HOROVOD_SIZE",
+    "HOROVOD_LOCAL_RANK",
+    "HOROVOD_LOCAL_SIZE",
+    "HOROVOD_CROSS_RANK",
+    "HOROVOD_CROSS_SIZE",
+)
+
+
+@final
+class HorovodEnvironment(Environment):
+    """`horovodrun --gloo -np 4 python script.py`."""
+
+    @property
+    def name(self) -> str:
+        return "horovod"
+
+    def detect(self, environ: Mapping[str, str]) -> bool:
+        return "HOROVOD_RANK" in environ
+
+    def world(self, environ: Mapping[str, str]) -> World:
+        def number(name: str) -> int:
+            return integer(environ, name, among="horovodrun")
+
+        num_nodes = number("HOROVOD_CROSS_SIZE")
+        if environ.get("HOROVOD_ELASTIC", "0") not in ("0", ""):
+            raise ValueError(
+                f"`HOROVOD_ELASTIC={environ['HOROVOD_ELASTIC']}`: horovodrun would change the number of ranks while "
+                "they run, and a world does not change. Leave out `--min-np` and `--max-np`."
+            )
+        if num_nodes * number("HOROVOD_LOCAL_SIZE") != number("HOROVOD_SIZE"):
+            raise ValueError(
+                f"{show(environ, *NAMES)}: nodes have different numbers of ranks, so these do not tell which node this "
+                "is. Give every host the same number of slots."
+            )
+        return agreed(
+            environ,
+            *NAMES,
+            launcher=self.name,
+            rank=number("HOROVOD_RANK"),
+            size=number("HOROVOD_SIZE"),
+            local_rank=number("HOROVOD_LOCAL_RANK"),
+            local_size=number("HOROVOD_LOCAL_SIZE"),
+            node_rank=number("HOROVOD_CROSS_RANK"),
+            num_nodes=num_nodes,
+            rendezvous=_rendezvous(environ, num_nodes),
+            start="`horovodrun`",
+        )
+
+
+def _rendezvous(environ: Mapping[str, str], num_nodes: int) -> Rendezvous:
+    """Rank 0 serves the store, on a port out of that of horovodrun's own rendezvous, which is of this job alone."""
+    if num_nodes > 1 and "MASTER_ADDR" not in environ:
+        raise ValueError(
+            f"{show(environ, *NAMES)}: horovodrun started ranks on {num_nodes} nodes, and tells none of them where "
+            "rank 0 is. Write `MASTER_ADDR=HOST horovodrun ...`, HOST being the first of its hosts."
+        )
+    job = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
+    number = crc32(":".join(text(environ, name, among="horovodrun") for name in job).encode())
+    return Rendezvous(
+        address=environ.get("MASTER_ADDR", "127.0.0.1"),
+        port=port_of_job(environ, number, among="horovodrun"),
+        hosted=False,
+        attempt=number,
+    )
+
+
+@contextmanager
+def place_in_environment(
+    world: World, *, address: str, port: int, interface: str | None, timeout_seconds: float
+) -> Iterator[None]:
+    """Within it, Horovod finds in the environment who this rank is, and where the others are to be met.
+
+    `address`, `port`: of a server of Horovod's own rendezvous. `interface`: the one gloo listens on, unless
+    HOROVOD_GLOO_IFACE or GLOO_SOCKET_IFNAME names another.
+    """
+    interface = os.environ.get("HOROVOD_GLOO_IFACE", os.environ.get("GLOO_SOCKET_IFNAME", interface))
+    variables = {
+        "HOROVOD_RANK": str(world.rank),
+        "HOROVOD_SIZE": str(world.size),
+        "HOROVOD_LOCAL_RANK": str(world.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(world.local_size),
+        "HOROVOD_CROSS_RANK": str(world.node_rank),
+        "HOROVOD_CROSS_SIZE": str(world.num_nodes),
+        "HOROVOD_HOSTNAME": f"node{world.node_rank}",  # a word that tells nodes apart, not an address
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(timeout_seconds))),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
+        "HOROVOD_STALL_CHECK_DISABLE": "1",
+        **({} if interface is None else {"HOROVOD_GLOO_IFACE": interface}),
+    }
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

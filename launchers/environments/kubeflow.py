@@ -1,0 +1,61 @@
+"""Ranks of Kubeflow's training operator: one process in each pod of a `PyTorchJob`.
+
+The operator sets the plain RANK and WORLD_SIZE, but a pod is a machine of its own: nothing is shared between two of
+them. It sets torchrun's own options too (PET_...), for pods that run torchrun; those are torchrun's ranks, not these.
+Written after the operator's sources; it has not run on a real cluster yet.
+Source: kubeflow/training-operator, pkg/controller.v1/pytorch/envvar.go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import final
+
+from fabric.launchers.environments.environment import Environment
+from fabric.launchers.environments.variables import agreed, integer, show, text
+from fabric.launchers.world import Rendezvous, World
+
+NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK")
+
+
+@final
+class KubeflowEnvironment(Environment):
+    """`python script.py` as the command of every pod of a `PyTorchJob`."""
+
+    @property
+    def name(self) -> str:
+        return "kubeflow"
+
+    def detect(self, environ: Mapping[str, str]) -> bool:
+        # LOCAL_RANK is set by launchers that start several ranks on a machine, never by the operator.
+        in_a_pod = "KUBERNETES_SERVICE_HOST" in environ and "LOCAL_RANK" not in environ
+        return in_a_pod and ("WORLD_SIZE" in environ or environ.get("PET_NNODES", "1") != "1")
+
+    def world(self, environ: Mapping[str, str]) -> World:
+        def number(name: str) -> int:
+            return integer(environ, name, among="Kubeflow's operator")
+
+        ranks_a_pod = environ.get("PET_NPROC_PER_NODE", "1")
+        if ranks_a_pod != "1" or "WORLD_SIZE" not in environ:
+            raise ValueError(
+                f"{show(environ, *NAMES)}: Kubeflow wrote this for torchrun, but the pod's command runs Python itself, "
+                "which would be one rank alone. Write `torchrun` in the place of `python` in the command."
+            )
+        rank, size = number("RANK"), number("WORLD_SIZE")
+        return agreed(
+            environ,
+            *NAMES,
+            launcher=self.name,
+            rank=rank,
+            size=size,
+            local_rank=0,
+            local_size=1,
+            node_rank=rank,
+            num_nodes=size,
+            rendezvous=Rendezvous(
+                address=text(environ, "MASTER_ADDR", among="Kubeflow's operator"),
+                port=number("MASTER_PORT"),
+                hosted=False,
+            ),
+            start="a `PyTorchJob`",
+        )

@@ -1,0 +1,84 @@
+"""Ranks of jsrun in an LSF job: one process per task of a resource set.
+
+jsrun tells a rank its numbers; which machine is which stands in the job's rank file, and its first line is the launch
+node, where the job script runs and no rank does. Written after IBM's manuals; it has not run on a real cluster yet.
+Source: IBM Spectrum LSF, "LSB_DJOB_RANKFILE"; IBM Job Step Manager, "Environment variables available to tasks".
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import final
+
+from fabric.launchers.environments.environment import Environment
+from fabric.launchers.environments.variables import agreed, integer, port_of_job, text
+from fabric.launchers.world import Rendezvous, World
+
+NAMES = (
+    "LSB_JOBID",
+    "LSB_DJOB_RANKFILE",
+    "JSM_NAMESPACE_RANK",
+    "JSM_NAMESPACE_SIZE",
+    "JSM_NAMESPACE_LOCAL_RANK",
+    "JSM_NAMESPACE_LOCAL_SIZE",
+)
+
+
+@final
+class LSFEnvironment(Environment):
+    """`jsrun -n 4 python script.py`, within a job of `bsub`."""
+
+    @property
+    def name(self) -> str:
+        return "lsf"
+
+    def detect(self, environ: Mapping[str, str]) -> bool:
+        return "JSM_NAMESPACE_RANK" in environ
+
+    def world(self, environ: Mapping[str, str]) -> World:
+        def number(name: str) -> int:
+            return integer(environ, name, among="jsrun")
+
+        hosts = _compute_hosts(environ)
+        return agreed(
+            environ,
+            *NAMES,
+            launcher=self.name,
+            rank=number("JSM_NAMESPACE_RANK"),
+            size=number("JSM_NAMESPACE_SIZE"),
+            local_rank=number("JSM_NAMESPACE_LOCAL_RANK"),
+            local_size=number("JSM_NAMESPACE_LOCAL_SIZE"),
+            node_rank=_place_among(hosts, environ),
+            num_nodes=len(hosts),
+            rendezvous=Rendezvous(
+                address=environ.get("MASTER_ADDR") or hosts[0],
+                port=port_of_job(environ, number("LSB_JOBID"), among="A job script"),
+                hosted=False,
+            ),
+            start="`jsrun`",
+        )
+
+
+def _compute_hosts(environ: Mapping[str, str]) -> list[str]:
+    """The hosts that ranks run on, in the order of the rank file."""
+    name = text(environ, "LSB_DJOB_RANKFILE", among="LSF")
+    try:
+        launch, *hosts = dict.fromkeys(Path(name).read_text().split())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"`LSB_DJOB_RANKFILE={name}` names no file with a host on each line: {error}. LSF writes it for each job."
+        ) from error
+    return hosts or [launch]
+
+
+def _place_among(hosts: list[str], environ: Mapping[str, str]) -> int:
+    short = [host.partition(".")[0] for host in hosts]
+    own = socket.gethostname().partition(".")[0]
+    if own not in short:
+        raise ValueError(
+            f"This machine is {own!r}, but `LSB_DJOB_RANKFILE={environ['LSB_DJOB_RANKFILE']}` has ranks on "
+            f"{', '.join(hosts)} only. Start the ranks with `jsrun`."
+        )
+    return short.index(own)

@@ -1,0 +1,83 @@
+"""Ranks of mpirun: Open MPI's own, or Hydra's (MPICH, Intel MPI), with or without mpi4py in the script.
+
+mpirun tells a rank its numbers, but neither which node it is on nor where rank 0 is. The node is counted out of the
+ranks, which lie on it one after another unless mpirun was told otherwise; the host has to be said where there are
+several. MPI itself is not asked: a rank that has initialised it and then raises keeps the others waiting.
+Source: "Environment variables for your MPI application", open-mpi.org; OMPI_COMM_WORLD_NODE_RANK counts processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import final
+from zlib import crc32
+
+from fabric.launchers.environments.environment import Environment
+from fabric.launchers.environments.variables import agreed, integer, port_of_job, show
+from fabric.launchers.world import Rendezvous, World
+
+OPEN_MPI = (
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+)
+HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+"""Of either: rank, size, local rank, local size."""
+
+
+@final
+class MPIEnvironment(Environment):
+    """`mpirun -np 4 python script.py`."""
+
+    @property
+    def name(self) -> str:
+        return "mpi"
+
+    def detect(self, environ: Mapping[str, str]) -> bool:
+        # srun sets PMI_RANK, and jsrun Open MPI's variables, for programs that initialise MPI.
+        by_open_mpi = OPEN_MPI[0] in environ and "JSM_NAMESPACE_RANK" not in environ
+        return by_open_mpi or {"PMI_RANK", "MPI_LOCALRANKID"} <= set(environ)
+
+    def world(self, environ: Mapping[str, str]) -> World:
+        names = OPEN_MPI if OPEN_MPI[0] in environ else HYDRA
+        rank, size, local_rank, local_size = (integer(environ, name, among="mpirun") for name in names)
+        num_nodes = -(-size // max(local_size, 1))
+        in_a_row = size % max(local_size, 1) == 0 and local_rank == rank % max(local_size, 1)
+        if num_nodes > 1 and 0 <= rank < size and not in_a_row:
+            raise ValueError(
+                f"{show(environ, *names)}: which node this is cannot be counted out of these. Give every node the same "
+                "number of ranks, one after another: `mpirun --map-by slot` (Hydra: `-ppn`)."
+            )
+        return agreed(
+            environ,
+            *names,
+            launcher=self.name,
+            rank=rank,
+            size=size,
+            local_rank=local_rank,
+            local_size=local_size,
+            node_rank=rank // max(local_size, 1),
+            num_nodes=num_nodes,
+            rendezvous=_rendezvous(environ, names, num_nodes) if size > 1 else None,
+            start="`mpirun`",
+        )
+
+
+def _rendezvous(environ: Mapping[str, str], names: tuple[str, ...], num_nodes: int) -> Rendezvous:
+    """Rank 0 serves the store, on a port out of the job's name, under keys of that name."""
+    address = environ.get("MASTER_ADDR") or ("127.0.0.1" if num_nodes == 1 else None)
+    job = environ.get("PMIX_NAMESPACE", environ.get("MASTER_PORT"))
+    missing = [name for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", job)) if not value]
+    if address is None or job is None:
+        values = {"MASTER_ADDR": "HOST", "MASTER_PORT": "29500"}
+        options = [" ".join(f"-x {name}={values[name]}" for name in missing)]
+        options += [" ".join(f"-genv {name} {values[name]}" for name in missing)]
+        raise ValueError(
+            f"{show(environ, *names)}: mpirun does not tell its ranks where they meet, and `{missing[0]}` is not set. "
+            f"Pass it on: `mpirun {options[0]}` (Hydra: `{options[1]}`), HOST being that of rank 0."
+        )
+    number = crc32(job.encode())
+    return Rendezvous(
+        address=address, port=port_of_job(environ, number, among="mpirun -x"), hosted=False, attempt=number
+    )

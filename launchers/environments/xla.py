@@ -1,0 +1,73 @@
+"""What the variables say of PJRT, through which torch_xla reaches its devices, and of the ranks that it started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+from fabric.launchers.environments.environment import Environment
+from fabric.launchers.environments.variables import agreed, integer, text
+from fabric.launchers.world import Rendezvous, World
+
+NAMES = (
+    "PJRT_LOCAL_PROCESS_RANK",
+    "PJRT_LOCAL_PROCESS_COUNT",
+    "CLOUD_TPU_TASK_ID",
+    "TPU_PROCESS_ADDRESSES",
+    "MASTER_PORT",
+)
+PORT = 12355
+"""The port of torch_xla's own rendezvous where MASTER_PORT is not set."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PJRT:
+    """Which of PJRT's clients was chosen. torch_xla is not imported, and no device is touched, to know it."""
+
+    client: str | None
+    """TPU or CPU; None where PJRT_DEVICE is not set."""
+    num_cpu_devices: int
+    """How many devices the CPU client makes of the processor."""
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str] | None = None) -> PJRT:
+        """Of these variables, or of this process's."""
+        environ = os.environ if environ is None else environ
+        return cls(environ.get("PJRT_DEVICE"), integer(environ, "CPU_NUM_DEVICES", 1, among="PJRT's user"))
+
+
+@final
+class XLAEnvironment(Environment):
+    """A process that `torch_xla.launch` started: one for each chip of a TPU. Threads of one process are no ranks."""
+
+    @property
+    def name(self) -> str:
+        return "xla"
+
+    def detect(self, environ: Mapping[str, str]) -> bool:
+        return {"PJRT_LOCAL_PROCESS_RANK", "CLOUD_TPU_TASK_ID", "TPU_PROCESS_ADDRESSES"} <= set(environ)
+
+    def world(self, environ: Mapping[str, str]) -> World:
+        def number(name: str, default: int | None = None) -> int:
+            return integer(environ, name, default, among="torch_xla")
+
+        addresses = text(environ, "TPU_PROCESS_ADDRESSES", among="torch_xla").split(",")
+        rank, local_size = number("CLOUD_TPU_TASK_ID"), number("PJRT_LOCAL_PROCESS_COUNT")
+        return agreed(
+            environ,
+            *NAMES,
+            launcher=self.name,
+            rank=rank,
+            size=len(addresses),
+            local_rank=number("PJRT_LOCAL_PROCESS_RANK"),
+            local_size=local_size,
+            node_rank=rank // local_size,
+            num_nodes=len(addresses) // local_size,
+            rendezvous=Rendezvous(
+                address=addresses[0].rpartition(":")[0], port=number("MASTER_PORT", PORT), hosted=False
+            ),
+            start="`torch_xla.launch`",
+        )

@@ -1,0 +1,79 @@
+"""Waiting for a call of Horovod, but not for ever: Horovod itself never gives up on a rank that does not come.
+
+A rank that has waited a while says in the store in which call it does. So a rank whose time is over can name those that
+have arrived, and ranks that make calls of different kinds, which Horovod never brings together, hear of each other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, final
+
+from torch import Tensor
+
+from fabric.strategies.collectives.collective import CollectiveError
+from fabric.strategies.collectives.packing import Spec
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+SHORT_SECONDS, LONG_SECONDS = 50e-6, 1e-3
+"""Between two looks at a call: at first, and once it has taken a while. Horovod's own turns take a millisecond."""
+LOOK_SECONDS = 0.5
+"""How often a waiting rank looks into the store; at least four times before the time is over. Unmeasured."""
+OPERATIONS = ("barrier", "broadcast", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+@final
+class Watch:
+    """Of rank `rank` of `size`, with keys in `store` that these ranks share with nobody else."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout_seconds: float) -> None:
+        self._store, self._rank, self._size, self._timeout_seconds = store, rank, size, timeout_seconds
+
+    def wait(self, is_done: Callable[[], bool], operation: str, tensor: Tensor, number: int) -> None:
+        """Return once `is_done()`: `operation` of a tensor, which is this rank's call number `number`.
+
+        Raises: CollectiveError: the time is over, and some ranks have not made a call of this number; or one of them
+        has made another.
+        """
+        start, pause_seconds = time.monotonic(), SHORT_SECONDS
+        every_seconds = look_seconds = min(LOOK_SECONDS, self._timeout_seconds / 4)
+        while not is_done():
+            waited_seconds = time.monotonic() - start
+            if waited_seconds > look_seconds:
+                self._look_around(operation, tensor, number)
+                pause_seconds, look_seconds = LONG_SECONDS, look_seconds + every_seconds
+            if waited_seconds > self._timeout_seconds:
+                raise self._late(operation, tensor, number)
+            time.sleep(pause_seconds)
+
+    def _look_around(self, operation: str, tensor: Tensor, number: int) -> None:
+        """Say in which call this rank waits, and hear whether another rank waits in one of another kind."""
+        self._store.set(f"{self._rank}", str(number))
+        self._store.set(f"{number}/{operation}", str(self._rank))
+        for other in OPERATIONS:
+            if other != operation and self._store.check([f"{number}/{other}"]):
+                rank = self._store.get(f"{number}/{other}").decode()
+                raise CollectiveError(
+                    f"`{operation}` of a tensor {Spec.of(tensor)} on rank {self._rank} of {self._size} is its call "
+                    f"{number}, and that of rank {rank} is `{other}`. Make all ranks call the same, in the same order.",
+                    rank=self._rank,
+                )
+
+    def _late(self, operation: str, tensor: Tensor, number: int) -> CollectiveError:
+        """The error of a call that some rank has not made; it names the ranks that have."""
+        says = [self._store.get(f"{rank}") if self._store.check([f"{rank}"]) else b"" for rank in range(self._size)]
+        here = [rank for rank, said in enumerate(says) if said == str(number).encode()]
+        missing = [rank for rank in range(self._size) if rank not in here]
+        return CollectiveError(
+            f"`{operation}` of a tensor {Spec.of(tensor)} on rank {self._rank} of {self._size}, its call {number}, "
+            f"waited {self._timeout_seconds:g} s: {_names(here)} arrived, {_names(missing)} did not arrive. Look at "
+            "what the missing do instead, or pass a larger `timeout_seconds`.",
+            rank=self._rank,
+        )
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}" if ranks else "no rank"

@@ -1,0 +1,96 @@
+"""Rows that travel to ranks of one's choice, and answers that come back: what split tables and experts are made of.
+
+Each rank has rows, and says for each which rank is to have it; how many go where differs from pair to pair. Built on
+the equal `all_to_all` of any collective, so it runs wherever ranks talk.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast, final
+
+import torch
+from torch import Tensor
+
+from fabric.strategies.collectives.collective import Collective
+
+
+@final
+class Route:
+    """Where each of this rank's N rows goes, and how many arrive here.
+
+    `owner`: `(N,)` integers, the rank that each row goes to. N may differ between ranks, and be 0.
+    Ranks: all of the collective make it, and all call its methods, in the same order.
+    Cost: `(W,)` counts gathered here; then each exchange sends W times the rows of the fullest pair, which evenly
+    spread rows hardly notice.
+    """
+
+    def __init__(self, collective: Collective, owner: Tensor) -> None:
+        size = collective.size
+        if owner.ndim != 1 or owner.is_floating_point():
+            raise ValueError(
+                f"`Route(collective, owner)` with an `owner` of shape {tuple(owner.shape)} and dtype {owner.dtype}: "
+                "pass one integer, a rank, for each row."
+            )
+        if owner.numel() and not 0 <= int(owner.min()) <= int(owner.max()) < size:
+            raise ValueError(
+                f"`Route(collective, owner)` with owners from {int(owner.min())} to {int(owner.max())}: the collective "
+                f"has ranks from 0 to {size - 1}."
+            )
+        self._collective = collective
+        self._order = owner.argsort(stable=True)
+        counts = collective.all_gather(torch.bincount(owner, minlength=size))  # [src, dst]
+        self._sent: list[int] = counts[collective.rank].tolist()
+        self._arrived: list[int] = counts[:, collective.rank].tolist()
+        self._fullest = int(counts.max())
+
+    def send(self, rows: Tensor) -> Tensor:
+        """Give each row to its owner: `(N, *S)` -> `(M, *S)`, in the order of the ranks they came from.
+
+        Ranks: all, with the same S and dtype. Gradient: goes back to the rank that had the row.
+        """
+        return self._travel(rows, self._order.numel(), "send", there=True)
+
+    def send_back(self, rows: Tensor) -> Tensor:
+        """Give an answer for each row that arrived: `(M, *S)` -> `(N, *S)`, in the order of this rank's own rows.
+
+        Ranks: all, with the same S and dtype. Gradient: goes back to the rank that answered.
+        """
+        return self._travel(rows, sum(self._arrived), "send_back", there=False)
+
+    def _travel(self, rows: Tensor, num_rows: int, method: str, *, there: bool) -> Tensor:
+        if rows.ndim == 0 or rows.shape[0] != num_rows:
+            raise ValueError(
+                f"`Route.{method}` of a tensor of shape {tuple(rows.shape)}: this rank has {num_rows} rows to send. "
+                f"Pass a tensor of shape ({num_rows}, ...)."
+            )
+        return cast(Tensor, _Travel.apply(rows, self, there))  # type: ignore[no-untyped-call]
+
+    def exchange(self, rows: Tensor, *, there: bool) -> Tensor:
+        """What `send` (`there`) and `send_back` do, without gradients."""
+        if self._fullest == 0:  # nobody has a row, and all know it
+            return rows.detach().clone()
+        if there:
+            return self._swap(rows[self._order], self._sent, self._arrived)
+        answers = torch.empty((self._order.numel(), *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
+        answers[self._order] = self._swap(rows, self._arrived, self._sent)
+        return answers
+
+    def _swap(self, rows: Tensor, sent: list[int], arriving: list[int]) -> Tensor:
+        slices = rows.new_zeros((len(sent), self._fullest, *rows.shape[1:]))
+        for one, part in zip(slices, rows.split_with_sizes(sent), strict=True):
+            one[: len(part)] = part
+        arrived = self._collective.all_to_all(slices)
+        return torch.cat([one[:count] for one, count in zip(arrived, arriving, strict=True)])
+
+
+class _Travel(torch.autograd.Function):
+    """Gradients take the same way in the other direction, and so do theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, route: Route, there: bool) -> Tensor:
+        ctx.route, ctx.there = route, there
+        return route.exchange(rows.detach(), there=there)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _Travel.apply(gradients[0], ctx.route, not ctx.there), None, None  # type: ignore[no-untyped-call]

@@ -1,0 +1,123 @@
+"""How gradients travel under `ddp`: rounded to half precision, as factors of low rank, or by a function of the user's.
+
+A hook takes the place of the all-reduce of torch's DistributedDataParallel, bucket by bucket, while backward runs. What
+surprises: the gradients that the optimizer sees are no longer those of one process, but what the hook made of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PowerSGD:
+    """Gradients of matrices travel as two factors of low rank; what that leaves out is added to the next gradients.
+
+    What is left out lies on each rank, and is not saved: a resumed run begins without it.
+    Source: Vogels et al., NeurIPS 2019; torch's `powerSGD_hook`.
+    """
+
+    matrix_approximation_rank: int = 1
+    """Of an n x m matrix, rank * (n + m) numbers travel. Larger: closer to the true gradients."""
+    start_step: int = 1000
+    """Gradients travel whole in the backwards before this one. At least 2: the buckets change after the first."""
+    min_compression_rate: float = 2.0
+    """A matrix that would not shrink by this factor travels whole."""
+
+    def __post_init__(self) -> None:
+        if self.start_step < 2:
+            raise ValueError(
+                f"`PowerSGD(start_step={self.start_step})`: DistributedDataParallel lays its buckets out anew after "
+                "the first backward, so factors cannot be kept before. Write 2, or more."
+            )
+        if self.matrix_approximation_rank < 1:
+            raise ValueError(
+                f"`PowerSGD(matrix_approximation_rank={self.matrix_approximation_rank})`: a factor has at least one "
+                "column. Write 1, or more."
+            )
+
+
+TorchHook: TypeAlias = Callable[[Any, Any], Future[Tensor]]
+"""`(state, bucket)`, the bucket being a `torch.distributed.GradBucket`: gives what its gradients shall be."""
+CommHook: TypeAlias = Literal["bf16", "fp16"] | PowerSGD | TorchHook
+
+
+def check(hook: Any) -> None:
+    """Raise ValueError or TypeError where `hook` is nothing that gradients could travel by."""
+    if isinstance(hook, str):
+        if hook not in _DTYPES:
+            raise ValueError(f"`comm_hook={hook!r}` names no hook. Write {' or '.join(map(repr, _DTYPES))}.")
+    elif not isinstance(hook, PowerSGD) and (not callable(hook) or isinstance(hook, type)):
+        raise TypeError(
+            f"`comm_hook={hook!r}` is a `{type(hook).__name__}`. Write 'bf16', 'fp16', `PowerSGD(...)`, or a function "
+            "`(state, bucket)` as torch's `register_comm_hook` takes it; `state` is None."
+        )
+
+
+def why_not(hook: CommHook, backend: str, num_processes: int, param_dtype: torch.dtype) -> str | None:
+    """None where the hook works; otherwise the sentence that says what to write."""
+    if isinstance(hook, str) and param_dtype.itemsize <= _DTYPES[hook].itemsize:
+        return (
+            f"`comm_hook={hook!r}` rounds gradients to {_DTYPES[hook]}, but this precision has them in {param_dtype}: "
+            "nothing would become shorter. Leave `comm_hook` out."
+        )
+    if isinstance(hook, PowerSGD) and num_processes > 1 and backend == "gloo":
+        # Its collectives are issued from callbacks, which gloo's threads run in another order on each rank: the process
+        # aborts on messages of different lengths (torch 2.13, 3 of 3 runs).
+        return (
+            "`comm_hook=PowerSGD(...)` over gloo ends the process: the ranks send their factors in different orders. "
+            "Run on CUDA, where NCCL keeps the order, or write `comm_hook='bf16'`."
+        )
+    return None
+
+
+def register(parallel: DistributedDataParallel, hook: CommHook) -> None:
+    """Let gradients travel by `hook` from the next backward on."""
+    if isinstance(hook, PowerSGD):
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+        state = powerSGD_hook.PowerSGDState(
+            None,
+            matrix_approximation_rank=hook.matrix_approximation_rank,
+            start_powerSGD_iter=hook.start_step,
+            min_compression_rate=hook.min_compression_rate,
+        )
+        _register(parallel, state, powerSGD_hook.powerSGD_hook)
+    elif isinstance(hook, str):
+        _register(parallel, _DTYPES[hook], _round)
+    else:
+        _register(parallel, None, hook)
+
+
+def _register(parallel: DistributedDataParallel, state: Any, hook: TorchHook) -> None:
+    # torch asks for a name, which a partial has not, and refuses annotations that are strings: here are none.
+    def travel(state, bucket):  # type: ignore[no-untyped-def]
+        return hook(state, bucket)
+
+    parallel.register_comm_hook(state, travel)
+
+
+def _round(dtype: torch.dtype, bucket: Any) -> Future[Tensor]:
+    """Average in `dtype`. Torch's own does the same, and refuses bfloat16 off CUDA; gloo can add it."""
+    gradients: Tensor = bucket.buffer()
+    numbers = torch.view_as_real(gradients) if gradients.is_complex() else gradients
+    # Divided before it is rounded: what does not fit into float16 may fit then.
+    rounded = (numbers / dist.get_world_size()).to(dtype)
+
+    def take(reduced: Future[Any]) -> Tensor:
+        numbers.copy_(reduced.value()[0])
+        return gradients
+
+    reduced: Future[Any] = dist.all_reduce(rounded, async_op=True).get_future()
+    return reduced.then(take)

@@ -1,0 +1,132 @@
+"""How a model lies over a mesh once the user's function has cut it: along which axes, and who averages its gradients.
+
+What would train to other numbers than one process is refused here, before the first forward. No rank talks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+from torch import nn
+
+from fabric.strategies.checkpoint.state import uncompiled
+from fabric.strategies.mesh import axes_of, degree
+from fabric.strategies.shards import as_sharded
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+
+DATA_AXES = ("data", "shard", "context")
+"""Ranks along these compute with different data, so gradients are averaged along them."""
+Parallelize: TypeAlias = "Callable[[Any, DeviceMesh], nn.Module | None]"
+"""`function(model, mesh)` lays the model over the mesh, in place. It may give the model back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Parameters by name, by the axes of the mesh."""
+
+    unaveraged: Mapping[tuple[str, ...], Mapping[str, nn.Parameter]]
+    """Those whose gradients nobody averages along the axes named. Along all other data axes `fully_shard` does."""
+    off_tensor: Mapping[str, nn.Parameter]
+    """Those that do not lie over the axis "tensor", along which each rank computes the same with them."""
+
+
+def parallelize(module: nn.Module, mesh: DeviceMesh, function: Parallelize) -> nn.Module:
+    """Let the user's function lay the model over the mesh. Gives the model, or what compiles it.
+
+    Raises: TypeError: the function gave another object. ValueError: it changed names.
+    """
+    before = dict(module.named_parameters(remove_duplicate=False))
+    result = function(module, mesh)
+    if result is not None and (not isinstance(result, nn.Module) or uncompiled(result) is not module):
+        raise TypeError(
+            f"`parallelize_fn` was given a `{type(module).__name__}` and returned another object, a "
+            f"`{type(result).__name__}`. Change the model in place, and return it, or nothing."
+        )
+    after = dict(module.named_parameters(remove_duplicate=False))
+    changed = sorted(before.keys() ^ after.keys())
+    if changed:
+        raise ValueError(
+            f"`parallelize_fn` added, removed or renamed parameters: {', '.join(changed)}. Checkpoints and optimizers "
+            "know parameters by their names. Do that before `setup`."
+        )
+    return module if result is None else result
+
+
+def layout_of(module: nn.Module, mesh: DeviceMesh) -> Layout:
+    """Where the parameters lie.
+
+    Raises: ValueError: an axis that nothing uses, or a parameter that would train to other numbers.
+    """
+    data = [axis for axis in DATA_AXES if degree(mesh, axis) > 1]
+    managed = {parameter for part in fsdp_modules(module) for parameter in cast(nn.Module, part).parameters()}
+    unaveraged: dict[tuple[str, ...], dict[str, nn.Parameter]] = {}
+    off_tensor: dict[str, nn.Parameter] = {}
+    used: set[str] = set()
+    for name, parameter in module.named_parameters():
+        axes = _axes_of(name, parameter, mesh)
+        used |= axes
+        averaged = axes & set(data)
+        if averaged and parameter not in managed:
+            raise ValueError(
+                f"`{name}` lies over the axis {_words(averaged)}, whose ranks have different data, but not by "
+                f"`fully_shard`, so its gradients would be wrong. Use `fully_shard(module, mesh=mesh['shard'])`; "
+                "`parallelize_module` and `distribute_tensor` are for `mesh['tensor']`."
+            )
+        left = tuple(axis for axis in data if axis not in averaged)
+        if left:
+            unaveraged.setdefault(left, {})[name] = parameter
+        if "tensor" not in axes:
+            off_tensor[name] = parameter
+    _refuse_unused(mesh, used)
+    return Layout(unaveraged=unaveraged, off_tensor=off_tensor if degree(mesh, "tensor") > 1 else {})
+
+
+def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
+    """The parts that `fully_shard` was called on."""
+    if all(as_sharded(parameter) is None for parameter in module.parameters()):
+        return []  # and torch's part for it need not be imported
+    from torch.distributed.fsdp import FSDPModule
+
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+def _axes_of(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> frozenset[str]:
+    """The axes that a parameter lies over."""
+    sharded = as_sharded(parameter)
+    if sharded is None:
+        return frozenset()
+    axes = axes_of(sharded.device_mesh, mesh)
+    if axes is None:
+        raise ValueError(
+            f"`{name}` lies over a mesh of its own, {sharded.device_mesh}, which runs along no axes of the mesh that "
+            "`parallelize_fn` was given. Take parts of that one: `mesh['tensor']`, `mesh['data', 'shard']`."
+        )
+    mixed = next((each for each in axes if len(each) > 1 and not each <= set(DATA_AXES)), None)
+    if mixed is not None:
+        raise ValueError(
+            f"`{name}` lies over the axes {_words(mixed)} as if they were one. Ranks along 'tensor' have the same data "
+            "and those along 'shard' different data. Name the mesh: `fully_shard(module, mesh=mesh['shard'])`."
+        )
+    return frozenset[str]().union(*axes)
+
+
+def _refuse_unused(mesh: DeviceMesh, used: set[str]) -> None:
+    ways = {
+        "shard": "`fully_shard(module, mesh=mesh['shard'])`",
+        "tensor": "`parallelize_module(module, mesh['tensor'], plan)`",
+    }
+    for axis, way in ways.items():
+        if degree(mesh, axis) > 1 and axis not in used:
+            raise ValueError(
+                f"`{axis}={degree(mesh, axis)}` was written, but `parallelize_fn` laid no parameter over "
+                f"`mesh[{axis!r}]`. Call {way} in it, or write `{axis}=1`."
+            )
+
+
+def _words(axes: Iterable[str]) -> str:
+    return " and ".join(map(repr, sorted(axes)))

@@ -1,0 +1,66 @@
+"""The options that strategies share, checked the same way for all of them, before anything starts.
+
+An option says what it is by its annotation, and by its name: `timeout_seconds` is a time, `bucket_bytes` a size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from fabric.strategies.strategy import Strategy
+
+LAUNCHERS = ("auto", "script", "fork", "forkserver", "spawn")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+_KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "bool": (lambda value: isinstance(value, bool), "True or False"),
+    "int": (_is_whole, "a whole number"),
+    "float": (lambda value: isinstance(value, float) or _is_whole(value), "a number"),
+    "str": (lambda value: isinstance(value, str), "a word"),
+}
+"""Annotations that can be checked, as they are written; each also in its form with None."""
+
+
+def check_options(strategy: Strategy) -> None:
+    """Raise TypeError or ValueError for an option that is of another kind than it says, or out of range."""
+    for field in fields(strategy):
+        value = getattr(strategy, field.name)
+        written = f"`{type(strategy).__name__}({field.name}={value!r})`"
+        kind, *none = str(field.type).split(" | ")
+        if value is None or kind not in _KINDS or none not in ([], ["None"]):
+            continue
+        fits, words = _KINDS[kind]
+        if not fits(value):
+            raise TypeError(f"{written} is a `{type(value).__name__}`. Write {words}{', or None' if none else ''}.")
+        if field.name.endswith("_seconds") and not 0 < value < math.inf:
+            raise ValueError(f"{written} is no time to wait. Write a number of seconds above 0.")
+        if field.name.endswith("_bytes") and value < 1:
+            raise ValueError(f"{written} is no size. Write a number of bytes from 1 on.")
+        if field.name == "launcher" and value not in LAUNCHERS:
+            raise ValueError(f"{written} is no launcher of a strategy's own. Write one of {_listed(LAUNCHERS)}.")
+        if field.name == "backend":
+            _check_backend(written, value)
+
+
+def _check_backend(written: str, value: str) -> None:
+    """Raise ValueError for a backend that torch.distributed has not; `value` is one name, or `device:name,...`."""
+    from torch.distributed import Backend
+
+    known = [name for name in Backend.backend_list if name != Backend.UNDEFINED]
+    for name in (part.split(":")[-1] for part in value.split(",")):
+        if name.lower() not in known:
+            raise ValueError(
+                f"{written}: torch.distributed has no backend {name!r}. Leave `backend` out, or write one of "
+                f"{_listed(known)}."
+            )
+
+
+def _listed(words: Any) -> str:
+    return ", ".join(map(repr, words))

@@ -1,0 +1,189 @@
+"""The whole state of a model in stages, and of its optimizers, out of the ranks that hold a stage each, and back.
+
+Within a stage another access (`ShardedState`) makes tensors whole. Names are the user's own, and an optimizer's
+parameters have the indices that they had before `setup`, in the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from fabric.strategies.checkpoint.state import StateAccess
+from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.collectives.packing import Spec
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """The groups of an optimizer as the user made them."""
+
+    kept: list[list[int]]
+    """For each group, the indices in the whole optimizer of the parameters that this rank holds."""
+    indices: list[list[int]]
+    """For each group, those of all its parameters."""
+    names: list[list[str] | None]
+    """For each group, the names that the user gave all its parameters, if any."""
+
+
+@final
+class WholeModel:
+    """What a model and its optimizers were before they were cut: names and shapes, indices and groups."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self.model = model
+        self.shapes = {name: _shape(value) for name, value in model.state_dict().items()}
+        self._flat = {optimizer: _flat(optimizer) for optimizer in optimizers}
+        self.groups: dict[Optimizer, _Groups] = {}
+
+    def leave(self) -> None:
+        """Take out of the optimizers the parameters that the model has lost.
+
+        Raises: ValueError: an optimizer that needs all parameters at once.
+        """
+        own = set(self.model.parameters())
+        for optimizer, flat in self._flat.items():
+            if isinstance(optimizer, LBFGS):
+                raise ValueError(
+                    "`LBFGS` makes each step from the gradients of all parameters, and in a pipeline a rank has those "
+                    "of its stages alone. Use an optimizer that steps each parameter by itself, such as AdamW."
+                )
+            groups = _Groups([], [], [])
+            for group in optimizer.param_groups:
+                groups.indices.append([flat[parameter] for parameter in group["params"]])
+                groups.names.append(group.get("param_names"))
+                places = [place for place, parameter in enumerate(group["params"]) if parameter in own]
+                groups.kept.append([groups.indices[-1][place] for place in places])
+                group["params"][:] = [group["params"][place] for place in places]
+                if "param_names" in group:
+                    group["param_names"] = [group["param_names"][place] for place in places]
+            for parameter in [each for each in optimizer.state if each not in own]:
+                del optimizer.state[parameter]
+            self.groups[optimizer] = groups
+        self._flat.clear()
+
+
+@final
+class PipelineState(StateAccess):
+    """Each rank has its stages: rank 0 gets the others', tensor by tensor, on the CPU.
+
+    `inner`: makes whole what lies in a stage. `line`: the ranks of the axis "pipeline". `keeps`: whether this line is
+    that of rank 0, which gathers.
+    """
+
+    def __init__(self, whole: WholeModel, inner: StateAccess, line: Collective, *, keeps: bool) -> None:
+        self.whole, self.inner, self.line, self.keeps = whole, inner, line, keeps
+
+    def read_module(self, module: nn.Module) -> dict[str, Any]:
+        gathered = self._gathered(self.inner.read_module(module))
+        return {name: gathered[name] for name in self._shapes(module) if name in gathered}
+
+    def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
+        shapes = self._shapes(module)
+        wrong = [
+            f"`{name}` has shape {tuple(content[name].shape)}, and the model's {shape}"
+            for name, shape in shapes.items()
+            if shape is not None and name in content and _shape(content[name]) != shape
+        ]
+        if strict:
+            wrong += [f"`{name}` is missing" for name in shapes if name not in content]
+            wrong += [f"`{name}` is not in the model" for name in content if name not in shapes]
+        if wrong:  # on every rank, whichever holds it
+            raise RuntimeError(f"The state cannot be loaded into `{type(module).__name__}`: {'; '.join(wrong)}.")
+        mine = module.state_dict()
+        own = {name: content[name] for name in mine if name in content}
+        self.inner.write_module(module, own, strict=False)
+
+    def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        groups = self._groups(optimizer)
+        content = self.inner.read_optimizer(optimizer)
+        flat = [index for kept in groups.kept for index in kept]
+        states = content.get("state", {})
+        gathered = self._gathered(
+            {(flat[place], name): value for place, entries in states.items() for name, value in entries.items()}
+        )
+        if not gathered and not content:
+            return {}
+        whole: dict[int, dict[str, Any]] = {}
+        for index, name in sorted(gathered, key=lambda key: key[0]):
+            whole.setdefault(index, {})[name] = gathered[index, name]
+        described = [
+            {**group, "params": indices, **({} if names is None else {"param_names": names})}
+            for group, indices, names in zip(content["param_groups"], groups.indices, groups.names, strict=True)
+        ]
+        return {**content, "state": whole, "param_groups": described}
+
+    def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
+        groups = self._groups(optimizer)
+        lengths = [len(group["params"]) for group in content["param_groups"]]
+        expected = [len(indices) for indices in groups.indices]
+        if lengths != expected:
+            raise ValueError(
+                f"The saved optimizer has groups of {lengths} parameters, and this `{type(optimizer).__name__}` of "
+                f"{expected}. Make it from the same groups."
+            )
+        states, described, count = {}, [], 0
+        for group, kept, indices, saved in zip(
+            optimizer.param_groups, groups.kept, groups.indices, content["param_groups"], strict=True
+        ):
+            by_index = dict(zip(indices, saved["params"], strict=True))
+            for place, index in enumerate(kept, start=count):
+                if by_index[index] in content["state"]:
+                    states[place] = content["state"][by_index[index]]
+            names = {"param_names": group["param_names"]} if "param_names" in group else {}
+            described.append({**saved, **names, "params": list(range(count, count + len(kept)))})
+            count += len(kept)
+        self.inner.write_optimizer(optimizer, {**content, "state": states, "param_groups": described})
+
+    def _groups(self, optimizer: Optimizer) -> _Groups:
+        if optimizer not in self.whole.groups:
+            raise ValueError(
+                f"This `{type(optimizer).__name__}` was made after `setup`, from the parameters of one rank's stages, "
+                "so what index each has in the whole model is not known. Make it before, and pass it to `fabric.setup` "
+                "with the model."
+            )
+        return self.whole.groups[optimizer]
+
+    def _shapes(self, module: nn.Module) -> dict[str, tuple[int, ...] | None]:
+        """What the state of the module, or of a part of it, had before it was cut."""
+        path = next(name for name, part in self.whole.model.named_modules() if part is module)
+        prefix = f"{path}." if path else ""
+        return {name[len(prefix) :]: shape for name, shape in self.whole.shapes.items() if name.startswith(prefix)}
+
+    def _gathered(self, mine: Mapping[Any, Any]) -> dict[Any, Any]:
+        """On rank 0 the entries of all ranks of the line; none elsewhere. Ranks: the line."""
+        if not self.keeps:
+            return {}
+        tensors = {key: value.detach().to("cpu") for key, value in mine.items() if isinstance(value, Tensor)}
+        others = {key: value for key, value in mine.items() if key not in tensors}
+        told = self.line.all_gather_object(({key: Spec.of(tensor) for key, tensor in tensors.items()}, others))
+        if self.line.rank != 0:
+            for tensor in tensors.values():
+                self.line.send(tensor, 0)
+            return {}
+        whole: dict[Hashable, Any] = {}
+        for rank, (specs, plain) in enumerate(told):
+            whole = {**plain, **whole}
+            for key, spec in specs.items():
+                like = torch.empty(spec.shape, dtype=spec.dtype) if rank else tensors[key]
+                whole[key] = self.line.recv(like, rank) if rank else like
+        return whole
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+def _flat(optimizer: Optimizer) -> dict[Tensor, int]:
+    """The index of each parameter, as `Optimizer.state_dict` counts them."""
+    flat: dict[Tensor, int] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            flat.setdefault(parameter, len(flat))
+    return flat

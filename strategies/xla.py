@@ -1,0 +1,222 @@
+"""The whole model on every device of XLA; gradients are averaged within the graph that computes them.
+
+On a TPU a replica is a process, on PJRT's CPU client a thread; nothing here knows which. What surprises: all replicas
+must record the same graph, for XLA's collectives are matched by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import is_not
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fabric.launchers.environments.xla import PJRT
+from fabric.launchers.world import World
+from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.capabilities import Capability
+from fabric.strategies.collectives.agreement import agree
+from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.collectives.single import SingleDeviceCollective
+from fabric.strategies.collectives.xla import XLACollective
+from fabric.strategies.data.share import Use
+from fabric.strategies.initialize import new_tensors
+from fabric.strategies.precision.precision import Precision
+from fabric.strategies.prepared import Prepared
+from fabric.strategies.rank_zero import follow_rank_zero
+from fabric.strategies.replica import replica, share_loader
+from fabric.strategies.runtime import Runtime, connect
+from fabric.strategies.strategy import Strategy
+from fabric.strategies.xla_device import (
+    XLAState,
+    each,
+    mark_steps,
+    marked_batches,
+    place,
+    prepare_optimizers,
+    refuse_accelerator,
+    seed_device,
+    unbias_statistics,
+)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class XLAStrategy(Strategy):
+    """Data parallel over XLA: a replica for each device, each with the whole model and its own share of the data."""
+
+    timeout_seconds: float = 1800.0
+    """How long the ranks wait for each other when they meet."""
+    find_unused_parameters: bool = False
+    """Let all ranks say after each backward which parameters have gradients, and count the others as zero. Costs a
+    message that the host waits for. Without it, a parameter that is used in some steps alone raises."""
+    broadcast_buffers: bool = True
+    """Buffers (the statistics of BatchNorm) follow rank 0 after every forward that computes gradients."""
+    cpu_replicas: bool = False
+    """Start several replicas on PJRT's CPU client, too. As shipped, torch_xla 2.9 hangs there in the first collective;
+    for who has mended that, as our tests have."""
+
+    @property
+    def lacks(self) -> Mapping[Capability, str]:
+        return {} if self.find_unused_parameters else {"unused": _UNUSED}
+
+    @property
+    def marks_steps(self) -> bool:
+        return True
+
+    @property
+    def launchers(self) -> tuple[str, ...]:
+        return ("xla",)
+
+    def num_processes(self, num_devices: int) -> int:
+        return num_devices
+
+    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
+        sentence = refuse_accelerator("xla", accelerator)
+        if sentence is not None or num_devices * num_nodes == 1:
+            return sentence
+        if num_devices != accelerator.num_devices():
+            return (
+                f"`devices={num_devices}` with `strategy='xla'`, but PJRT has {accelerator.num_devices()} devices "
+                "here, and runs a replica on each. Leave `devices` out, or show PJRT fewer: by CPU_NUM_DEVICES, or by "
+                "TPU_VISIBLE_CHIPS on a TPU."
+            )
+        if PJRT.of().client == "CPU" and not self.cpu_replicas:
+            return (
+                f"`strategy='xla'` with {num_devices} replicas on PJRT_DEVICE=CPU: torch_xla 2.9 hangs there in the "
+                "first collective, and ends the process after 15 s. Write `strategy='xla_fsdp'`, which is one program "
+                "over all devices, or `devices=1`; on a TPU `xla` runs on all."
+            )
+        return None
+
+    def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
+        import torch_xla
+
+        if world.size == 1:
+            accelerator.connect(devices[0])
+        device = torch_xla.device()  # this replica's, be it a process or a thread
+        seed_device()
+        collective = XLACollective(world, timeout_seconds=self.timeout_seconds)
+        return connect(world, [device], collective if world.size > 1 else SingleDeviceCollective(), precision)
+
+    def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
+        return new_tensors(runtime.device, runtime.precision, empty=empty)
+
+    def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
+        place(runtime, module, optimizers, to_device=move)
+        averaging = _Averaging(self, runtime.collective, module)
+        undo = [mark_steps(optimizers), unbias_statistics(module)]
+        prepared = replica(
+            runtime,
+            module,
+            optimizers,
+            around=averaging.forward if averaging.buffers else None,
+            unsynced=averaging.unsynced,
+            watch=averaging.watch,
+            end=partial(each, undo),
+        )
+        return replace(prepared, state=XLAState(runtime.world.rank))
+
+    def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+        return prepare_optimizers(runtime, optimizers)
+
+    def process_dataloader(
+        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
+    ) -> Iterable[Any]:
+        return share_loader(runtime, loader, use, distribute=distribute, move=move, carry=marked_batches)
+
+
+@final
+class _Averaging:
+    """One model's averaging. Made by all ranks together; alone there is nothing to average.
+
+    # Note [Averages are new tensors]
+    torch_xla's own `reduce_gradients` and `optimizer_step` reduce `.grad` in place, and 2.9 loses that wherever `.grad`
+    was changed in place before: by a second backward, by clipping, by unscaling. Replicas then drift apart without a
+    word. So an average is recorded as a new tensor, which becomes `.grad`. What was averaged before is the same on
+    every rank, and its average is itself: `.grad` as a whole is averaged, however backwards alternate.
+    """
+
+    def __init__(self, options: XLAStrategy, collective: Collective, module: nn.Module) -> None:
+        self.collective = collective
+        self.module = module
+        self.synced = True
+        self.finds_unused = options.find_unused_parameters
+        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.buffers = list(module.buffers()) if options.broadcast_buffers and collective.size > 1 else []
+        self.used: frozenset[str] | None = None
+        if collective.size > 1:
+            follow_rank_zero(collective, [*module.parameters(), *module.buffers()])
+
+    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = function(*args, **kwargs)
+        if self.synced and torch.is_grad_enabled():
+            follow_rank_zero(self.collective, self.buffers)
+        return output
+
+    @contextmanager
+    def unsynced(self) -> Iterator[None]:
+        before, self.synced = self.synced, False
+        try:
+            yield
+        finally:
+            self.synced = before
+
+    def watch(self) -> Callable[[], None] | None:
+        if not self.synced or self.collective.size == 1 or not self.parameters:
+            return None
+        before = [parameter.grad for parameter in self.parameters.values()]
+        versions = [grad._version for grad in before if grad is not None]
+
+        def average() -> None:
+            after = [parameter.grad for parameter in self.parameters.values()]
+            if any(map(is_not, after, before)) or versions != [g._version for g in before if g is not None]:
+                self._average()
+
+        return average
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        used = self._used_everywhere()
+        assert isinstance(self.collective, XLACollective)
+        means = self.collective.means_in_graph([p.grad for p in used if p.grad is not None])
+        for parameter, mean in zip(used, means, strict=True):
+            parameter.grad = mean
+
+    def _used_everywhere(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are averaged, the same on every rank."""
+        mine = frozenset(name for name, parameter in self.parameters.items() if parameter.grad is not None)
+        if self.finds_unused:
+            return self._used_anywhere()
+        if self.used is None:
+            agree(self.collective, "\n".join([f"backward of `{type(self.module).__name__}`", *sorted(mine)]))
+            self.used = mine
+        if mine != self.used:
+            raise RuntimeError(
+                f"In this backward of `{type(self.module).__name__}`, {', '.join(sorted(mine ^ self.used))} took part "
+                f"otherwise than in the first. {_UNUSED}"
+            )
+        return [parameter for name, parameter in self.parameters.items() if name in mine]
+
+    def _used_anywhere(self) -> list[nn.Parameter]:
+        """Those with a gradient on any rank; where this rank has none it is made, of zeros."""
+        parameters = list(self.parameters.values())
+        present = torch.tensor([parameter.grad is not None for parameter in parameters], device="cpu")
+        anywhere = self.collective.all_reduce(present, "max").tolist()
+        used = [parameter for parameter, there in zip(parameters, anywhere, strict=True) if there]
+        for parameter in used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return used
+
+
+_UNUSED = (
+    "Every replica records the same graph, so the same parameters take part in every step. Pass "
+    "`XLAStrategy(find_unused_parameters=True)` for a model that leaves some out."
+)

@@ -1,0 +1,245 @@
+"""SLURM, the real one: a controller and two nodes are started here, and jobs are given to them as a person would.
+
+Needs root, and SLURM's programs, which `make test-clusters` installs.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from clusters.machines import why_not
+from clusters.slurm import PROGRAMS, Slurm, slurm
+from torch import nn
+
+from fabric.launchers.environments.host_list import HostList
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "clusters" / "slurm.sh"
+MISSING = why_not(*PROGRAMS)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(MISSING is not None, reason=f"`make test-clusters` runs these; here: {MISSING}"),
+]
+
+PLACE = """
+import json, os, sys
+import torch
+from fabric import Fabric
+from fabric.launchers import detect_world
+
+fabric = Fabric(accelerator="cpu")
+fabric.launch()
+world = detect_world(os.environ)
+print(json.dumps({
+    "launcher": world and world.launcher,
+    "rank": fabric.global_rank, "size": fabric.world_size,
+    "local_rank": fabric.local_rank, "node_rank": fabric.node_rank, "local_size": world and world.local_size,
+    "node": os.environ.get("SLURMD_NODENAME"),
+    "sum": fabric.all_reduce(torch.tensor(2.0 ** fabric.global_rank), reduce_op="sum").item(),
+}) + "\\n", end="", flush=True)
+fabric.close()
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with slurm(("n1", "n2"), tmp_path_factory.mktemp("slurm")) as running:
+        yield running
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "place.py").write_text(PLACE)
+    return tmp_path / "place.py"
+
+
+def places(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    """What the ranks said, by rank."""
+    assert done.returncode == 0, done.stderr
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return sorted(said, key=lambda place: place["rank"])
+
+
+def check_world(found: list[dict[str, Any]], *, size: int, launcher: str) -> None:
+    """Every rank is there once, knows its node and its place on it, and hears all others."""
+    assert [one["rank"] for one in found] == list(range(size))
+    assert {(one["size"], one["sum"], one["launcher"]) for one in found} == {(size, 2.0**size - 1, launcher)}
+    assert all(one["node"] == f"n{one['node_rank'] + 1}" for one in found)
+    for node in {one["node"] for one in found}:
+        here = [one for one in found if one["node"] == node]
+        assert sorted(one["local_rank"] for one in here) == list(range(len(here)))
+        assert {one["local_size"] for one in here} == {len(here)}
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "num_nodes"),
+    [
+        (("--nodes=2", "--ntasks=3"), 3, 2),
+        (("--nodes=2", "--ntasks-per-node=2", "--distribution=cyclic"), 4, 2),
+        (("--nodes=1", "--ntasks=2"), 2, 1),
+    ],
+)
+def test_tasks_of_srun_are_the_ranks(
+    cluster: Slurm, place: Path, options: tuple[str, ...], size: int, num_nodes: int
+) -> None:
+    found = places(cluster.run("srun", *options, sys.executable, place))
+    check_world(found, size=size, launcher="slurm")
+    assert len({one["node"] for one in found}) == num_nodes
+
+
+def test_a_shell_of_salloc_is_no_rank_and_srun_in_it_starts_ranks(cluster: Slurm, place: Path) -> None:
+    program = f"{sys.executable} {place}; srun {sys.executable} {place}"
+    alone, *together = places(cluster.run("salloc", "--nodes=2", "--ntasks-per-node=1", "sh", "-c", program))
+    assert (alone["launcher"], alone["size"]) == (None, 1)
+    check_world(together, size=2, launcher="slurm")
+
+
+def test_a_batch_script_is_no_rank_and_srun_in_it_starts_ranks(cluster: Slurm, place: Path, tmp_path: Path) -> None:
+    script, output = tmp_path / "job.sh", tmp_path / "output"
+    script.write_text(f"#!/bin/sh\n{sys.executable} {place}\nsrun bash -c '{sys.executable} {place}'\n")
+    done = cluster.run("sbatch", "--wait", "--nodes=2", "--ntasks=2", "--output", output, script)
+    assert done.returncode == 0, output.read_text()
+    said = output.read_text()
+    alone, *together = places(subprocess.CompletedProcess((), 0, said, said))
+    assert (alone["launcher"], alone["size"]) == (None, 1)
+    check_world(together, size=2, launcher="slurm")
+
+
+def test_tasks_that_are_called_bash_are_ranks(cluster: Slurm, place: Path) -> None:
+    found = places(cluster.run("srun", "--ntasks=2", "bash", "-c", f"{sys.executable} {place}"))
+    check_world(found, size=2, launcher="slurm")
+
+
+def test_torchrun_inside_a_job_is_torchrun(cluster: Slurm, place: Path) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2")
+    meet = ("--rdzv-backend=c10d", "--rdzv-endpoint=n1:29500")
+    found = places(cluster.run("srun", "--nodes=2", "--ntasks-per-node=1", *torchrun, *meet, place))
+    assert [one["rank"] for one in found] == [0, 1, 2, 3]
+    assert {(one["size"], one["sum"], one["launcher"]) for one in found} == {(4, 15.0, "torchelastic")}
+
+
+def test_fewer_devices_than_tasks_are_an_error_with_both_numbers(cluster: Slurm, tmp_path: Path) -> None:
+    (tmp_path / "alone.py").write_text("from fabric import Fabric\nFabric(accelerator='cpu', devices=1)\nprint('made')")
+    done = cluster.run("srun", "--ntasks=2", sys.executable, tmp_path / "alone.py")
+    assert (done.returncode != 0, done.stdout) == (True, "")
+    assert "ask for 1 process on this node, but slurm started 2 processes" in done.stderr
+    assert "SLURM_STEP_NUM_TASKS=2" in done.stderr
+
+
+def test_a_task_that_fails_ends_the_others(cluster: Slurm, tmp_path: Path) -> None:
+    (tmp_path / "fail.py").write_text(
+        "from fabric import Fabric\n"
+        "fabric = Fabric(accelerator='cpu')\n"
+        "fabric.launch()\n"
+        "if fabric.global_rank == 2: raise ValueError('boom')\n"
+        "import signal\n"
+        "signal.pause()\n"
+    )
+    done = cluster.run("srun", "--nodes=2", "--ntasks=3", "--kill-on-bad-exit=1", sys.executable, tmp_path / "fail.py")
+    assert done.returncode != 0
+    assert "ValueError: boom" in done.stderr
+
+
+TRAIN = """
+import os, subprocess, sys, time
+import torch
+from torch import nn
+from fabric import Fabric
+
+folder, restarts = sys.argv[1], int(os.environ.get("SLURM_RESTART_COUNT", 0))
+fabric = Fabric(accelerator="cpu", strategy="ddp", precision="64-true")
+fabric.launch()
+torch.manual_seed(7)
+model = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+model, optimizer = fabric.setup(model, optimizer)
+step, last, deadline = 0, None, time.monotonic() + 100
+if restarts:
+    step = fabric.load(f"{folder}/checkpoint", {"model": model, "optimizer": optimizer})["step"]
+    last = step + 5
+while step != last and not fabric.should_stop:
+    assert time.monotonic() < deadline, "no signal has come"
+    batch = torch.randn(2, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+    optimizer.zero_grad()
+    fabric.backward(model(batch[fabric.global_rank]).square().mean())
+    optimizer.step()
+    step += 1
+    if step == 3 and fabric.is_global_zero and not restarts:  # here by hand; at the time limit SLURM does the same
+        subprocess.run(["scancel", "--signal=USR1", os.environ["SLURM_JOB_ID"]], check=True)
+name = "result" if restarts else "checkpoint"
+fabric.save(f"{folder}/{name}", {"model": model, "optimizer": optimizer, "step": step, "restarts": restarts})
+if not restarts and fabric.is_global_zero:
+    subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=True)
+fabric.close()
+"""
+
+
+def test_a_signalled_job_saves_requeues_and_ends_with_the_numbers_of_one_never_stopped(
+    cluster: Slurm, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    output, result = tmp_path / "output", tmp_path / "result"
+    options = ("--parsable", "--ntasks-per-node=1", "--cpus-per-task=1", "--output", output)
+    job = cluster.run("sbatch", *options, EXAMPLE, tmp_path / "train.py", tmp_path).stdout.strip()
+    wait_for(result, cluster, output, job)
+    content = torch.load(result)
+    assert content["restarts"] == 1
+    expected = train_in_one_process(content["step"])
+    torch.testing.assert_close(content["model"], expected, rtol=1e-10, atol=1e-10)
+
+
+def wait_for(file: Path, cluster: Slurm, output: Path, job: str) -> None:
+    """Return once the job has written the file. A job that was requeued waits for two minutes; here it need not."""
+    deadline = time.monotonic() + 110
+    while not file.exists():
+        if "JobState=PENDING" in cluster.run("scontrol", "show", "job", job).stdout:
+            cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        assert time.monotonic() < deadline, output.read_text()
+
+
+def train_in_one_process(num_steps: int) -> dict[str, torch.Tensor]:
+    """The weights after as many steps, in plain PyTorch, on the batches of both ranks together."""
+    torch.manual_seed(7)
+    model = nn.Linear(4, 2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(num_steps):
+        batch = torch.randn(2, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        model(batch.flatten(0, 1)).square().mean().backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def test_drawn_lists_of_hosts_are_read_as_scontrol_reads_them(cluster: Slurm) -> None:
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    lists = [",".join(drawn_hosts(draw) for _ in range(draw.randint(1, 3))) for _ in range(200)]
+    ask = 'scontrol show hostnames "$list"'
+    loop = f'for list in "$@"; do {ask} | head -n 1; {ask} | wc -l; done'
+    answers = cluster.run("sh", "-c", loop, "-", *lists).stdout.split()
+    expected = [(first, int(count)) for first, count in zip(answers[::2], answers[1::2], strict=True)]
+    read = [HostList.parse(one) for one in lists]
+    assert [(one.first, one.num_hosts) for one in read] == expected
+
+
+def drawn_hosts(draw: random.Random) -> str:
+    """Hosts as SLURM writes them: up to two brackets, ranges and single numbers, with and without leading zeros."""
+    brackets = [
+        f"[{','.join(drawn_range(draw) for _ in range(draw.randint(1, 3)))}]" for _ in range(draw.randint(0, 2))
+    ]
+    return draw.choice(["n", "gpu-", "rack1-node"]) + draw.choice(["-ib", "x"]).join(brackets)
+
+
+def drawn_range(draw: random.Random) -> str:
+    first = draw.randint(0, 120)
+    width = draw.choice([0, 3])
+    return f"{first:0{width}d}" if draw.random() < 0.4 else f"{first:0{width}d}-{first + draw.randint(0, 9):0{width}d}"

@@ -1,0 +1,168 @@
+"""Data parallel over Horovod: the numbers of one process, and gradients that are averaged whoever runs backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from fabric import Fabric, WorkerError
+from fabric.strategies import HorovodStrategy
+from fabric.testing import cases, survey
+
+pytestmark = pytest.mark.slow
+
+ROWS = [(2, "32-true"), (4, "32-true"), (1, "32-true"), (2, "64-true"), (2, "bf16-true"), (2, "16-mixed")]
+HALVES = ("sgd", "adamw", "accumulate_and_clip", "unused")
+"""In half precision the cases that differ in what is averaged; all of them at float32."""
+
+
+@pytest.mark.parametrize(("size", "precision"), ROWS, ids=lambda value: str(value))
+def test_the_numbers_are_those_of_one_process(size: int, precision: str) -> None:
+    some = [case for case in cases() if precision in ("32-true", "64-true") or case.name in HALVES]
+    if (size, precision) != (2, "32-true"):  # what is compiled is the same for every size
+        some = [case for case in some if not case.name.startswith("compile")]
+    findings = survey(HorovodStrategy(timeout_seconds=60), some, devices=size, precision=precision)  # type: ignore[arg-type]
+    assert len(findings) == len(some) > 3
+    assert not [finding for finding in findings if finding.seen != "equal"]
+
+
+def ranks(size: int = 2, **options: Any) -> Fabric:
+    return Fabric(accelerator="cpu", strategy=HorovodStrategy(timeout_seconds=20, **options), devices=size)
+
+
+class Net(nn.Module):
+    """Two layers, of which the second takes part only where it is asked to, and a buffer that adds up what it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.linear, self.extra = nn.Linear(2, 1), nn.Linear(2, 1)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor, use_extra: bool = False) -> Tensor:
+        self.seen += x.sum()  # type: ignore[operator]
+        return self.linear(x) + self.extra(x) if use_extra else self.linear(x)
+
+
+class Fragile(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise ArithmeticError("no gradient today")
+
+
+def mine(fabric: Fabric) -> Tensor:
+    return torch.full((1, 2), float(fabric.global_rank + 1))
+
+
+def gradients(fabric: Fabric) -> dict[str, Any]:
+    """Of `sum(linear(x))` the gradient is x: 1 on rank 0, 2 on rank 1, and 1.5 once it is averaged."""
+    found: dict[str, Any] = {}
+    x = mine(fabric)
+
+    def keep(name: str, net: Net) -> None:
+        one, other = net.linear.weight.grad, net.extra.weight.grad
+        found[name] = [None if grad is None else grad[0].tolist() for grad in (one, other)]
+        net.zero_grad()
+
+    net = Net()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    prepared, same = fabric.setup(net, optimizer)
+    found["own"] = prepared is net and same is optimizer
+    fabric.backward(net(x).sum())
+    keep("fabric.backward", net)
+    net(x).sum().backward()
+    keep("loss.backward", net)
+    fabric.backward(net(x, use_extra=fabric.global_rank == 0).sum())
+    keep("used on rank 0 alone", net)
+    with fabric.no_backward_sync(net):
+        fabric.backward(net(x, use_extra=True).sum())
+        found["unsynced"] = net.linear.weight.grad[0].tolist()  # type: ignore[index]
+    fabric.backward(net(x).sum())
+    keep("unsynced, then synced", net)
+    fabric.backward(net(x).sum())
+    fabric.backward(net(x).sum())
+    keep("synced twice", net)
+    with pytest.raises(ArithmeticError):
+        fabric.backward(net.linear(Fragile.apply(net.linear(x).expand(1, 2))).sum())
+    net.zero_grad()
+    fabric.backward(net(x).sum())
+    keep("after a backward that raised", net)
+    found["seen"] = fabric.all_gather(net.seen)[:, 0].tolist()
+    frozen = fabric.setup_module(Net().requires_grad_(False))
+    assert not any(parameter.requires_grad for parameter in frozen.parameters())
+    frozen.requires_grad_()
+    fabric.backward(frozen(x).sum())
+    keep("frozen when it was set up", frozen)
+    other = fabric.setup_module(Net())
+    fabric.backward((net(x) * other.linear(x).detach()).sum() + other(x).sum())
+    keep("two models", other)
+    fabric.close()
+    net.zero_grad()
+    net(x).sum().backward()
+    found["closed"] = net.linear.weight.grad[0].tolist()  # type: ignore[index]
+    return found
+
+
+def test_every_backward_averages_each_gradient_that_some_rank_has() -> None:
+    found = ranks().launch(gradients)
+    assert found is not None
+    seen = found.pop("seen")
+    assert seen[0] == seen[1] > 0
+    assert found == {
+        "own": True,
+        "fabric.backward": [[1.5, 1.5], None],
+        "loss.backward": [[1.5, 1.5], None],
+        "used on rank 0 alone": [[1.5, 1.5], [0.5, 0.5]],
+        "unsynced": [1.0, 1.0],
+        "unsynced, then synced": [[3.0, 3.0], [1.5, 1.5]],
+        "synced twice": [[3.0, 3.0], None],
+        "after a backward that raised": [[1.5, 1.5], None],
+        "frozen when it was set up": [[1.5, 1.5], None],
+        "two models": [[1.5, 1.5], None],
+        "closed": [1.0, 1.0],
+    }
+
+
+def make_models_that_differ(fabric: Fabric) -> None:
+    fabric.setup(nn.Linear(2 + fabric.global_rank, 6 // (2 + fabric.global_rank)))
+
+
+def test_models_that_differ_between_ranks_are_an_error_that_shows_both() -> None:
+    with pytest.raises(WorkerError) as raised:
+        ranks().launch(make_models_that_differ)
+    assert "did not make the same call" in str(raised.value)
+    assert "rank 0: setup of `Linear`\n      weight: float32 (3, 2) on cpu" in str(raised.value)
+    assert "rank 1: setup of `Linear`\n      weight: float32 (2, 3) on cpu" in str(raised.value)
+
+
+def train_different_models(fabric: Fabric) -> None:
+    models = [fabric.setup_module(nn.Linear(2, 2)) for _ in range(2)]
+    fabric.backward(models[fabric.global_rank](torch.ones(1, 2)).sum())
+
+
+def test_ranks_whose_losses_are_of_different_models_are_told() -> None:
+    words = r"different models: this one through `Linear`, number (1|2) of those set up; the numbers go from 1 to 2"
+    with pytest.raises(WorkerError, match=words):
+        ranks().launch(train_different_models)
+
+
+def keep_buffers(fabric: Fabric) -> list[float]:
+    net = fabric.setup_module(Net())
+    fabric.backward(net(mine(fabric)).sum())
+    values: list[float] = fabric.all_gather(net.seen)[:, 0].tolist()
+    return values
+
+
+def test_buffers_follow_rank_zero_unless_they_are_to_stay() -> None:
+    assert ranks().launch(keep_buffers) == [2.0, 2.0]
+    assert ranks(broadcast_buffers=False).launch(keep_buffers) == [2.0, 4.0]

@@ -1,0 +1,275 @@
+"""A model in stages trains as one process does, by every schedule, and goes to plain checkpoints and back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipelining import (
+    TINY,
+    Net,
+    Plain,
+    Recipe,
+    Run,
+    cut_layers,
+    fabric_with,
+    loss_of,
+    make,
+    pipeline,
+    shard_blocks,
+    shard_only_blocks,
+    tiny_loss_of,
+    train_all,
+    train_plain,
+)
+
+from fabric import Fabric, WorkerError
+from fabric.strategies import DDPStrategy, ModelParallelStrategy
+
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+
+def close(actual: Any, expected: Any, tolerance: float = 1e-10) -> None:
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def same(run: Run | None, expected: Run) -> None:
+    assert run is not None
+    close((run.losses, run.norms), (expected.losses, expected.norms))
+    close(run.weights, dict(expected.weights))
+    close(run.evaluated, expected.evaluated)
+    assert run.optimizer["param_groups"] == expected.optimizer["param_groups"]
+    close(run.optimizer["state"], expected.optimizer["state"])
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As in the ranks; with more, small tensors wait for threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "size"),
+    [*((schedule, size) for schedule in SCHEDULES for size in (2, 4)), ("1F1B", 1), ("LoopedBFS", 1), ("DualPipeV", 1)],
+)
+def test_losses_norms_weights_moments_and_outputs_equal_those_of_one_process(
+    schedule: str, size: int, tmp_path: Path
+) -> None:
+    options = pipeline(schedule, size, 8)
+    seed = random.randrange(2**31)
+    recipes = [
+        Recipe(seed, accumulate=2, clip={"max_norm": 0.1}),
+        Recipe(seed, optimizer="adamw", clip={"clip_val": 0.01}, masked=True),
+        Recipe(seed + 1, clip={"max_norm": 0.05, "norm_type": float("inf")}, frozen=schedule not in SPLIT_BACKWARD),
+    ]
+    num_samples = 8 * recipes[0].sizes[0]
+    print(f"seed {seed}, {num_samples} samples")
+    runs = fabric_with(size, options).launch(train_all, recipes, num_samples, 1, str(tmp_path))
+    assert runs is not None
+    for recipe, run in zip(recipes, runs, strict=True):
+        same(run, train_plain(recipe, num_samples, options.num_stages))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "others"),
+    [
+        ("1F1B", {"data": 2}),
+        ("DualPipeV", {"data": 2}),
+        ("Interleaved1F1B", {"shard": 2, "parallelize_fn": shard_blocks}),
+        ("GPipe", {"shard": 2, "parallelize_fn": shard_only_blocks}),
+        ("LoopedBFS", {"tensor": 2, "parallelize_fn": cut_layers}),
+    ],
+    ids=["replicas", "replicas-v", "shards", "shards-of-blocks", "tensors"],
+)
+def test_stages_in_replicas_in_shards_and_cut_along_tensors_train_as_one_process(
+    schedule: str, others: dict[str, Any], tmp_path: Path
+) -> None:
+    options = pipeline(schedule, 2, 4)
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    recipes = [
+        Recipe(seed, accumulate=2, clip={"max_norm": 0.1}),
+        Recipe(seed + 1, optimizer="adamw", masked=True, clip={"clip_val": 0.01}),
+    ]
+    shares = 1 if "tensor" in others else 2
+    strategy = ModelParallelStrategy(pipeline=options, **others)
+    runs = fabric_with(4, strategy).launch(train_all, recipes, 8, shares, str(tmp_path))
+    assert runs is not None
+    for recipe, run in zip(recipes, runs, strict=True):
+        same(run, train_plain(recipe, 8, options.num_stages))
+
+
+def pass_on(fabric: Fabric, source: str, target: str) -> None:
+    """Load and save again."""
+    net = Net()
+    state = dict(
+        zip(("model", "optimizer"), fabric.setup(net, make(Recipe(seed=0, optimizer="adamw"), net)), strict=True)
+    )
+    fabric.load(source, state)
+    fabric.save(target, state)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_between_stages_of_every_kind_replicas_and_plain_torch(tmp_path: Path) -> None:
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    recipe = Recipe(seed, optimizer="adamw")
+    folders = [tmp_path / name for name in ("first", "second", "third")]
+    for folder in folders:
+        folder.mkdir()
+    saved = [f"{folder}/adamw-{seed}" for folder in folders]
+    given = str(tmp_path / "given")
+    fabric_with(2, pipeline("DualPipeV", 2, 4)).launch(train_all, [recipe], 8, 1, str(folders[0]))
+    fabric_with(2, DDPStrategy()).launch(pass_on, saved[0], given)
+    sharded = ModelParallelStrategy(pipeline=pipeline("Interleaved1F1B", 2), shard=2, parallelize_fn=shard_blocks)
+    fabric_with(4, sharded).launch(train_all, [recipe], 8, 2, str(folders[1]), given)
+    runs = fabric_with(4, pipeline("GPipe", 4)).launch(train_all, [recipe], 8, 1, str(folders[2]), saved[1])
+    assert runs is not None
+    plain = None  # three times the same, each from where the one before ended; all have four stages
+    for _ in folders:
+        expected = train_plain(recipe, 8, 4, plain)
+        plain = str(tmp_path / "plain")
+        torch.save({"model": expected.weights, "optimizer": expected.optimizer}, plain)
+    same(runs[0], expected)
+
+
+def look_at_objects(fabric: Fabric, path: str) -> None:
+    """What `setup` does to the user's objects. Ranks start from different weights: rank 0's are taken."""
+    rank = fabric.global_rank
+    net = Net()
+    given = make(Recipe(seed=rank), net)
+    names, norm = list(net.state_dict()), net.blocks["0"].norm
+    model, optimizer = fabric.setup(net, given)
+    assert (model, optimizer) == (net, given)
+    first = Net()
+    make(Recipe(seed=0), first)
+    mine = {name for name, _ in model.named_parameters()}
+    assert mine == {name for name, _ in first.named_parameters() if _stage_of(name) == rank}
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, first.get_parameter(name))
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert {id(parameter) for parameter in held} == {id(parameter) for parameter in model.parameters()}
+    assert [group["lr"] for group in optimizer.param_groups] == [0.02, 0.1]
+    assert model.blocks["0"].norm is norm
+    seen: list[int] = []
+    block = model.blocks[str(rank * 4)]
+    block.register_forward_hook(lambda *_: seen.append(block.training))
+    tokens = torch.randint(11, (8, 4), generator=torch.Generator().manual_seed(3))
+    model.eval()
+    with torch.no_grad():
+        outputs = model(tokens)
+        assert seen == [False] * len(seen) != []
+        assert model(tokens[:3]).shape == (3, 4, 11)  # which four micro-batches do not divide
+        torch.testing.assert_close(model(tokens, tokens), loss_of(outputs, tokens))
+    assert all(torch.equal(each, outputs) for each in fabric.all_gather(outputs))
+    model.train()
+    loss = model(tokens, target=tokens)
+    assert loss.dtype == torch.float32
+    assert seen[-1] is True
+    fabric.backward(2 * loss + model(tokens[:4], tokens[:4]))  # two losses of other shapes in one backward
+    expected = Plain(2)
+    make(Recipe(seed=0), expected.net)
+    (2 * expected(tokens, tokens) + expected(tokens[:4], tokens[:4])).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected.net.get_parameter(name).grad)
+    loss = model(tokens, tokens)
+    fabric.backward(loss, retain_graph=True)
+    with pytest.raises(RuntimeError, match="A second backward through the loss of a pipeline"):
+        fabric.backward(loss)
+    fabric.save(path, {"model": model, "part": model.blocks})
+    whole = fabric.load(path)
+    assert list(whole["model"]) == names
+    assert list(whole["part"]) == [name[7:] for name in names if name.startswith("blocks.")]
+    fabric.close()
+    assert "forward" not in vars(model)
+
+
+def _stage_of(name: str) -> int:
+    if name.startswith("blocks."):
+        return int(name.split(".")[1]) // 4
+    return int(name.startswith(("norm", "head")))
+
+
+@pytest.mark.slow
+def test_the_users_own_objects_go_on_with_what_is_on_their_rank(tmp_path: Path) -> None:
+    fabric_with(2, pipeline(), "32-true").launch(look_at_objects, str(tmp_path / "saved"))
+
+
+def train_in_half(fabric: Fabric) -> list[float]:
+    """Losses and the norm of gradients, under a precision of its own; small gradients must not vanish."""
+    net = Net()
+    model, optimizer = fabric.setup(net, make(Recipe(seed=4), net))
+    tokens = torch.randint(11, (8, 4), generator=torch.Generator().manual_seed(3))
+    found = []
+    for _ in range(2):
+        loss = model(tokens, tokens)
+        fabric.backward(loss)
+        norm = fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        assert norm is not None
+        found += [loss.item() / TINY, norm.item() / TINY]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_mixed_precision_gives_the_numbers_of_full_precision_but_for_rounding(precision: str) -> None:
+    options = pipeline(loss_fn=tiny_loss_of)
+    full = fabric_with(2, options, "32-true").launch(train_in_half)
+    found = fabric_with(2, options, precision).launch(train_in_half)
+    assert found != full
+    close(found, full, 5e-2)
+
+
+def fill_what_was_empty(fabric: Fabric, path: str) -> None:
+    """A model made on the meta device has on each rank what a checkpoint has, and no rank ever had the rest."""
+    with fabric.init_module(empty_init=True):
+        net = Net()
+        assert all(parameter.is_meta for parameter in net.parameters())
+    model = fabric.setup(net)
+    tokens = torch.randint(11, (4, 4), generator=torch.Generator().manual_seed(3))
+    fabric.load_raw(path, model)
+    plain = Plain(2)
+    plain.net.load_state_dict(torch.load(path))
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), plain(tokens))
+
+
+@pytest.mark.slow
+def test_a_model_made_on_the_meta_device_is_filled_from_a_checkpoint(tmp_path: Path) -> None:
+    net = Net()
+    make(Recipe(seed=1), net)
+    torch.save(net.state_dict(), tmp_path / "net")
+    fabric_with(2, pipeline(), "32-true").launch(fill_what_was_empty, str(tmp_path / "net"))
+
+
+def fail_in_a_stage(fabric: Fabric) -> None:
+    """One stage raises while the other waits for its gradients."""
+    net = Net()
+    model = fabric.setup(net)
+    if fabric.global_rank == 1:
+        model.blocks["6"].forward = _boom
+    tokens = torch.randint(11, (8, 4))
+    model(tokens, tokens)
+
+
+def _boom(*args: Any, **kwargs: Any) -> None:
+    raise ZeroDivisionError("boom in the second stage")
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_in_its_stage_ends_the_job_with_its_own_error() -> None:
+    with pytest.raises(WorkerError, match="rank 1 of 2 failed first") as caught:
+        fabric_with(2, pipeline(), "32-true").launch(fail_in_a_stage)
+    assert str(caught.value).strip().endswith("ZeroDivisionError: boom in the second stage")

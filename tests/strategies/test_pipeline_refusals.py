@@ -1,0 +1,356 @@
+"""What a pipeline cannot do right raises, with what to write instead: options, cuts, batches and models."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from pipelining import Net, cut_evenly, fabric_with, pipeline
+from torch import Tensor, nn
+
+from fabric import Fabric, WorkerError
+from fabric.strategies.collectives.collective import CollectiveError
+from fabric.strategies.pipeline import Pipeline
+from fabric.strategies.pipeline_split import cut, drop_others
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"schedule": "1f1b"}, r"`schedule='1f1b'` names no schedule\. Did you mean '1F1B'\? Write one of 'GPipe', "),
+        ({"schedule": "ZBV"}, r"`schedule='ZBV'` names no schedule\. Did you mean 'ZBVZeroBubble'\?"),
+        ({"degree": 0}, "`degree=0`: write a whole number from 1 on"),
+        ({"num_microbatches": 0}, "`num_microbatches=0`: write a whole number from 1 on"),
+        ({"num_microbatches": 2, "degree": 4}, "takes at least as many micro-batches as stages. Write 4 or more"),
+        ({"num_microbatches": 3, "schedule": "DualPipeV"}, "`num_microbatches=3` with `schedule='DualPipeV'` and 4 st"),
+        ({"num_microbatches": 5, "schedule": "Interleaved1F1B"}, "makes 2 rounds, which do not divide it. Write 4"),
+        ({"stages_per_rank": 2}, r"`stages_per_rank=2` with `schedule='1F1B'`, which takes 1 on each rank"),
+        ({"stages_per_rank": 1, "schedule": "LoopedBFS"}, "which takes 2 or more on each rank"),
+        ({"stages_per_rank": 3, "schedule": "ZBVZeroBubble"}, "which takes 2 on each rank"),
+        ({"split": ["1", "2"]}, r"`split=\['1', '2'\]` names 2 parts, but `degree=2` and `schedule='1F1B'` make 2 st"),
+        ({"loss_reduction": "max"}, "`loss_reduction='max'`: write 'mean' or 'sum'"),
+    ],
+    ids=lambda given: str(given) if isinstance(given, dict) else "",
+)
+def test_options_that_do_not_fit_are_refused_where_they_are_written(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        pipeline(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"split": "1"}, r"`split='1'`: write a function `\(model, stage, num_stages\) -> model`"),
+        ({"split": 3}, "`split=3`: write a function"),
+        ({"loss_fn": "mse"}, "`loss_fn='mse'`: write a function"),
+        ({"loss_fn": nn.Linear(2, 2)}, "`loss_fn` is a `Linear` with weights of its own, which nobody would train"),
+    ],
+    ids=lambda given: str(given) if isinstance(given, dict) else "",
+)
+def test_options_of_another_type_are_refused_where_they_are_written(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        pipeline(**options)
+
+
+def test_more_stages_on_a_rank_are_taken_and_lie_where_the_schedule_wants_them() -> None:
+    loop = pipeline("Interleaved1F1B", 2, 4, stages_per_rank=3)
+    assert [loop.stages_of(rank) for rank in (0, 1)] == [(0, 2, 4), (1, 3, 5)]
+    assert (loop.num_stages, loop.last_rank) == (6, 1)
+    v = pipeline("DualPipeV", 2, 4)
+    assert [v.stages_of(rank) for rank in (0, 1)] == [(0, 3), (1, 2)]
+    assert v.last_rank == 0
+
+
+def in_two(split: Callable[..., nn.Module] | list[str]) -> Pipeline:
+    return pipeline(split=split)
+
+
+def sequence() -> nn.Sequential:
+    inner = nn.Sequential(OrderedDict(first=nn.Linear(2, 2), second=nn.Linear(2, 2)))
+    return nn.Sequential(OrderedDict(start=nn.Linear(2, 2), blocks=inner, end=nn.Linear(2, 2)))
+
+
+def test_a_sequence_is_cut_where_the_named_parts_begin_and_keeps_its_names() -> None:
+    model = sequence()
+    first, second = cut(model, in_two(["blocks.second"]))
+    assert [name for name, _ in first.module.named_modules()] == ["", "start", "blocks", "blocks.first"]
+    assert [name for name, _ in second.module.named_modules()] == ["", "blocks", "blocks.second", "end"]
+    assert first.module.get_submodule("blocks.first") is model.blocks.first
+    x = torch.randn(3, 2)
+    assert torch.equal(second.module(first.module(x)), model(x))
+    drop_others(model, [second])
+    assert list(model.state_dict()) == ["blocks.second.weight", "blocks.second.bias", "end.weight", "end.bias"]
+    whole, _ = cut(sequence(), in_two(["blocks"]))
+    assert [name for name, _ in whole.module.named_modules()] == ["", "start"]
+
+
+def test_a_part_that_lies_whole_in_a_stage_is_the_users_own_and_one_that_is_cut_is_a_copy() -> None:
+    net = Net()
+    before = {name: id(part) for name, part in net.named_modules()}
+    first, second = cut(net, in_two(cut_evenly))
+    for stage in (first, second):
+        for name, part in stage.module.named_modules():
+            assert (id(part) == before[name]) == (name not in ("", "blocks")), name
+    net.eval()
+    first.follow_mode()
+    assert not any(part.training for part in first.module.modules())
+    assert {name: id(part) for name, part in net.named_modules()} == before
+    assert net.embed is not None
+
+
+def keep_all(model: nn.Module, stage: int, num_stages: int) -> nn.Module:
+    return model
+
+
+def keep_none(model: nn.Module, stage: int, num_stages: int) -> nn.Module:
+    model.embed = None
+    return model
+
+
+def give_a_name(model: nn.Module, stage: int, num_stages: int) -> Any:
+    return "embed"
+
+
+def number_anew(model: nn.Module, stage: int, num_stages: int) -> nn.Module:
+    return nn.Sequential(*list(model.children())[stage : stage + 1])
+
+
+def lose_a_buffer(model: Net, stage: int, num_stages: int) -> nn.Module:
+    cut_evenly(model, stage, num_stages)
+    model.offset = None
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "split", "error", "words"),
+    [
+        (Net, keep_all, ValueError, "`place` is in stages 0 and 1. Let `split` leave it in one"),
+        (Net, lose_a_buffer, ValueError, "`offset` is in none of the 2 stages"),
+        (Net, give_a_name, TypeError, r"`split\(model, 0, 2\)` gave 'embed'"),
+        (sequence, number_anew, ValueError, "Stage 0 has `0.weight`, which the model has not, or as another tensor"),
+        (sequence, ["blocks.third"], ValueError, "'blocks.third', which is no part of the model. Did you mean 'blocks"),
+        (Net, ["blocks.3"], ValueError, "`split` names a part of `the model`, a `Net`: only an `nn.Sequential`"),
+    ],
+)
+def test_cuts_that_lose_or_double_or_rename_weights_are_refused(
+    make: Callable[[], nn.Module], split: Any, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        cut(make(), in_two(split))
+
+
+def test_a_weight_that_is_tied_over_two_stages_is_refused_with_both_names() -> None:
+    net = Net()
+    assert isinstance(net.embed, nn.Embedding)
+    assert isinstance(net.head, nn.Linear)
+    net.head.weight = net.embed.weight
+    with pytest.raises(
+        ValueError, match=r"`embed.weight` and `head.weight` are one tied weight, but lie in stages 0 an"
+    ):
+        cut(net, in_two(cut_evenly))
+    model = sequence()
+    model.blocks.first.weight = model.start.weight
+    assert len(cut(model, in_two(["blocks.second"]))) == 2  # tied within a stage
+
+
+def test_names_of_parts_in_another_order_or_within_each_other_are_refused() -> None:
+    options = pipeline(degree=3, num_microbatches=3, split=["end", "blocks"])
+    with pytest.raises(ValueError, match=r"but the parts follow each other as \['blocks', 'end'\]"):
+        cut(sequence(), options)
+    with pytest.raises(ValueError, match="`split` names 'blocks' and a part within it"):
+        cut(sequence(), pipeline(degree=3, num_microbatches=3, split=["blocks", "blocks.second"]))
+
+
+class Normed(nn.Sequential):
+    """Stage 1 has a BatchNorm, or another layer that counts."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(nn.Linear(4, 4), nn.Sequential(layer, nn.Linear(4, 4)))
+
+
+class Counts(nn.Module):
+    """Keeps a number of calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+
+def square(outputs: Tensor, target: Tensor) -> Tensor:
+    """A loss."""
+    return (outputs - target).square().mean()
+
+
+def each(outputs: Tensor, target: Tensor) -> Tensor:
+    """A loss for each sample, which is none."""
+    return (outputs - target).square().mean(dim=1)
+
+
+@dataclass(frozen=True)
+class Raises:
+    """What is written, and what is answered, on which ranks."""
+
+    error: type[BaseException]
+    words: str
+    call: Callable[[Fabric, nn.Module, Tensor, Tensor], object]
+    ranks: tuple[int, ...] = (0, 1)
+
+
+def evaluate(fabric: Fabric, model: nn.Module, x: Tensor, y: Tensor) -> object:
+    return model(x)
+
+
+CALLS = [
+    Raises(RuntimeError, r"called without a target while gradients are enabled.*Write `loss = model\(", evaluate),
+    Raises(
+        RuntimeError,
+        r"given a tensor that requires gradients, and none would reach it",
+        lambda fabric, model, x, y: model(x.clone().requires_grad_(), y),
+    ),
+    Raises(
+        ValueError,
+        r"A batch of 6 samples cannot be cut into `num_microbatches=4` equal parts",
+        lambda fabric, model, x, y: model(x[:6], y[:6]),
+    ),
+    Raises(
+        ValueError,
+        r"along its first dim, but they have the shapes \(8, 4\), \(4, 4\)",
+        lambda fabric, model, x, y: model(x, y[:4]),
+    ),
+    Raises(TypeError, "`target` is a `list`", lambda fabric, model, x, y: model(x, target=[y])),
+    Raises(
+        CollectiveError,
+        "The 2 ranks did not make the same call.*tensor 0 of the batch",
+        lambda fabric, model, x, y: model(x[: 4 * (1 + fabric.global_rank)], y[: 4 * (1 + fabric.global_rank)]),
+    ),
+    Raises(
+        CollectiveError,
+        "tensor 0 of the batch.*content",
+        lambda fabric, model, x, y: model(x + fabric.global_rank, y),
+    ),
+    Raises(
+        ValueError,
+        r"`mark_forward_method\('loss'\)` on a model in a pipeline",
+        lambda fabric, model, x, y: model.mark_forward_method(_loss_method),
+    ),
+]
+
+
+def _loss_method() -> None: ...
+
+
+_loss_method.__name__ = "loss"
+
+
+def call_wrongly(fabric: Fabric) -> None:
+    """One call after another; none leaves anything behind, and the model trains on."""
+    x, y = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(1))
+    net = Normed(nn.Identity())
+    plain = copy.deepcopy(net)
+    net.loss = _loss_method
+    model, _ = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    plain.load_state_dict(fabric.broadcast(plain.state_dict()))
+    for each in CALLS:
+        with pytest.raises(each.error, match=f"(?s){each.words}"):
+            each.call(fabric, model, x, y)
+    for _ in range(2):  # the second with nothing new
+        torch.testing.assert_close(model(x, y), square(plain(x), y))
+    refuse_optimizers(fabric)
+
+
+def refuse_optimizers(fabric: Fabric) -> None:
+    net = Normed(nn.Identity())
+    with pytest.raises(ValueError, match="`LBFGS` makes each step from the gradients of all parameters"):
+        fabric.setup(net, torch.optim.LBFGS(net.parameters()))
+    model = fabric.setup(Normed(nn.Identity()))
+    late = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="This `SGD` was made after `setup`, from the parameters of one rank's stages"):
+        fabric.save("nowhere", {"optimizer": late})
+    content = {"0.weight": torch.zeros(4, 4), "0.bias": torch.zeros(4), "1.1.weight": torch.zeros(4, 4)}
+    with pytest.raises(RuntimeError, match=r"`1.1.bias` is missing; `2.bias` is not in the model\."):
+        fabric._state_access(model).write_module(model, {**content, "2.bias": torch.zeros(4)}, strict=True)
+    with pytest.raises(RuntimeError, match=r"`1.1.weight` has shape \(2, 2\), and the model's \(4, 4\)"):
+        fabric._state_access(model).write_module(model, {"1.1.weight": torch.zeros(2, 2)}, strict=False)
+
+
+@pytest.mark.slow
+def test_calls_that_cannot_be_right_raise_on_every_rank_and_leave_the_model_as_it_was() -> None:
+    fabric_with(2, pipeline(split=["1"], loss_fn=square), "32-true").launch(call_wrongly)
+
+
+def train_once(fabric: Fabric, make: Callable[[], nn.Module]) -> None:
+    x, y = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(1))
+    net = make()
+    model, _ = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    fabric.backward(model(x, y))
+
+
+def with_norm() -> nn.Module:
+    return Normed(nn.BatchNorm1d(4))
+
+
+def with_frozen_norm() -> nn.Module:
+    net = Normed(nn.BatchNorm1d(4))
+    net[1].eval()
+    return net
+
+
+def with_counts() -> nn.Module:
+    return Normed(Counts())
+
+
+def with_frozen_start() -> nn.Module:
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    net[0].requires_grad_(False)
+    return net
+
+
+class Detached(nn.Module):
+    """Gives its input on without a graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach()
+
+
+def with_a_lost_gradient() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Detached(), nn.Linear(4, 4))
+
+
+FOUR = ["1", "2", "3"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "make", "words"),
+    [
+        (pipeline(split=["1"], loss_fn=square), with_norm, "`1.0` is a BatchNorm in training: within a pipeline it"),
+        (pipeline(split=["1"], loss_fn=square), with_counts, r"The buffer `1.0.calls` changed in forward\."),
+        (pipeline(split=["1"], loss_fn=each), with_frozen_norm, r"`loss_fn` gave a tensor float32 \(2,\) on cpu. Give one"),
+        (pipeline("ZBVZeroBubble", split=FOUR, loss_fn=square), with_frozen_start, "`0.weight` is not trained, and `s"),
+        (
+            pipeline("InterleavedZeroBubble", split=FOUR, loss_fn=square),
+            with_a_lost_gradient,
+            "`3.weight` got no gradient: `schedule='InterleavedZeroBubble'` loses those of weights",
+        ),
+    ],
+    ids=["norm", "counts", "loss", "frozen", "lost"],
+)
+def test_models_that_would_train_to_other_numbers_end_the_job(
+    options: Pipeline, make: Callable[[], nn.Module], words: str
+) -> None:
+    with pytest.raises(WorkerError, match=f"(?s){words}"):
+        fabric_with(2, options, "32-true").launch(train_once, make)
+
+
+@pytest.mark.slow
+def test_a_frozen_norm_trains() -> None:
+    fabric_with(2, pipeline(split=["1"], loss_fn=square), "32-true").launch(train_once, with_frozen_norm)

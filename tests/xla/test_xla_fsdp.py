@@ -1,0 +1,90 @@
+"""One program over all devices: the numbers of one process, with weights and moments in shards.
+
+Each in a process of its own, for SPMD is for good.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fabric.testing import Case, cases
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+PROGRAM = """
+import json, sys
+import torch, torch_xla
+from fabric import Fabric
+from fabric.testing import cases
+from fabric.testing.checks import examine
+
+size, seed = map(int, sys.argv[1:])
+spec = torch_xla._XLAC._get_xla_sharding_spec
+fabric = Fabric(accelerator="xla", strategy="xla_fsdp", devices=size)
+seen = {"cases": {f.case: [f.seen, f.words] for f in fabric.launch(examine, list(cases()), seed=seed)}}
+
+fabric = Fabric(accelerator="xla", strategy="xla_fsdp", devices=size)
+model = torch.nn.Linear(6, 8 * size)
+model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+for x, y in fabric.setup_dataloaders([(torch.ones(2 * size, 6), torch.ones(3)), (torch.ones(1, 6), torch.ones(()))]):
+    seen.setdefault("batches", []).append([spec(x), spec(y)])
+    fabric.backward(model(x).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+seen["weight"] = spec(model.weight)
+seen["moment"] = spec(optimizer.state[model.weight]["exp_avg"])
+seen["world"] = [fabric.world_size, fabric.global_rank]
+fabric.close()
+print(json.dumps(seen))
+"""
+LATE = """
+import torch_xla
+from fabric import Fabric
+torch_xla.device()
+Fabric(accelerator="xla", strategy="xla_fsdp").launch()
+"""
+
+
+def run(folder: Path, program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    path = folder / "program.py"
+    path.write_text(program)
+    command = [sys.executable, str(path), *map(str, arguments)]
+    return subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=800)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    done = run(tmp_path_factory.mktemp("spmd"), PROGRAM, os.environ["CPU_NUM_DEVICES"], seed)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_one_program_over_all_devices_gives_the_numbers_of_one_process(seen: dict[str, Any], case: Case) -> None:
+    assert seen["cases"][case.name][0] == "equal", seen["cases"][case.name]
+
+
+def test_weights_moments_and_batches_are_cut_over_the_devices(seen: dict[str, Any]) -> None:
+    size = int(os.environ["CPU_NUM_DEVICES"])
+    devices = ",".join(map(str, range(size)))
+    rows = f"{{devices=[{size},1]{devices}}}"
+    assert seen["weight"] == seen["moment"] == rows
+    assert seen["batches"] == [[rows, ""], ["", ""]]  # 3 labels, and one sample, cannot be divided
+    assert seen["world"] == [1, 0]
+
+
+def test_a_device_touched_before_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    done = run(tmp_path, LATE)
+    assert done.returncode == 1
+    assert "`strategy='xla_fsdp'` must be told to XLA before that." in done.stderr

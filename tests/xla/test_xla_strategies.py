@@ -1,0 +1,71 @@
+"""Replicas, and one device alone, give the numbers of one process of plain PyTorch: the cases of `fabric.testing`."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+
+import pytest
+from cpu_replicas import launch_replicas
+
+from fabric import Fabric
+from fabric.strategies.precision.precision import Precision
+from fabric.strategies.xla import XLAStrategy
+from fabric.testing import Case, Finding, cases
+from fabric.testing.checks import SCALE, examine
+
+SIZE = int(os.environ["CPU_NUM_DEVICES"])
+HALF = ("bf16-true", "16-true", "bf16-mixed", "16-mixed")
+IN_FEW = ("sgd", "accumulate_and_clip")
+"""Cases that say it all where only the precision is another."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def findings(strategy: str | XLAStrategy, some: list[Case], precision: str = "32-true") -> dict[str, Finding]:
+    """What was seen of cases over replicas, or over one device, in this process."""
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    value = replace(Precision.parse(precision), init_scale=SCALE)  # type: ignore[arg-type]
+    size = 1 if strategy == "single_xla" else SIZE
+    fabric = Fabric(accelerator="xla", strategy=strategy, devices=size, plugins=value)
+    if size == 1:
+        seen = fabric.launch(examine, some, seed=seed)
+    else:
+        seen = launch_replicas(fabric, examine, some, seed=seed)[0]
+    assert seen is not None
+    return {finding.case: finding for finding in seen}
+
+
+@pytest.fixture(scope="module")
+def of_replicas() -> dict[str, Finding]:
+    return findings(XLAStrategy(cpu_replicas=True), list(cases()))
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Finding]:
+    return findings("single_xla", list(cases()))
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_replicas_give_the_numbers_of_one_process(of_replicas: dict[str, Finding], case: Case) -> None:
+    assert of_replicas[case.name].seen == ("raised" if "unused" in case.needs else "equal"), of_replicas[case.name]
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_one_device_gives_the_numbers_of_plain_pytorch(alone: dict[str, Finding], case: Case) -> None:
+    assert alone[case.name].seen == "equal", alone[case.name]
+
+
+def test_parameters_that_some_steps_leave_out_are_zero_there_where_that_is_asked_for() -> None:
+    some = [case for case in cases() if "unused" in case.needs]
+    seen = findings(XLAStrategy(cpu_replicas=True, find_unused_parameters=True), some)
+    assert {finding.seen for finding in seen.values()} == {"equal"}, seen
+
+
+@pytest.mark.parametrize("precision", ["64-true", "32-true", *HALF])
+def test_every_precision_gives_its_numbers(precision: str) -> None:
+    some = [case for case in cases() if case.name in IN_FEW]
+    seen = findings(XLAStrategy(cpu_replicas=True), some, precision)
+    assert {finding.seen for finding in seen.values()} == {"equal"}, seen
