@@ -60,7 +60,7 @@ class Fabric:
     Everything is checked here, before anything starts: what cannot be honoured raises ValueError or TypeError, with
     what to write instead.
 
-    `accelerator`: auto, cpu, cuda, mps, or another device that `torch.accelerator` knows.
+    `accelerator`: auto, cpu, cuda, mps, xla, or another device that `torch.accelerator` knows.
     `strategy`: a name (see `fabric.strategies.available_strategies()`), or a `Strategy` with options of its own.
     `devices`: auto, a count, -1 for all, or the indices of the devices on this node.
     `num_nodes`: how many machines take part.

@@ -15,26 +15,26 @@ SAY_EVERY_SECONDS = 5.0
 
 @final
 class Patience:
-    """That of one rank in one meeting: `timeout_seconds` from now."""
+    """That of one rank in one meeting, until `deadline`; `timeout_seconds` is how long the whole meeting may take."""
 
-    def __init__(self, world: World, timeout_seconds: float, say: Callable[[str], None]) -> None:
-        self._who, self._timeout_seconds, self._say = f"ank {world.rank} of {world.size}", timeout_seconds, say
-        self.deadline = time.monotonic() + timeout_seconds
+    def __init__(self, world: World, deadline: float, timeout_seconds: float, say: Callable[[str], None]) -> None:
+        self._who, self._timeout_seconds, self._say = f"rank {world.rank} of {world.size}", timeout_seconds, say
+        self._deadline = deadline
         self._next_words = time.monotonic() + SAY_EVERY_SECONDS
 
     def turn(self) -> timedelta:
         """How long to wait before `wait_for` is called again."""
-        return timedelta(seconds=max(min(self.deadline, self._next_words) - time.monotonic(), 0.001))
+        return timedelta(seconds=max(min(self._deadline, self._next_words) - time.monotonic(), 0.001))
 
     def wait_for(self, missing: Sequence[int], *, speaks: bool) -> None:
         """Called while ranks are missing. `speaks`: whether it is this rank that says so. Raises: TimeoutError."""
         now, ranks = time.monotonic(), f"rank{'s' * (len(missing) != 1)} {', '.join(map(str, missing))}"
-        if now > self.deadline:
+        if now > self._deadline:
             raise TimeoutError(
-                f"R{self._who} waited {self._timeout_seconds:g} s for {ranks}, which did not arrive. Check that every "
+                f"{self._who.capitalize()} waited {self._timeout_seconds:g} s for {ranks}, which did not arrive. Check that every "
                 "rank was started, and that all of them reach `launch`."
             )
         if now > self._next_words:
             self._next_words = now + SAY_EVERY_SECONDS
             if speaks:
-                self._say(f"r{self._who} waits for {ranks}")
+                self._say(f"{self._who} waits for {ranks}")

@@ -37,8 +37,9 @@ def join(world: World, timeout_seconds: float, say: Callable[[str], None]) -> St
 
     if world.size == 1 or world.rendezvous is None:
         return HashStore()
-    patience = Patience(world, timeout_seconds, say)
-    store = _connect(world, world.rendezvous, patience.deadline, timeout_seconds, say)
+    deadline = time.monotonic() + timeout_seconds
+    store = _connect(world, world.rendezvous, deadline, timeout_seconds, say)
+    patience = Patience(world, deadline, timeout_seconds, say)
     if world.rendezvous.hosted and world.num_nodes > 1:  # Note [Restarts that are counted apart]
         own = PrefixStore("fabric", store)
         meeting = PrefixStore(call_roll(own, world, patience), own)

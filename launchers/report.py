@@ -161,9 +161,11 @@ def _is_ours(trace: TracebackType) -> bool:
 
 
 def _is_lost_peer(error: BaseException | None) -> bool:
-    while error is not None:
+    seen: set[int] = set()  # `raise error.__cause__ from error` makes a chain that has no end
+    while error is not None and id(error) not in seen:
         if isinstance(error, (RuntimeError, OSError)) and any(words in str(error) for words in LOST_PEER):
             return True
+        seen.add(id(error))
         error = error.__cause__ or error.__context__
     return False
 

@@ -53,7 +53,7 @@ def clip_norm(
         return torch.nn.utils.clip_grad_norm_(
             parameters, max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
         )
-    norm = total_norm(gradients, norm_type) if gradients else torch.zeros(())
+    norm = total_norm(gradients, norm_type) if gradients else torch.zeros((), dtype=torch.float64)
     norm = norm if across is None else _over_ranks(across, norm, norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(

@@ -119,7 +119,8 @@ class _Averaging:
     def _watched(self, parameter: nn.Parameter) -> RemovableHandle:
         """Hear of its gradients, also of those that it has only once somebody unfreezes it."""
         before = parameter.requires_grad
-        handle: RemovableHandle = parameter.requires_grad_().register_post_accumulate_grad_hook(self._note)
+        parameter.requires_grad_()
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
         parameter.requires_grad_(before)
         return handle
 

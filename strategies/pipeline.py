@@ -62,7 +62,8 @@ class Pipeline:
 
     Schedules: GPipe; 1F1B (Narayanan et al., SC 2019); Interleaved1F1B (SC 2021); LoopedBFS (Lamy-Poirier, MLSys 2023);
     InterleavedZeroBubble and ZBVZeroBubble (Qi et al., ICLR 2024); DualPipeV (DeepSeek-AI, 2024). The last three need
-    torch 2.13, and in each stage a trained, used weight behind an input that needs gradients; otherwise they raise.
+    torch 2.13, and weights that are not in shards, are trained, used, and behind an input that needs gradients;
+    otherwise they raise.
     """
 
     degree: int

@@ -34,7 +34,7 @@ from fabric.strategies.pipeline import Pipeline
 from fabric.strategies.pipeline_split import Stage
 from fabric.strategies.precision.forward_precision import autocast, cast_inputs, casts
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.shards import local_part
+from fabric.strategies.shards import as_sharded, local_part
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -232,7 +232,7 @@ class _Handover(torch.autograd.Function):
     """See Note [One node from the loss to the weights]."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, loss: Tensor, scale: float, gradients: list[Tensor | None], anchor: Tensor, *parameters: nn.Parameter
     ) -> Tensor:
         ctx.gradients, ctx.scale = gradients, scale
@@ -240,7 +240,7 @@ class _Handover(torch.autograd.Function):
 
     @staticmethod
     @torch.no_grad()
-    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError(
@@ -266,11 +266,11 @@ class _Even(torch.autograd.Function):
     """The tensor itself; its gradient, which is sent back, comes out contiguous."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, outer: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, outer: Tensor) -> Tensor:
         return outer.contiguous()
 
 
@@ -407,8 +407,9 @@ def _digest(tensor: Tensor) -> str:
 # Note [Gradients that a split backward loses]
 # torch computes the gradients of weights apart from those of inputs by walking the graph from the inputs up. Weights
 # that no differentiable input reaches get no gradient at all, silently (torch 2.13: a stage behind frozen ones); an
-# untrained or unused weight fails with an internal error. Before 2.13 weights that are shared within a stage, and
-# operations with several outputs, get wrong gradients (pytorch/pytorch#180952, #170277). So all of that is refused.
+# untrained or unused weight fails with an internal error, as do shards of blocks within a stage. Before 2.13 weights
+# that are shared within a stage, and operations with several outputs, get wrong gradients (pytorch/pytorch#180952,
+# #170277). So all of that is refused.
 
 
 def _refuse_split_backward(options: Pipeline, stages: Sequence[Stage]) -> None:
@@ -420,6 +421,11 @@ def _refuse_split_backward(options: Pipeline, stages: Sequence[Stage]) -> None:
         )
     for stage in stages:
         for name, parameter in stage.module.named_parameters():
+            if as_sharded(parameter) is not None:
+                raise ValueError(
+                    f"`{name}` lies in shards, and `schedule={options.schedule!r}` computes gradients of weights past "
+                    "what puts shards together. Write `schedule='Interleaved1F1B'`, which does not."
+                )
             if not parameter.requires_grad:
                 raise ValueError(
                     f"`{name}` is not trained, and `schedule={options.schedule!r}` needs every weight to be. Write "

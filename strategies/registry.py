@@ -86,7 +86,7 @@ _TABLE = (
     _built_in("deepspeed_stage_2", "deepspeed:DeepSpeedStrategy", "ZeRO: gradients in shards, too", stage=2),
     _built_in("deepspeed_stage_3", "deepspeed:DeepSpeedStrategy", "ZeRO: weights in shards, too", stage=3),
     _built_in("xla", "xla:XLAStrategy", "a replica for each TPU device, gradients averaged (torch_xla)"),
-    _built_in("xla_fsdp", "xla_fsdp:XLAFSDPStrategy", "one program over all TPU devices of a host, everything in shards"),
+    _built_in("xla_fsdp", "xla_fsdp:XLAFSDPStrategy", "one program over all TPU devices of a host, in shards"),
     _built_in("single_xla", "xla_single:SingleDeviceXLAStrategy", "one process, one TPU device"),
     _built_in(
         "deepspeed_stage_1_offload",

@@ -1,7 +1,8 @@
-"""The whole model on every device of XLA; gradients are averaged within the graph that computes them.
+"""The whole model on every device of XLA; gradients are averaged after each backward.
 
-On a TPU a replica is a process, on PJRT's CPU client a thread; nothing here knows which. What surprises: all replicas
-must record the same graph, for XLA's collectives are matched by it.
+On a TPU a replica is a process, on PJRT's CPU client a thread; nothing here knows which. What surprises: a step is
+three graphs: forward with backward, the averages, the optimizer. In one, the averages could overlap with backward; but
+a rank that alone reads a loss would then run another graph than the others, and collectives meet only in equal ones.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ class _Averaging:
     def _average(self) -> None:
         used = self._used_everywhere()
         assert isinstance(self.collective, XLACollective)
-        means = self.collective.means_in_graph([p.grad for p in used if p.grad is not None])
+        means = self.collective.means([p.grad for p in used if p.grad is not None])
         for parameter, mean in zip(used, means, strict=True):
             parameter.grad = mean
 
@@ -217,6 +218,6 @@ class _Averaging:
 
 
 _UNUSED = (
-    "Every replica records the same graph, so the same parameters take part in every step. Pass "
+    "All replicas average the same parameters in every step. Pass "
     "`XLAStrategy(find_unused_parameters=True)` for a model that leaves some out."
 )

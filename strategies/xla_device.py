@@ -64,7 +64,7 @@ def _move_parameter(parameter: nn.Parameter, device: torch.device) -> None:
     if parameter.grad is not None:
         there.grad = parameter.grad.to(device)
     vars(there).update(vars(parameter))  # what the user noted on it
-    torch.utils.swap_tensors(parameter, there)
+    torch.utils.swap_tensors(parameter, there)  # type: ignore[no-untyped-call]
 
 
 def unbias_statistics(module: nn.Module) -> Callable[[], None]:
@@ -78,7 +78,7 @@ def unbias_statistics(module: nn.Module) -> Callable[[], None]:
 
     def keep(part: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if part.training:
-            before[part] = part.running_var.clone()  # type: ignore[operator, union-attr]
+            before[part] = part.running_var.clone()  # type: ignore[operator]
 
     @torch.no_grad()
     def correct(part: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -86,7 +86,8 @@ def unbias_statistics(module: nn.Module) -> Callable[[], None]:
             return
         kept, count = before.pop(part), inputs[0].numel() // inputs[0].shape[1]
         share = 1 / part.num_batches_tracked if part.momentum is None else part.momentum
-        part.running_var += (part.running_var - (1 - share) * kept) / (count - 1)
+        kept_now = part.running_var.data  # autograd has saved the tensor, and does not use it
+        kept_now += (kept_now - (1 - share) * kept) / (count - 1)
 
     handles = [part.register_forward_pre_hook(keep) for part in parts]
     handles += [part.register_forward_hook(correct) for part in parts]

@@ -23,7 +23,9 @@ PART_IMPORTS = {
     ("strategies/collectives/horovod.py", "fabric.launchers.environments.horovod"): "tells Horovod its place",
     ("strategies/collectives/horovod.py", "fabric.launchers.network"): "tells Horovod which interface",
     ("strategies/collectives/horovod.py", "fabric.launchers.rendezvous"): "goes where the launcher said to meet",
+    ("strategies/accelerators/xla.py", "fabric.launchers.environments.xla"): "PJRT's devices are what variables say",
     ("strategies/collectives/process_group.py", "fabric.launchers.rendezvous"): "goes where the launcher said to meet",
+    ("strategies/collectives/xla.py", "fabric.launchers.rendezvous"): "goes where the launcher said to meet",
 }
 COLLECTIVES_OUTSIDE = {
     "strategies/ddp_hooks.py": "DistributedDataParallel waits for a future of torch's own all-reduce",

@@ -14,7 +14,7 @@ from fabric.machine import Machine
 from fabric.request import Request
 from fabric.resolve import resolve
 from fabric.strategies.accelerators.accelerator import Accelerator
-from fabric.strategies.capabilities import CAPABILITIES
+from fabric.strategies.capabilities import CAPABILITIES, Capability
 from fabric.strategies.precision.precision import Precision, PrecisionWord
 from fabric.strategies.registry import Registration
 from fabric.strategies.strategy import Strategy
@@ -30,7 +30,7 @@ def describe_strategy(machine: Machine, registration: Registration) -> dict[str,
     alone = replace(machine, world=None)
     why_not: str | None = None
     precisions: dict[str, list[str]] = {}
-    lacks: Mapping[str, str] = {}
+    lacks: Mapping[Capability, str] = {}
     for found in machine.usable():
         try:
             strategy = registration.strategy()
@@ -52,7 +52,7 @@ def describe_strategy(machine: Machine, registration: Registration) -> dict[str,
 
 
 def _precisions(strategy: Strategy, accelerator: Accelerator, machine: Machine) -> list[str]:
-    words = []
+    words: list[str] = []
     for word in _WORDS:
         with suppress(ValueError):
             resolve(Request(accelerator=accelerator, strategy=strategy, precision=Precision.parse(word)), machine)

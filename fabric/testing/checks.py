@@ -10,7 +10,6 @@ import random
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Literal, TypeAlias, final
 
 import torch
@@ -168,12 +167,12 @@ def _examine(fabric: Fabric, case: Case, trial: Trial, tolerance: float) -> Find
         return Finding(case=case.name, seen="equal")
     by_share = case.by_share or trial.precision.compute_dtype not in (torch.float32, torch.float64)
     num_copies = trial.num_shares if by_share else 1
-    body = partial(case.body, trial=trial.in_one_process(num_copies))
+    alone = trial.in_one_process(num_copies)
     device = fabric.device
     if fabric.accelerator.is_recorded:  # there, a loop that marks no steps is not how PyTorch is meant to be used
         device = torch.device("cpu")
         found = move(found, device)
-    expected = plain(body, trial.precision, device, num_copies)
+    expected = plain(lambda loop: case.body(loop, alone), trial.precision, device, num_copies)
     try:
         torch.testing.assert_close(asdict(found), asdict(expected), rtol=tolerance, atol=tolerance)
     except AssertionError as error:

@@ -64,7 +64,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`(batch, length, width)` -> the same."""
         normed = self.norm(x.transpose(*self._dims)).transpose(*self._dims)
-        return x + self.scale * self.out(self.hidden(normed).tanh())
+        residual: Tensor = self.scale * self.out(self.hidden(normed).tanh())
+        return x + residual
 
     def reset_parameters(self) -> None:
         """What `init_module(empty_init=True)` asks of a part with parameters of its own."""

@@ -59,7 +59,8 @@ class Outcome:
 
 def train(loop: Loop, trial: Trial, recipe: Recipe) -> Outcome:
     """The usual loop."""
-    net = trial.net(**dict.fromkeys(recipe.kinds, True))
+    net = trial.net("net", **dict.fromkeys(recipe.kinds, True))
+    model: Any
     if recipe.compile == "before":
         net = compiled(trial, net)
     if recipe.later:
@@ -183,11 +184,12 @@ def generator_and_critic(loop: Loop, trial: Trial) -> Outcome:
 
 def encoder_and_head(loop: Loop, trial: Trial, one_optimizer: bool = False) -> Outcome:
     """One loss through two models, with an optimizer each or one for both."""
-    encoder = trial.layers(trial.sizes.width, trial.sizes.hidden, "encoder")
-    head = trial.layers(trial.sizes.hidden, trial.sizes.vocabulary, "head")
+    encoder: nn.Module = trial.layers(trial.sizes.width, trial.sizes.hidden, "encoder")
+    head: nn.Module = trial.layers(trial.sizes.hidden, trial.sizes.vocabulary, "head")
     if one_optimizer:
         encoder, head = loop.setup_module(encoder), loop.setup_module(head)
-        groups = [{"params": list(encoder.parameters())}, {"params": list(head.parameters()), "lr": 0.05}]
+        groups: list[dict[str, Any]] = [{"params": list(encoder.parameters())}]
+        groups.append({"params": list(head.parameters()), "lr": 0.05})
         optimizers = {"optimizer": loop.setup_optimizers(make_optimizer(groups, "sgd"))}
     else:
         encoder, encoder_optimizer = loop.setup(encoder, trial.optimizer(encoder, "adamw"))

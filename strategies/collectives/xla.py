@@ -36,7 +36,6 @@ _LOGGER = logging.getLogger("fabric")
 
 _OPS = {"sum": "sum", "mean": "sum", "min": "min", "max": "max", "product": "mul"}  # mean: divided in `from_wire`
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_HALVES = (torch.float16, torch.bfloat16)
 _FEWEST = 64
 """Elements to which a tensor of the CPU is padded, and then to powers of two: each new length is a compilation."""
 
@@ -104,7 +103,8 @@ class XLACollective(Collective):
 
         def gather(bits: Tensor) -> Tensor:
             # Not with a pinned layout: for that torch_xla 2.9 pads by the rank, and makes another graph on each.
-            return xm.all_gather(bits, pin_layout=False)
+            gathered: Tensor = xm.all_gather(bits, pin_layout=False)
+            return gathered
 
         return self._moved("all_gather", tensor, gather, rows=1, shape=(self.size, *tensor.shape))
 
@@ -114,7 +114,8 @@ class XLACollective(Collective):
         check_slices("reduce_scatter", tensor, self.size)
 
         def scatter(wire: Tensor) -> Tensor:
-            return xm.reduce_scatter(_OPS[op], wire, 1.0, 0, self.size, pin_layout=False)
+            mine: Tensor = xm.reduce_scatter(_OPS[op], wire, 1.0, 0, self.size, pin_layout=False)
+            return mine
 
         wire = to_wire(tensor, op, copy=False)
         reduced = self._run("reduce_scatter", tensor, wire, scatter, rows=self.size)
@@ -126,7 +127,8 @@ class XLACollective(Collective):
         check_slices("all_to_all", tensor, self.size)
 
         def exchange(bits: Tensor) -> Tensor:
-            return xm.all_to_all(bits, 0, 0, self.size, pin_layout=False)
+            exchanged: Tensor = xm.all_to_all(bits, 0, 0, self.size, pin_layout=False)
+            return exchanged
 
         return self._moved("all_to_all", tensor, exchange, rows=self.size, shape=tensor.shape)
 
@@ -151,15 +153,14 @@ class XLACollective(Collective):
     def store(self) -> Store | None:
         return self._joined("store").store()
 
-    def means_in_graph(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Record the means of tensors on the device, as new tensors, as part of the graph that runs at the next mark.
+    def means(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Give every rank the means of tensors on the device, in one graph. Ranks: all, as for `all_reduce`."""
+        import torch_xla
 
-        Ranks: all, and all keep the results until that mark.
-        """
-        means = []
-        for tensor in tensors:
-            wire = to_wire(tensor, "mean", copy=True)
-            means.append(from_wire(_all_reduce("sum", wire), "mean", tensor.dtype, self.size))
+        torch_xla.sync()
+        reduced = [_all_reduce("sum", to_wire(tensor, "mean", copy=True)) for tensor in tensors]
+        means = [from_wire(r, "mean", t.dtype, self.size) for r, t in zip(reduced, tensors, strict=True)]
+        torch_xla.sync()
         return means
 
     def _moved(
@@ -214,9 +215,9 @@ def _all_reduce(op: str, tensor: Tensor) -> Tensor:
     import torch_xla.core.xla_model as xm
     import torch_xla.runtime as xr
 
-    if tensor.dtype is torch.bfloat16 and xr.device_type() == "CPU":  # whose client knows no such reduction
-        return xm.all_reduce(op, tensor.float(), pin_layout=False).to(tensor.dtype)
-    return xm.all_reduce(op, tensor, pin_layout=False)
+    wider = tensor.dtype is torch.bfloat16 and xr.device_type() == "CPU"  # whose client knows no such reduction
+    reduced: Tensor = xm.all_reduce(op, tensor.float() if wider else tensor, pin_layout=False)
+    return reduced.to(tensor.dtype)
 
 
 def _uploaded(tensor: Tensor) -> Tensor:

@@ -97,3 +97,34 @@ def test_for_people_it_is_tables_of_the_same() -> None:
     for word in ("Python", torch.__version__, "accelerator", "launcher", "strategy", "single_device", "forkserver"):
         assert word in shown
     assert "\x1b" not in shown
+
+
+def declares() -> DDPStrategy:
+    return DDPStrategy(find_unused_parameters=False)
+
+
+def test_what_a_strategy_lacks_is_told_with_the_sentence_and_the_precisions_it_runs_in() -> None:
+    from fabric.strategies import FairScaleFSDPStrategy
+
+    made = {
+        "plain": Registration(name="plain", make=declares, description=""),
+        "sliced": Registration(name="sliced", make=FairScaleFSDPStrategy, description=""),
+    }
+    plain, sliced = report(Machine(found=(CPU,)), made)["strategies"]
+    assert plain["lacks"] == dict(declares().lacks)
+    assert "find_unused_parameters=True" in plain["lacks"]["unused"]
+    assert plain["precisions"] == {"cpu": ["64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"]}
+    assert sliced["precisions"] == {"cpu": ["32-true", "16-true", "16-mixed", "bf16-mixed"]}
+
+
+@pytest.mark.slow
+def test_what_strategies_can_do_is_a_table_and_its_sentences() -> None:
+    shown = doctor("--strategies")
+    assert "ddp_find_unused_parameters_true" in shown
+    assert "later_optimizers" in shown
+    assert "(1) " in shown
+    assert "accumulate: several backwards before a step" in shown
+    assert "launcher" not in shown.split("(1) ")[0]
+    rows = json.loads(doctor("--strategies", "--json"))["strategies"]
+    assert {row["name"] for row in rows} == set(available_strategies())
+    assert next(row for row in rows if row["name"] == "ddp")["lacks"].keys() == {"unused"}

@@ -5,8 +5,9 @@ Every word of the registry is here. Strategies that need a function get one that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -27,10 +28,46 @@ MOST = ("sgd", "adamw", "groups", "accumulate_and_clip", "tied", "buffers", "opt
 FEW = ("sgd", "adamw", "accumulate", "accumulate_and_clip")
 HALF = ("bf16-true", "16-true", "bf16-mixed", "16-mixed")
 
-GATHERED_IN_HALF = {"bf16-mixed": 5e-2, "16-mixed": 1e-2, "16-true": 0.1}
+GATHERED_IN_HALF = {("fsdp", "bf16-mixed"): 5e-2, ("fsdp", "16-mixed"): 1e-2, ("fsdp", "16-true"): 0.1}
 """Weights travel in half precision: gradients of tied ones are added in it, and embeddings come out in it. 16-true: the
 shards' gradients are rounded in another order, and AdamW, whose squares underflow, makes of it as much as the plain
 loop in float16 is away from float32 (0.1, 35 seeds)."""
+
+
+# Functions for strategies that need one. At the top level: ranks import them.
+
+
+def in_shards(model: nn.Module, mesh: Any) -> None:
+    """Blocks in shards, and the rest with the root."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in getattr(model, "blocks", ()):
+        fully_shard(block, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+
+
+def in_both(model: nn.Module, mesh: Any) -> None:
+    """Two layers cut along the tensor axis, one after the other, and all of it in shards. The cut may be uneven, which
+    a DTensor between the two knows, and a plain tensor does not."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan = {"hidden": ColwiseParallel(use_local_output=False), "out": RowwiseParallel()}
+    for part in [*getattr(model, "blocks", ())] or [model]:
+        parallelize_module(part, mesh["tensor"], plan)
+    in_shards(model, mesh)
+
+
+def averaged(module: nn.Module, context: ManualContext) -> Parallelized:
+    """Data parallel, by the strategy's own averaging."""
+    return Parallelized(module=module, averaged=module)
+
+
+WITH_A_FUNCTION: dict[tuple[str, int], Callable[[], Strategy]] = {
+    ("model_parallel", 2): partial(ModelParallelStrategy, parallelize_fn=in_shards, shard=2),
+    ("model_parallel", 4): partial(ModelParallelStrategy, parallelize_fn=in_both, shard=2, tensor=2),
+    ("manual", 2): partial(ManualStrategy, parallelize=averaged),
+    ("manual", 4): partial(ManualStrategy, parallelize=averaged),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,51 +98,71 @@ def why_not(name: str) -> str | None:
     return None
 
 
+PLAN: tuple[tuple[str, int, str, tuple[str, ...]], ...] = (
+    ("single_device", 1, "32-true", ALL),
+    ("single_device", 1, "64-true", MOST),
+    ("dp", 1, "64-true", ALL),
+    ("ddp", 2, "32-true", ALL),
+    ("ddp", 4, "64-true", MOST),
+    ("ddp", 1, "64-true", FEW),
+    ("ddp_find_unused_parameters_true", 2, "64-true", (*FEW, "unused", "buffers")),
+    ("ddp_spawn", 2, "64-true", FEW),  # spawn starts each rank with an import of torch: one row says it all
+    ("fsdp", 2, "32-true", ALL),
+    ("fsdp", 4, "64-true", MOST),
+    ("fsdp", 1, "64-true", FEW),
+    ("hsdp", 4, "64-true", FEW),
+    ("model_parallel", 2, "32-true", ALL),
+    ("model_parallel", 4, "64-true", MOST),
+    ("manual", 2, "32-true", ALL),
+    ("manual", 4, "32-true", FEW),
+    ("ddp_sharded", 2, "32-true", ALL),
+    ("ddp_sharded", 4, "64-true", MOST),
+    ("ddp_sharded", 1, "64-true", FEW),
+    ("ddp_sharded_spawn", 2, "64-true", FEW),
+    ("ddp_fully_sharded", 2, "32-true", ALL),
+    ("ddp_fully_sharded", 4, "32-true", MOST),
+    ("ddp_fully_sharded", 1, "32-true", FEW),
+    ("deepspeed", 2, "32-true", FEW),
+    ("deepspeed_stage_1", 2, "32-true", UNCOMPILED),
+    ("deepspeed_stage_2", 2, "32-true", ALL),
+    ("deepspeed_stage_2", 4, "32-true", MOST),
+    ("deepspeed_stage_2", 1, "32-true", FEW),
+    ("deepspeed_stage_3", 2, "32-true", UNCOMPILED),
+    ("deepspeed_stage_3", 4, "32-true", MOST),
+    ("deepspeed_stage_1_offload", 2, "32-true", FEW),
+    ("deepspeed_stage_2_offload", 2, "32-true", MOST),
+    ("deepspeed_stage_3_offload", 2, "32-true", MOST),
+    *(("single_device", 1, word, FEW) for word in HALF),
+    *(("ddp", 2, word, FEW) for word in HALF),
+    *(("fsdp", 2, word, FEW) for word in HALF),
+    *(("ddp_sharded", 2, word, FEW) for word in HALF),
+    *(("ddp_fully_sharded", 2, word, FEW) for word in HALF if word != "bf16-true"),
+    ("deepspeed_stage_2", 2, "bf16-mixed", FEW),
+    ("deepspeed_stage_3", 2, "bf16-mixed", FEW),
+)
+"""Each strategy runs through all cases once; variants of one class through few."""
+
+
 def rows() -> list[Row]:
-    """Every launch of the suite but those that fork. Each strategy runs through all cases once."""
-    planned: list[Row] = []
-    for name in ("single_device", "dp"):
-        planned += [_row(name, 1, "32-true", ALL), _row(name, 1, "64-true", MOST)]
-    for name in ("ddp", "fsdp", "ddp_sharded"):
-        planned += [_row(name, 2, "32-true", ALL), _row(name, 4, "64-true", MOST), _row(name, 1, "64-true", MOST)]
-    planned += [_row("ddp_find_unused_parameters_true", 2, "32-true", ALL), _row("hsdp", 4, "64-true", MOST)]
-    planned += [_row("ddp_fully_sharded", size, "32-true", some) for size, some in ((2, ALL), (4, MOST), (1, FEW))]
-    for name, some in (
-        ("deepspeed_stage_1", UNCOMPILED),
-        ("deepspeed_stage_2", ALL),
-        ("deepspeed_stage_3", UNCOMPILED),
-    ):
-        planned += [_row(name, 2, "32-true", some), _row(name, 4, "32-true", MOST)]
-    planned += [_row("deepspeed_stage_2", 1, "32-true", FEW)]
-    planned += [_row("deepspeed", 2, "32-true", FEW)]
-    planned += [_row(f"deepspeed_stage_{stage}_offload", 2, "32-true", MOST) for stage in (1, 2, 3)]
-    # Spawn starts each rank with an import of torch: there one row says it all.
-    planned += [_row(name, 2, "64-true", FEW) for name in ("ddp_spawn", "ddp_sharded_spawn")]
-    planned += [
-        _made("model_parallel", 2, "32-true", ALL, lambda: ModelParallelStrategy(parallelize_fn=in_shards, shard=2)),
-        _made(
-            "model_parallel",
-            4,
-            "64-true",
-            ALL,
-            lambda: ModelParallelStrategy(parallelize_fn=in_both, shard=2, tensor=2),
-        ),
-        _made("manual", 2, "32-true", ALL, lambda: ManualStrategy(parallelize=averaged)),
+    """Every launch of the suite but those that fork."""
+    return [
+        Row(
+            name=name,
+            size=size,
+            precision=precision,
+            cases=some,
+            make=WITH_A_FUNCTION.get((name, size)) or partial(make_strategy, name),
+            tolerance=GATHERED_IN_HALF.get((name, precision)),
+        )
+        for name, size, precision, some in PLAN
     ]
-    # In half precision
-    for name, size in (("single_device", 1), ("ddp", 2), ("ddp_sharded", 2)):
-        planned += [_row(name, size, word, FEW) for word in HALF]
-    planned += [_row("fsdp", 2, word, FEW, GATHERED_IN_HALF.get(word)) for word in HALF]
-    planned += [_row(name, 2, "bf16-mixed", FEW) for name in ("deepspeed_stage_2", "deepspeed_stage_3")]
-    planned += [_row("ddp_fully_sharded", 2, word, FEW) for word in HALF if word != "bf16-true"]
-    return planned
 
 
 def forked_rows() -> list[Row]:
     """Launches that go on from this very process, and need one that has computed nothing. The last has one rank, for
     what that computes would keep the next from forking."""
     return [
-        _row(name, size, precision, FEW)
+        Row(name=name, size=size, precision=precision, cases=FEW, make=partial(make_strategy, name))
         for name, size, precision in (
             ("ddp_fork", 2, "64-true"),
             ("ddp_notebook", 2, "32-true"),
@@ -113,44 +170,3 @@ def forked_rows() -> list[Row]:
             ("ddp_fork", 1, "64-true"),
         )
     ]
-
-
-def _row(name: str, size: int, precision: str, some: Sequence[str], tolerance: float | None = None) -> Row:
-    return Row(
-        name=name,
-        size=size,
-        precision=precision,
-        cases=tuple(some),
-        make=lambda: make_strategy(name),
-        tolerance=tolerance,
-    )
-
-
-def _made(name: str, size: int, precision: str, some: Sequence[str], make: Callable[[], Strategy]) -> Row:
-    return Row(name=name, size=size, precision=precision, cases=tuple(some), make=make)
-
-
-# Functions for strategies that need one. At the top level: ranks import them.
-
-
-def in_shards(model: nn.Module, mesh: Any) -> None:
-    """Blocks in shards, and the rest with the root."""
-    from torch.distributed.fsdp import fully_shard
-
-    for block in getattr(model, "blocks", ()):
-        fully_shard(block, mesh=mesh["shard"])
-    fully_shard(model, mesh=mesh["shard"])
-
-
-def in_both(model: nn.Module, mesh: Any) -> None:
-    """Two layers cut along the tensor axis, one after the other, and all of it in shards."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    for part in [*getattr(model, "blocks", ())] or [model]:
-        parallelize_module(part, mesh["tensor"], {"hidden": ColwiseParallel(), "out": RowwiseParallel()})
-    in_shards(model, mesh)
-
-
-def averaged(module: nn.Module, context: ManualContext) -> Parallelized:
-    """Data parallel, by the strategy's own averaging."""
-    return Parallelized(module=module, averaged=module)

@@ -1,4 +1,4 @@
-"""What any strategy saved, any other loads, with any number of ranks, and goes on as plain PyTorch does from that file."""
+"""What one strategy saved any other loads, with another number of ranks, and goes on as plain PyTorch does from it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def save(fabric: Fabric, path: str, seed: int) -> None:
     trial = draw(fabric, seed)
     net = trial.net(tied=True, frozen=True)
     model, optimizer = fabric.setup(net, trial.optimizer(net, "adamw"))
-    steps(fabric, trial, model, optimizer)  # type: ignore[arg-type]
+    steps(fabric, trial, model, optimizer)
     fabric.save(path, {"model": model, "optimizer": optimizer})
 
 
@@ -65,7 +65,7 @@ def go_on(loop: Loop, trial: Trial, path: str) -> Outcome:
 def load(fabric: Fabric, paths: list[str], seed: int) -> None:
     trial = draw(fabric, seed)
     for path in paths:
-        found = go_on(fabric, trial, path)  # type: ignore[arg-type]
+        found = go_on(fabric, trial, path)
         if fabric.is_global_zero:
             body = partial(go_on, trial=trial.in_one_process(), path=path)
             expected = plain(body, Precision.parse("32-true"), fabric.device)

@@ -11,11 +11,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from rows import NOT_ON_CPU, Row, forked_rows, rows, why_not
 
+from fabric.strategies.capabilities import CAPABILITIES, Capability
 from fabric.strategies.registry import strategy_registrations
 from fabric.testing import Finding, cases, survey
 
@@ -70,3 +72,11 @@ def test_every_strategy_of_the_registry_is_in_the_suite_or_is_refused_here(
 def test_every_case_is_run_and_the_names_of_rows_are_those_of_cases() -> None:
     known = {case.name for case in cases()}
     assert {name for row in rows() for name in row.cases} == known
+
+
+def test_every_capability_has_a_meaning_and_a_case_that_asks_for_it() -> None:
+    words = set(get_args(Capability))
+    assert set(CAPABILITIES) == words
+    assert {need for case in cases() for need in case.needs} | {"save"} == words  # every case saves
+    lacked = {word for row in (*rows(), *forked_rows()) for word in row.make().lacks}
+    assert lacked < words

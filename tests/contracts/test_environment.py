@@ -85,3 +85,9 @@ def test_a_rank_that_is_no_number_is_an_error_that_shows_it(recorded: Recorded, 
 def test_a_launcher_inside_a_job_of_slurm_is_asked_before_slurm(inner: str) -> None:
     recorded = {one.launcher: one for one in RECORDED}
     assert detect_world({**recorded["slurm"].environ, **recorded[inner].environ}) == recorded[inner].world
+
+
+@pytest.mark.parametrize("inner", ["script", "torchelastic", "mpi", "horovod", "local"])
+def test_a_launcher_inside_a_pod_is_not_taken_for_kubeflow(inner: str) -> None:
+    (recorded,) = (one for one in RECORDED if one.launcher == inner)
+    assert detect_world({"KUBERNETES_SERVICE_HOST": "10.96.0.1", **recorded.environ}) == recorded.world

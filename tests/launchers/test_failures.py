@@ -45,6 +45,11 @@ def break_down(how: str) -> None:
             sys.exit(3)
         case "unpicklable":
             raise UnpicklableError(lambda: None)
+        case "cycle":
+            try:
+                raise ValueError("the chain of causes has no end") from (inner := KeyError("inner"))
+            except ValueError as outer:
+                raise inner from outer
 
 
 class UnpicklableError(Exception):
@@ -103,6 +108,12 @@ def test_an_exception_that_cannot_travel_comes_home_as_words() -> None:
 def leave_on_rank_zero(world: World) -> None:
     if world.rank == 0:
         sys.exit(0)
+
+
+def test_a_chain_of_causes_that_is_a_ring_comes_home() -> None:
+    with pytest.raises(WorkerError, match="the chain of causes has no end") as caught:
+        run_world(2, break_one_rank, "cycle")
+    assert isinstance(caught.value.cause, KeyError)
 
 
 def test_rank_zero_that_leaves_does_not_hang_the_launch() -> None:

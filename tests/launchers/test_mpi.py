@@ -31,7 +31,7 @@ import torch
 from fabric import Fabric
 from fabric.launchers import detect_world
 
-fabric = Fabric(accelerator="cpu", devices=sys.argv[2] if sys.argv[2:] else "auto")
+fabric = Fabric(accelerator="cpu", devices=int(sys.argv[2]) if sys.argv[2:] else "auto")
 fabric.launch()
 total = fabric.all_reduce(torch.tensor(2.0 ** fabric.global_rank), reduce_op="sum").item()
 if doing.endswith("raise") and fabric.global_rank == 1:
@@ -98,8 +98,8 @@ def test_a_rank_that_raises_ends_the_job_at_once(doing: str, program: Path) -> N
 def test_a_number_of_devices_that_is_not_mpiruns_is_an_error_with_both(program: Path) -> None:
     done = mpirun(2, program, "end", "3")
     assert done.returncode != 0
-    assert "devices=3" in done.stderr
-    assert "mpi started 2 processes (2 on this node; read: OMPI_COMM_WORLD_RANK=" in done.stderr
+    words = "asks for 3 processes on this node, but mpi started 2 processes (2 on this node; read: OMPI_COMM_WORLD_RANK="
+    assert words in done.stderr
 
 
 def test_two_jobs_at_once_meet_each_in_its_own_place(program: Path) -> None:

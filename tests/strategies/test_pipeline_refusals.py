@@ -14,6 +14,7 @@ from pipelining import Net, cut_evenly, fabric_with, pipeline
 from torch import Tensor, nn
 
 from fabric import Fabric, WorkerError
+from fabric.strategies import ModelParallelStrategy
 from fabric.strategies.collectives.collective import CollectiveError
 from fabric.strategies.pipeline import Pipeline
 from fabric.strategies.pipeline_split import cut, drop_others
@@ -325,6 +326,13 @@ def with_a_lost_gradient() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Detached(), nn.Linear(4, 4))
 
 
+def shard_all(model: nn.Module, mesh: Any) -> None:
+    """FSDP2 over one rank."""
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model, mesh=mesh["shard"])
+
+
 FOUR = ["1", "2", "3"]
 
 
@@ -334,7 +342,11 @@ FOUR = ["1", "2", "3"]
     [
         (pipeline(split=["1"], loss_fn=square), with_norm, "`1.0` is a BatchNorm in training: within a pipeline it"),
         (pipeline(split=["1"], loss_fn=square), with_counts, r"The buffer `1.0.calls` changed in forward\."),
-        (pipeline(split=["1"], loss_fn=each), with_frozen_norm, r"`loss_fn` gave a tensor float32 \(2,\) on cpu. Give one"),
+        (
+            pipeline(split=["1"], loss_fn=each),
+            with_frozen_norm,
+            r"`loss_fn` gave a tensor float32 \(2,\) on cpu. Give one",
+        ),
         (pipeline("ZBVZeroBubble", split=FOUR, loss_fn=square), with_frozen_start, "`0.weight` is not trained, and `s"),
         (
             pipeline("InterleavedZeroBubble", split=FOUR, loss_fn=square),
@@ -349,6 +361,14 @@ def test_models_that_would_train_to_other_numbers_end_the_job(
 ) -> None:
     with pytest.raises(WorkerError, match=f"(?s){words}"):
         fabric_with(2, options, "32-true").launch(train_once, make)
+
+
+@pytest.mark.slow
+def test_shards_by_a_schedule_that_splits_backward_are_refused() -> None:
+    options = pipeline("ZBVZeroBubble", split=FOUR, loss_fn=square)
+    strategy = ModelParallelStrategy(pipeline=options, shard=1, parallelize_fn=shard_all)
+    with pytest.raises(WorkerError, match="lies in shards, and `schedule='ZBVZeroBubble'` computes gradients of weigh"):
+        fabric_with(2, strategy, "32-true").launch(train_once, with_frozen_start)
 
 
 @pytest.mark.slow

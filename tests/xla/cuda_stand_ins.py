@@ -65,10 +65,10 @@ def undefined(library: Path) -> list[tuple[str, str]]:
 def build(path: Path, by_version: dict[str, set[str]], all_versions: list[str]) -> None:
     """Compile a library of functions that do nothing."""
     source = "".join(f"int {name}(void) {{ return 100; }}\n" for names in by_version.values() for name in sorted(names))
-    script = "".join(
-        f"{version} {{ {''.join(f'global: {name}; ' for name in sorted(by_version.get(version, ())))}}};\n"
-        for version in all_versions
-    )
+    script = ""
+    for version in all_versions:
+        names = "".join(f" {name};" for name in sorted(by_version.get(version, ())))
+        script += f"{version} {{ {'global:' if names else ''}{names} }};\n"
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "stand_in.c").write_text(source)
         Path(folder, "stand_in.map").write_text(script)

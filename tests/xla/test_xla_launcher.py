@@ -98,7 +98,7 @@ def test_launching_after_a_device_was_touched_is_an_error_and_not_a_hang(seen: d
 
 
 def test_launching_without_a_function_says_what_to_write() -> None:
-    with pytest.raises(ValueError, match=r"starts its replicas at a function .* Write `fabric\.launch\(main\)`"):
+    with pytest.raises(ValueError, match=r"starts its replicas at a function.* Write `fabric\.launch\(main\)`"):
         XLA(Topology(num_processes=SIZE)).enter()
 
 

@@ -16,7 +16,8 @@ from fabric.testing import Case, Finding, cases
 from fabric.testing.checks import SCALE, examine
 
 SIZE = int(os.environ["CPU_NUM_DEVICES"])
-HALF = ("bf16-true", "16-true", "bf16-mixed", "16-mixed")
+TOLERANCES = {"bf16-true": 5e-2, "16-true": 2e-2, "bf16-mixed": 2e-2, "16-mixed": 5e-3}
+"""A graph is rounded to half precision at fewer and other places than one operation after another."""
 IN_FEW = ("sgd", "accumulate_and_clip")
 """Cases that say it all where only the precision is another."""
 
@@ -33,7 +34,7 @@ def findings(strategy: str | XLAStrategy, some: list[Case], precision: str = "32
     if size == 1:
         seen = fabric.launch(examine, some, seed=seed)
     else:
-        seen = launch_replicas(fabric, examine, some, seed=seed)[0]
+        seen = launch_replicas(fabric, examine, some, seed=seed, tolerance=TOLERANCES.get(precision))[0]
     assert seen is not None
     return {finding.case: finding for finding in seen}
 
@@ -64,7 +65,7 @@ def test_parameters_that_some_steps_leave_out_are_zero_there_where_that_is_asked
     assert {finding.seen for finding in seen.values()} == {"equal"}, seen
 
 
-@pytest.mark.parametrize("precision", ["64-true", "32-true", *HALF])
+@pytest.mark.parametrize("precision", ["64-true", "32-true", *TOLERANCES])
 def test_every_precision_gives_its_numbers(precision: str) -> None:
     some = [case for case in cases() if case.name in IN_FEW]
     seen = findings(XLAStrategy(cpu_replicas=True), some, precision)
