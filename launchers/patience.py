@@ -31,8 +31,8 @@ class Patience:
         now, ranks = time.monotonic(), f"rank{'s' * (len(missing) != 1)} {', '.join(map(str, missing))}"
         if now > self._deadline:
             raise TimeoutError(
-                f"{self._who.capitalize()} waited {self._timeout_seconds:g} s for {ranks}, which did not arrive. Check that every "
-                "rank was started, and that all of them reach `launch`."
+                f"{self._who.capitalize()} waited {self._timeout_seconds:g} s for {ranks}, which did not arrive. "
+                "Check that every rank was started, and that all of them reach `launch`."
             )
         if now > self._next_words:
             self._next_words = now + SAY_EVERY_SECONDS

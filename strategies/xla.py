@@ -16,6 +16,7 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from fabric.launchers.environments.xla import PJRT
@@ -65,7 +66,8 @@ class XLAStrategy(Strategy):
 
     @property
     def lacks(self) -> Mapping[Capability, str]:
-        return {} if self.find_unused_parameters else {"unused": _UNUSED}
+        unused: dict[Capability, str] = {} if self.find_unused_parameters else {"unused": _UNUSED}
+        return {**unused, "buffers": _BATCH_NORM}
 
     @property
     def marks_steps(self) -> bool:
@@ -110,6 +112,8 @@ class XLAStrategy(Strategy):
         return new_tensors(runtime.device, runtime.precision, empty=empty)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
+        if runtime.world.size > 1 and any(isinstance(part, _BatchNorm) for part in module.modules()):
+            raise ValueError(_BATCH_NORM)
         place(runtime, module, optimizers, to_device=move)
         averaging = _Averaging(self, runtime.collective, module)
         undo = [mark_steps(optimizers), unbias_statistics(module)]
@@ -217,6 +221,10 @@ class _Averaging:
         return used
 
 
+_BATCH_NORM = (
+    "BatchNorm over several replicas of `strategy='xla'`: its statistics come out differently on each replica. Write "
+    "`nn.GroupNorm` or `nn.LayerNorm`, or `strategy='xla_fsdp'`, where the statistics are those of the whole batch."
+)
 _UNUSED = (
     "All replicas average the same parameters in every step. Pass "
     "`XLAStrategy(find_unused_parameters=True)` for a model that leaves some out."

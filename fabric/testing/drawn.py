@@ -204,6 +204,7 @@ class Trial:
 def make_optimizer(groups: list[dict[str, Any]], word: OptimizerWord) -> Optimizer:
     """SGD with momentum, or AdamW."""
     if word == "sgd":
-        return SGD(groups, lr=0.1, momentum=0.9)
+        # At 0.1 one seed in 60 diverges, and makes 3e-4 of a difference of 1e-7 within ten steps.
+        return SGD(groups, lr=0.02, momentum=0.9)
     # eps above the noise: Adam divides by gradients, and turns a difference of 1e-8 in a tiny one into a full step
     return AdamW(groups, lr=0.01, eps=1e-3)

@@ -189,7 +189,7 @@ def encoder_and_head(loop: Loop, trial: Trial, one_optimizer: bool = False) -> O
     if one_optimizer:
         encoder, head = loop.setup_module(encoder), loop.setup_module(head)
         groups: list[dict[str, Any]] = [{"params": list(encoder.parameters())}]
-        groups.append({"params": list(head.parameters()), "lr": 0.05})
+        groups.append({"params": list(head.parameters()), "lr": 0.01})
         optimizers = {"optimizer": loop.setup_optimizers(make_optimizer(groups, "sgd"))}
     else:
         encoder, encoder_optimizer = loop.setup(encoder, trial.optimizer(encoder, "adamw"))
@@ -392,10 +392,10 @@ def features(trial: Trial, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 def _optimizer(trial: Trial, net: nn.Module, recipe: Recipe) -> Optimizer:
     if "spare" in recipe.kinds:
-        return SGD(net.parameters(), lr=0.1)
+        return SGD(net.parameters(), lr=0.05)
     if not recipe.groups:
         return trial.optimizer(net, recipe.optimizer)
     matrices, vectors = halves(net)
     return make_optimizer(
-        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 0.02}], recipe.optimizer
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 0.01}], recipe.optimizer
     )

@@ -98,7 +98,7 @@ def test_a_rank_that_raises_ends_the_job_at_once(doing: str, program: Path) -> N
 def test_a_number_of_devices_that_is_not_mpiruns_is_an_error_with_both(program: Path) -> None:
     done = mpirun(2, program, "end", "3")
     assert done.returncode != 0
-    words = "asks for 3 processes on this node, but mpi started 2 processes (2 on this node; read: OMPI_COMM_WORLD_RANK="
+    words = "ask for 3 processes on this node, but mpi started 2 processes (2 on this node; read: OMPI_COMM_WORLD_RANK="
     assert words in done.stderr
 
 
