@@ -55,7 +55,8 @@ class Block(nn.Module):
 
     def __init__(self, sizes: Sizes, *, batch_norm: bool) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(sizes.width) if batch_norm else nn.LayerNorm(sizes.width)
+        # eps: where all numbers are nearly the same, dividing by their spread would make much of a rounding
+        self.norm = nn.BatchNorm1d(sizes.width, eps=0.1) if batch_norm else nn.LayerNorm(sizes.width, eps=0.1)
         self.hidden = nn.Linear(sizes.width, sizes.hidden)
         self.out = nn.Linear(sizes.hidden, sizes.width)
         self.scale = nn.Parameter(torch.ones(1))

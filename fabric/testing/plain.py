@@ -66,7 +66,7 @@ class Loop(Protocol):
 def plain(body: Callable[[Loop], T], precision: Precision, device: torch.device, num_copies: int = 1) -> T:
     """What `body` gives in one process of plain PyTorch; in `num_copies` threads, what the first gives."""
     table = _Table(num_copies)
-    loops = [PlainLoop(table, index, precision, device) for index in range(num_copies)]
+    loops = [_PlainLoop(table, index, precision, device) for index in range(num_copies)]
     if num_copies == 1:
         return body(loops[0])
     with ThreadPoolExecutor(num_copies) as threads:
@@ -104,7 +104,7 @@ class _Table:
 
 
 @final
-class PlainLoop:
+class _PlainLoop:
     """One thread's words."""
 
     def __init__(self, table: _Table, index: int, precision: Precision, device: torch.device) -> None:
@@ -209,7 +209,7 @@ class PlainLoop:
 class _Cut:
     """Each batch cut into as many pieces as there are copies, as often as it is iterated."""
 
-    def __init__(self, loader: Iterable[Any], loop: PlainLoop) -> None:
+    def __init__(self, loader: Iterable[Any], loop: _PlainLoop) -> None:
         self._loader, self._loop = loader, loop
 
     def __iter__(self) -> Iterator[Any]:
