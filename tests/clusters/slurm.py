@@ -17,12 +17,14 @@ from clusters.machines import Machine, machines
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "salloc", "scontrol", "scancel")
 START_SECONDS = 30.0
 
+# `cred_expire`: a job that is requeued waits so many seconds, two minutes unless it is said.
 CONFIGURATION = """
 ClusterName=fabric
 SlurmctldHost={first}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/none
+AuthInfo=cred_expire=5
 CredType=cred/none
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
