@@ -192,6 +192,7 @@ def no_rank_leaves_a_barrier_before_all_have_come(collective: Collective, rng: r
     for attempt in range(10):
         if store is not None:
             store.set(f"{attempt}/{collective.rank}", "here")
+            assert store.check([f"{attempt}/{collective.rank}"])  # `set` is not acknowledged: it may still travel
         collective.barrier()
         if store is not None:
             assert store.check([f"{attempt}/{rank}" for rank in range(collective.size)])

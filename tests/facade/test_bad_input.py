@@ -311,7 +311,7 @@ EXTRAS = {
     "deepspeed": "`pip install 'torchfabric[deepspeed]'`",
     "deepspeed_stage_3_offload": "`pip install 'torchfabric[deepspeed]'`",
     "xla": "`pip install 'torchfabric[xla]'`",
-    "horovod": "needs Horovod, which is not installed",
+    "horovod": "needs Horovod, which cannot be imported here",
 }
 
 
