@@ -5,6 +5,7 @@ What would train to other numbers than one process is refused here, before the f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -18,6 +19,7 @@ from fabric.strategies.shards import as_sharded
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import Shard
 
 DATA_AXES = ("data", "shard", "context")
 """Ranks along these compute with different data, so gradients are averaged along them."""
@@ -77,6 +79,8 @@ def layout_of(module: nn.Module, mesh: DeviceMesh) -> Layout:
                 f"`fully_shard`, so its gradients would be wrong. Use `fully_shard(module, mesh=mesh['shard'])`; "
                 "`parallelize_module` and `distribute_tensor` are for `mesh['tensor']`."
             )
+        if averaged and "tensor" in axes:
+            _refuse_parts_of_nothing(name, parameter, mesh)
         left = tuple(axis for axis in data if axis not in averaged)
         if left:
             unaveraged.setdefault(left, {})[name] = parameter
@@ -113,6 +117,25 @@ def _axes_of(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> frozenset[
             "and those along 'shard' different data. Name the mesh: `fully_shard(module, mesh=mesh['shard'])`."
         )
     return frozenset[str]().union(*axes)
+
+
+def _refuse_parts_of_nothing(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+    """torch 2.13's `fully_shard` fails in the first backward where this rank's part of a cut layer has no rows."""
+    sharded = as_sharded(parameter)
+    assert sharded is not None
+    axes = axes_of(sharded.device_mesh, mesh)
+    assert axes is not None
+    for each, placement in zip(axes, sharded.placements, strict=True):
+        if "tensor" not in each or not placement.is_shard():
+            continue
+        dim = cast("Shard", placement).dim
+        rows, ranks = parameter.shape[dim], degree(mesh, "tensor")
+        if math.ceil(rows / math.ceil(rows / ranks)) < ranks:
+            raise ValueError(
+                f"`{name}` of shape {tuple(parameter.shape)} is cut along dim {dim} over {ranks} ranks of 'tensor', "
+                "and the last gets nothing of it, which `fully_shard` cannot take. Leave its module out of the plan, "
+                "make it larger, or write a smaller `tensor`."
+            )
 
 
 def _refuse_unused(mesh: DeviceMesh, used: set[str]) -> None:
