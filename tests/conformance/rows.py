@@ -49,11 +49,13 @@ def in_shards(model: nn.Module, mesh: Any) -> None:
 def in_both(model: nn.Module, mesh: Any) -> None:
     """Two layers cut along the tensor axis, one after the other, and all of it in shards. The cut may be uneven, which
     a DTensor between the two knows, and a plain tensor does not."""
+    from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    plan = {"hidden": ColwiseParallel(use_local_output=False), "out": RowwiseParallel()}
+    pair = {"hidden": ColwiseParallel(use_local_output=False), "out": RowwiseParallel()}
+    one = {"out": ColwiseParallel(output_layouts=Replicate())}  # of a single hidden number a rank would get nothing
     for part in [*getattr(model, "blocks", ())] or [model]:
-        parallelize_module(part, mesh["tensor"], plan)
+        parallelize_module(part, mesh["tensor"], pair if part.hidden.out_features > 1 else one)
     in_shards(model, mesh)
 
 
