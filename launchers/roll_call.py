@@ -31,7 +31,7 @@ def call_roll(store: Store, world: World, patience: Patience) -> str:
 
     Raises: TimeoutError: some rank did not come; the message names it.
     """
-    number = store.add(f"joins/{_this_process()}/{world.rank}", 1)  # a rank's n-th meeting is the n-th of all
+    number = store.add(f"joins/{_life_of(world.rank)}", 1)  # a rank's n-th meeting is the n-th of all
     token = uuid.uuid4().hex
     if world.rank != 0:
         store.set(f"here/{number}/{world.rank}", token)
@@ -63,5 +63,7 @@ def _when_called(store: Store, token: str, world: World, patience: Patience) -> 
 
 
 @functools.cache
-def _this_process() -> str:
+def _life_of(rank: int) -> str:
+    """A word for this rank of this process. By rank, for ranks may be threads, and two threads that ask a cache at the
+    same time get two answers."""
     return uuid.uuid4().hex

@@ -10,7 +10,7 @@ import random
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final
 
 import torch
 from torch.utils.data import DataLoader
@@ -25,6 +25,11 @@ from fabric.testing.drawn import Sizes, Trial
 from fabric.testing.plain import SCALE, plain
 
 Seen: TypeAlias = Literal["equal", "raised", "not run", "failed"]
+
+# Note [Loops in half precision]
+# Rounded in another order, a loop in half precision goes another way, and how far depends on what was drawn: with
+# weights in float16, clipping and AdamW made between 0.002 and 0.7 of it (15 seeds). So two of them must be as near to
+# each other as two are that are both as near to float32 as the plain one is, or within the tolerance.
 
 TOLERANCES: Mapping[str, float] = {
     "64-true": 1e-10,
@@ -173,8 +178,25 @@ def _examine(fabric: Fabric, case: Case, trial: Trial, tolerance: float) -> Find
         device = torch.device("cpu")
         found = move(found, device)
     expected = plain(lambda loop: case.body(loop, alone), trial.precision, device, num_copies)
+    if trial.dtype in (torch.float16, torch.bfloat16):  # Note [Loops in half precision]
+        finer = replace(alone, precision=Precision.parse("32-true"))
+        exact = plain(lambda loop: case.body(loop, finer), finer.precision, device, num_copies)
+        tolerance = max(tolerance, 2 * _distance(asdict(expected), asdict(exact)))
     try:
         torch.testing.assert_close(asdict(found), asdict(expected), rtol=tolerance, atol=tolerance)
     except AssertionError as error:
         return Finding(case=case.name, seen="failed", words=f"seed {trial.seed}, {trial.sizes}: {error}")
     return Finding(case=case.name, seen="equal")
+
+
+def _distance(one: Any, other: Any) -> float:
+    """The largest difference between the numbers of two nests of the same form."""
+    if isinstance(one, torch.Tensor):
+        return float((one.double() - other.double()).abs().max()) if one.numel() else 0.0
+    if isinstance(one, float):
+        return abs(one - other)
+    if isinstance(one, Mapping):
+        return max((_distance(one[key], other[key]) for key in one), default=0.0)
+    if isinstance(one, (list, tuple)):
+        return max((_distance(*pair) for pair in zip(one, other, strict=True)), default=0.0)
+    return 0.0

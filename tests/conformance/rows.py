@@ -28,10 +28,8 @@ MOST = ("sgd", "adamw", "groups", "accumulate_and_clip", "tied", "buffers", "opt
 FEW = ("sgd", "adamw", "accumulate", "accumulate_and_clip")
 HALF = ("bf16-true", "16-true", "bf16-mixed", "16-mixed")
 
-GATHERED_IN_HALF = {("fsdp", "bf16-mixed"): 5e-2, ("fsdp", "16-mixed"): 1e-2, ("fsdp", "16-true"): 0.1}
-"""Weights travel in half precision: gradients of tied ones are added in it, and embeddings come out in it. 16-true: the
-shards' gradients are rounded in another order, and AdamW, whose squares underflow, makes of it as much as the plain
-loop in float16 is away from float32 (0.1, 35 seeds)."""
+GATHERED_IN_HALF = {("fsdp", "bf16-mixed"): 5e-2, ("fsdp", "16-mixed"): 1e-2}
+"""Weights travel in half precision: gradients of tied ones are added in it, and embeddings come out in it."""
 
 
 # Functions for strategies that need one. At the top level: ranks import them.
