@@ -18,7 +18,7 @@ from torch.optim import LBFGS, Optimizer
 
 from fabric.strategies.checkpoint.state import PLAIN, StateAccess
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.flat import exchange
+from fabric.strategies.flat import follow
 from fabric.strategies.gradients import parameters_of
 
 
@@ -112,8 +112,7 @@ class _Share:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._show()
         moved = [parameter for parameter in self.owner if parameter.requires_grad or parameter.grad is not None]
-        for rank in range(self.collective.size):
-            exchange((p for p in moved if self.owner[p] == rank), partial(self.collective.broadcast, src=rank))
+        follow(self.collective, ((parameter, self.owner[parameter]) for parameter in moved))
         # Written past autograd, which is to know: a backward through a forward from before is wrong on every rank.
         torch.autograd.graph.increment_version(moved)
 

@@ -4,9 +4,9 @@ Nothing else in the code calls a collective of torch. Shapes follow one law for 
 `(*S)` on each rank becomes `(W, *S)` when gathered, W the number of ranks.
 
 Every method is called by all ranks of the collective, in the same order, unless it says otherwise. What the caller
-passed is left as it was; results are new tensors, but for `broadcast`, which gives rank `src` its own back. Gradients
-stop here. Tensors are dense, of any dtype that `reductions.py` allows for the operation, on the collective's device or
-on the CPU: small decisions always travel there.
+passed is left as it was, but for `fill`; results are new tensors, but for `broadcast`, which gives rank `src` its own
+back. Gradients stop here. Tensors are dense, of any dtype that `reductions.py` allows for the operation, on the
+collective's device or on the CPU: small decisions always travel there.
 """
 
 from __future__ import annotations
@@ -100,6 +100,16 @@ class Collective(ABC):
     @abstractmethod
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         """Give every rank the tensor of rank `src`. Shapes and dtypes agree on all ranks; rank `src` gets its own."""
+
+    def fill(self, tensors: Sequence[Tensor], sources: Sequence[int]) -> None:
+        """Overwrite the i-th tensor with that of rank `sources[i]`. Shapes and dtypes agree on all ranks.
+
+        Past autograd, which is not told that what it may have saved is overwritten. Whoever can sends all at once.
+        """
+        for tensor, src in zip(tensors, sources, strict=True):
+            received = self.broadcast(tensor.detach(), src)
+            if src != self.rank:
+                tensor.data.copy_(received)
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:

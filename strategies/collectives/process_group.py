@@ -128,6 +128,18 @@ class TorchCollective(Collective):
         self._run("broadcast", tensor, dist.broadcast, as_bytes(received), group_src=src)
         return received
 
+    def fill(self, tensors: Sequence[Tensor], sources: Sequence[int]) -> None:
+        under_way = []
+        for tensor, src in zip(tensors, sources, strict=True):
+            check_peer("fill", "sources", src, self._size)
+            whole = tensor.data.resolve_conj().resolve_neg().contiguous()  # .data: autograd is not told
+            work = self._run("fill", tensor, dist.broadcast, as_bytes(whole), async_op=True, group_src=src)
+            under_way.append((tensor, whole, work))
+        for tensor, whole, work in under_way:
+            self._run("fill", tensor, _wait, work)
+            if whole.data_ptr() != tensor.data_ptr():
+                tensor.data.copy_(whole)
+
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         wire = to_wire(tensor, op, copy=True)
         self._run("all_reduce", tensor, dist.all_reduce, wire, _OPS[op])
@@ -229,10 +241,10 @@ class TorchCollective(Collective):
             )
         return self._group
 
-    def _run(self, operation: str, tensor: Tensor | None, function: Callable[..., Any], *args: Any, **to: int) -> None:
+    def _run(self, operation: str, tensor: Tensor | None, function: Callable[..., Any], *args: Any, **to: int) -> Any:
         group = self._joined(operation)
         try:
-            function(*args, group=group, **to)
+            return function(*args, group=group, **to)
         except (RuntimeError, ValueError) as error:
             raise self._failure(operation, tensor, error) from error
 
@@ -257,6 +269,10 @@ class TorchCollective(Collective):
             f"fabric, or call `torch.distributed.init_process_group({self._backends!r}, ...)` with the same ranks.",
             rank=self._rank,
         )
+
+
+def _wait(work: dist.Work, group: ProcessGroup) -> None:
+    work.wait()
 
 
 def _by_device(backends: str) -> dict[str, str]:
