@@ -11,8 +11,9 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, wraps
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -60,11 +61,34 @@ def join(world: World, device_type: str) -> None:
             deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         finally:
             operators["deepspeed_shm_comm"] = built
+        _import_muon()
         # The names that DeepSpeed takes are deprecated in torch 2.13, and warn at every call.
         backend = deepspeed.comm.comm.cdb
         if hasattr(dist, "all_gather_single"):
             backend.all_gather_function = dist.all_gather_single
             backend.reduce_scatter_function = dist.reduce_scatter_single
+
+
+def _import_muon() -> None:
+    """Whatever the optimizer, DeepSpeed looks at its own Muon, whose functions are compiled where they are defined: that
+    imports torch's compilers, two seconds in every rank (0.19). Here they are compiled where they are first called.
+    """
+    from deepspeed.runtime import compiler
+
+    compile = compiler.compile
+
+    def compile_when_called(*options: Any, **more: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+            compiled = cache(lambda: compile(*options, **more)(function))
+            return wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
+
+        return decorate
+
+    compiler.compile = compile_when_called
+    try:
+        import deepspeed.runtime.zero.muon.original_muon
+    finally:
+        compiler.compile = compile
 
 
 @contextmanager
