@@ -191,20 +191,22 @@ def strategy_against_the_launcher(strategy: Strategy, word: str, request: Reques
     if not own or set(own) == set(STARTING_LAUNCHERS):
         return None
     ways = " or ".join(map(repr, own))
+    # Over XLA there is none: replicas start in one way.
+    another = "" if strategy.marks_steps else ", or write a strategy that leaves the launcher open, such as 'ddp'"
     if machine.world is not None and machine.world.launcher not in own:
         return (
-            f"`strategy={word}` starts its processes by {ways}, but {describe_world(machine)}. Write the strategy that "
-            f"leaves the launcher open, such as 'ddp'."
+            f"`strategy={word}` starts its processes by {ways}, but {describe_world(machine)}. Start the script by "
+            f"itself{another}."
         )
     if request.launcher in OUR_LAUNCHERS and request.launcher not in own:
         return (
             f"`strategy={word}` starts its processes by {ways}, but `launcher={request.launcher!r}` was written. Leave "
-            f"`launcher` out, or write a strategy that leaves it open, such as 'ddp'."
+            f"`launcher` out{another}."
         )
     if request.max_restarts is not None and machine.world is None:
         return (
             f"`strategy={word}` starts its processes by {ways}, and `--max-restarts {request.max_restarts}` by "
-            f"'elastic'. Leave it out, or write a strategy that leaves the launcher open, such as 'ddp'."
+            f"'elastic'. Leave it out{another}."
         )
     return None
 

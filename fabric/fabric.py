@@ -347,9 +347,14 @@ class Fabric:
     def all_gather(self, data: Any, group: Collective | None = None, sync_grads: bool = False) -> Any:
         """Give every rank the tensors of all ranks, in a nest of the same shape: `(*S)` -> `(W, *S)`, for W = 1 too.
 
-        `sync_grads`: gradients flow back to the rank that a tensor came from. Ranks: all of the group.
-        Raises: CollectiveError: the nests of the ranks differ.
+        `sync_grads`: gradients flow back to the rank that a tensor came from, as their sum over the group. Ranks: all
+        of the group (None: all), with `sync_grads` each with samples of its own.
+        Raises: CollectiveError: the nests of the ranks differ. ValueError: `sync_grads` without a group, where the
+        strategy lets some ranks read the same samples.
         """
+        lacks = self.strategy.lacks if sync_grads and group is None and self.world_size > 1 else {}
+        if "gather_gradients" in lacks:
+            raise ValueError(lacks["gather_gradients"])
         return nested.all_gather(group or self._connected.collective, data, sync_grads=sync_grads)
 
     def all_reduce(self, data: Any, group: Collective | None = None, reduce_op: ReduceOp = "mean") -> Any:

@@ -7,6 +7,8 @@ A pure function of two values (and of the tables of names), so that every rule i
 - Without one, `devices='auto'` is one process on the CPU, and elsewhere every device that the strategy takes.
 - `accelerator='auto'` is the one torch reports, else the CPU. `strategy='auto'` is `single_device` for one process
   and `ddp` for more.
+- A strategy may be another class on devices that need another way to the same: `ddp` on XLA is `XLAStrategy`. The
+  strategy says so itself (`Strategy.on`), and `fabric.strategy` shows it.
 - One process needs no launcher, whatever the word: the calling process is it.
 """
 
@@ -70,6 +72,7 @@ def resolve(request: Request, machine: Machine) -> Resolved:
     found = _found(request, machine)
     strategy, word = _strategy(request, machine, found)
     check_options(strategy)
+    strategy = strategy.on(found.accelerator, word=word)
     _refuse(strategy_against_the_launcher(strategy, word, request, machine))
     _refuse(accelerator_against_the_precision(found.accelerator, request.precision))
     _refuse(accelerator_against_the_strategy(found.accelerator, strategy, word))

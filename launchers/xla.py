@@ -46,7 +46,8 @@ class XLA(Launcher):
 
     def enter(self) -> NoReturn:
         raise ValueError(
-            "`launcher='xla'` starts its replicas at a function, and `launch()` got none. Write `fabric.launch(main)`."
+            "`launcher='xla'` starts its replicas at a function, and `launch()` got none. Write `fabric.launch(main)`, "
+            "or call `launch()` in processes that `torch_xla.launch` started on a TPU."
         )
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fabric.strategies.manual import ManualContext as ManualContext
     from fabric.strategies.manual import ManualStrategy as ManualStrategy
     from fabric.strategies.manual import Parallelized as Parallelized
+    from fabric.strategies.mesh import along as along
     from fabric.strategies.model_parallel import ModelParallelStrategy as ModelParallelStrategy
     from fabric.strategies.pipeline import Pipeline as Pipeline
     from fabric.strategies.precision.precision import Precision as Precision
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from fabric.strategies.strategy import Strategy as Strategy
     from fabric.strategies.xla import XLAStrategy as XLAStrategy
     from fabric.strategies.xla_fsdp import XLAFSDPStrategy as XLAFSDPStrategy
+    from fabric.strategies.xla_model_parallel import XLAModelParallelStrategy as XLAModelParallelStrategy
     from fabric.strategies.xla_single import SingleDeviceXLAStrategy as SingleDeviceXLAStrategy
 
 _HOME = {
@@ -52,7 +54,9 @@ _HOME = {
     "SingleDeviceXLAStrategy": "xla_single",
     "Strategy": "strategy",
     "XLAFSDPStrategy": "xla_fsdp",
+    "XLAModelParallelStrategy": "xla_model_parallel",
     "XLAStrategy": "xla",
+    "along": "mesh",
     "available_strategies": "registry",
     "register_strategy": "registry",
 }
@@ -77,7 +81,9 @@ __all__ = [
     "SingleDeviceXLAStrategy",
     "Strategy",
     "XLAFSDPStrategy",
+    "XLAModelParallelStrategy",
     "XLAStrategy",
+    "along",
     "available_strategies",
     "register_strategy",
 ]

@@ -168,17 +168,35 @@ def settle(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def _present_anywhere(collective: Collective, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Those that have a gradient on any rank; where this rank has none it is made, of zeros."""
+    """Those that have a gradient on any rank; where this rank has none it is made, of zeros.
+
+    Raises: RuntimeError: a gradient is sparse on any rank, before one has travelled.
+    """
     parameters = list(parameters)
     if not parameters:
         return []
-    mine = torch.tensor([parameter.grad is not None for parameter in parameters], device="cpu")
+    mine = torch.tensor([_kind(parameter.grad) for parameter in parameters], dtype=torch.int8, device="cpu")
     anywhere = collective.all_reduce(mine, "max").tolist()
-    present = [parameter for parameter, there in zip(parameters, anywhere, strict=True) if there]
+    present = [parameter for parameter, kind in zip(parameters, anywhere, strict=True) if kind != _NONE]
+    sparse = [parameter for parameter, kind in zip(parameters, anywhere, strict=True) if kind == _SPARSE]
+    if sparse:
+        raise RuntimeError(
+            f"A gradient of shape {tuple(sparse[0].shape)} is sparse, and ranks average dense ones here. Make the "
+            "layer with `sparse=False`, or pass `strategy='ddp'`, which averages both."
+        )
     for parameter in present:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     return present
+
+
+_NONE, _DENSE, _SPARSE = range(3)
+
+
+def _kind(gradient: Tensor | None) -> int:
+    if gradient is None:
+        return _NONE
+    return _DENSE if gradient.layout == torch.strided else _SPARSE
 
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor:

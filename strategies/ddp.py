@@ -28,6 +28,7 @@ from fabric.strategies.collectives.process_group import TorchCollective
 from fabric.strategies.data.share import Use
 from fabric.strategies.ddp_hooks import CommHook, check, register, why_not
 from fabric.strategies.initialize import new_tensors
+from fabric.strategies.options import carry_over
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.rank_zero import follow_rank_zero
@@ -40,7 +41,11 @@ from fabric.strategies.zero_redundancy import OwnersState, deal_out, refuse_whol
 @final
 @dataclass(frozen=True, kw_only=True)
 class DDPStrategy(Strategy):
-    """Distributed data parallel: one process per device, each with the whole model and its own share of the data."""
+    """Distributed data parallel: one process per device, each with the whole model and its own share of the data.
+
+    With `accelerator="xla"` it is `XLAStrategy`, which averages by XLA's own operations: `fabric.strategy` shows that.
+    Options that only torch's DistributedDataParallel has are an error there.
+    """
 
     launcher: str = "auto"
     """How processes come to be: auto, script, fork, forkserver or spawn. auto leaves it to `Fabric(launcher=...)`."""
@@ -73,6 +78,14 @@ class DDPStrategy(Strategy):
     @property
     def lacks(self) -> Mapping[Capability, str]:
         return {} if self.find_unused_parameters or self.static_graph else {"unused": _UNUSED}
+
+    def on(self, accelerator: Accelerator, *, word: str) -> Strategy:
+        if accelerator.name != "xla":
+            return self
+        # torch_xla 2.9 loses gradients reduced in place: see Note [Averages are new tensors] in `xla.py`.
+        from fabric.strategies.xla import XLAStrategy
+
+        return carry_over(self, XLAStrategy, word=word, accelerator="xla")
 
     @property
     def launchers(self) -> tuple[str, ...]:

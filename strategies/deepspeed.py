@@ -1,9 +1,8 @@
 """DeepSpeed's ZeRO: optimizer states, gradients and weights in shards over the ranks (Rajbhandari et al., SC 2020).
 
 Each model gets an engine of its own, kept beside the user's module and behind the user's own optimizer, so a loop is
-written as for any strategy. What surprises: a parameter that took no part in a window counts as one with a gradient of
-zero, so its momentum and weight decay go on; at stage 3 the weights live in shards that end with the fabric, so save
-before `close()`.
+written as for any strategy. What surprises: a parameter that took part in no backward of a window raises, for DeepSpeed
+would step it all the same; at stage 3 the weights live in shards that end with the fabric, so save before `close()`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from fabric.strategies.deepspeed_config import (
     engine_config,
     read_config,
 )
-from fabric.strategies.deepspeed_engine import NOT_GATHERED, Engine, close, remember
+from fabric.strategies.deepspeed_engine import NOT_GATHERED, UNUSED, Engine, close, remember
 from fabric.strategies.deepspeed_refusals import COMPILED, LATER, ONE_OPTIMIZER, refuse_setup
 from fabric.strategies.deepspeed_state import ZeroState, is_sharded
 from fabric.strategies.forward import ForwardPath
@@ -89,6 +88,7 @@ class DeepSpeedStrategy(Strategy):
             "several_optimizers": ONE_OPTIMIZER,
             "later_optimizers": LATER,
             "joint_optimizer": LATER,
+            "unused": UNUSED,
         }
         return {**always, "compile_before": COMPILED, "methods": NOT_GATHERED} if self._stage == 3 else always
 

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -70,8 +71,10 @@ def join(world: World, device_type: str) -> None:
 
 
 def _import_muon() -> None:
-    """Whatever the optimizer, DeepSpeed looks at its own Muon, whose functions are compiled where they are defined: that
-    imports torch's compilers, two seconds in every rank (0.19). Here they are compiled where they are first called.
+    """Let the functions of DeepSpeed's own Muon be compiled where they are first called.
+
+    It compiles them where it defines them, and looks at Muon whatever the optimizer is: that imports torch's compilers,
+    two seconds in every rank (0.19).
     """
     from deepspeed.runtime import compiler
 
@@ -86,7 +89,7 @@ def _import_muon() -> None:
 
     compiler.compile = compile_when_called
     try:
-        import deepspeed.runtime.zero.muon.original_muon
+        import_module("deepspeed.runtime.zero.muon.original_muon")
     finally:
         compiler.compile = compile
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.rank_zero import follow_rank_zero
 from fabric.strategies.runtime import Runtime
@@ -37,7 +38,12 @@ class Engine:
         self.buffers = list(module.buffers()) if broadcast_buffers and runtime.world.size > 1 else []
         follow_rank_zero(runtime.collective, self.buffers)
         self._has_gradients = self._is_reduced = self._is_called = self._is_started = False
-        self._entering = module.register_forward_pre_hook(self._enter)
+        self._reached: set[Tensor] = set()
+        self._stepped: set[Tensor] = set()
+        self._hooks: list[RemovableHandle] = [
+            module.register_forward_pre_hook(self._enter),
+            *(each.register_post_accumulate_grad_hook(self._reached_by_backward) for each in self.trained),  # type: ignore[no-untyped-call]
+        ]
         self.engine.set_gradient_accumulation_boundary(False)
         self.discard()
 
@@ -66,6 +72,9 @@ class Engine:
         """Add gradients to the shards."""
         self.watch()
         (self.engine.scale(loss) if self.zero.needs_scaler() else loss).backward(*args, **kwargs)
+
+    def _reached_by_backward(self, parameter: Tensor) -> None:
+        self._reached.add(parameter)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._is_called = True
@@ -159,12 +168,27 @@ class Engine:
         """Average what was added up, once per window."""
         if self._is_reduced:
             return
+        self._refuse_left_out()
         self.engine.set_gradient_accumulation_boundary(True)
         if self.stage == 1:
             self.engine.allreduce_gradients()
         else:
             self.zero.finalize_gradient_accumulation_boundary()
         self._is_reduced = True
+
+    def _refuse_left_out(self) -> None:
+        """Raise RuntimeError where a parameter has no gradient on this rank: in plain PyTorch it would not move.
+
+        Without a message: where other ranks have one, release 0.19 reduces messages of different lengths, and aborts.
+        """
+        left = set(self.trained) - self._reached
+        if left:
+            names = [name for name, parameter in self.module.named_parameters() if parameter in left]
+            some = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
+            raise RuntimeError(
+                f"{len(names)} parameters of `{type(self.module).__name__}` ({some}) got no gradient since the "
+                f"last `step` or `zero_grad`. {UNUSED}"
+            )
 
     # Steps
 
@@ -180,6 +204,7 @@ class Engine:
                 "momentum and step counts are unchanged."
             )
         self.discard()
+        self._stepped, self._reached = self._reached, set()
 
     def drive(self, optimizer: Optimizer) -> Callable[[], None]:
         """Let `optimizer.step()` and `zero_grad()` do the engine's. Returns what undoes it."""
@@ -212,6 +237,9 @@ class Engine:
         def zero_grad(self_: Optimizer, set_to_none: bool = True) -> None:
             if self._has_gradients:
                 self.discard()
+            # As in PyTorch, a gradient that is set to zero is there: its parameter goes on by momentum.
+            self._reached = set() if set_to_none else self._reached | self._stepped
+            self._stepped = set()
 
         given = {name: vars(optimizer).get(name) for name in ("step", "zero_grad")}
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
@@ -228,7 +256,8 @@ class Engine:
 
     def release(self) -> None:
         """Take DeepSpeed's hooks off the module."""
-        self._entering.remove()
+        for hook in self._hooks:
+            hook.remove()
         close(self.engine)
 
     def _groups(self) -> list[list[nn.Parameter]]:
@@ -265,6 +294,11 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 _RUN_TWICE = (
     "A second backward through one forward of `{name}`: at ZeRO stage 3 the weights were released after the first. Add "
     "the losses and call `fabric.backward` once, or use stage 2."
+)
+UNUSED = (
+    "DeepSpeed would step them as if it were zero: momentum and weight decay would go on, where PyTorch leaves such "
+    "parameters alone. Freeze what is never used with `requires_grad_(False)` before `setup`; for what some steps "
+    "leave out, keep gradients of zero (`optimizer.zero_grad(set_to_none=False)`), or pass `strategy='fsdp'`."
 )
 NOT_GATHERED = (
     "at ZeRO stage 3 the weights are gathered around `forward` alone. Call the model itself, and let its `forward` "

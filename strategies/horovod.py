@@ -175,9 +175,9 @@ def _why_not(device_type: str) -> str | None:
     try:
         import horovod.torch as hvd
     except (ImportError, OSError) as error:
-        return f"`strategy='horovod'` needs Horovod, which cannot be imported here: {error}. {_INSTALL}"
+        return f"`strategy='horovod'` needs Horovod, which cannot be imported here: {error}. {INSTALL}"
     if not hvd.gloo_built():
-        return f"`strategy='horovod'` lets Horovod's ranks meet by gloo, and this one has none. {_INSTALL}"
+        return f"`strategy='horovod'` lets Horovod's ranks meet by gloo, and this one has none. {INSTALL}"
     if device_type == "cpu" or (device_type == "cuda" and hvd.nccl_built()):
         return None
     return (
@@ -186,7 +186,7 @@ def _why_not(device_type: str) -> str | None:
     )
 
 
-_INSTALL = (
+INSTALL = (
     "Release 0.28.1 does not compile against today's torch by itself. In torchfabric's repository, run "
     "`tests/over_horovod/build_wheel.sh python wheels && pip install wheels/horovod-*.whl` (two minutes)."
 )

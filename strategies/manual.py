@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.process_group import TorchCollective
 from fabric.strategies.data.share import Share, Use
@@ -27,7 +28,8 @@ from fabric.strategies.initialize import new_tensors
 from fabric.strategies.manual_context import ManualContext, Parallelized
 from fabric.strategies.manual_state import ManualState, own_parameters
 from fabric.strategies.manual_sync import Synchronization
-from fabric.strategies.mesh import check_degrees, degree, device_mesh
+from fabric.strategies.mesh import COPIES, check_degrees, degree, device_mesh
+from fabric.strategies.options import check_function
 from fabric.strategies.precision.forward_precision import casts
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
@@ -66,11 +68,7 @@ class ManualStrategy(Strategy):
     """How long a collective waits for the other ranks before it raises."""
 
     def __post_init__(self) -> None:
-        if self.parallelize is not None and not callable(self.parallelize):
-            raise TypeError(
-                f"`ManualStrategy(parallelize={self.parallelize!r})` is no function. Pass one, "
-                "`parallelize(module, context)`, that returns the module to train."
-            )
+        check_function(self, "parallelize", "parallelize(module, context)")
         axes = self._axes(1)
         unknown = [axis for axis in self.data_axes or () if axis not in axes]
         if unknown:
@@ -78,6 +76,11 @@ class ManualStrategy(Strategy):
                 f"`ManualStrategy(data_axes={self.data_axes!r})` names {unknown[0]!r}, but the mesh has the axes "
                 f"{', '.join(map(repr, axes))}. Name some of these, or leave it out for all of them."
             )
+
+    @property
+    def lacks(self) -> Mapping[Capability, str]:
+        copies = any(number > 1 and axis not in self._data_axes(1) for axis, number in self._axes(1).items())
+        return {"gather_gradients": COPIES} if copies else {}
 
     @property
     def launchers(self) -> tuple[str, ...]:

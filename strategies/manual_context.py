@@ -37,11 +37,6 @@ class ManualContext:
 
     def along(self, *axes: str) -> Collective:
         """The ranks that differ from this one along these axes alone. Ranks: all call it, with the same axes."""
-        unknown = [axis for axis in axes if axis not in self._axes]
-        if unknown or not axes:
-            raise ValueError(
-                f"`along({', '.join(map(repr, axes))})`: the mesh has the axes {self._names()}. Name some."
-            )
         return along(self.collective, self.mesh, axes)
 
     def shard(self, parameter: nn.Parameter, dim: int = 0, axis: str | None = None) -> nn.Parameter:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 
@@ -17,14 +17,51 @@ from fabric.strategies.collectives.collective import Collective
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+Degree: TypeAlias = int | Literal["auto"]
 
-def check_degrees(degrees: Mapping[str, int], size: int, *, written: str) -> None:
-    """Raise ValueError where the degrees do not multiply to the number of ranks. `written`: what the user wrote."""
+COPIES = (
+    "`all_gather(sync_grads=True)` over all ranks of a mesh, of which some read the same samples: the result would "
+    "have copies of them, which one process has not, and gradients would count each. Say which ranks read others: "
+    "`all_gather(x, group=along(fabric.collective, mesh, ['data', 'shard']), sync_grads=True)`, with the axes of your "
+    "data, and `along` from `fabric.strategies`."
+)
+"""Why gradients do not flow through a gathering over ranks of which some are given the same data."""
+
+
+def check_written(strategy: str, written: Mapping[str, Degree]) -> None:
+    """Raise ValueError where a strategy's degrees are no numbers, or more than one of them is left open."""
+    for axis, number in written.items():
+        if number != "auto" and (type(number) is not int or number < 1):
+            raise ValueError(
+                f"`{strategy}({axis}={number!r})`: a degree is a number of ranks from 1 on, or 'auto' "
+                "for what the other axes leave."
+            )
+    open_axes = [axis for axis, number in written.items() if number == "auto"]
+    if len(open_axes) > 1:
+        raise ValueError(
+            f"`{strategy}({', '.join(f'{axis}={chr(39)}auto{chr(39)}' for axis in open_axes)})` leaves "
+            "more than one degree open. Write a number for all but one."
+        )
+
+
+def complete(written: Mapping[str, Degree], size: int, *, of: str = "ranks") -> dict[str, int]:
+    """The degrees, "auto" replaced by what the others leave. Raises ValueError where they do not multiply to `size`."""
+    known = math.prod(number for number in written.values() if number != "auto")
+    degrees = {axis: max(size // known, 1) if number == "auto" else number for axis, number in written.items()}
+    check_degrees(degrees, size, written=", ".join(f"{axis}={number!r}" for axis, number in written.items()), of=of)
+    return degrees
+
+
+def check_degrees(degrees: Mapping[str, int], size: int, *, written: str, of: str = "ranks") -> None:
+    """Raise ValueError where the degrees do not multiply to the number `of` what the mesh is of.
+
+    `written`: what the user wrote.
+    """
     product = math.prod(degrees.values())
     if product != size or min(degrees.values()) < 1:
         axes = " x ".join(f"{axis}={degree}" for axis, degree in degrees.items())
         raise ValueError(
-            f"`{written}` makes a mesh of {axes}: {product} ranks, but there are {size}. "
+            f"`{written}` makes a mesh of {axes}: {product} {of}, but there are {size}. "
             f"Write whole numbers from 1 on that multiply to {size}."
         )
 
@@ -45,8 +82,14 @@ def degree(mesh: DeviceMesh, axis: str) -> int:
 def along(collective: Collective, mesh: DeviceMesh, axes: Sequence[str]) -> Collective:
     """The collective of the ranks that differ from this one along `axes` alone.
 
-    Ranks: all of the mesh, which is that of `collective`, with the same `axes`.
+    Ranks: all of the mesh, which is that of `collective`, with the same `axes`. Raises: ValueError: no such axis.
     """
+    assert mesh.mesh_dim_names is not None
+    if not axes or not set(axes) <= set(mesh.mesh_dim_names):
+        raise ValueError(
+            f"`along({', '.join(map(repr, axes))})`: the mesh has the axes "
+            f"{', '.join(map(repr, mesh.mesh_dim_names))}. Name some."
+        )
     groups = _groups(mesh, axes)
     if len(groups) == 1:
         return collective

@@ -14,12 +14,11 @@ alone, and the optimizer that was made before `setup` goes on. Gradients are ave
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +27,7 @@ from torch.optim import Optimizer
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.averaging import Averaging
+from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.process_group import TorchCollective
 from fabric.strategies.data.share import Share, Use
@@ -36,7 +36,9 @@ from fabric.strategies.forward import Around, ForwardPath
 from fabric.strategies.gradients import clip_norm, clip_value, move_state
 from fabric.strategies.initialize import new_tensors
 from fabric.strategies.layout import Parallelize, fsdp_modules, parallelize
-from fabric.strategies.mesh import check_degrees, degree, device_mesh
+from fabric.strategies.mesh import COPIES, Degree, check_written, complete, degree, device_mesh
+from fabric.strategies.options import carry_over, check_function
+from fabric.strategies.pipeline import Pipeline
 from fabric.strategies.pipeline_setup import pipelined
 from fabric.strategies.precision.forward_precision import cast_module
 from fabric.strategies.precision.precision import Precision
@@ -51,9 +53,6 @@ from fabric.strategies.strategy import Strategy
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fabric.strategies.pipeline import Pipeline
-
-Degree: TypeAlias = int | Literal["auto"]
 AXES = ("data", "shard", "context", "tensor")
 """Ranks are numbered with the last one fastest; "pipeline" comes before all."""
 
@@ -66,6 +65,8 @@ class ModelParallelStrategy(Strategy):
     The function may call `parallelize_module` and `distribute_tensor` with `mesh["tensor"]`, `fully_shard` with
     `mesh["shard"]`, `mesh["data", "shard"]` and the like, and `compile`; it may return the model, or nothing. The mesh
     has every axis, those of one rank too. A degree is a number of ranks; one of them may be "auto": what is left.
+
+    With `accelerator="xla"` it is `XLAModelParallelStrategy`, whose mesh is of devices: `fabric.strategy` shows that.
     """
 
     parallelize_fn: Parallelize | None = None
@@ -90,18 +91,25 @@ class ModelParallelStrategy(Strategy):
     """Buffers (the statistics of BatchNorm) follow the first data rank after every forward that computes gradients."""
 
     def __post_init__(self) -> None:
-        for axis, written in self._written().items():
-            if written != "auto" and (type(written) is not int or written < 1):
-                raise ValueError(
-                    f"`ModelParallelStrategy({axis}={written!r})`: a degree is a number of ranks from 1 on, or 'auto' "
-                    "for what the other axes leave."
-                )
-        open_axes = [axis for axis, written in self._written().items() if written == "auto"]
-        if len(open_axes) > 1:
-            raise ValueError(
-                f"`ModelParallelStrategy({', '.join(f'{axis}={chr(39)}auto{chr(39)}' for axis in open_axes)})` leaves "
-                "more than one degree open. Write a number for all but one."
+        check_function(self, "parallelize_fn", "parallelize_fn(model, mesh)")
+        check_written("ModelParallelStrategy", self._written())
+        if self.pipeline is not None and not isinstance(self.pipeline, Pipeline):
+            raise TypeError(
+                f"`ModelParallelStrategy(pipeline={self.pipeline!r})` is a `{type(self.pipeline).__name__}`. Write "
+                "`Pipeline(degree=..., num_microbatches=..., split=..., loss_fn=...)`, from `fabric.strategies`."
             )
+
+    def on(self, accelerator: Accelerator, *, word: str) -> Strategy:
+        if accelerator.name != "xla":
+            return self
+        from fabric.strategies.xla_model_parallel import XLAModelParallelStrategy
+
+        return carry_over(self, XLAModelParallelStrategy, word=word, accelerator="xla")
+
+    @property
+    def lacks(self) -> Mapping[Capability, str]:
+        copies = self.pipeline is not None or self.context != 1 or self.tensor != 1
+        return {"gather_gradients": COPIES} if copies else {}
 
     @property
     def launchers(self) -> tuple[str, ...]:
@@ -203,11 +211,7 @@ class ModelParallelStrategy(Strategy):
 
     def _degrees(self, size: int) -> dict[str, int]:
         """The axes of the mesh, "auto" replaced. Raises ValueError where they do not multiply to `size`."""
-        written = {"pipeline": 1 if self.pipeline is None else self.pipeline.degree, **self._written()}
-        known = math.prod(number for number in written.values() if number != "auto")
-        degrees = {axis: max(size // known, 1) if number == "auto" else number for axis, number in written.items()}
-        check_degrees(degrees, size, written=", ".join(f"{axis}={number!r}" for axis, number in written.items()))
-        return degrees
+        return complete({"pipeline": 1 if self.pipeline is None else self.pipeline.degree, **self._written()}, size)
 
 
 def mesh_of(runtime: Runtime) -> DeviceMesh:

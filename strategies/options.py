@@ -8,9 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
+
+from torch import nn
 
 from fabric.strategies.strategy import Strategy
+
+S = TypeVar("S", bound=Strategy)
 
 LAUNCHERS = ("auto", "script", "fork", "forkserver", "spawn")
 
@@ -47,6 +51,37 @@ def check_options(strategy: Strategy) -> None:
             raise ValueError(f"{written} is no launcher of a strategy's own. Write one of {_listed(LAUNCHERS)}.")
         if field.name == "backend":
             _check_backend(written, value)
+
+
+def carry_over(strategy: Strategy, to: type[S], *, word: str, accelerator: str) -> S:
+    """Make `to`, which does on this accelerator what `strategy` does elsewhere, with the options of the same names.
+
+    Raises: ValueError: another option was set, which `to` has not.
+    """
+    known = {field.name for field in fields(to)}
+    written = {field.name: getattr(strategy, field.name) for field in fields(strategy)}
+    default = {field.name: field.default for field in fields(strategy)}
+    lost = [f"`{name}={value!r}`" for name, value in written.items() if name not in known and value != default[name]]
+    if lost:
+        raise ValueError(
+            f"`strategy={word}` on `accelerator={accelerator!r}` is `{to.__name__}`, which has nothing for "
+            f"{', '.join(lost)}. Leave it out, or write `strategy={to.__name__}(...)`, with options of its own."
+        )
+    return to(**{name: value for name, value in written.items() if name in known})
+
+
+def check_function(strategy: Strategy, option: str, call: str) -> None:
+    """Raise TypeError where an option that is a function, or None, cannot be called. `call`: how it will be.
+
+    Called by the strategy's constructor.
+    """
+    value = getattr(strategy, option)
+    if value is None or (callable(value) and not isinstance(value, nn.Module)):
+        return
+    raise TypeError(
+        f"`{type(strategy).__name__}({option}={value!r})` is no function, but a `{type(value).__name__}`. Pass one, "
+        f"`{call}`."
+    )
 
 
 def _check_backend(written: str, value: str) -> None:

@@ -85,15 +85,17 @@ class Pipeline:
     """None: the fewest that the schedule allows, 1 or 2."""
 
     def __post_init__(self) -> None:
-        if self.schedule not in _ORDERS:
-            near = get_close_matches(self.schedule.lower(), {name.lower(): name for name in _ORDERS}, n=1, cutoff=0.3)
+        written = str(self.schedule)
+        if written not in _ORDERS:
+            near = get_close_matches(written.lower(), {name.lower(): name for name in _ORDERS}, n=1, cutoff=0.3)
             did = "".join(f"Did you mean {name!r}? " for name in _ORDERS if name.lower() in near)
             raise ValueError(
                 f"`schedule={self.schedule!r}` names no schedule. {did}Write one of {', '.join(map(repr, _ORDERS))}."
             )
-        for name in ("degree", "num_microbatches"):
-            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
-                raise ValueError(f"`{name}={getattr(self, name)!r}`: write a whole number from 1 on.")
+        for name in ("degree", "num_microbatches", "stages_per_rank"):
+            number = getattr(self, name)
+            if not (number is None and name == "stages_per_rank") and (type(number) is not int or number < 1):
+                raise ValueError(f"`{name}={number!r}`: write a whole number from 1 on.")
         if self.loss_reduction not in ("mean", "sum"):
             raise ValueError(f"`loss_reduction={self.loss_reduction!r}`: write 'mean' or 'sum', as `loss_fn` reduces.")
         self._check_functions()

@@ -39,6 +39,14 @@ class Strategy(ABC):
         """Whether it marks where a step ends, which devices need that record operations and run them as one graph."""
         return False
 
+    def on(self, accelerator: Accelerator, *, word: str) -> Strategy:
+        """The strategy that is this one on devices of this kind: itself, unless they need another way to do the same.
+
+        `word`: what was written for this one, for the error.
+        Raises: ValueError: an option that means nothing there.
+        """
+        return self
+
     @property
     @abstractmethod
     def launchers(self) -> tuple[str, ...]:

@@ -16,7 +16,6 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from fabric.launchers.environments.xla import PJRT
@@ -51,7 +50,10 @@ from fabric.strategies.xla_device import (
 @final
 @dataclass(frozen=True, kw_only=True)
 class XLAStrategy(Strategy):
-    """Data parallel over XLA: a replica for each device, each with the whole model and its own share of the data."""
+    """Data parallel over XLA: a replica for each device, each with the whole model and its own share of the data.
+
+    `strategy="ddp"` with `accelerator="xla"` is this one.
+    """
 
     timeout_seconds: float = 1800.0
     """How long the ranks wait for each other when they meet."""
@@ -66,8 +68,7 @@ class XLAStrategy(Strategy):
 
     @property
     def lacks(self) -> Mapping[Capability, str]:
-        unused: dict[Capability, str] = {} if self.find_unused_parameters else {"unused": _UNUSED}
-        return {**unused, "buffers": _BATCH_NORM}
+        return {} if self.find_unused_parameters else {"unused": _UNUSED}
 
     @property
     def marks_steps(self) -> bool:
@@ -86,15 +87,15 @@ class XLAStrategy(Strategy):
             return sentence
         if num_devices != accelerator.num_devices():
             return (
-                f"`devices={num_devices}` with `strategy='xla'`, but PJRT has {accelerator.num_devices()} devices "
-                "here, and runs a replica on each. Leave `devices` out, or show PJRT fewer: by CPU_NUM_DEVICES, or by "
-                "TPU_VISIBLE_CHIPS on a TPU."
+                f"`devices={num_devices}` with `strategy='xla'` (or 'ddp' over XLA), but PJRT has "
+                f"{accelerator.num_devices()} devices here, and runs a replica on each. Leave `devices` out, or show "
+                "PJRT fewer: by CPU_NUM_DEVICES, or by TPU_VISIBLE_CHIPS on a TPU."
             )
         if PJRT.of().client == "CPU" and not self.cpu_replicas:
             return (
-                f"`strategy='xla'` with {num_devices} replicas on PJRT_DEVICE=CPU: torch_xla 2.9 hangs there in the "
-                "first collective, and ends the process after 15 s. Write `strategy='xla_fsdp'`, which is one program "
-                "over all devices, or `devices=1`; on a TPU `xla` runs on all."
+                f"`strategy='xla'` (or 'ddp' over XLA) with {num_devices} replicas on PJRT_DEVICE=CPU: torch_xla 2.9 "
+                "hangs there in the first collective, and ends the process after 15 s. Write `strategy='xla_fsdp'`, "
+                "which is one program over all devices, or `devices=1`; on a TPU `xla` runs on all."
             )
         return None
 
@@ -112,8 +113,8 @@ class XLAStrategy(Strategy):
         return new_tensors(runtime.device, runtime.precision, empty=empty)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
-        if runtime.world.size > 1 and any(isinstance(part, _BatchNorm) for part in module.modules()):
-            raise ValueError(_BATCH_NORM)
+        if runtime.world.size > 1 and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
+            raise ValueError(_SYNC_BATCH_NORM)
         place(runtime, module, optimizers, to_device=move)
         averaging = _Averaging(self, runtime.collective, module)
         undo = [mark_steps(optimizers), unbias_statistics(module)]
@@ -221,9 +222,10 @@ class _Averaging:
         return used
 
 
-_BATCH_NORM = (
-    "BatchNorm over several replicas of `strategy='xla'`: its statistics come out differently on each replica. Write "
-    "`nn.GroupNorm` or `nn.LayerNorm`, or `strategy='xla_fsdp'`, where the statistics are those of the whole batch."
+_SYNC_BATCH_NORM = (
+    "SyncBatchNorm over several replicas of `strategy='xla'`: torch's has no messages over XLA, and each replica would "
+    "go by the statistics of its own share. Write `nn.BatchNorm2d` (or 1d, 3d) for that, or `strategy='xla_fsdp'`, "
+    "where BatchNorm's statistics are those of the whole batch."
 )
 _UNUSED = (
     "All replicas average the same parameters in every step. Pass "

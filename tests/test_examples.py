@@ -86,8 +86,8 @@ def test_the_gpt_learns_saves_loads_and_writes(tmp_path: Path) -> None:
 
 
 def by_name() -> list[tuple[str, int]]:
-    """Every strategy that this machine can run, on two ranks where it can, but the one that the others are held against.
-    The example gives two of them a function."""
+    """Every strategy that this machine can run but the one that they are held against, on two ranks where they can. The
+    example gives two of them a function."""
     found = []
     for name in sorted(set(available_strategies()) - {"single_device"}):
         refusals = [make_strategy(name).refuse(CPUAccelerator(), size, 1, Precision.parse(32)) for size in (2, 1)]

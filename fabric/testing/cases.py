@@ -29,8 +29,6 @@ class Case:
     """What the loop asks of the strategy. Where it lacks one of these, the loop raises that sentence."""
     by_share: bool = False
     """Each share of the data is computed alone in plain PyTorch too, and gradients are averaged by hand."""
-    ranks_are_shares: bool = False
-    """Nothing is said about ranks that read the same samples."""
 
     def __str__(self) -> str:
         return self.name
@@ -121,7 +119,6 @@ _CASES = (
         claim="a loss over the outputs of all ranks",
         body=loops.contrast,
         needs=("gather_gradients",),
-        ranks_are_shares=True,
     ),
     Case(name="collective", claim="every operation of the strategy's collective", body=talk, needs=("talk",)),
 )

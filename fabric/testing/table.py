@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from fabric.testing.checks import Finding
 
-_MARKS = {"equal": "=", "raised": "raises", "not run": "-", "failed": "FAILED"}
+_MARKS = {"equal": "=", "raised": "raises", "failed": "FAILED"}
 
 
 def table(seen: Mapping[str, Sequence[Finding]]) -> list[str]:
@@ -27,6 +27,6 @@ def table(seen: Mapping[str, Sequence[Finding]]) -> list[str]:
         f"{finding.case}: {finding.words}"
         for findings in seen.values()
         for finding in findings
-        if finding.seen in ("raised", "not run")
+        if finding.seen == "raised"
     )
     return [*lines, *sentences]

@@ -31,6 +31,10 @@ HALF = ("bf16-true", "16-true", "bf16-mixed", "16-mixed")
 GATHERED_IN_HALF = {("fsdp", "bf16-mixed"): 5e-2, ("fsdp", "16-mixed"): 1e-2}
 """Weights travel in half precision: gradients of tied ones are added in it, and embeddings come out in it."""
 
+ADDED_IN_HALF = {("model_parallel", "bf16-mixed"): 5e-2, ("model_parallel", "16-mixed"): 6e-3}
+"""Layers that are cut along their inputs: each rank rounds its part of a sum. That made at most 1.6e-2 and 2.0e-3 (22
+seeds, 44 loops each), and 2e-7 against one process that adds such parts, as `test_model_parallel.py` does."""
+
 
 # Functions for strategies that need one. At the top level: ranks import them.
 
@@ -112,9 +116,12 @@ PLAN: tuple[tuple[str, int, str, tuple[str, ...]], ...] = (
     ("fsdp", 1, "64-true", FEW),
     ("hsdp", 4, "64-true", FEW),
     ("model_parallel", 2, "32-true", ALL),
-    ("model_parallel", 4, "64-true", MOST),
+    ("model_parallel", 4, "64-true", (*MOST, "gather_gradients")),
+    ("model_parallel", 4, "bf16-mixed", ("sgd", "accumulate_and_clip")),
+    ("model_parallel", 4, "16-mixed", ("sgd", "accumulate_and_clip")),
     ("manual", 2, "32-true", ALL),
     ("manual", 4, "32-true", FEW),
+    ("manual", 2, "16-mixed", FEW),
     ("ddp_sharded", 2, "32-true", ALL),
     ("ddp_sharded", 4, "64-true", MOST),
     ("ddp_sharded", 1, "64-true", FEW),
@@ -152,7 +159,7 @@ def rows() -> list[Row]:
             precision=precision,
             cases=some,
             make=WITH_A_FUNCTION.get((name, size)) or partial(make_strategy, name),
-            tolerance=GATHERED_IN_HALF.get((name, precision)),
+            tolerance=(GATHERED_IN_HALF | ADDED_IN_HALF).get((name, precision)),
         )
         for name, size, precision, some in PLAN
     ]

@@ -94,6 +94,38 @@ CONSTRUCTORS: dict[str, Row] = {
         TypeError,
         "`auto_wrap_policy` is a module, a `Linear`. Pass its class",
     ),
+    # Functions
+    "number that lays out": (
+        lambda: ModelParallelStrategy(parallelize_fn=3),  # type: ignore[arg-type]
+        TypeError,
+        "`ModelParallelStrategy(parallelize_fn=3)` is no function, but a `int`. Pass one, `parallelize_fn(model, me",
+    ),
+    "list that lays out": (
+        lambda: ModelParallelStrategy(parallelize_fn=[print]),  # type: ignore[arg-type]
+        TypeError,
+        "is no function, but a `list`. Pass one, `parallelize_fn(model, mesh)`.",
+    ),
+    "word that lays out": (
+        lambda: ManualStrategy(parallelize="fsdp"),  # type: ignore[arg-type]
+        TypeError,
+        "`ManualStrategy(parallelize='fsdp')` is no function, but a `str`. Pass one, `parallelize(module, context)`.",
+    ),
+    "module that lays out": (
+        lambda: ManualStrategy(parallelize=nn.Linear(2, 2)),
+        TypeError,
+        "is no function, but a `Linear`. Pass one, `parallelize(module, context)`.",
+    ),
+    "policy of a number": (lambda: FairScaleFSDPStrategy(wrap=3), TypeError, "`wrap=3` says no parts. Pass classes of"),  # type: ignore[arg-type]
+    "number that travels": (
+        lambda: DDPStrategy(comm_hook=3),  # type: ignore[arg-type]
+        TypeError,
+        "`comm_hook=3` is a `int`. Write 'bf16', 'fp16', `PowerSGD(...)`, or a function `(state, bucket)`",
+    ),
+    "pipeline of a number": (
+        lambda: ModelParallelStrategy(pipeline=2),  # type: ignore[arg-type]
+        TypeError,
+        "`ModelParallelStrategy(pipeline=2)` is a `int`. Write `Pipeline(degree=..., num_microbatches=..., split=..., ",
+    ),
     # DeepSpeed
     "key": (
         lambda: DeepSpeedStrategy(config={"zero_optimisation": {}}),

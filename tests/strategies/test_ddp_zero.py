@@ -141,6 +141,39 @@ def groups_schedules_and_closures(tools: Any) -> Any:
     return weights(model), losses, [group["lr"] for group in optimizer.param_groups]
 
 
+class LooksTwice(Optimizer):
+    """Calls its closure twice in a step, and steps with what has gathered."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor]) -> Tensor:
+        with torch.enable_grad():
+            closure()
+            loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"])
+        return loss
+
+
+def closures_that_run_twice(tools: Any) -> Any:
+    model = make()
+    model, optimizer = tools.setup(model, LooksTwice(model.parameters()))
+    for step in range(3):
+
+        def closure(step: int = step) -> Tensor:
+            loss = loss_of(tools, model, step)
+            tools.backward(loss)
+            return loss
+
+        optimizer.step(closure)
+        optimizer.zero_grad()
+    return weights(model)
+
+
 def accumulation_and_clipping(tools: Any) -> Any:
     model = make()
     model, optimizer = tools.setup(model, SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True))
@@ -222,6 +255,7 @@ def state_from_before(tools: Any) -> Any:
 
 SCENARIOS: tuple[Callable[[Any], Any], ...] = (
     groups_schedules_and_closures,
+    closures_that_run_twice,
     accumulation_and_clipping,
     gradients_go_on_after_a_step,
     two_models_and_optimizers,

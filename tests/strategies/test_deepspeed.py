@@ -553,6 +553,42 @@ def refusals(world: World) -> dict[str, str]:
     return found
 
 
+def left_out(world: World, strategy: DeepSpeedStrategy) -> list[str]:
+    """What windows without the branch say, before any step and after one with it. No weight moves in them."""
+    said = []
+    with fabric_of(world, strategy) as fabric:
+        model, optimizer = fabric.setup(*parts(adamw))
+        for step in range(2):
+            before = whole_of(fabric, model)
+            fabric.backward(loss_of(model, batch(fabric, 2 * step), branch=False))
+            said.append(sentence_of(lambda: fabric.clip_gradients(model, optimizer, max_norm=1.0)))
+            said.append(sentence_of(optimizer.step))
+            torch.testing.assert_close(whole_of(fabric, model), before, rtol=0, atol=0)
+            optimizer.zero_grad()
+            fabric.backward(loss_of(model, batch(fabric, 2 * step + 1)))
+            optimizer.step()
+            model.zero_grad()
+    return said
+
+
+def whole_of(fabric: Fabric, model: nn.Module) -> dict[str, Tensor]:
+    return fabric.broadcast(dict(fabric._state_access(model).read_module(model)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "offload"), [(1, False), (2, False), (2, True), (3, False)])
+def test_a_parameter_that_a_window_left_out_raises_before_anything_steps(stage: int, offload: bool) -> None:
+    for said in run_world(2, left_out, strategy_of(stage, offload)):
+        assert len(said) == 4
+        for sentence in said:
+            assert (
+                "2 parameters of `Net` ('branch.weight', 'branch.bias') got no gradient since the last `st" in sentence
+            )
+            assert (
+                "keep gradients of zero (`optimizer.zero_grad(set_to_none=False)`), or pass `strategy='fs" in sentence
+            )
+
+
 @pytest.mark.slow
 def test_what_an_engine_cannot_do_raises_with_what_to_write() -> None:
     ranks = run_world(2, refusals)

@@ -362,6 +362,40 @@ def test_what_differs_between_ranks_is_neither_saved_nor_clipped_as_one() -> Non
     manual(average_a_part, 2).launch(keep_apart)
 
 
+def overflow_in_the_part_of_one_rank(fabric: Fabric) -> None:
+    """What overflows on one rank alone skips the step of all, halves the scale of all, and leaves momentum alone."""
+    torch.manual_seed(fabric.global_rank)
+    model = Apart()
+    model, optimizer = fabric.setup(model, SGD(model.parameters(), lr=0.1, momentum=0.9))
+    scaler = fabric._connected.loss_scaler
+    assert scaler is not None
+    scale = scaler.scale
+    moved = []
+    for step in range(3):
+        before = copies(model, optimizer)
+        fabric.backward(model(torch.randn(4, 2)).float().square().mean() / 100)
+        assert scaler.scale == (scale / 2 if step == 2 else scale)
+        if step == 1 and fabric.global_rank == 1:
+            assert model.own.weight.grad is not None
+            model.own.weight.grad.fill_(float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+        moved.append(any(not torch.equal(*pair) for pair in zip(copies(model, optimizer), before, strict=step > 0)))
+    assert moved == [True, False, True]
+    assert scaler.num_skipped == 1
+
+
+def copies(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+    """Weights and momentum."""
+    momentum = [state["momentum_buffer"] for state in optimizer.state.values()]
+    return [tensor.detach().clone() for tensor in (*model.parameters(), *momentum)]
+
+
+@pytest.mark.slow
+def test_an_overflow_in_the_part_of_one_rank_skips_the_step_on_all() -> None:
+    manual(average_a_part, 2, "16-mixed").launch(overflow_in_the_part_of_one_rank)
+
+
 def as_it_is(model: nn.Module, context: ManualContext) -> nn.Module:
     return model
 
@@ -403,6 +437,15 @@ def test_mistakes_on_a_mesh_are_told_at_once() -> None:
 def read_shares(fabric: Fabric) -> list[int]:
     loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(list(range(8)), batch_size=4))
     return fabric.all_gather(torch.cat(list(loader))).tolist()  # type: ignore[no-any-return]
+
+
+def test_it_lacks_gathered_gradients_exactly_where_ranks_read_the_same_samples() -> None:
+    def lacks(mesh: dict[str, int] | None, data_axes: tuple[str, ...] | None) -> set[str]:
+        return set(ManualStrategy(parallelize=as_it_is, mesh=mesh, data_axes=data_axes).lacks)
+
+    mesh = {"replicate": 2, "tensor": 2}
+    assert lacks(mesh, ("replicate",)) == lacks(mesh, ()) == {"gather_gradients"}
+    assert not lacks(mesh, None) | lacks(None, None) | lacks({"replicate": 2, "tensor": 1}, ("replicate",))
 
 
 @pytest.mark.slow
@@ -488,8 +531,6 @@ def test_what_the_function_returns_is_checked(
 def test_a_strategy_without_a_function_or_with_axes_that_there_are_not_is_refused_before_anything_starts() -> None:
     with pytest.raises(ValueError, match=r"`strategy='manual'` lays the model over the ranks by a function of yours"):
         Fabric(accelerator="cpu", devices=2, strategy="manual")
-    with pytest.raises(TypeError, match=r"`ManualStrategy\(parallelize=3\)` is no function\. Pass one"):
-        ManualStrategy(parallelize=3)  # type: ignore[arg-type]
     with pytest.raises(
         ValueError, match=r"`ManualStrategy\(mesh=\{'a': 3\}\)` makes a mesh of a=3: 3 ranks, but there"
     ):

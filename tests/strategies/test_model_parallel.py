@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabric import Fabric
-from fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
+from fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy, along
 from fabric.strategies.accelerators.cpu import CPUAccelerator
 from fabric.strategies.accelerators.torch_accelerator import TorchAccelerator
 from fabric.strategies.precision.precision import Precision
@@ -509,6 +510,57 @@ def cut_blocks(model: Normalised, mesh: Any) -> None:
         parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
+def contrast(mine: Tensor, everyone: Tensor, index: int) -> Tensor:
+    """Each sample against those of all ranks."""
+    own = torch.arange(len(mine)) + index * len(mine)
+    return nn.functional.cross_entropy(mine @ everyone.T, own)
+
+
+def gather_gradients(fabric: Fabric, strategy: ModelParallelStrategy) -> dict[str, Tensor]:
+    """Over the ranks of different data; over all of them it is refused where some have the same."""
+    model = fabric.setup_module(made_with(0).eval())
+    mesh = fabric._connected.mesh
+    assert mesh is not None
+    group = along(fabric.collective, mesh, ["data", "shard", "context"])
+    mine = model(torch.randn(8, 4, generator=torch.Generator().manual_seed(1)).chunk(group.size)[group.rank])
+    if "gather_gradients" in strategy.lacks:
+        with pytest.raises(
+            ValueError, match=r"over all ranks of a mesh, of which some read the same samples: .*along\("
+        ):
+            fabric.all_gather(mine, sync_grads=True)
+    everyone = fabric.all_gather(mine, group=group, sync_grads=True).flatten(0, 1)
+    fabric.backward(contrast(mine, everyone, group.rank))
+    return whole_gradients(model)
+
+
+def cut_and_shard_blocks(model: Normalised, mesh: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    cut_blocks(model, mesh)
+    fully_shard(model, mesh=mesh["shard"])
+
+
+GATHERED = {
+    "data-tensor": ModelParallelStrategy(parallelize_fn=cut_blocks, data=2, tensor=2),
+    "shard-tensor": ModelParallelStrategy(parallelize_fn=cut_and_shard_blocks, shard=2, tensor=2),
+    "data-context": ModelParallelStrategy(parallelize_fn=leave_whole, data=2, context=2),
+    "data": ModelParallelStrategy(parallelize_fn=leave_whole, data=4),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GATHERED)
+def test_gradients_come_back_through_a_gathering_over_ranks_of_different_data(name: str) -> None:
+    found = fabric_with(GATHERED[name], 4).launch(gather_gradients, GATHERED[name])
+    model = made_with(0).eval()
+    everyone = model(torch.randn(8, 4, generator=torch.Generator().manual_seed(1)))
+    num_shares = 2 if "tensor" in name else 4
+    losses = [contrast(mine, everyone, index) for index, mine in enumerate(everyone.chunk(num_shares))]
+    torch.stack(losses).mean().backward()
+    close(found, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert GATHERED[name].lacks.keys() == (set() if name == "data" else {"gather_gradients"})
+
+
 def equal_on_all_ranks(fabric: Fabric, tensors: dict[str, Tensor]) -> bool:
     return all(
         torch.equal(of_ranks, of_ranks[:1].expand_as(of_ranks)) for of_ranks in fabric.all_gather(tensors).values()
@@ -547,7 +599,7 @@ def prepare_many_ways(fabric: Fabric) -> None:
     fabric.backward(model.loss(mine[0]))
     with fabric.no_backward_sync(model):
         fabric.backward(model.loss(mine[1]))
-        with fabric.no_backward_sync(model, enabled=False):
+        with fabric.no_backward_sync(model), fabric.no_backward_sync(model, enabled=False):
             pass
         fabric.backward(model.loss(mine[2]))
     assert not equal_on_all_ranks(fabric, {"norm": model.norm.weight.grad})
@@ -571,11 +623,114 @@ def prepare_many_ways(fabric: Fabric) -> None:
     fabric.backward(model(mine[4]).sum())
     assert equal_on_all_ranks(fabric, dict(model.norm.named_buffers()))
 
+    # Nothing of ours is left on the model: nobody minds a backward that nobody averages.
+    fabric.close()
+    assert not {"forward", "mark_forward_method"} & set(vars(model))
+    model.norm.weight.sum().backward()
+
 
 @pytest.mark.slow
 def test_the_users_objects_go_on_over_a_mesh() -> None:
     strategy = ModelParallelStrategy(parallelize_fn=cut_blocks, data=2, tensor=2)
     fabric_with(strategy, 4).launch(prepare_many_ways)
+
+
+def keep_shards_back(fabric: Fabric) -> None:
+    """No shard gets a gradient before the backward that is to exchange them, and each gets one in that."""
+    model, _ = fabric.setup(*make(Recipe()))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    tokens, targets = batches(Recipe())[0]
+    with fabric.no_backward_sync(model):
+        fabric.backward(nn.functional.cross_entropy(model(tokens), targets))
+    assert all(parameter.grad is None for parameter in trained)
+    fabric.backward(nn.functional.cross_entropy(model(tokens), targets))
+    assert all(parameter.grad is not None for parameter in trained)
+
+
+@pytest.mark.slow
+def test_shards_exchange_nothing_within_no_backward_sync() -> None:
+    fabric_with(ModelParallelStrategy(parallelize_fn=cut_layers, shard=2), 2).launch(keep_shards_back)
+
+
+class AddsParts(Block6):
+    """What two ranks along "tensor" compute, in one process: two products, each rounded, and then their sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        linear = nn.functional.linear
+        ups = zip(self.up.weight.chunk(2), self.up.bias.chunk(2), strict=True)
+        hidden = [linear(x, weight, bias).tanh() for weight, bias in ups]
+        downs = zip(hidden, self.down.weight.chunk(2, dim=1), strict=True)
+        first, second = (linear(part, weight, self.down.bias / 2) for part, weight in downs)
+        return x + (first + second)
+
+
+def stack(block: type[Block6]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(block(), block(), nn.Linear(4, 3))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def cut_stack(model: nn.Sequential, mesh: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    for block in list(model)[:2]:
+        parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if mesh["shard"].size() > 1:
+        fully_shard(model, mesh=mesh["shard"])
+
+
+def inputs_of_stack() -> Tensor:
+    return torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(1))
+
+
+def train_stack(fabric: Fabric) -> tuple[list[float], Any]:
+    model, optimizer = fabric.setup(*stack(Block6))
+    mesh = fabric._connected.mesh
+    assert mesh is not None
+    losses = []
+    for x in inputs_of_stack():
+        loss = model(x.chunk(mesh["shard"].size())[mesh["shard"].get_local_rank()]).float().square().mean()
+        fabric.backward(loss)
+        losses.append(fabric.all_reduce(loss.detach()).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, whole_state(fabric, model)
+
+
+def train_plain_stack(block: type[Block6], precision: Precision, num_shares: int) -> tuple[list[float], Any]:
+    """One process; each share of the data goes through the model alone, as rounding depends on it."""
+    model, optimizer = stack(block)
+    losses = []
+    for x in inputs_of_stack():
+        shares = []
+        for part in x.chunk(num_shares):
+            with torch.autocast("cpu", dtype=precision.compute_dtype):
+                output = model(part)
+            shares.append(output.float().square().mean())
+        loss = torch.stack(shares).mean()
+        (loss * precision.init_scale).backward()
+        losses.append(loss.item())
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= precision.init_scale
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, dict(model.state_dict())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shard", "word"), [(1, "bf16-mixed"), (2, "bf16-mixed"), (2, "16-mixed")])
+def test_in_mixed_precision_numbers_are_those_of_products_that_are_rounded_in_parts_and_added(
+    shard: int, word: str
+) -> None:
+    precision = replace(Precision.parse(word), init_scale=2.0**8)
+    strategy = ModelParallelStrategy(parallelize_fn=cut_stack, shard=shard, tensor=2)
+    fabric = Fabric(accelerator="cpu", devices=2 * shard, strategy=strategy, plugins=precision, launcher="forkserver")
+    found = fabric.launch(train_stack)
+    close(found, train_plain_stack(AddsParts, precision, shard), 1e-6)
+    with pytest.raises(AssertionError):  # and a sum that is rounded once is another
+        close(found, train_plain_stack(Block6, precision, shard), 1e-5)
 
 
 def overflow_on_one_rank(fabric: Fabric) -> None:

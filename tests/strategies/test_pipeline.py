@@ -15,6 +15,7 @@ from pipelining import (
     Plain,
     Recipe,
     Run,
+    batches,
     cut_layers,
     fabric_with,
     loss_of,
@@ -26,6 +27,7 @@ from pipelining import (
     train_all,
     train_plain,
 )
+from torch import Tensor, nn
 
 from fabric import Fabric, WorkerError
 from fabric.strategies import DDPStrategy, ModelParallelStrategy
@@ -107,6 +109,66 @@ def test_stages_in_replicas_in_shards_and_cut_along_tensors_train_as_one_process
     assert runs is not None
     for recipe, run in zip(recipes, runs, strict=True):
         same(run, train_plain(recipe, 8, options.num_stages))
+
+
+PADDING = 0
+
+
+def summed_loss_of(outputs: Tensor, target: Tensor) -> Tensor:
+    """Over the tokens that are no padding. Micro-batches, and ranks, have different numbers of them."""
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), target.flatten(), ignore_index=PADDING, reduction="sum")
+
+
+def padded_batches(recipe: Recipe, part: int = 0, shares: int = 1) -> list[tuple[Tensor, Tensor]]:
+    """This rank's part of every batch; the last samples are shorter."""
+    several = []
+    for tokens, targets, _ in batches(recipe, 16):
+        length = targets.shape[1]
+        kept = torch.arange(length) < torch.linspace(length, 1, len(targets)).unsqueeze(1)
+        several.append((tokens.chunk(shares)[part], targets.where(kept, PADDING).chunk(shares)[part]))
+    return several
+
+
+def train_on_sums(fabric: Fabric, recipe: Recipe, shares: int) -> Any:
+    """Losses of training and of evaluation, and weights, where the loop divides by the number of tokens."""
+    net = Net()
+    model, optimizer = fabric.setup(net, make(recipe, net))
+    found = []
+    for tokens, targets in padded_batches(recipe, fabric.global_rank % shares, shares):
+        num_tokens = fabric.all_reduce((targets != PADDING).sum()).item()  # the mean over ranks
+        with torch.no_grad():
+            evaluated = model(tokens, targets)
+        loss = model(tokens, targets)
+        fabric.backward(loss / num_tokens)
+        found += [fabric.all_reduce(each.detach()).item() * shares for each in (evaluated, loss)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, fabric.broadcast(dict(fabric._state_access(model).read_module(model)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "degree", "size"), [("GPipe", 2, 2), ("DualPipeV", 2, 4), ("1F1B", 4, 4), ("Interleaved1F1B", 2, 2)]
+)
+def test_losses_that_are_sums_equal_those_of_one_process(schedule: str, degree: int, size: int) -> None:
+    recipe = Recipe(random.randrange(2**31))
+    print(recipe)
+    options = pipeline(schedule, degree, 8, loss_fn=summed_loss_of, loss_reduction="sum")
+    shares = size // degree
+    found = fabric_with(size, ModelParallelStrategy(pipeline=options, data=shares)).launch(
+        train_on_sums, recipe, shares
+    )
+    plain = Plain(options.num_stages)
+    optimizer = make(recipe, plain.net)
+    plain.double()
+    losses = []
+    for tokens, targets in padded_batches(recipe):
+        loss = summed_loss_of(plain(tokens), targets)
+        (loss / (targets != PADDING).sum()).backward()
+        losses += [loss.item()] * 2
+        optimizer.step()
+        optimizer.zero_grad()
+    close(found, (losses, dict(plain.net.state_dict())))
 
 
 def pass_on(fabric: Fabric, source: str, target: str) -> None:
@@ -203,6 +265,56 @@ def _stage_of(name: str) -> int:
 @pytest.mark.slow
 def test_the_users_own_objects_go_on_with_what_is_on_their_rank(tmp_path: Path) -> None:
     fabric_with(2, pipeline(), "32-true").launch(look_at_objects, str(tmp_path / "saved"))
+
+
+class Doubling(nn.Module):
+    """Gives twice its outputs in evaluation; in two stages, each does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: nn.Module | None = nn.Linear(3, 3)
+        self.second: nn.Module | None = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in (self.first, self.second):
+            x = x if part is None else part(x)
+        return x if self.training else 2 * x
+
+
+def one_layer_each(model: Doubling, stage: int, num_stages: int) -> Doubling:
+    if stage == 0:
+        model.second = None
+    else:
+        model.first = None
+    return model
+
+
+def squares_of(outputs: Tensor, target: Tensor) -> Tensor:
+    return (outputs - target).square().mean()
+
+
+def change_the_mode(fabric: Fabric) -> None:
+    torch.manual_seed(0)
+    net = Doubling()
+    assert net.first is not None
+    assert net.second is not None
+    x, y = torch.randn(2, 8, 3)
+    weights = [(part.weight.detach().clone(), part.bias.detach().clone()) for part in (net.first, net.second)]
+    (first, of_first), (second, of_second) = weights
+    model = fabric.setup(net)
+    with torch.no_grad():
+        trained = model(x)
+        evaluated = model.eval()(x)
+    hidden = x @ first.T + of_first
+    torch.testing.assert_close(trained, hidden @ second.T + of_second)
+    torch.testing.assert_close(evaluated, 2 * (2 * hidden @ second.T + of_second))
+    torch.testing.assert_close(model.train()(x, target=y), squares_of(trained, y))
+
+
+@pytest.mark.slow
+def test_a_stage_follows_the_mode_of_the_model() -> None:
+    options = pipeline(split=one_layer_each, loss_fn=squares_of)
+    fabric_with(2, options, "32-true").launch(change_the_mode)
 
 
 def train_in_half(fabric: Fabric) -> list[float]:

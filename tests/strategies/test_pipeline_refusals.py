@@ -25,6 +25,8 @@ from fabric.strategies.pipeline_split import cut, drop_others
     [
         ({"schedule": "1f1b"}, r"`schedule='1f1b'` names no schedule\. Did you mean '1F1B'\? Write one of 'GPipe', "),
         ({"schedule": "ZBV"}, r"`schedule='ZBV'` names no schedule\. Did you mean 'ZBVZeroBubble'\?"),
+        ({"schedule": 3}, r"`schedule=3` names no schedule\. Write one of 'GPipe', "),
+        ({"stages_per_rank": "2"}, "`stages_per_rank='2'`: write a whole number from 1 on"),
         ({"degree": 0}, "`degree=0`: write a whole number from 1 on"),
         ({"num_microbatches": 0}, "`num_microbatches=0`: write a whole number from 1 on"),
         ({"num_microbatches": 2, "degree": 4}, "takes at least as many micro-batches as stages. Write 4 or more"),

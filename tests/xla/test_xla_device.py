@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from fabric import Fabric
+from fabric.strategies.ddp import DDPStrategy
 from fabric.strategies.xla import XLAStrategy
 
 SIZE = int(os.environ["CPU_NUM_DEVICES"])
@@ -156,11 +157,29 @@ def test_weights_are_rank_zeros_and_gradients_the_mean_after_accumulation_and_cl
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ({"strategy": "ddp"}, r"`strategy='ddp'` marks none\. Write `strategy='xla'`, or 'single_xla' for one device"),
-        ({"strategy": "single_device"}, r"`strategy='single_device'` marks none"),
         (
-            {"strategy": "xla", "devices": SIZE},
-            rf"`strategy='xla'` with {SIZE} replicas on PJRT_DEVICE=CPU: torch_xla 2\.9 hangs",
+            {"strategy": "fsdp"},
+            r"`strategy='fsdp'` marks none\. Write `strategy='xla'`, or 'single_xla' for one device",
+        ),
+        ({"strategy": "single_device"}, r"`strategy='single_device'` marks none"),
+        *(
+            (
+                {"strategy": strategy, "devices": SIZE},
+                rf"`strategy='xla'` \(or 'ddp' over XLA\) with {SIZE} replicas on PJRT_DEVICE=CPU: torch_xla 2\.9 ",
+            )
+            for strategy in ("xla", "ddp")
+        ),
+        (
+            {"strategy": "ddp_spawn"},
+            r"`strategy='ddp_spawn'` on `accelerator='xla'` is `XLAStrategy`, which has nothing for `launcher='spawn'`",
+        ),
+        (
+            {"strategy": DDPStrategy(comm_hook="bf16", static_graph=True)},
+            r"which has nothing for `static_graph=True`, `comm_hook='bf16'`\. Leave it out, or write `strategy=XLAStra",
+        ),
+        (
+            {"strategy": "ddp", "launcher": "spawn"},
+            r"starts its processes by 'xla', but `launcher='spawn'` was written\. Leave `launcher` out\.$",
         ),
         ({"strategy": "single_xla", "devices": 2}, r"uses one device, but `devices=2` and `num_nodes=1` make 2"),
         ({"strategy": "xla_fsdp", "num_nodes": 2}, "`num_nodes=2`"),
@@ -177,10 +196,29 @@ def test_what_cannot_be_is_refused_before_anything_starts(words: dict[str, Any],
         Fabric(**{"accelerator": "xla", **words})
 
 
+def test_ddp_on_xla_is_replicas_of_xla_with_the_options_that_both_have() -> None:
+    options: dict[str, Any] = {"find_unused_parameters": True, "timeout_seconds": 7.0, "broadcast_buffers": False}
+    for strategy, expected in (("ddp", XLAStrategy()), (DDPStrategy(**options), XLAStrategy(**options))):
+        assert Fabric(accelerator="xla", strategy=strategy, devices=1).strategy == expected
+
+
+def set_up_sync_batch_norm(fabric: Fabric) -> None:
+    fabric.setup(nn.BatchNorm1d(3))
+    with pytest.raises(ValueError, match="SyncBatchNorm over several replicas of `strategy='xla'`: torch's has no mes"):
+        fabric.setup(nn.Sequential(nn.SyncBatchNorm(3)))
+
+
+@pytest.mark.slow
+def test_batch_norm_over_all_replicas_is_refused_where_it_would_be_of_each() -> None:
+    launch_replicas(
+        Fabric(accelerator="xla", strategy=XLAStrategy(cpu_replicas=True), devices=SIZE), set_up_sync_batch_norm
+    )
+
+
 def test_one_device_of_several_is_not_what_replicas_run_on() -> None:
     if SIZE < 3:
         pytest.skip("needs three devices")
-    with pytest.raises(ValueError, match=rf"`devices=2` with `strategy='xla'`, but PJRT has {SIZE} devices here"):
+    with pytest.raises(ValueError, match=rf"`devices=2` with `strategy='xla'` .*, but PJRT has {SIZE} devices here"):
         Fabric(accelerator="xla", strategy="xla", devices=2)
 
 

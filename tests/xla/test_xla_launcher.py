@@ -102,6 +102,21 @@ def test_launching_without_a_function_says_what_to_write() -> None:
         XLA(Topology(num_processes=SIZE)).enter()
 
 
+def test_in_a_world_that_torch_xla_made_launching_needs_no_function(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from fabric import Fabric\n"
+        "fabric = Fabric(accelerator='xla', strategy='ddp')\n"
+        "fabric.launch()\n"
+        "print(fabric._configuration.launcher, fabric.device.type, fabric.all_reduce(1.0).item())\n"
+    )
+    world = {"CLOUD_TPU_TASK_ID": "0", "TPU_PROCESS_ADDRESSES": "127.0.0.1:8476", "CPU_NUM_DEVICES": "1"}
+    done = subprocess.run(
+        [sys.executable, str(program)], env={**os.environ, **world}, capture_output=True, text=True, timeout=800
+    )
+    assert done.stdout == "external xla 1.0\n", done.stderr
+
+
 @pytest.mark.tpu
 def test_on_a_tpu_each_chip_has_a_process() -> None:
     pids = XLA(Topology(num_processes=SIZE)).launch_all(_pid)

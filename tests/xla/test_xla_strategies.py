@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from cpu_replicas import launch_replicas
 
 from fabric import Fabric
+from fabric.strategies.accelerators.xla import XLAAccelerator
+from fabric.strategies.ddp import DDPStrategy
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.xla import XLAStrategy
 from fabric.testing import Case, Finding, cases
@@ -30,7 +33,7 @@ def findings(strategy: str | XLAStrategy, some: list[Case], precision: str = "32
     seed = random.randrange(2**31)
     print(f"seed {seed}")
     value = replace(Precision.parse(precision), init_scale=SCALE)  # type: ignore[arg-type]
-    size = 1 if strategy == "single_xla" else SIZE
+    size = 1 if isinstance(strategy, str) else SIZE
     fabric = Fabric(accelerator="xla", strategy=strategy, devices=size, plugins=value)
     if size == 1:
         seen = fabric.launch(examine, some, seed=seed)
@@ -38,6 +41,13 @@ def findings(strategy: str | XLAStrategy, some: list[Case], precision: str = "32
         seen = launch_replicas(fabric, examine, some, seed=seed, tolerance=TOLERANCES.get(precision))[0]
     assert seen is not None
     return {finding.case: finding for finding in seen}
+
+
+def by_ddp(**options: Any) -> XLAStrategy:
+    """What `DDPStrategy(...)` is over XLA, on the processor too."""
+    made = DDPStrategy(**options).on(XLAAccelerator(), word="DDPStrategy(...)")
+    assert isinstance(made, XLAStrategy)
+    return replace(made, cpu_replicas=True)
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +62,8 @@ def alone() -> dict[str, Finding]:
 
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_replicas_give_the_numbers_of_one_process(of_replicas: dict[str, Finding], case: Case) -> None:
-    refused = {"unused", "buffers"} & set(case.needs)
-    assert of_replicas[case.name].seen == ("raised" if refused else "equal"), of_replicas[case.name]
+    expected = "raised" if "unused" in case.needs else "equal"
+    assert of_replicas[case.name].seen == expected, of_replicas[case.name]
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
@@ -63,7 +73,13 @@ def test_one_device_gives_the_numbers_of_plain_pytorch(alone: dict[str, Finding]
 
 def test_parameters_that_some_steps_leave_out_are_zero_there_where_that_is_asked_for() -> None:
     some = [case for case in cases() if "unused" in case.needs]
-    seen = findings(XLAStrategy(cpu_replicas=True, find_unused_parameters=True), some)
+    seen = findings(by_ddp(find_unused_parameters=True), some)
+    assert {finding.seen for finding in seen.values()} == {"equal"}, seen
+
+
+@pytest.mark.parametrize("strategy", ["ddp", by_ddp()], ids=["alone", "replicas"])
+def test_ddp_on_xla_gives_the_numbers_of_one_process(strategy: str | XLAStrategy) -> None:
+    seen = findings(strategy, [case for case in cases() if case.name in IN_FEW])
     assert {finding.seen for finding in seen.values()} == {"equal"}, seen
 
 
