@@ -25,13 +25,15 @@ test: $(RUN)/test.done  ## All tests; PYTEST_ARGS='-k seed' for some
 test-clusters: $(RUN)/test.done $(RUN)/slurm.done  ## The tests on clusters that are started here; Debian, as root
 	$(RUN)/bin/python -m pytest tests/clusters $(PYTEST_ARGS)
 
+# Those on several machines need root and iproute2, which test-clusters installs; without them they are skipped.
 test-horovod: $(HOROVOD)/test.done  ## Tests over Horovod, whose wheel is built once (two minutes), and Open MPI
-	$(HOROVOD)/bin/python -m pytest tests/over_horovod tests/launchers/test_mpi.py $(PYTEST_ARGS)
+	$(HOROVOD)/bin/python -m pytest tests/over_horovod tests/launchers/test_mpi.py tests/clusters/test_mpirun.py \
+	    $(PYTEST_ARGS)
 
 # Replicas are threads of one process, which has as many devices from its first to its last test.
 test-xla: $(XLA)/test.done  ## Tests over torch_xla and its own torch, on the processor
 	CPU_NUM_DEVICES=2 $(XLA)/bin/python -m pytest tests/xla $(PYTEST_ARGS)
-	CPU_NUM_DEVICES=4 $(XLA)/bin/python -m pytest tests/xla -k 'collective or device or precision' $(PYTEST_ARGS)
+	CPU_NUM_DEVICES=4 $(XLA)/bin/python -m pytest tests/xla -k 'xla_collective or xla_device or precision' $(PYTEST_ARGS)
 
 bench: $(RUN)/bench.done  ## Ratios against raw PyTorch, and against others where they are installed
 	$(RUN)/bin/python tests/benchmarks $(BENCH_ARGS)

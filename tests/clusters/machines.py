@@ -81,5 +81,35 @@ def machines(names: Sequence[str], folder: Path) -> Iterator[tuple[Machine, ...]
         yield made
 
 
+def ssh(among: Sequence[Machine], folder: Path) -> Path:
+    """A program `ssh` in `folder`: it runs a command on the machine that it is told, which hears nothing of ours.
+
+    A stand-in for launchers that reach other machines by ssh. Options may stand before the machine's name and after it.
+    """
+    names = "".join(f"{one.name}) net=/run/netns/{one.namespace} ;;\n" for one in among)
+    program = folder / "ssh"
+    program.write_text(_SSH.format(names=names, hosts=among[0].hosts))
+    program.chmod(0o755)
+    return program
+
+
+_SSH = """#!/bin/sh
+name=
+while :; do
+    case "$1" in
+        -[iop]) shift 2 ;;
+        -*) shift ;;
+        *) [ -z "$name" ] || break; name=$1; shift ;;
+    esac
+done
+case "$name" in
+{names}*) echo "there is no machine $name" >&2; exit 255 ;;
+esac
+become='mount --bind "$0" /etc/hosts && hostname "$1" && exec sh -c "$2"'
+exec env -i HOME="$HOME" PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \\
+    nsenter --net="$net" unshare --uts --mount sh -c "$become" '{hosts}' "$name" "$*"
+"""
+
+
 def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True)

@@ -155,7 +155,7 @@ RECORDED: tuple[Recorded, ...] = (
     ),
     Recorded(
         launcher="mpi",
-        source="Open MPI 5: `mpirun -np 4 --map-by ppr:2:node -x MASTER_ADDR=n1`",
+        source="Open MPI 5.0.11: `mpirun --host n1:2,n2:2 -x MASTER_ADDR=n1`",
         environ={
             "OMPI_COMM_WORLD_RANK": "3",
             "OMPI_COMM_WORLD_SIZE": "4",
@@ -163,10 +163,10 @@ RECORDED: tuple[Recorded, ...] = (
             "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
             "OMPI_COMM_WORLD_NODE_RANK": "1",
             "PMIX_RANK": "3",
-            "PMIX_NAMESPACE": "3735027713",
+            "PMIX_NAMESPACE": "prterun-n1-29480@1",
             "MASTER_ADDR": "n1",
         },
-        world=_world("mpi", Rendezvous(address="n1", port=18_561, hosted=False, attempt=835296223)),
+        world=_world("mpi", Rendezvous(address="n1", port=18_598, hosted=False, attempt=684250514)),
         rank="OMPI_COMM_WORLD_RANK",
         needed=(
             "OMPI_COMM_WORLD_SIZE",

@@ -44,7 +44,7 @@ SwitchType=switch/none
 ReturnToService=2
 KillWait=2
 SlurmdParameters=config_overrides
-NodeName={names} CPUs=8
+NodeName={names} CPUs=32
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 

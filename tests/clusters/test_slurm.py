@@ -6,10 +6,11 @@ Needs root, and SLURM's programs, which `make test-clusters` installs.
 from __future__ import annotations
 
 import json
+import os
 import random
+import select
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ import torch
 from fabric import Fabric
 from fabric.launchers import detect_world
 
-fabric = Fabric(accelerator="cpu")
+fabric = Fabric(accelerator="cpu", devices=int(sys.argv[1]) if sys.argv[1:] else "auto")
 fabric.launch()
 world = detect_world(os.environ)
 print(json.dumps({
@@ -80,19 +81,16 @@ def check_world(found: list[dict[str, Any]], *, size: int, launcher: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("options", "size", "num_nodes"),
+    ("options", "size"),
     [
-        (("--nodes=2", "--ntasks=3"), 3, 2),
-        (("--nodes=2", "--ntasks-per-node=2", "--distribution=cyclic"), 4, 2),
-        (("--nodes=1", "--ntasks=2"), 2, 1),
+        (("--nodes=2", "--ntasks=3"), 3),
+        (("--nodes=2", "--ntasks-per-node=2", "--distribution=cyclic"), 4),
     ],
 )
-def test_tasks_of_srun_are_the_ranks(
-    cluster: Slurm, place: Path, options: tuple[str, ...], size: int, num_nodes: int
-) -> None:
+def test_tasks_of_srun_are_the_ranks(cluster: Slurm, place: Path, options: tuple[str, ...], size: int) -> None:
     found = places(cluster.run("srun", *options, sys.executable, place))
     check_world(found, size=size, launcher="slurm")
-    assert len({one["node"] for one in found}) == num_nodes
+    assert {one["node"] for one in found} == {"n1", "n2"}
 
 
 def test_a_shell_of_salloc_is_no_rank_and_srun_in_it_starts_ranks(cluster: Slurm, place: Path) -> None:
@@ -103,19 +101,43 @@ def test_a_shell_of_salloc_is_no_rank_and_srun_in_it_starts_ranks(cluster: Slurm
 
 
 def test_a_batch_script_is_no_rank_and_srun_in_it_starts_ranks(cluster: Slurm, place: Path, tmp_path: Path) -> None:
-    script, output = tmp_path / "job.sh", tmp_path / "output"
-    script.write_text(f"#!/bin/sh\n{sys.executable} {place}\nsrun bash -c '{sys.executable} {place}'\n")
-    done = cluster.run("sbatch", "--wait", "--nodes=2", "--ntasks=2", "--output", output, script)
-    assert done.returncode == 0, output.read_text()
+    script, output, over = tmp_path / "job.sh", tmp_path / "output", tmp_path / "over"
+    os.mkfifo(over)
+    commands = (f"{sys.executable} {place}", f"srun bash -c '{sys.executable} {place}'", f"echo over > {over}")
+    script.write_text("\n".join(("#!/bin/sh", *commands)))
+    job = cluster.run("sbatch", "--parsable", "--nodes=2", "--ntasks=2", "--output", output, script).stdout.strip()
+    wait_for(over, cluster, output, job)  # `sbatch --wait` looks every 2 s, then every 4 s, then every 8 s
     said = output.read_text()
     alone, *together = places(subprocess.CompletedProcess((), 0, said, said))
     assert (alone["launcher"], alone["size"]) == (None, 1)
     check_world(together, size=2, launcher="slurm")
 
 
+def test_one_task_with_a_terminal_is_a_person_and_several_are_ranks(cluster: Slurm, place: Path) -> None:
+    own = on_terminal(cluster, "srun", "--pty", sys.executable, place, "2")
+    check_world(own, size=2, launcher="fork")
+    say = f"{sys.executable} {place} > {place.parent}/$SLURM_PROCID.json"  # but for the first, tasks have no terminal
+    on_terminal(cluster, "salloc", "--nodes=2", "--ntasks=2", "srun", "--pty", "sh", "-c", say)
+    together = [json.loads((place.parent / f"{rank}.json").read_text()) for rank in range(2)]
+    check_world(together, size=2, launcher="slurm")
+
+
+def on_terminal(cluster: Slurm, *command: str | Path) -> list[dict[str, Any]]:
+    """Type a command at a terminal. What the ranks said there, by rank."""
+    ours, theirs = os.openpty()
+    session = ("setsid", "--ctty", "--wait")  # salloc wants the terminal to be its session's own
+    with cluster.start(*session, *command, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE) as process:
+        _, errors = process.communicate(timeout=110)
+    said = os.read(ours, 65536).decode() if select.select([ours], [], [], 0)[0] else ""
+    os.close(ours)
+    os.close(theirs)
+    return places(subprocess.CompletedProcess(process.args, process.returncode, said, errors))
+
+
 def test_tasks_that_are_called_bash_are_ranks(cluster: Slurm, place: Path) -> None:
-    found = places(cluster.run("srun", "--ntasks=2", "bash", "-c", f"{sys.executable} {place}"))
+    found = places(cluster.run("srun", "--nodes=1", "--ntasks=2", "bash", "-c", f"{sys.executable} {place}"))
     check_world(found, size=2, launcher="slurm")
+    assert {one["node"] for one in found} == {"n1"}
 
 
 def test_torchrun_inside_a_job_is_torchrun(cluster: Slurm, place: Path) -> None:
@@ -148,6 +170,11 @@ def test_a_task_that_fails_ends_the_others(cluster: Slurm, tmp_path: Path) -> No
     assert "ValueError: boom" in done.stderr
 
 
+def test_the_example_is_a_job_that_slurm_would_start(cluster: Slurm) -> None:
+    done = cluster.run("sbatch", "--test-only", EXAMPLE, "train.py")
+    assert (done.returncode, "using 64 processors on nodes n[1-2]" in done.stderr) == (0, True), done.stderr
+
+
 TRAIN = """
 import os, subprocess, sys, time
 import torch
@@ -178,6 +205,8 @@ name = "result" if restarts else "checkpoint"
 fabric.save(f"{folder}/{name}", {"model": model, "optimizer": optimizer, "step": step, "restarts": restarts})
 if not restarts and fabric.is_global_zero:
     subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=True)
+if restarts and fabric.is_global_zero:
+    open(f"{folder}/over", "w").write("over")
 fabric.close()
 """
 
@@ -186,22 +215,23 @@ def test_a_signalled_job_saves_requeues_and_ends_with_the_numbers_of_one_never_s
     cluster: Slurm, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
-    output, result = tmp_path / "output", tmp_path / "result"
+    output, over = tmp_path / "output", tmp_path / "over"
+    os.mkfifo(over)
     options = ("--parsable", "--ntasks-per-node=1", "--cpus-per-task=1", "--output", output)
     job = cluster.run("sbatch", *options, EXAMPLE, tmp_path / "train.py", tmp_path).stdout.strip()
-    wait_for(result, cluster, output, job)
-    content = torch.load(result)
+    wait_for(over, cluster, output, job)
+    content = torch.load(tmp_path / "result")
     assert content["restarts"] == 1
     expected = train_in_one_process(content["step"])
     torch.testing.assert_close(content["model"], expected, rtol=1e-10, atol=1e-10)
 
 
-def wait_for(file: Path, cluster: Slurm, output: Path, job: str) -> None:
-    """Return once the job has written the file."""
-    deadline = time.monotonic() + 110
-    while not file.exists():
-        state = cluster.run("scontrol", "show", "job", job).stdout
-        assert time.monotonic() < deadline, state + output.read_text()
+def wait_for(pipe: Path, cluster: Slurm, output: Path, job: str) -> None:
+    """Return once the job has written to the named pipe."""
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    ready, _, _ = select.select([reader], [], [], 110)
+    os.close(reader)
+    assert ready, cluster.run("scontrol", "show", "job", job).stdout + output.read_text()
 
 
 def train_in_one_process(num_steps: int) -> dict[str, torch.Tensor]:

@@ -72,17 +72,15 @@ def places(done: subprocess.CompletedProcess[str]) -> list[list[object]]:
     return sorted(json.loads(line[line.index('["') :]) for line in done.stdout.splitlines() if '["' in line)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("launcher", ["fork", "script"])
+@pytest.mark.parametrize(("launcher", "size"), [("fork", 4), ("script", 2)])
 def test_our_launchers_start_ranks_that_talk_over_horovod(launcher: str, size: int, program: Path) -> None:
     found = places(run([program, launcher, "close", str(size)]))
     assert found == [[launcher, rank, size, rank, size, 0, 1, 2.0**size - 1] for rank in range(size)]
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_of_horovodrun_talk_over_horovod(size: int, program: Path) -> None:
-    found = places(run(by_horovodrun(size, program, "auto", "close", str(size))))
-    assert found == [["horovod", rank, size, rank, size, 0, 1, 2.0**size - 1] for rank in range(size)]
+def test_ranks_of_horovodrun_talk_over_horovod(program: Path) -> None:
+    found = places(run(by_horovodrun(2, program, "auto", "close", "2")))
+    assert found == [["horovod", rank, 2, rank, 2, 0, 1, 3.0] for rank in range(2)]
 
 
 def test_ranks_of_torchrun_talk_over_horovod(program: Path) -> None:
@@ -141,4 +139,4 @@ def test_no_rank_outlives_the_process_that_was_started(number: signal.Signals, p
     with running([program, "fork", "wait", "2"]) as started:
         started.wait_for("ready", times=2)
         started.process.send_signal(number)
-        assert not all_gone(started)
+        assert not all_gone(started, within_seconds=20)  # by themselves: after 30 s the supervisor kills them
