@@ -25,7 +25,6 @@ from fabric.strategies.collectives.collective import (
     check_slices,
     check_split,
 )
-from fabric.strategies.collectives.objects import all_gather_object, broadcast_object
 from fabric.strategies.collectives.packing import check_dense
 from fabric.strategies.collectives.reductions import from_wire, to_wire
 
@@ -129,12 +128,6 @@ class ThreadCollective(Collective):
         self.calls.append("recv")
         return self._meeting.mail[src, self._rank].get(timeout=self._meeting.timeout_seconds)
 
-    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        return broadcast_object(self, obj, src)
-
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        return all_gather_object(self, obj)
-
     def split(self, ranks: Sequence[int]) -> ThreadCollective | None:
         check_split(ranks, self.size, is_part=self._is_part)
         key = tuple(ranks)
@@ -146,9 +139,6 @@ class ThreadCollective(Collective):
             if self._rank in key:
                 self._parts[key] = ThreadCollective(table, key.index(self._rank), is_part=True)
         return self._parts[key]
-
-    def reduce_boolean_decision(self, decision: bool, *, require_all: bool = True) -> bool:
-        return bool(self.all_reduce(torch.tensor(decision, device="cpu"), "min" if require_all else "max"))
 
     def store(self) -> Store | None:
         return self._meeting.store if self.size > 1 else None

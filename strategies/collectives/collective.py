@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -142,20 +143,24 @@ class Collective(ABC):
     def recv(self, like: Tensor, src: int) -> Tensor:
         """Receive from rank `src` a tensor of the shape, dtype and device of `like`. Only the two ranks take part."""
 
-    @abstractmethod
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Give every rank the picklable object of rank `src`; rank `src` gets its own back.
 
         Tensors anywhere inside travel as tensors, not pickled, and arrive on the receiver's device of the same type.
         Raises: CollectiveError: rank `src` could not pickle it (on every rank), or the ranks called different things.
         """
+        from fabric.strategies.collectives import objects  # which stand on this role
 
-    @abstractmethod
+        return objects.broadcast_object(self, obj, src)
+
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Give every rank copies of the picklable objects of all ranks, in rank order.
 
         Raises: CollectiveError: a rank could not pickle its own (on every rank), or the ranks called different things.
         """
+        from fabric.strategies.collectives import objects
+
+        return objects.all_gather_object(self, obj)
 
     @abstractmethod
     def split(self, ranks: Sequence[int]) -> Collective | None:
@@ -166,9 +171,9 @@ class Collective(ABC):
         split again.
         """
 
-    @abstractmethod
     def reduce_boolean_decision(self, decision: bool, *, require_all: bool = True) -> bool:
         """Decide together: true where all ranks (`require_all=False`: any rank) said true."""
+        return bool(self.all_reduce(torch.tensor(decision, device="cpu"), "min" if require_all else "max"))
 
     @abstractmethod
     def store(self) -> Store | None:

@@ -38,7 +38,6 @@ from fabric.strategies.collectives.collective import (
 from fabric.strategies.collectives.horovod_rendezvous import RendezvousServer
 from fabric.strategies.collectives.horovod_watch import Watch
 from fabric.strategies.collectives.key_value import StoreCollective
-from fabric.strategies.collectives.objects import all_gather_object, broadcast_object
 from fabric.strategies.collectives.packing import Spec, as_bytes
 from fabric.strategies.collectives.reductions import from_wire, to_wire
 
@@ -166,12 +165,6 @@ class HorovodCollective(Collective):
         assert self._letters is not None
         return self._letters.recv(like, src)
 
-    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        return broadcast_object(self, obj, src)
-
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        return all_gather_object(self, obj)
-
     def split(self, ranks: Sequence[int]) -> HorovodCollective | None:
         check_split(ranks, self.size, is_part=self._is_part)
         key = tuple(ranks)
@@ -179,9 +172,6 @@ class HorovodCollective(Collective):
             agree(self, f"split({list(ranks)})")
             self._parts[key] = self._part(key)
         return self._parts[key]
-
-    def reduce_boolean_decision(self, decision: bool, *, require_all: bool = True) -> bool:
-        return bool(self.all_reduce(torch.tensor(decision, device="cpu"), "min" if require_all else "max"))
 
     def store(self) -> Store | None:
         self._joined("store")

@@ -7,7 +7,7 @@ gathers what all ranks brought, so each rank receives W times what it sends. Ten
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from fabric.strategies.collectives.collective import (
     check_slices,
     check_split,
 )
-from fabric.strategies.collectives.objects import all_gather_object, broadcast_object
 from fabric.strategies.collectives.packing import Spec, as_bytes
 from fabric.strategies.collectives.reductions import from_wire, to_wire
 
@@ -103,12 +102,6 @@ class StoreCollective(Collective):
         self._delete(key, len(sent))
         return _from_bytes(sent, like)
 
-    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        return broadcast_object(self, obj, src)
-
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        return all_gather_object(self, obj)
-
     def split(self, ranks: Sequence[int]) -> StoreCollective | None:
         check_split(ranks, self._size, is_part=self._is_part)
         key = tuple(ranks)
@@ -119,9 +112,6 @@ class StoreCollective(Collective):
                 own = PrefixStore(f"split/{'-'.join(map(str, key))}", self._store)
                 self._parts[key] = StoreCollective(own, key.index(self._rank), len(key), is_part=True)
         return self._parts[key]
-
-    def reduce_boolean_decision(self, decision: bool, *, require_all: bool = True) -> bool:
-        return bool(self.all_reduce(torch.tensor(decision, device="cpu"), "min" if require_all else "max"))
 
     def store(self) -> Store | None:
         return PrefixStore("messages", self._store) if self._size > 1 else None

@@ -30,7 +30,6 @@ from fabric.strategies.collectives.collective import (
     check_slices,
     check_split,
 )
-from fabric.strategies.collectives.objects import all_gather_object, broadcast_object
 from fabric.strategies.collectives.packing import Spec, as_bytes
 from fabric.strategies.collectives.reductions import from_wire, to_wire
 
@@ -173,12 +172,6 @@ class TorchCollective(Collective):
         self._run("recv", like, dist.recv, as_bytes(received), group_src=src)
         return received
 
-    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        return broadcast_object(self, obj, src)
-
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        return all_gather_object(self, obj)
-
     def split(self, ranks: Sequence[int]) -> TorchCollective | None:
         check_split(ranks, self._size, is_part=self._is_part)
         key = tuple(ranks)
@@ -186,9 +179,6 @@ class TorchCollective(Collective):
             agree(self, f"split({list(ranks)})")
             self._splits[key] = self._part(key)
         return self._splits[key]
-
-    def reduce_boolean_decision(self, decision: bool, *, require_all: bool = True) -> bool:
-        return bool(self.all_reduce(torch.tensor(decision, device="cpu"), "min" if require_all else "max"))
 
     def store(self) -> Store | None:
         self._joined("store")

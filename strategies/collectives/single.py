@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
 
 from fabric.strategies.collectives.collective import Collective, ReduceOp, check_peer, check_slices, check_split
-from fabric.strategies.collectives.objects import all_gather_object, broadcast_object
 from fabric.strategies.collectives.packing import check_dense
 from fabric.strategies.collectives.reductions import from_wire, to_wire
 
@@ -60,12 +59,6 @@ class SingleDeviceCollective(Collective):
     def recv(self, like: Tensor, src: int) -> Tensor:
         check_peer("recv", "src", src, 1, me=0)
         raise AssertionError("a world of one has no other rank")
-
-    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        return broadcast_object(self, obj, src)
-
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        return all_gather_object(self, obj)
 
     def split(self, ranks: Sequence[int]) -> Collective | None:
         check_split(ranks, 1, is_part=False)

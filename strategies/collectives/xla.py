@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from fabric.strategies.collectives.collective import (
     check_slices,
 )
 from fabric.strategies.collectives.key_value import StoreCollective
-from fabric.strategies.collectives.objects import all_gather_object, broadcast_object
 from fabric.strategies.collectives.packing import Spec, check_dense
 from fabric.strategies.collectives.reductions import from_wire, to_wire
 
@@ -138,17 +137,8 @@ class XLACollective(Collective):
     def recv(self, like: Tensor, src: int) -> Tensor:
         return self._joined("recv").recv(like, src)
 
-    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        return broadcast_object(self, obj, src)
-
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        return all_gather_object(self, obj)
-
     def split(self, ranks: Sequence[int]) -> Collective | None:
         return self._joined("split").split(ranks)
-
-    def reduce_boolean_decision(self, decision: bool, *, require_all: bool = True) -> bool:
-        return bool(self.all_reduce(torch.tensor(decision, device="cpu"), "min" if require_all else "max"))
 
     def store(self) -> Store | None:
         return self._joined("store").store()
