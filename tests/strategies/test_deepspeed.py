@@ -10,6 +10,8 @@ import io
 import logging
 import os
 import pickle
+import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -463,8 +465,6 @@ def test_other_precisions_optimizers_and_evaluation(tmp_path: Path) -> None:
 
 
 def traces(world: World) -> dict[str, Any]:
-    import warnings
-
     environment, linear, empty = dict(os.environ), nn.functional.linear, torch.empty
     warnings.simplefilter("error")
     model, optimizer = parts(sgd)
@@ -481,20 +481,35 @@ def traces(world: World) -> dict[str, Any]:
         assert fabric.setup(model, optimizer) == (model, optimizer)
         one_step(fabric, model, optimizer, 0)
         names = list(model.state_dict())
+    compilers = [name for name in sys.modules if name.startswith("torch._inductor.compile_fx")]
     return {
+        "compilers": compilers,
         "environment": set(os.environ.items()) ^ set(environment.items()),
         "linear": nn.functional.linear is linear and torch.empty is empty,
         "attributes": (set(vars(model)) - attributes[0], set(vars(optimizer)) - attributes[1]),
         "hooks": (len(model._forward_hooks), len(model._forward_pre_hooks)),
         "names": names == list(Net().state_dict()),
         "plain": pickle.loads(pickle.dumps(model))(torch.arange(7)).shape,
+        "muon": muon_turns_as_it_was_written(),
     }
+
+
+def muon_turns_as_it_was_written() -> bool:
+    """Its functions are compiled when they are called; here they are called without being compiled."""
+    from deepspeed.runtime.zero.muon.original_muon import zeropower_via_newtonschulz5 as turn
+
+    gradient = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # what torch.compile imports
+        return torch.equal(turn(gradient, steps=2), turn.__wrapped__(gradient, steps=2))
 
 
 @pytest.mark.slow
 def test_nothing_of_deepspeed_stays_on_the_process_or_the_users_objects(capfd: pytest.CaptureFixture[str]) -> None:
     for rank in run_world(2, traces):
         assert rank == {
+            "compilers": [],
+            "muon": True,
             "environment": set(),
             "linear": True,
             "attributes": (set(), {"_opt_called"}),
