@@ -18,13 +18,13 @@ from torch.distributed.distributed_c10d import Store
 
 from fabric.strategies.collectives.agreement import agree
 from fabric.strategies.collectives.collective import (
-    Collective,
     CollectiveError,
     ReduceOp,
     check_peer,
     check_slices,
     check_split,
 )
+from fabric.strategies.collectives.objects import CarriesObjects
 from fabric.strategies.collectives.packing import check_dense
 from fabric.strategies.collectives.reductions import from_wire, to_wire
 
@@ -71,7 +71,7 @@ class Meeting:
 
 
 @final
-class ThreadCollective(Collective):
+class ThreadCollective(CarriesObjects):
     """Ranks that are threads of one process. `calls` remembers the operations that reached the table, in order."""
 
     def __init__(self, meeting: Meeting, rank: int, *, is_part: bool = False) -> None:

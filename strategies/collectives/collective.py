@@ -143,24 +143,20 @@ class Collective(ABC):
     def recv(self, like: Tensor, src: int) -> Tensor:
         """Receive from rank `src` a tensor of the shape, dtype and device of `like`. Only the two ranks take part."""
 
+    @abstractmethod
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Give every rank the picklable object of rank `src`; rank `src` gets its own back.
 
         Tensors anywhere inside travel as tensors, not pickled, and arrive on the receiver's device of the same type.
         Raises: CollectiveError: rank `src` could not pickle it (on every rank), or the ranks called different things.
         """
-        from fabric.strategies.collectives import objects  # which stand on this role
 
-        return objects.broadcast_object(self, obj, src)
-
+    @abstractmethod
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Give every rank copies of the picklable objects of all ranks, in rank order.
 
         Raises: CollectiveError: a rank could not pickle its own (on every rank), or the ranks called different things.
         """
-        from fabric.strategies.collectives import objects
-
-        return objects.all_gather_object(self, obj)
 
     @abstractmethod
     def split(self, ranks: Sequence[int]) -> Collective | None:

@@ -28,7 +28,6 @@ from fabric.launchers.rendezvous import join
 from fabric.launchers.world import World
 from fabric.strategies.collectives.agreement import agree
 from fabric.strategies.collectives.collective import (
-    Collective,
     CollectiveError,
     ReduceOp,
     check_peer,
@@ -38,6 +37,7 @@ from fabric.strategies.collectives.collective import (
 from fabric.strategies.collectives.horovod_rendezvous import RendezvousServer
 from fabric.strategies.collectives.horovod_watch import Watch
 from fabric.strategies.collectives.key_value import StoreCollective
+from fabric.strategies.collectives.objects import CarriesObjects
 from fabric.strategies.collectives.packing import Spec, as_bytes
 from fabric.strategies.collectives.reductions import from_wire, to_wire
 
@@ -58,7 +58,7 @@ _LOCALLY: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @final
-class HorovodCollective(Collective):
+class HorovodCollective(CarriesObjects):
     """All ranks of a world, over Horovod's own controller (gloo).
 
     `timeout_seconds`: how long a call waits for the other ranks. `say`: told who is missing while the ranks meet.

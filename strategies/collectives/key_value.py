@@ -15,13 +15,13 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from fabric.strategies.collectives.agreement import agree, to_bytes, to_tensor
 from fabric.strategies.collectives.collective import (
-    Collective,
     CollectiveError,
     ReduceOp,
     check_peer,
     check_slices,
     check_split,
 )
+from fabric.strategies.collectives.objects import CarriesObjects
 from fabric.strategies.collectives.packing import Spec, as_bytes
 from fabric.strategies.collectives.reductions import from_wire, to_wire
 
@@ -40,7 +40,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @final
-class StoreCollective(Collective):
+class StoreCollective(CarriesObjects):
     """`size` ranks of which this is `rank`, over a store whose keys they share with nobody else."""
 
     def __init__(self, store: Store, rank: int, size: int, *, is_part: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Any picklable object, over a collective that moves tensors: what every collective's object forms are made of.
+"""Any picklable object, over a collective that moves tensors.
 
 Tensors are taken out of a broadcast object while it is pickled, wherever they sit, and travel as tensors.
 """
@@ -8,17 +8,14 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from fabric.strategies.collectives.agreement import agree, all_gather_bytes, to_bytes, to_tensor
-from fabric.strategies.collectives.collective import CollectiveError, check_peer
+from fabric.strategies.collectives.collective import Collective, CollectiveError, check_peer
 from fabric.strategies.collectives.packing import Packing, Spec, groups
-
-if TYPE_CHECKING:
-    from fabric.strategies.collectives.collective import Collective
 
 # Note [A rank that cannot pickle]
 # It says so in place of its object, since it must take part anyway: the others wait for it. The first byte tells.
@@ -28,45 +25,42 @@ _HEADER_BYTES = 512
 _INLINE_BYTES = _HEADER_BYTES - 8  # of a pickle that comes with the header, after the pickle's length
 
 
-def broadcast_object(collective: Collective, obj: Any, src: int) -> Any:
-    """Give every rank the object of rank `src`; rank `src` gets its own back.
+class CarriesObjects(Collective):
+    """A collective whose objects travel by its messages: what every collective here derives from."""
 
-    Ranks: all. Cost: a hash and 512 bytes, then the rest of a pickle that does not fit in, one message for all
-    small tensors of a device, and one for each large tensor. A bare tensor, where every rank passes one of the same
-    dtype and shape: a hash and the tensor.
-    Raises: CollectiveError: rank `src` could not pickle it; the ranks did not make the same call.
-    """
-    check_peer("broadcast", "src", src, collective.size)
-    call = f"broadcast from rank {src}"
-    is_bare = type(obj) is Tensor and _is_plain(obj)
-    if agree(collective, call, str(Spec.of(obj)) if is_bare else "") and is_bare:
-        received = collective.broadcast(obj, src)
-        return obj if collective.rank == src else received
-    tensors: list[Tensor] = []
-    pickled = _pickled(obj, call, tensors) if collective.rank == src else b""
-    pickled = _broadcast_bytes(collective, pickled, src)
-    _raise_failure(pickled, src, collective.rank)
-    if collective.rank == src:
-        _send(collective, tensors, src)
-        return obj
-    content = io.BytesIO(pickled[1:])
-    specs = [Spec(*fields) for fields in pickle.load(content)]
-    return _Assembler(content, _receive(collective, specs, src)).load()
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        """As in the role.
 
+        Cost: a hash and 512 bytes, then the rest of a pickle that does not fit in, one message for all small tensors of
+        a device, and one for each large tensor. A bare tensor, where every rank passes one of the same dtype and shape:
+        a hash and the tensor.
+        """
+        check_peer("broadcast", "src", src, self.size)
+        call = f"broadcast from rank {src}"
+        is_bare = type(obj) is Tensor and _is_plain(obj)
+        if agree(self, call, str(Spec.of(obj)) if is_bare else "") and is_bare:
+            received = self.broadcast(obj, src)
+            return obj if self.rank == src else received
+        tensors: list[Tensor] = []
+        pickled = _pickled(obj, call, tensors) if self.rank == src else b""
+        pickled = _broadcast_bytes(self, pickled, src)
+        _raise_failure(pickled, src, self.rank)
+        if self.rank == src:
+            _send(self, tensors, src)
+            return obj
+        content = io.BytesIO(pickled[1:])
+        specs = [Spec(*fields) for fields in pickle.load(content)]
+        return _Assembler(content, _receive(self, specs, src)).load()
 
-def all_gather_object(collective: Collective, obj: Any) -> list[Any]:
-    """Give every rank copies of the objects of all ranks, in rank order.
-
-    Ranks: all. Cost: a hash, a length, and W times the longest pickle.
-    Raises: CollectiveError: a rank could not pickle its own; the ranks did not make the same call.
-    """
-    call = "all_gather of objects"
-    pickled = _pickled(obj, call, None)
-    agree(collective, call)
-    contents = all_gather_bytes(collective, pickled)
-    for rank, content in enumerate(contents):
-        _raise_failure(content, rank, collective.rank)
-    return [pickle.loads(content[1:]) for content in contents]
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """As in the role. Cost: a hash, a length, and W times the longest pickle."""
+        call = "all_gather of objects"
+        pickled = _pickled(obj, call, None)
+        agree(self, call)
+        contents = all_gather_bytes(self, pickled)
+        for rank, content in enumerate(contents):
+            _raise_failure(content, rank, self.rank)
+        return [pickle.loads(content[1:]) for content in contents]
 
 
 def _broadcast_bytes(collective: Collective, mine: bytes, src: int) -> bytes:

@@ -23,13 +23,13 @@ from fabric.launchers.rendezvous import join
 from fabric.launchers.world import World
 from fabric.strategies.collectives.agreement import agree
 from fabric.strategies.collectives.collective import (
-    Collective,
     CollectiveError,
     ReduceOp,
     check_peer,
     check_slices,
     check_split,
 )
+from fabric.strategies.collectives.objects import CarriesObjects
 from fabric.strategies.collectives.packing import Spec, as_bytes
 from fabric.strategies.collectives.reductions import from_wire, to_wire
 
@@ -52,7 +52,7 @@ _OPS = {
 
 
 @final
-class TorchCollective(Collective):
+class TorchCollective(CarriesObjects):
     """All ranks of a world, over the process group of torch that DDP and FSDP use as well.
 
     `backend`: torch's name for it ("gloo", "nccl"), for tensors on `device`. Where that is no CPU, gloo carries the

@@ -25,6 +25,7 @@ from fabric.strategies.collectives.collective import (
     check_slices,
 )
 from fabric.strategies.collectives.key_value import StoreCollective
+from fabric.strategies.collectives.objects import CarriesObjects
 from fabric.strategies.collectives.packing import Spec, check_dense
 from fabric.strategies.collectives.reductions import from_wire, to_wire
 
@@ -40,7 +41,7 @@ _FEWEST = 64
 
 
 @final
-class XLACollective(Collective):
+class XLACollective(CarriesObjects):
     """All replicas of a world. `timeout_seconds`: how long to wait at the store; XLA's own wait cannot be set.
 
     `say`: told who is missing while the ranks meet.
