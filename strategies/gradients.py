@@ -49,12 +49,16 @@ def clip_norm(
         error_if_nonfinite = False
     parameters = parameters_of(optimizer)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if across is None and all(as_sharded(gradient) is None for gradient in gradients):
+    is_whole = across is None and all(as_sharded(gradient) is None for gradient in gradients)
+    if is_whole and (norm_type != math.inf or not gradients):
         return torch.nn.utils.clip_grad_norm_(
             parameters, max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
         )
-    norm = total_norm(gradients, norm_type) if gradients else torch.zeros((), dtype=torch.float64)
-    norm = norm if across is None else _over_ranks(across, norm, norm_type)
+    if is_whole:
+        norm = _largest(gradients)
+    else:
+        norm = total_norm(gradients, norm_type) if gradients else torch.zeros((), dtype=torch.float64)
+        norm = norm if across is None else _over_ranks(across, norm, norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"The gradients' total norm of order {norm_type} is {norm.item()}, so they cannot be clipped, and were "
@@ -94,11 +98,27 @@ def total_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     norms = []
     for layout, parts in groups.items():
         held = [part for part in parts if part.numel()]  # a rank beyond a tensor's rows holds nothing of it
-        norm = torch.nn.utils.get_total_norm(held, norm_type) if held else parts[0].new_zeros(())
+        norm = _norm(held, norm_type) if held else parts[0].new_zeros(())
         norms.append(norm if layout is None else _over_mesh(norm.to(dtype), norm_type, *layout))
     stacked = torch.stack([norm.to(norms[0].device, dtype) for norm in norms])
     together: Tensor = torch.linalg.vector_norm(stacked, norm_type)
     return together
+
+
+def _norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The norm of whole tensors."""
+    return _largest(tensors) if norm_type == math.inf else torch.nn.utils.get_total_norm(tensors, norm_type)
+
+
+@torch.no_grad()
+def _largest(tensors: Sequence[Tensor]) -> Tensor:
+    """The largest magnitude, NaN where there is one. Not torch's norm of infinite order: over XLA that loses NaN, and
+    replicas end in graphs that do not fit their numbers (torch_xla 2.9)."""
+    device = tensors[0].device
+    sizes = [tensor.detach().abs() for tensor in tensors if tensor.numel()]
+    largest = torch.stack([size.max().to(device) for size in sizes]).max()
+    has_nan = torch.stack([size.isnan().any().to(device) for size in sizes]).any()
+    return torch.where(has_nan, torch.nan, largest)
 
 
 def _over_ranks(collective: Collective, norm: Tensor, norm_type: float) -> Tensor:

@@ -95,6 +95,29 @@ def test_plain_gradients_are_clipped_as_torch_does_bit_for_bit(norm_type: float)
         assert torch.equal(mine, other)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_the_largest_gradient_is_clipped_to_as_torch_does_in_every_dtype(dtype: torch.dtype) -> None:
+    both = [optimizer_of([gradient.to(dtype) for gradient in whole_gradients()]) for _ in range(2)]
+    norms = [
+        clip_norm(both[0], 0.3, float("inf"), True, None),
+        nn.utils.clip_grad_norm_(both[1].param_groups[0]["params"], 0.3, norm_type=float("inf")),
+    ]
+    assert norms[0].dtype is dtype
+    assert torch.equal(*norms)
+    for mine, other in zip(*map(clipped, both), strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_a_gradient_that_is_no_number_is_found_by_a_norm_of_any_order(norm_type: float) -> None:
+    gradients = whole_gradients()
+    gradients[2][3] = torch.nan
+    optimizer = optimizer_of(gradients)
+    with pytest.raises(RuntimeError, match=r"nan|non-finite"):
+        clip_norm(optimizer, 0.3, norm_type, True, None)
+    assert all(torch.equal(mine, other) for mine, other in zip(clipped(optimizer)[:2], gradients[:2], strict=True))
+
+
 def test_without_gradients_the_norm_is_zero() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     assert clip_norm(optimizer, 1.0, 2.0, True, None).item() == 0.0

@@ -72,6 +72,15 @@ def test_a_step_runs_what_was_recorded(fabric: Fabric) -> None:
     assert metrics.counter_value("MarkStep") == marks + 1, "a hook outlived the fabric"
 
 
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+def test_a_gradient_that_is_no_number_is_found_by_a_norm_of_any_order(fabric: Fabric, norm_type: float) -> None:
+    module = nn.Linear(3, 2)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.5))
+    fabric.backward(model(torch.tensor([[1.0, float("nan"), 2.0]], device=fabric.device)).sum())
+    with pytest.raises(RuntimeError, match=r"is nan|non-finite"):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type=norm_type)
+
+
 def test_a_checkpoint_has_plain_tensors_of_the_cpu_and_loads_back(fabric: Fabric, tmp_path: Path) -> None:
     model, optimizer = fabric.setup(*_linear())
     fabric.backward(model(torch.ones(2, 3, device=fabric.device)).sum())
