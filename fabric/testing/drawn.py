@@ -55,8 +55,9 @@ class Block(nn.Module):
 
     def __init__(self, sizes: Sizes, *, batch_norm: bool) -> None:
         super().__init__()
-        # eps: where all numbers are nearly the same, dividing by their spread would make much of a rounding
-        self.norm = nn.BatchNorm1d(sizes.width, eps=0.1) if batch_norm else nn.LayerNorm(sizes.width, eps=0.1)
+        # eps: where all numbers are nearly the same, dividing by their spread would make much of a rounding. A power of
+        # two, for backends may keep it as a float32 (torch_xla 2.9).
+        self.norm = nn.BatchNorm1d(sizes.width, eps=2**-3) if batch_norm else nn.LayerNorm(sizes.width, eps=2**-3)
         self.hidden = nn.Linear(sizes.width, sizes.hidden)
         self.out = nn.Linear(sizes.hidden, sizes.width)
         self.scale = nn.Parameter(torch.ones(1))
