@@ -36,7 +36,7 @@ PARTS = {
 
 
 def main(words: list[str]) -> None:
-    """Measure what is asked for, or everything, within a few minutes, and print it."""
+    """Measure what is asked for, or everything, within a quarter of an hour, and print it."""
     unknown = set(words) - set(PARTS)
     if unknown:
         raise SystemExit(f"{sorted(unknown)[0]!r} is no part of the benchmarks. There are {', '.join(PARTS)}.")

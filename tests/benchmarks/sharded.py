@@ -16,7 +16,7 @@ TARGET = "1.02 x"
 NUM_STEPS = 10
 
 
-def steps(num_rounds: int = 100) -> list[Row]:
+def steps(num_rounds: int = 60) -> list[Row]:
     """A step of each strategy, 2 ranks; variants take turns."""
     found = []
     for name, (strategy, _) in PAIRS.items():
@@ -25,7 +25,7 @@ def steps(num_rounds: int = 100) -> list[Row]:
     return found
 
 
-def memory(num_rounds: int = 3) -> list[Row]:
+def memory(num_rounds: int = 2) -> list[Row]:
     """The most memory that a rank ever had above one that made a tiny step. Each rank is a new fork of one server."""
     found = []
     for name, (strategy, _) in PAIRS.items():
