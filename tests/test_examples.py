@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import os
 import re
 import signal
@@ -120,15 +119,9 @@ def curve_alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 @pytest.mark.parametrize(("strategy", "num_ranks"), by_name())
 def test_the_gpt_has_the_same_loss_curve_under_every_strategy(
-    strategy: str, num_ranks: int, curve_alone: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    strategy: str, num_ranks: int, curve_alone: list[float], tmp_path: Path
 ) -> None:
-    words = words_for_a_curve(tmp_path, strategy, num_ranks)
-    if num_ranks == 1 or make_strategy(strategy).launchers == ("fork",):
-        run_program(str(EXAMPLES / "byte_gpt.py"), *words, cwd=tmp_path)  # they compute in the process that launches
-    else:  # the others start faster where a fork server is up
-        monkeypatch.syspath_prepend(EXAMPLES)
-        monkeypatch.setattr(sys, "argv", ["byte_gpt.py", *words])
-        importlib.import_module("byte_gpt").main()
+    run_program(str(EXAMPLES / "byte_gpt.py"), *words_for_a_curve(tmp_path, strategy, num_ranks), cwd=tmp_path)
     losses = curve(tmp_path, strategy)
     assert len(losses) == 12
     assert losses[-1] < losses[0]
