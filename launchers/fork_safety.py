@@ -7,11 +7,13 @@ it is imported, and is safe: it ends them before a fork and starts them again af
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +21,8 @@ SUFFIXES = ("", "64_")
 PREFIXES = ("", "scipy_")
 NOTEBOOK = ("ipykernel", "IPython", "zmq", "tornado")
 """Packages whose threads a notebook's kernel has always. A rank uses none of them."""
+ENDING_S = 0.25
+"""Seconds for which a thread that was joined may still be listed: it answers the join before the kernel forgets it."""
 
 
 def fork_is_safe() -> str | None:
@@ -31,9 +35,7 @@ def fork_is_safe() -> str | None:
     threads = [thread.name for thread in threading.enumerate() if not _belongs_here(thread)]
     if threads:
         return f"this process runs other Python threads ({', '.join(threads)}), whose locks a fork would copy"
-    num_notebook = threading.active_count() - 1
-    num_openblas = sum(_openblas_threads())
-    num_native = _num_threads() - 1 - num_notebook - num_openblas
+    num_native = _native_threads()
     if num_native > 0:
         return (
             f"this process has {num_native} native thread(s), which tensor operations have left behind, "
@@ -64,9 +66,21 @@ def _initialized_accelerator() -> str | None:
     return None
 
 
+def _native_threads() -> int:
+    """Threads that neither Python, a notebook nor OpenBLAS accounts for, those that are just ending left aside."""
+    num_known = threading.active_count() + sum(_openblas_threads())
+    deadline = time.monotonic() + ENDING_S
+    while (num_native := _num_threads() - num_known) > 0 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return num_native
+
+
 def _num_threads() -> int:
     """Threads of this process, as the kernel counts them, without those of a notebook's message queue."""
-    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since it was listed
+            names.append((task / "comm").read_text())
     return sum(not name.startswith("ZMQbg") for name in names)
 
 
