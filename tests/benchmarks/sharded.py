@@ -1,64 +1,87 @@
-"""What a sharded step costs over its backend used directly: time with both in the same ranks, memory in ranks apart."""
+"""What a sharded step costs over its backend used directly: time with both in the same ranks, memory in ranks apart.
+
+Note [Where tensors lie]
+glibc's allocator takes a large tensor from the heap, or gives it pages of its own, by what was freed before. A broadcast
+between such pages runs at another speed, and a heap grows by its holes: FairScale's OSS against itself, made twice in
+one process, differed by up to 11 % in time, and its peak by 5 %. So all tensors of a race come from the heap, several
+launches lay them differently, and where memory is measured all are pages of their own.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import resource
 import warnings
 
 import torch
 from backends import PAIRS, Size, ours
-from timing import Row, race, rows
+from timing import Row, in_order, rows, take_turns
 
 from fabric import Fabric
 
 TARGET = "1.02 x"
-NUM_STEPS = 10
+NUM_STEPS = 4
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+HEAP_BYTES, PAGES_BYTES = 2**25, 2**16
+"""From how many bytes on memory is pages of its own: glibc's largest number, and a small one."""
 
 
-def steps(num_rounds: int = 60) -> list[Row]:
+def steps(num_launches: int = 6, num_rounds: int = 12) -> list[Row]:
     """A step of each strategy, 2 ranks; variants take turns."""
     found = []
     for name, (strategy, _) in PAIRS.items():
-        ranks = Fabric(accelerator="cpu", strategy=strategy, devices=2, launcher="forkserver")
-        found += ranks.launch(_race, name, num_rounds) or []
+        times: dict[str, list[float]] = {"raw": [], "ours": []}
+        for turn in range(num_launches):
+            ranks = Fabric(accelerator="cpu", strategy=strategy, devices=2, launcher="forkserver")
+            for variant, mine in (ranks.launch(_race, name, turn, num_rounds) or {}).items():
+                times[variant] += mine
+        found += rows(f"step, {name}, 2 ranks", times, TARGET)
     return found
 
 
-def memory(num_rounds: int = 2) -> list[Row]:
+def memory(num_rounds: int = 3) -> list[Row]:
     """The most memory that a rank ever had above one that made a tiny step. Each rank is a new fork of one server."""
     found = []
     for name, (strategy, _) in PAIRS.items():
-        peaks: dict[str, list[float]] = {"nothing": [], "raw": [], "ours": []}
+        above: dict[str, list[float]] = {"raw": [], "ours": []}
         for _ in range(num_rounds):
-            for variant, mine in peaks.items():
-                ranks = Fabric(accelerator="cpu", strategy=strategy, devices=2, launcher="forkserver")
-                mine.append(ranks.launch(_peak, name, variant) or 0.0)
-        nothing = min(peaks.pop("nothing"))
-        above = {variant: [peak - nothing for peak in mine] for variant, mine in peaks.items()}
+            for variant, mine in above.items():
+                whole, tiny = (
+                    Fabric(accelerator="cpu", strategy=strategy, devices=2, launcher="forkserver").launch(
+                        _peak, name, variant, size
+                    )
+                    for size in (Size(dim=512), Size(dim=4, num_blocks=1))
+                )
+                mine.append((whole or 0.0) - (tiny or 0.0))
         found += rows(f"peak memory, {name}, 2 ranks", above, TARGET, unit="MB")
     return found
 
 
-def _race(fabric: Fabric, name: str, num_rounds: int) -> list[Row]:
+def _race(fabric: Fabric, name: str, turn: int, num_rounds: int) -> dict[str, list[float]]:
     _quiet()
-    size = Size()
-    variants = {"raw": PAIRS[name][1](fabric, size), "ours": ours(fabric, size)}
-    return race(f"step, {name}, 2 ranks", variants, repeat=1, rounds=num_rounds, target=TARGET)
+    _allocate(HEAP_BYTES)
+    makers = {"raw": PAIRS[name][1], "ours": ours}
+    steps = {variant: make(fabric, Size()) for variant, make in in_order(makers, turn)}
+    return take_turns({variant: steps[variant] for variant in makers}, repeat=1, rounds=num_rounds)
 
 
-def _peak(fabric: Fabric, name: str, variant: str) -> float:
+def _peak(fabric: Fabric, name: str, variant: str, size: Size) -> float:
     """Of the rank that had the most, in MB."""
     _quiet()
-    size = Size(dim=512)
-    if variant == "nothing":
-        PAIRS[name][1](fabric, Size(dim=4, num_blocks=1))()  # what is imported, and the first message
-    else:
-        step = (ours if variant == "ours" else PAIRS[name][1])(fabric, size)
-        for _ in range(NUM_STEPS):
-            step()
+    _allocate(PAGES_BYTES)
+    step = (ours if variant == "ours" else PAIRS[name][1])(fabric, size)
+    for _ in range(NUM_STEPS):
+        step()
     peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)  # Linux counts KB
     return float(fabric.all_reduce(peak, reduce_op="max"))
+
+
+def _allocate(num_bytes: int) -> None:
+    """Give memory of at least so many bytes pages of its own; the rest is the heap's, and stays with it."""
+    c = ctypes.CDLL(None)
+    if not (c.mallopt(M_MMAP_THRESHOLD, num_bytes) and c.mallopt(M_TRIM_THRESHOLD, 2**30)):
+        raise RuntimeError("`mallopt` refused: these measurements are for glibc.")
 
 
 def _quiet() -> None:

@@ -10,8 +10,10 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 Action = Callable[[], object]
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -38,17 +40,27 @@ def race(
 
     `target` is written beside our own variant.
     """
+    return rows(measurement, take_turns(variants, repeat=repeat, rounds=rounds), target)
+
+
+def take_turns(variants: Mapping[str, Action], *, repeat: int, rounds: int) -> dict[str, list[float]]:
+    """Microseconds that each variant took in each round, where it ran `repeat` times."""
     for action in variants.values():
         for _ in range(max(2, repeat // 10)):
             action()
     times: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(rounds):
-        for name, action in variants.items():
+    for turn in range(rounds):
+        for name, action in in_order(variants, turn):
             start = time.perf_counter()
             for _ in range(repeat):
                 action()
             times[name].append((time.perf_counter() - start) / repeat * 1e6)
-    return rows(measurement, times, target)
+    return times
+
+
+def in_order(variants: Mapping[str, Value], turn: int) -> list[tuple[str, Value]]:
+    """As they are, and every second time the other way round: who comes first pays for what went before."""
+    return list(variants.items())[:: -1 if turn % 2 else 1]
 
 
 def rows(measurement: str, values: Mapping[str, list[float]], target: str = "", unit: str = "us") -> list[Row]:
