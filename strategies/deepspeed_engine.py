@@ -7,8 +7,9 @@ Reads DeepSpeed's gradient shards where release 0.19 keeps them, for its own cli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import is_dataclass
+from itertools import zip_longest
 from types import MethodType
 from typing import Any, final
 
@@ -45,6 +46,8 @@ class Engine:
             *(each.register_post_accumulate_grad_hook(self._reached_by_backward) for each in self.trained),  # type: ignore[no-untyped-call]
         ]
         self.engine.set_gradient_accumulation_boundary(False)
+        if stage == 2 and runtime.world.size > 1:
+            self._compare_before(self.zero.reduce_ipg_grads)
         self.discard()
 
     # Forward and backward
@@ -163,6 +166,30 @@ class Engine:
         if self.stage == 3:
             return [self.zero._get_fp32_grad_state_partition(parameter, True)[0] for parameter in self.trained]
         return [shard.grad for shard in self.zero.single_partition_of_fp32_groups]
+
+    def _compare_before(self, reduce: Callable[..., None]) -> None:
+        """Let DeepSpeed add up a bucket of gradients only where all ranks have the same parameters in it, in one order.
+
+        At stage 2 a bucket is filled in the order of backward, and DeepSpeed pairs what lies at one place: gradients of
+        others would be added where sizes are the same, and gloo aborts where they are not.
+        """
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        collective = self.runtime.collective
+
+        def compare(comm_dtype: torch.dtype | None = None) -> None:
+            buckets = self.zero.ipg_buckets
+            these = [each for dtype in ([comm_dtype] if comm_dtype else buckets) for each in buckets[dtype].params]
+            mark = torch.tensor([hash(tuple(these))], device=self.runtime.device)
+            if (collective.all_gather(mark) != mark).any():
+                mine = [names[self.zero.bit16_groups[group][index]] for group, index, _ in these]
+                raise RuntimeError(
+                    _PAIRED.format(
+                        name=type(self.module).__name__, where=_first_apart(collective.all_gather_object(mine))
+                    )
+                )
+            reduce(comm_dtype=comm_dtype)
+
+        self.zero.reduce_ipg_grads = compare
 
     def _reduce(self) -> None:
         """Average what was added up, once per window."""
@@ -283,6 +310,19 @@ def close(engine: Any) -> None:
     engine.destroy()
 
 
+def _first_apart(named: Sequence[Sequence[str]]) -> str:
+    """Where what ranks have first differs."""
+    for place, several in enumerate(zip_longest(*named)):
+        for rank, name in enumerate(several):
+            if name != several[0]:
+                return f"number {place} is {_quoted(several[0])} on rank 0, and {_quoted(name)} on rank {rank}"
+    raise AssertionError("their hashes were different")
+
+
+def _quoted(name: str | None) -> str:
+    return "none" if name is None else repr(name)
+
+
 def _tensors(output: Any) -> Iterator[Tensor]:
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor):
@@ -294,6 +334,11 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 _RUN_TWICE = (
     "A second backward through one forward of `{name}`: at ZeRO stage 3 the weights were released after the first. Add "
     "the losses and call `fabric.backward` once, or use stage 2."
+)
+_PAIRED = (
+    "Ranks computed gradients of different parameters of `{name}`, or in another order: {where}. DeepSpeed adds "
+    "up those at one place. Use the same parameters in the same order on every rank, or "
+    "`strategy='ddp_find_unused_parameters_true'`."
 )
 UNUSED = (
     "DeepSpeed would step them as if it were zero: momentum and weight decay would go on, where PyTorch leaves such "

@@ -1,8 +1,8 @@
 """What a sharded step costs over its backend used directly: time with both in the same ranks, memory in ranks apart.
 
 Note [Where tensors lie]
-glibc's allocator takes a large tensor from the heap, or gives it pages of its own, by what was freed before. A broadcast
-between such pages runs at another speed, and a heap grows by its holes: FairScale's OSS against itself, made twice in
+glibc's allocator takes a large tensor from the heap, or gives it pages of its own, by what was freed before. Messages
+between such pages run at another speed, and a heap grows by its holes: FairScale's OSS against itself, made twice in
 one process, differed by up to 11 % in time, and its peak by 5 %. So all tensors of a race come from the heap, several
 launches lay them differently, and where memory is measured all are pages of their own.
 """

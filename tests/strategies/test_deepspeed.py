@@ -12,7 +12,7 @@ import os
 import pickle
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -602,6 +602,48 @@ def test_a_parameter_that_a_window_left_out_raises_before_anything_steps(stage: 
             assert (
                 "keep gradients of zero (`optimizer.zero_grad(set_to_none=False)`), or pass `strategy='fs" in sentence
             )
+
+
+class Sum(nn.Module):
+    """Two layers alike, added in the order of their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor, names: Sequence[str]) -> Tensor:
+        return torch.stack([getattr(self, name)(x) for name in names]).sum()
+
+
+def paired(world: World, strategy: DeepSpeedStrategy, names: tuple[str, ...]) -> str:
+    """What a step says where rank 1 computes with layers of these names, and rank 0 with one and other."""
+    with fabric_of(world, strategy) as fabric:
+        torch.manual_seed(0)
+        model = Sum()
+        model, optimizer = fabric.setup(model, SGD(model.parameters(), lr=0.1))
+
+        def step() -> None:
+            fabric.backward(model(torch.ones(1, 4), names if fabric.global_rank == 1 else ("one", "other")))
+            optimizer.step()
+
+        return sentence_of(step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("offload", "names", "words"),
+    [
+        (False, ("other", "one"), "number 0 is 'other.weight' on rank 0, and 'one.weight' on rank 1"),
+        (False, ("one",), "number 0 is 'other.weight' on rank 0, and 'one.weight' on rank 1"),
+        (True, ("other",), "number 1 is 'one.weight' on rank 0, and none on rank 1"),
+    ],
+)
+def test_gradients_that_ranks_computed_in_another_order_are_not_added(
+    offload: bool, names: tuple[str, ...], words: str
+) -> None:
+    for said in run_world(2, paired, strategy_of(2, offload), names):
+        assert words in said, said
+        assert "of different parameters of `Sum`, or in another order" in said
 
 
 @pytest.mark.slow
