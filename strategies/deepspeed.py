@@ -2,7 +2,8 @@
 
 Each model gets an engine of its own, kept beside the user's module and behind the user's own optimizer, so a loop is
 written as for any strategy. What surprises: a parameter that took part in no backward of a window raises, for DeepSpeed
-would step it all the same; at stage 3 the weights live in shards that end with the fabric, so save before `close()`.
+would step it all the same; at stage 3 the weights live in shards that end with the fabric, so save before `close()`,
+and all ranks run the same parts in the same order, as under `fsdp`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from fabric.strategies.deepspeed_refusals import COMPILED, LATER, ONE_OPTIMIZER,
 from fabric.strategies.deepspeed_state import ZeroState, is_sharded
 from fabric.strategies.forward import ForwardPath
 from fabric.strategies.initialize import new_tensors
+from fabric.strategies.order import in_one_order
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.replica import place, share_loader, with_precision
@@ -167,7 +169,11 @@ class DeepSpeedStrategy(Strategy):
             stack.callback(_give_back, optimizer, state.groups, forget)
         stack.callback(pieces.release)
         stack.callback(pieces.drive(optimizer))
-        stack.callback(ForwardPath(module, with_precision(runtime, pieces.forward)).release)
+        around = with_precision(runtime, pieces.forward)
+        if self._stage == 3:
+            around, undo = in_one_order(runtime, module, _has_weights, around)
+            stack.callback(undo)
+        stack.callback(ForwardPath(module, around).release)
         optimizer.state.clear()  # of the parameters before they were cut
         if before is not None:
             state.write_optimizer(optimizer, before)
@@ -236,11 +242,14 @@ class DeepSpeedStrategy(Strategy):
         def refuse(*args: Any, **kwargs: Any) -> Any:
             raise RuntimeError(_NO_OPTIMIZER.format(name=name))
 
+        around = with_precision(runtime, None)
         if self._stage == 3:
             stack.callback(close, self._initialize(runtime, module, None, move))
+            around, undo = in_one_order(runtime, module, _has_weights, around)
+            stack.callback(undo)
         else:
             place(runtime, module, (), move=move)
-        stack.callback(ForwardPath(module, with_precision(runtime, None)).release)
+        stack.callback(ForwardPath(module, around).release)
 
         return Prepared(
             module=module,
@@ -254,6 +263,10 @@ class DeepSpeedStrategy(Strategy):
             release=stack.pop_all().close,
             state=ZeroState(runtime.world, self._stage, None, ()),
         )
+
+
+def _has_weights(part: nn.Module) -> bool:
+    return any(parameter is not None for parameter in part._parameters.values())
 
 
 def _give_back(optimizer: Optimizer, groups: Sequence[Sequence[torch.Tensor]], forget: Callable[[], None]) -> None:

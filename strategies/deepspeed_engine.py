@@ -7,9 +7,8 @@ Reads DeepSpeed's gradient shards where release 0.19 keeps them, for its own cli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import is_dataclass
-from itertools import zip_longest
 from types import MethodType
 from typing import Any, final
 
@@ -19,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from fabric.strategies.order import first_apart
 from fabric.strategies.rank_zero import follow_rank_zero
 from fabric.strategies.runtime import Runtime
 
@@ -184,7 +184,7 @@ class Engine:
                 mine = [names[self.zero.bit16_groups[group][index]] for group, index, _ in these]
                 raise RuntimeError(
                     _PAIRED.format(
-                        name=type(self.module).__name__, where=_first_apart(collective.all_gather_object(mine))
+                        name=type(self.module).__name__, where=first_apart(collective.all_gather_object(mine))
                     )
                 )
             reduce(comm_dtype=comm_dtype)
@@ -308,19 +308,6 @@ def close(engine: Any) -> None:
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
     engine.destroy()
-
-
-def _first_apart(named: Sequence[Sequence[str]]) -> str:
-    """Where what ranks have first differs."""
-    for place, several in enumerate(zip_longest(*named)):
-        for rank, name in enumerate(several):
-            if name != several[0]:
-                return f"number {place} is {_quoted(several[0])} on rank 0, and {_quoted(name)} on rank {rank}"
-    raise AssertionError("their hashes were different")
-
-
-def _quoted(name: str | None) -> str:
-    return "none" if name is None else repr(name)
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

@@ -2,7 +2,8 @@
 
 Torch's `fully_shard` (FSDP2; Zhao et al., VLDB 2023; ZeRO-3: Rajbhandari et al., SC 2020) does the sharding, in place:
 the module stays the user's own object, of a subclass of the user's class, with its own names, and its parameters become
-`DTensor`s. What surprises: every forward talks to all ranks, evaluation included, and `state_dict()` gives shards:
+`DTensor`s. What surprises: every forward talks to all ranks, evaluation included, so all run the same parts in the same
+order (another one raises, or waits until the timeout where shapes differ); and `state_dict()` gives shards:
 `fabric.save` writes whole tensors.
 """
 
@@ -29,6 +30,7 @@ from fabric.strategies.forward import ForwardPath
 from fabric.strategies.gradients import clip_norm, clip_value
 from fabric.strategies.initialize import new_tensors
 from fabric.strategies.mesh import check_degrees, device_mesh
+from fabric.strategies.order import in_one_order
 from fabric.strategies.policy import Policy, check_policy, matching
 from fabric.strategies.precision.forward_precision import cast_module
 from fabric.strategies.precision.precision import Precision
@@ -143,8 +145,9 @@ class FSDPStrategy(Strategy):
                 self._shard(runtime, unit, units, unfilled)
         undo = [recompute(part) for part in recomputed]
         model = _Sharded(self, runtime, cast("FSDPModule", inner), unfilled)
-        path = ForwardPath(inner, with_precision(runtime, model.forward), model.mark)
-        undo += [path.release, attach_scaler(runtime.loss_scaler, optimizers)]
+        around, forget = in_one_order(runtime, inner, units.__contains__, with_precision(runtime, model.forward))
+        path = ForwardPath(inner, around, model.mark)
+        undo += [path.release, forget, attach_scaler(runtime.loss_scaler, optimizers)]
         return Prepared(
             module=module,
             optimizers=tuple(optimizers),

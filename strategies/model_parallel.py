@@ -38,6 +38,7 @@ from fabric.strategies.initialize import new_tensors
 from fabric.strategies.layout import Parallelize, fsdp_modules, parallelize
 from fabric.strategies.mesh import COPIES, Degree, check_written, complete, degree, device_mesh
 from fabric.strategies.options import carry_over, check_function
+from fabric.strategies.order import in_one_order
 from fabric.strategies.pipeline import Pipeline
 from fabric.strategies.pipeline_setup import pipelined
 from fabric.strategies.precision.forward_precision import cast_module
@@ -161,11 +162,13 @@ class ModelParallelStrategy(Strategy):
             fill_alike(runtime, inner, unfilled)
         averaging = Averaging(runtime, inner)
         around = with_precision(runtime, self._around(runtime, averaging, unfilled))
+        around, forget = in_one_order(runtime, inner, fsdp_modules(inner).__contains__, around)
         path = ForwardPath(inner, around, partial(_mark, inner))
         detach = attach_scaler(runtime.loss_scaler, optimizers)
 
         def release() -> None:
             path.release()
+            forget()
             detach()
             averaging.end()
 

@@ -1,0 +1,101 @@
+"""Where the weights of a part travel as it runs, ranks that run parts in another order hear of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim import SGD
+
+from fabric import Fabric
+from fabric.strategies import (
+    DeepSpeedStrategy,
+    FairScaleFSDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    Strategy,
+)
+
+
+class Experts(nn.Module):
+    """Two layers alike, of which the second counts twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, names: tuple[str, ...]) -> Tensor:
+        parts = {name: getattr(self, name)(x).square().mean() for name in names}
+        return parts["one"] + 2 * parts["two"]
+
+
+def in_shards(model: Experts, mesh: DeviceMesh) -> None:
+    for part in (model.one, model.two, model):
+        fully_shard(part, mesh=mesh["shard"])
+
+
+STRATEGIES = {
+    "fsdp": FSDPStrategy(auto_wrap_policy=nn.Linear),
+    "ddp_fully_sharded": FairScaleFSDPStrategy(wrap=nn.Linear),
+    "model_parallel": ModelParallelStrategy(parallelize_fn=in_shards, shard=2),
+    "deepspeed_stage_3": DeepSpeedStrategy(
+        stage=3, config={"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+    ),
+}
+FORTH, BACK = ("one", "two"), ("two", "one")
+
+
+def orders(fabric: Fabric, grad: bool) -> tuple[list[float], str]:
+    """Losses where all ranks run one order and then another, and what is said where they differ."""
+    torch.manual_seed(0)
+    net = Experts()
+    model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=0.1))
+    losses, said = [], ""
+    x = torch.ones(4, 8)
+    for names in (FORTH, BACK):
+        loss = model(x, names)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert hooks_of_ours(net) == 2
+    try:
+        with torch.set_grad_enabled(grad):
+            model(x, BACK if fabric.global_rank else FORTH)
+    except RuntimeError as error:
+        said = str(error)
+    fabric.close()
+    assert hooks_of_ours(net) == 0
+    return losses, said
+
+
+def hooks_of_ours(module: nn.Module) -> int:
+    hooks = [hook for part in module.modules() for hook in part._forward_pre_hooks.values()]
+    return sum(getattr(getattr(hook, "func", None), "__module__", "") == "fabric.strategies.order" for hook in hooks)
+
+
+def plain() -> list[float]:
+    torch.manual_seed(0)
+    net, losses = Experts(), []
+    optimizer = SGD(net.parameters(), lr=0.1)
+    for names in (FORTH, BACK):
+        loss = net(torch.ones(4, 8), names)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_ranks_that_run_parts_in_another_order_raise(name: str, grad: bool) -> None:
+    strategy: Strategy = STRATEGIES[name]
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver")
+    losses, said = fabric.launch(orders, grad) or ([], "")
+    assert losses == pytest.approx(plain(), rel=1e-5)
+    assert "parts of " in said
+    assert "Experts` in different orders: number 0 is 'one' on rank 0, and 'two' on rank 1." in said
