@@ -145,7 +145,8 @@ class FSDPStrategy(Strategy):
                 self._shard(runtime, unit, units, unfilled)
         undo = [recompute(part) for part in recomputed]
         model = _Sharded(self, runtime, cast("FSDPModule", inner), unfilled)
-        around, forget = in_one_order(runtime, inner, units.__contains__, with_precision(runtime, model.forward))
+        around = with_precision(runtime, model.forward)
+        around, forget = in_one_order(runtime, inner, units.__contains__, around)
         path = ForwardPath(inner, around, model.mark)
         undo += [path.release, forget, attach_scaler(runtime.loss_scaler, optimizers)]
         return Prepared(

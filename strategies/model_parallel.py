@@ -162,7 +162,8 @@ class ModelParallelStrategy(Strategy):
             fill_alike(runtime, inner, unfilled)
         averaging = Averaging(runtime, inner)
         around = with_precision(runtime, self._around(runtime, averaging, unfilled))
-        around, forget = in_one_order(runtime, inner, fsdp_modules(inner).__contains__, around)
+        sharded = fsdp_modules(inner)
+        around, forget = in_one_order(runtime, inner, sharded.__contains__, around)
         path = ForwardPath(inner, around, partial(_mark, inner))
         detach = attach_scaler(runtime.loss_scaler, optimizers)
 

@@ -20,7 +20,10 @@ from fabric.strategies.runtime import Runtime
 
 
 def in_one_order(
-    runtime: Runtime, module: nn.Module, travels: Callable[[nn.Module], bool], around: Around | None
+    runtime: Runtime,
+    module: nn.Module,
+    travels: Callable[[nn.Module], bool],
+    around: Around | None,
 ) -> tuple[Around | None, Callable[[], None]]:
     """`around` with a comparison of the order in which ranks ran parts of the module, and what takes its hooks off.
 
@@ -31,22 +34,26 @@ def in_one_order(
     if runtime.world.size == 1 or len(parts) < 2:
         return around, lambda: None
     ran: list[str] = []
-    handles = [part.register_forward_pre_hook(partial(_note, ran, name)) for name, part in parts.items()]
+    hooks = [part.register_forward_pre_hook(partial(_note, ran, name)) for name, part in parts.items()]
 
     def compared(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ran.clear()  # of what backward computed again
         output = function(*args, **kwargs) if around is None else around(function, args, kwargs)
-        mark = torch.tensor([zlib.crc32("\n".join(ran).encode())], device=runtime.device)
-        if (runtime.collective.all_gather(mark) != mark).any():
-            where = first_apart(runtime.collective.all_gather_object(ran))
-            raise RuntimeError(_APART.format(name=type(module).__name__, where=where))
+        _compare(runtime, type(module).__name__, ran)
         return output
 
     def undo() -> None:
-        for handle in handles:
-            handle.remove()
+        for hook in hooks:
+            hook.remove()
 
     return compared, undo
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _compare(runtime: Runtime, name: str, ran: Sequence[str]) -> None:
+    mark = torch.tensor([zlib.crc32("\n".join(ran).encode())], device=runtime.device)
+    if (runtime.collective.all_gather(mark) != mark).any():
+        raise RuntimeError(_APART.format(name=name, where=first_apart(runtime.collective.all_gather_object(ran))))
 
 
 def first_apart(named: Sequence[Sequence[str]]) -> str:
@@ -62,7 +69,7 @@ def _quoted(name: str | None) -> str:
     return "none" if name is None else repr(name)
 
 
-@torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
+@torch._disable_dynamo  # type: ignore[attr-defined]
 def _note(ran: list[str], name: str, module: nn.Module, args: Any) -> None:
     ran.append(name)
 

@@ -47,11 +47,13 @@ STRATEGIES = {
 FORTH, BACK = ("one", "two"), ("two", "one")
 
 
-def orders(fabric: Fabric, grad: bool) -> tuple[list[float], str]:
+def orders(fabric: Fabric, grad: bool, compiled: bool) -> tuple[list[float], str]:
     """Losses where all ranks run one order and then another, and what is said where they differ."""
     torch.manual_seed(0)
     net = Experts()
     model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=0.1))
+    if compiled:
+        model = torch.compile(model)
     losses, said = [], ""
     x = torch.ones(4, 8)
     for names in (FORTH, BACK):
@@ -90,12 +92,14 @@ def plain() -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_ranks_that_run_parts_in_another_order_raise(name: str, grad: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "grad", "compiled"),
+    [*((name, grad, False) for name in STRATEGIES for grad in (True, False)), ("fsdp", True, True)],
+)
+def test_ranks_that_run_parts_in_another_order_raise(name: str, grad: bool, compiled: bool) -> None:
     strategy: Strategy = STRATEGIES[name]
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver")
-    losses, said = fabric.launch(orders, grad) or ([], "")
+    losses, said = fabric.launch(orders, grad, compiled) or ([], "")
     assert losses == pytest.approx(plain(), rel=1e-5)
     assert "parts of " in said
     assert "Experts` in different orders: number 0 is 'one' on rank 0, and 'two' on rank 1." in said
