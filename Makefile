@@ -15,19 +15,23 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --constraint c
 # Installing this package writes beside its sources: of targets that run at a time, one after the other does.
 ALONE := $(if $(shell command -v flock),flock .venv)
 
-.PHONY: demo test test-clusters test-horovod test-xla lint check bench clean
+.PHONY: demo environment slurm test test-clusters test-horovod test-xla lint check bench clean
 
 demo: $(RUN)/demo.done  ## A CNN on handwritten digits, in two processes
 	$(RUN)/bin/python examples/digits.py --accelerator cpu --devices 2
 
-test: $(RUN)/test.done  ## The tests; PYTEST_ARGS='-k seed' for some
+environment: $(RUN)/test.done  ## What the tests run in
+
+slurm: $(RUN)/slurm.done  ## What tests on several machines need beside it: Debian, as root
+
+test: environment  ## The tests; PYTEST_ARGS='-k seed' for some
 	$(RUN)/bin/python -m pytest --ignore tests/clusters $(PYTEST_ARGS)
 
 # A whole SLURM runs in these, and machines made of network namespaces: they need root.
-test-clusters: $(RUN)/test.done $(RUN)/slurm.done  ## The tests on clusters that are started here; Debian, as root
+test-clusters: environment slurm  ## The tests on clusters that are started here; Debian, as root
 	$(RUN)/bin/python -m pytest tests/clusters $(PYTEST_ARGS)
 
-# Those on several machines need root and iproute2, which test-clusters installs; without them they are skipped.
+# Those on several machines need root and what `make slurm` installs; without it they are skipped.
 test-horovod: $(HOROVOD)/test.done  ## Tests over Horovod, whose wheel is built once (two minutes), and Open MPI
 	$(HOROVOD)/bin/python -m pytest tests/over_horovod tests/launchers/test_mpi.py tests/clusters/test_mpirun.py \
 	    $(PYTEST_ARGS)
