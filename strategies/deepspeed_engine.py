@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from fabric.strategies.order import first_apart
+from fabric.strategies.order import refuse_apart
 from fabric.strategies.rank_zero import follow_rank_zero
 from fabric.strategies.runtime import Runtime
 
@@ -174,19 +174,16 @@ class Engine:
         others would be added where sizes are the same, and gloo aborts where they are not.
         """
         names = {parameter: name for name, parameter in self.module.named_parameters()}
-        collective = self.runtime.collective
+        sentence = _PAIRED.format(name=type(self.module).__name__)
 
         def compare(comm_dtype: torch.dtype | None = None) -> None:
-            buckets = self.zero.ipg_buckets
-            these = [each for dtype in ([comm_dtype] if comm_dtype else buckets) for each in buckets[dtype].params]
-            mark = torch.tensor([hash(tuple(these))], device=self.runtime.device)
-            if (collective.all_gather(mark) != mark).any():
-                mine = [names[self.zero.bit16_groups[group][index]] for group, index, _ in these]
-                raise RuntimeError(
-                    _PAIRED.format(
-                        name=type(self.module).__name__, where=first_apart(collective.all_gather_object(mine))
-                    )
-                )
+            buckets = self.zero.ipg_buckets if comm_dtype is None else (comm_dtype,)
+            filled = [
+                names[self.zero.bit16_groups[group][index]]
+                for dtype in buckets
+                for group, index, _ in self.zero.ipg_buckets[dtype].params
+            ]
+            refuse_apart(self.runtime, filled, sentence)
             reduce(comm_dtype=comm_dtype)
 
         self.zero.reduce_ipg_grads = compare
@@ -323,8 +320,8 @@ _RUN_TWICE = (
     "the losses and call `fabric.backward` once, or use stage 2."
 )
 _PAIRED = (
-    "Ranks computed gradients of different parameters of `{name}`, or in another order: {where}. DeepSpeed adds "
-    "up those at one place. Use the same parameters in the same order on every rank, or "
+    "Ranks computed gradients of different parameters of `{name}`, or in another order, and DeepSpeed adds up those "
+    "at one place. Use the same parameters in the same order on every rank, or pass "
     "`strategy='ddp_find_unused_parameters_true'`."
 )
 UNUSED = (

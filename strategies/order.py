@@ -39,7 +39,7 @@ def in_one_order(
     def compared(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ran.clear()  # of what backward computed again
         output = function(*args, **kwargs) if around is None else around(function, args, kwargs)
-        _compare(runtime, type(module).__name__, ran)
+        refuse_apart(runtime, ran, _APART.format(name=type(module).__name__))
         return output
 
     def undo() -> None:
@@ -50,18 +50,22 @@ def in_one_order(
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
-def _compare(runtime: Runtime, name: str, ran: Sequence[str]) -> None:
-    mark = torch.tensor([zlib.crc32("\n".join(ran).encode())], device=runtime.device)
+def refuse_apart(runtime: Runtime, names: Sequence[str], sentence: str) -> None:
+    """Raise RuntimeError on every rank where two brought other names, or in another order. Ranks: all call it.
+
+    `sentence`: what that means, and what to write instead; where they first differ is said after it.
+    """
+    mark = torch.tensor([zlib.crc32("\n".join(names).encode())], device=runtime.device)
     if (runtime.collective.all_gather(mark) != mark).any():
-        raise RuntimeError(_APART.format(name=name, where=first_apart(runtime.collective.all_gather_object(ran))))
+        raise RuntimeError(f"{sentence} {_first_apart(runtime.collective.all_gather_object(list(names)))}")
 
 
-def first_apart(named: Sequence[Sequence[str]]) -> str:
+def _first_apart(named: Sequence[Sequence[str]]) -> str:
     """Where lists of names, one of each rank, first differ. They do."""
     for place, several in enumerate(zip_longest(*named)):
         for rank, name in enumerate(several):
             if name != several[0]:
-                return f"number {place} is {_quoted(several[0])} on rank 0, and {_quoted(name)} on rank {rank}"
+                return f"Number {place} is {_quoted(several[0])} on rank 0, and {_quoted(name)} on rank {rank}."
     raise AssertionError("no two lists differ")
 
 
@@ -75,7 +79,7 @@ def _note(ran: list[str], name: str, module: nn.Module, args: Any) -> None:
 
 
 _APART = (
-    "Ranks ran parts of `{name}` in different orders: {where}. Weights of a part travel as it runs, and ranks pair "
-    "what they send by when they send it. Run the same parts in the same order on every rank, or pass "
+    "Ranks ran parts of `{name}` in different orders. Weights of a part travel as it runs, and ranks pair what they "
+    "send by when they send it. Run the same parts in the same order on every rank, or pass "
     "`strategy='ddp_find_unused_parameters_true'`."
 )

@@ -633,9 +633,9 @@ def paired(world: World, strategy: DeepSpeedStrategy, names: tuple[str, ...]) ->
 @pytest.mark.parametrize(
     ("offload", "names", "words"),
     [
-        (False, ("other", "one"), "number 0 is 'other.weight' on rank 0, and 'one.weight' on rank 1"),
-        (False, ("one",), "number 0 is 'other.weight' on rank 0, and 'one.weight' on rank 1"),
-        (True, ("other",), "number 1 is 'one.weight' on rank 0, and none on rank 1"),
+        (False, ("other", "one"), "Number 0 is 'other.weight' on rank 0, and 'one.weight' on rank 1"),
+        (False, ("one",), "Number 0 is 'other.weight' on rank 0, and 'one.weight' on rank 1"),
+        (True, ("other",), "Number 1 is 'one.weight' on rank 0, and none on rank 1"),
     ],
 )
 def test_gradients_that_ranks_computed_in_another_order_are_not_added(
