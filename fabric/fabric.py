@@ -481,7 +481,7 @@ class Fabric:
         if len(models) == 1:
             return models[0].backward
         if all(model.joins_backward for model in models):
-            return backward_through(self._connected.loss_scaler, [model.watch for model in models])
+            return backward_through(self._connected.loss_scaler, [watch for model in models for watch in model.watches])
         return _which_model
 
     def _prepared(self, module: nn.Module, method: str) -> Prepared:

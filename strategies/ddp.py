@@ -149,7 +149,7 @@ class DDPStrategy(Strategy):
             optimizers,
             around=averaging.forward,
             unsynced=averaging.unsynced,
-            watch=averaging.watch,
+            watches=(averaging.watch,),
             end=averaging.end,
         )
 

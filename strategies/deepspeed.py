@@ -31,12 +31,12 @@ from fabric.strategies.deepspeed_config import (
     engine_config,
     read_config,
 )
-from fabric.strategies.deepspeed_engine import NOT_GATHERED, UNUSED, Engine, close, remember
+from fabric.strategies.deepspeed_engine import NOT_GATHERED, UNUSED, Engine, close, gathered_parts, remember
 from fabric.strategies.deepspeed_refusals import COMPILED, LATER, ONE_OPTIMIZER, refuse_setup
 from fabric.strategies.deepspeed_state import ZeroState, is_sharded
 from fabric.strategies.forward import ForwardPath
 from fabric.strategies.initialize import new_tensors
-from fabric.strategies.order import in_one_order
+from fabric.strategies.order import Order
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.replica import place, share_loader, with_precision
@@ -169,10 +169,7 @@ class DeepSpeedStrategy(Strategy):
             stack.callback(_give_back, optimizer, state.groups, forget)
         stack.callback(pieces.release)
         stack.callback(pieces.drive(optimizer))
-        around = with_precision(runtime, pieces.forward)
-        if self._stage == 3:
-            around, undo = in_one_order(runtime, module, _has_weights, around)
-            stack.callback(undo)
+        around = with_precision(runtime, pieces.order.around(pieces.forward))
         stack.callback(ForwardPath(module, around).release)
         optimizer.state.clear()  # of the parameters before they were cut
         if before is not None:
@@ -183,7 +180,7 @@ class DeepSpeedStrategy(Strategy):
             optimizers=(optimizer,),
             backward=pieces.backward,
             joins_backward=not engine.optimizer.needs_scaler(),
-            watch=pieces.watch,
+            watches=(pieces.watch,),
             unsynced=nullcontext,
             clip_norm=pieces.clip_norm,
             clip_value=pieces.clip_value,
@@ -245,8 +242,9 @@ class DeepSpeedStrategy(Strategy):
         around = with_precision(runtime, None)
         if self._stage == 3:
             stack.callback(close, self._initialize(runtime, module, None, move))
-            around, undo = in_one_order(runtime, module, _has_weights, around)
-            stack.callback(undo)
+            order = Order(runtime, module, gathered_parts(module))
+            stack.callback(order.release)
+            around = order.around(around)
         else:
             place(runtime, module, (), move=move)
         stack.callback(ForwardPath(module, around).release)
@@ -256,17 +254,13 @@ class DeepSpeedStrategy(Strategy):
             optimizers=(),
             backward=refuse,
             joins_backward=True,
-            watch=lambda: None,
+            watches=(),
             unsynced=nullcontext,
             clip_norm=refuse,
             clip_value=refuse,
             release=stack.pop_all().close,
             state=ZeroState(runtime.world, self._stage, None, ()),
         )
-
-
-def _has_weights(part: nn.Module) -> bool:
-    return any(parameter is not None for parameter in part._parameters.values())
 
 
 def _give_back(optimizer: Optimizer, groups: Sequence[Sequence[torch.Tensor]], forget: Callable[[], None]) -> None:

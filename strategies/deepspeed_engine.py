@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from fabric.strategies.order import refuse_apart
+from fabric.strategies.order import Order, start_comparing
 from fabric.strategies.rank_zero import follow_rank_zero
 from fabric.strategies.runtime import Runtime
 
@@ -38,6 +38,7 @@ class Engine:
         self.trained = [parameter for group in self._groups() for parameter in group]
         self.buffers = list(module.buffers()) if broadcast_buffers and runtime.world.size > 1 else []
         follow_rank_zero(runtime.collective, self.buffers)
+        self.order = Order(runtime, module, gathered_parts(module) if stage == 3 else ())
         self._has_gradients = self._is_reduced = self._is_called = self._is_started = False
         self._reached: set[Tensor] = set()
         self._stepped: set[Tensor] = set()
@@ -66,15 +67,18 @@ class Engine:
                     tensor.register_hook(start)  # type: ignore[no-untyped-call]
         return output
 
-    def watch(self) -> None:
-        """Before a backward: forget which parameters the one before it reached."""
+    def watch(self) -> Callable[[], None] | None:
+        """Before a backward: forget which parameters the one before it reached. Gives what to call after it."""
         self._is_started = False
         self.zero.clear_backward_seen_flag()
+        return self.order.watch()
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Add gradients to the shards."""
-        self.watch()
+        check = self.watch()
         (self.engine.scale(loss) if self.zero.needs_scaler() else loss).backward(*args, **kwargs)
+        if check is not None:
+            check()
 
     def _reached_by_backward(self, parameter: Tensor) -> None:
         self._reached.add(parameter)
@@ -183,7 +187,7 @@ class Engine:
                 for dtype in buckets
                 for group, index, _ in self.zero.ipg_buckets[dtype].params
             ]
-            refuse_apart(self.runtime, filled, sentence)
+            start_comparing(self.runtime, filled, sentence)()
             reduce(comm_dtype=comm_dtype)
 
         self.zero.reduce_ipg_grads = compare
@@ -279,7 +283,8 @@ class Engine:
         return undo
 
     def release(self) -> None:
-        """Take DeepSpeed's hooks off the module."""
+        """Take DeepSpeed's hooks off the module, and ours."""
+        self.order.release()
         for hook in self._hooks:
             hook.remove()
         close(self.engine)
@@ -298,6 +303,11 @@ def remember(objects: Iterable[Any]) -> Callable[[], None]:
                 del each.__dict__[name]
 
     return forget
+
+
+def gathered_parts(module: nn.Module) -> list[nn.Module]:
+    """The parts that stage 3 gathers one by one: all that have parameters of their own."""
+    return [part for part in module.modules() if any(each is not None for each in part._parameters.values())]
 
 
 def close(engine: Any) -> None:

@@ -83,10 +83,10 @@ class FairScaleShardedStrategy(Strategy):
         refuse_optimizers("ddp_sharded", optimizers, ())
         start_alike(runtime.collective, module)
         if not optimizers:
-            return replica(runtime, module, optimizers, watch=partial(_watch_without_optimizer, module))
+            return replica(runtime, module, optimizers, watches=(partial(_watch_without_optimizer, module),))
         sharding = Owners(runtime.collective, module, optimizers, broadcast_buffers=self.broadcast_buffers)
         prepared = replica(
-            runtime, module, optimizers, around=sharding.forward, unsynced=sharding.unsynced, watch=sharding.watch
+            runtime, module, optimizers, around=sharding.forward, unsynced=sharding.unsynced, watches=(sharding.watch,)
         )
 
         def release() -> None:

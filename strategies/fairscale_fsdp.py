@@ -39,7 +39,7 @@ from fabric.strategies.fairscale_slices import attach_module, attach_optimizer
 from fabric.strategies.fairscale_wrappers import UNCOMPILABLE, Slices
 from fabric.strategies.gradients import parameters_of
 from fabric.strategies.initialize import new_tensors
-from fabric.strategies.order import in_one_order
+from fabric.strategies.order import Order
 from fabric.strategies.policy import Policy, check_policy, matching
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
@@ -117,9 +117,9 @@ class FairScaleFSDPStrategy(Strategy):
             bucket_bytes=self.bucket_bytes,
             broadcast_buffers=self.broadcast_buffers,
         )
-        around, forget = in_one_order(runtime, module, parts.__contains__, slices.forward)
+        order = Order(runtime, module, parts)
         hooks = [
-            forget,
+            order.release,
             attach_module(runtime.collective, module),
             *(attach_optimizer(runtime.collective, optimizer, owned) for optimizer in optimizers),
         ]
@@ -127,9 +127,9 @@ class FairScaleFSDPStrategy(Strategy):
             runtime,
             module,
             optimizers,
-            around=around,
+            around=order.around(slices.forward),
             unsynced=slices.unsynced,
-            watch=slices.watch,
+            watches=(order.watch, slices.watch),
             uncompilable=UNCOMPILABLE,
         )
 

@@ -30,7 +30,7 @@ from fabric.strategies.forward import ForwardPath
 from fabric.strategies.gradients import clip_norm, clip_value
 from fabric.strategies.initialize import new_tensors
 from fabric.strategies.mesh import check_degrees, device_mesh
-from fabric.strategies.order import in_one_order
+from fabric.strategies.order import Order
 from fabric.strategies.policy import Policy, check_policy, matching
 from fabric.strategies.precision.forward_precision import cast_module
 from fabric.strategies.precision.precision import Precision
@@ -145,16 +145,15 @@ class FSDPStrategy(Strategy):
                 self._shard(runtime, unit, units, unfilled)
         undo = [recompute(part) for part in recomputed]
         model = _Sharded(self, runtime, cast("FSDPModule", inner), unfilled)
-        around = with_precision(runtime, model.forward)
-        around, forget = in_one_order(runtime, inner, units.__contains__, around)
-        path = ForwardPath(inner, around, model.mark)
-        undo += [path.release, forget, attach_scaler(runtime.loss_scaler, optimizers)]
+        order = Order(runtime, inner, units)
+        path = ForwardPath(inner, order.around(with_precision(runtime, model.forward)), model.mark)
+        undo += [path.release, order.release, attach_scaler(runtime.loss_scaler, optimizers)]
         return Prepared(
             module=module,
             optimizers=tuple(optimizers),
-            backward=backward_through(runtime.loss_scaler, ()),
+            backward=backward_through(runtime.loss_scaler, (order.watch,)),
             joins_backward=True,
-            watch=lambda: None,
+            watches=(order.watch,),
             unsynced=model.unsynced,
             clip_norm=partial(clip_norm, scaler=runtime.loss_scaler),
             clip_value=partial(clip_value, scaler=runtime.loss_scaler),

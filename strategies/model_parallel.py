@@ -38,7 +38,7 @@ from fabric.strategies.initialize import new_tensors
 from fabric.strategies.layout import Parallelize, fsdp_modules, parallelize
 from fabric.strategies.mesh import COPIES, Degree, check_written, complete, degree, device_mesh
 from fabric.strategies.options import carry_over, check_function
-from fabric.strategies.order import in_one_order
+from fabric.strategies.order import Order
 from fabric.strategies.pipeline import Pipeline
 from fabric.strategies.pipeline_setup import pipelined
 from fabric.strategies.precision.forward_precision import cast_module
@@ -162,23 +162,23 @@ class ModelParallelStrategy(Strategy):
             fill_alike(runtime, inner, unfilled)
         averaging = Averaging(runtime, inner)
         around = with_precision(runtime, self._around(runtime, averaging, unfilled))
-        sharded = fsdp_modules(inner)
-        around, forget = in_one_order(runtime, inner, sharded.__contains__, around)
-        path = ForwardPath(inner, around, partial(_mark, inner))
+        order = Order(runtime, inner, fsdp_modules(inner))
+        path = ForwardPath(inner, order.around(around), partial(_mark, inner))
         detach = attach_scaler(runtime.loss_scaler, optimizers)
 
         def release() -> None:
             path.release()
-            forget()
+            order.release()
             detach()
             averaging.end()
 
+        watches = (order.watch, averaging.watch)
         return Prepared(
             module=module if result is inner else result,
             optimizers=tuple(optimizers),
-            backward=backward_through(runtime.loss_scaler, (averaging.watch,)),
+            backward=backward_through(runtime.loss_scaler, watches),
             joins_backward=True,
-            watch=averaging.watch,
+            watches=watches,
             unsynced=averaging.unsynced,
             clip_norm=partial(clip_norm, scaler=runtime.loss_scaler),
             clip_value=partial(clip_value, scaler=runtime.loss_scaler),

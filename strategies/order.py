@@ -7,10 +7,10 @@ each rank for itself, would be computed with halves of each other's weights, and
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -19,45 +19,86 @@ from fabric.strategies.forward import Around
 from fabric.strategies.runtime import Runtime
 
 
-def in_one_order(
-    runtime: Runtime,
-    module: nn.Module,
-    travels: Callable[[nn.Module], bool],
-    around: Around | None,
-) -> tuple[Around | None, Callable[[], None]]:
-    """`around` with a comparison of the order in which ranks ran parts of the module, and what takes its hooks off.
+@final
+class Order:
+    """The order in which one model ran its `parts`, those whose weights travel, compared with that of other ranks.
 
-    `travels`: whether a part's weights travel as it runs. Ranks: all run what comes of it. Where two differ it raises
-    RuntimeError on all of them.
+    Each forward sends a mark of its order. Where a backward follows, the mark travels meanwhile and is looked at after
+    it, before any step; without gradients, at once. So a step or a prediction of mixed weights is never given out.
     """
-    parts = {name: part for name, part in module.named_modules() if name and travels(part)}
-    if runtime.world.size == 1 or len(parts) < 2:
-        return around, lambda: None
-    ran: list[str] = []
-    hooks = [part.register_forward_pre_hook(partial(_note, ran, name)) for name, part in parts.items()]
 
-    def compared(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        ran.clear()  # of what backward computed again
-        output = function(*args, **kwargs) if around is None else around(function, args, kwargs)
-        refuse_apart(runtime, ran, _APART.format(name=type(module).__name__))
-        return output
+    def __init__(self, runtime: Runtime, module: nn.Module, parts: Container[Any]) -> None:
+        self._runtime = runtime
+        self._sentence = _APART.format(name=type(module).__name__)
+        self._ran: list[str] = []
+        self._compare: Callable[[], None] | None = None
+        named = {name: part for name, part in module.named_modules() if name and part in parts}
+        self._is_needed = runtime.world.size > 1 and len(named) > 1
+        self._hooks = []
+        if self._is_needed:
+            self._hooks = [part.register_forward_pre_hook(partial(self._note, name)) for name, part in named.items()]
+            # Before anybody's hooks, for those of a backend may send something already.
+            self._hooks.append(module.register_forward_pre_hook(self._begin, prepend=True))
 
-    def undo() -> None:
-        for hook in hooks:
+    def around(self, inner: Around | None) -> Around | None:
+        """`inner`, and the comparison around it. Ranks: all run what comes of it; where two differ, all raise
+        RuntimeError: in it, in the check that `watch` gives, or in the next forward."""
+        if not self._is_needed:
+            return inner
+
+        def compared(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self._begin()
+            output = function(*args, **kwargs) if inner is None else inner(function, args, kwargs)
+            self._start()
+            if not torch.is_grad_enabled():
+                self._finish()
+            return output
+
+        return compared
+
+    def watch(self) -> Callable[[], None] | None:
+        """Before a backward. Gives what to call after it: see `Prepared.watches`."""
+        return None if self._compare is None else self._finish
+
+    def release(self) -> None:
+        """Take the hooks off the parts."""
+        for hook in self._hooks:
             hook.remove()
 
-    return compared, undo
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _begin(self, *_: Any) -> None:
+        self._finish()
+        self._ran.clear()  # of what backward computed again
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _note(self, name: str, part: nn.Module, args: Any) -> None:
+        self._ran.append(name)
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _start(self) -> None:
+        self._compare = start_comparing(self._runtime, list(self._ran), self._sentence)
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _finish(self) -> None:
+        compare, self._compare = self._compare, None
+        if compare is not None:
+            compare()
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]
-def refuse_apart(runtime: Runtime, names: Sequence[str], sentence: str) -> None:
-    """Raise RuntimeError on every rank where two brought other names, or in another order. Ranks: all call it.
+def start_comparing(runtime: Runtime, names: Sequence[str], sentence: str) -> Callable[[], None]:
+    """Compare names over the ranks. What is given out raises RuntimeError where another rank brought other names, or
+    in another order, and on every rank. Ranks: all call this, and then that.
 
     `sentence`: what that means, and what to write instead; where they first differ is said after it.
     """
-    mark = torch.tensor([zlib.crc32("\n".join(names).encode())], device=runtime.device)
-    if (runtime.collective.all_gather(mark) != mark).any():
-        raise RuntimeError(f"{sentence} {_first_apart(runtime.collective.all_gather_object(list(names)))}")
+    mark = zlib.crc32("\n".join(names).encode())
+    gathered = runtime.collective.start_all_gather(torch.tensor([mark]))  # on the CPU: no device waits for it
+
+    def compare() -> None:
+        if (gathered() != mark).any():
+            raise RuntimeError(f"{sentence} {_first_apart(runtime.collective.all_gather_object(list(names)))}")
+
+    return compare
 
 
 def _first_apart(named: Sequence[Sequence[str]]) -> str:
@@ -71,11 +112,6 @@ def _first_apart(named: Sequence[Sequence[str]]) -> str:
 
 def _quoted(name: str | None) -> str:
     return "none" if name is None else repr(name)
-
-
-@torch._disable_dynamo  # type: ignore[attr-defined]
-def _note(ran: list[str], name: str, module: nn.Module, args: Any) -> None:
-    ran.append(name)
 
 
 _APART = (

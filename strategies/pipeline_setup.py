@@ -91,7 +91,7 @@ def pipelined(
         optimizers=tuple(optimizers),
         backward=backward_through(runtime.loss_scaler, (averaging.watch,)),
         joins_backward=True,
-        watch=averaging.watch,
+        watches=(averaging.watch,),
         unsynced=averaging.unsynced,
         clip_norm=partial(clip_norm, scaler=runtime.loss_scaler, across=line),
         clip_value=partial(clip_value, scaler=runtime.loss_scaler),

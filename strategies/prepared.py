@@ -6,15 +6,19 @@ The module and the optimizers are what the user gets back, and wherever the stra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import final
+from typing import TypeAlias, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.state import PLAIN, StateAccess, uncompiled
+
+Watch: TypeAlias = Callable[[], Callable[[], None] | None]
+"""Called before a backward. What it gives is called after, and finishes what the backward left to do, or raises
+RuntimeError where its gradients are not what they should be. None: there is nothing to do."""
 
 
 @final
@@ -30,9 +34,8 @@ class Prepared:
     """`(loss, *args, **kwargs)`: compute gradients, averaged over the ranks that share the model's data."""
     joins_backward: bool
     """Whether one backward may run through this model and others; False where an engine of its own must run it."""
-    watch: Callable[[], Callable[[], None] | None]
-    """Called before a backward. What it gives is called after, and raises RuntimeError where gradients of this model
-    were computed without being averaged. It gives None where that cannot happen."""
+    watches: Sequence[Watch]
+    """Called before a backward, in this order."""
     unsynced: Callable[[], AbstractContextManager[None]]
     """A context in which gradients stay on the rank that computed them. On exit all is as before."""
     clip_norm: Callable[[Optimizer, float, float, bool], Tensor]

@@ -19,10 +19,8 @@ from fabric.strategies.forward import Around, ForwardPath
 from fabric.strategies.gradients import clip_norm, clip_value, move_state
 from fabric.strategies.precision.forward_precision import autocast, cast_inputs, cast_module, casts
 from fabric.strategies.precision.loss_scaler import LossScaler
-from fabric.strategies.prepared import Prepared
+from fabric.strategies.prepared import Prepared, Watch
 from fabric.strategies.runtime import Runtime
-
-Watch = Callable[[], Callable[[], None] | None]
 
 
 def place(runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], *, move: bool) -> None:
@@ -41,7 +39,7 @@ def replica(
     *,
     around: Around | None = None,
     unsynced: Callable[[], AbstractContextManager[None]] = nullcontext,
-    watch: Watch = lambda: None,
+    watches: Sequence[Watch] = (),
     end: Callable[[], None] = lambda: None,
     uncompilable: str | None = None,
 ) -> Prepared:
@@ -61,9 +59,9 @@ def replica(
     return Prepared(
         module=module,
         optimizers=tuple(optimizers),
-        backward=backward_through(scaler, (watch,)),
+        backward=backward_through(scaler, watches),
         joins_backward=True,
-        watch=watch,
+        watches=watches,
         unsynced=unsynced,
         clip_norm=partial(clip_norm, scaler=scaler),
         clip_value=partial(clip_value, scaler=scaler),

@@ -124,7 +124,7 @@ class XLAStrategy(Strategy):
             optimizers,
             around=averaging.forward if averaging.buffers else None,
             unsynced=averaging.unsynced,
-            watch=averaging.watch,
+            watches=(averaging.watch,),
             end=partial(each, undo),
         )
         return replace(prepared, state=XLAState(runtime.world.rank))

@@ -12,7 +12,7 @@ collective's device or on the CPU: small decisions always travel there.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
@@ -123,6 +123,14 @@ class Collective(ABC):
     @abstractmethod
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Give every rank the tensors of all ranks, stacked in rank order: `(*S)` -> `(W, *S)`."""
+
+    def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """`all_gather` that goes on by itself where the backend can. What is given out waits, and gives the result.
+
+        Ranks: all start it. Each calls what is given out once, when it likes, and leaves `tensor` as it is until then.
+        """
+        gathered = self.all_gather(tensor)
+        return lambda: gathered
 
     @abstractmethod
     def reduce_scatter(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:

@@ -149,6 +149,16 @@ class TorchCollective(CarriesObjects):
         self._run("all_gather", tensor, _all_gather, as_bytes(gathered), as_bytes(tensor))
         return gathered
 
+    def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        gathered = torch.empty((self._size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        work = self._run("all_gather", tensor, _all_gather, as_bytes(gathered), as_bytes(tensor), async_op=True)
+
+        def finish() -> Tensor:
+            self._run("all_gather", tensor, _wait, work)
+            return gathered
+
+        return finish
+
     def reduce_scatter(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         check_slices("reduce_scatter", tensor, self._size)
         wire = to_wire(tensor, op, copy=False)

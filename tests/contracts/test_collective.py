@@ -85,6 +85,15 @@ def all_gather_stacks_the_tensors_of_all_ranks_in_rank_order(collective: Collect
         assert_equal(collective.all_gather(tensors[collective.rank]), torch.stack(tensors))
 
 
+def a_started_all_gather_gives_its_result_when_it_is_asked_for(collective: Collective, rng: random.Random) -> None:
+    tensors = [draw_tensors(rng, collective.size, (3,), rng.choice(REALS + INTEGERS)) for _ in range(2)]
+    finishes = [collective.start_all_gather(each[collective.rank]) for each in tensors]
+    total = collective.all_reduce(torch.tensor(1.0))
+    for finish, each in reversed(list(zip(finishes, tensors, strict=True))):
+        assert_equal(finish(), torch.stack(each))
+    assert total.item() == collective.size
+
+
 def all_gather_gives_the_value_of_a_lazily_conjugated_tensor(collective: Collective, rng: random.Random) -> None:
     gathered = collective.all_gather(torch.tensor([1 + 2j]).conj())
     assert gathered.tolist() == [[1 - 2j]] * collective.size
@@ -376,6 +385,7 @@ def a_tensor_that_is_not_dense_is_refused(collective: Collective, rng: random.Ra
 BODIES: tuple[Body, ...] = (
     ranks_are_counted_from_zero,
     all_gather_stacks_the_tensors_of_all_ranks_in_rank_order,
+    a_started_all_gather_gives_its_result_when_it_is_asked_for,
     all_gather_gives_the_value_of_a_lazily_conjugated_tensor,
     all_reduce_reduces_element_by_element,
     all_reduce_of_complex_numbers_adds_them,
