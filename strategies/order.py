@@ -23,12 +23,12 @@ from fabric.strategies.runtime import Runtime
 class Order:
     """The order in which one model ran its `parts`, those whose weights travel, compared with that of other ranks.
 
-    Each forward sends a mark of its order. Where a backward follows, the mark travels meanwhile and is looked at after
-    it, before any step; without gradients, at once. So a step or a prediction of mixed weights is never given out.
+    Each forward sends a mark of its order. In training it travels while backward runs and is looked at after it, before
+    any step; in evaluation, or without gradients, it is looked at before the forward returns.
     """
 
     def __init__(self, runtime: Runtime, module: nn.Module, parts: Container[Any]) -> None:
-        self._runtime = runtime
+        self._runtime, self._module = runtime, module
         self._sentence = _APART.format(name=type(module).__name__)
         self._ran: list[str] = []
         self._compare: Callable[[], None] | None = None
@@ -50,7 +50,7 @@ class Order:
             self._begin()
             output = function(*args, **kwargs) if inner is None else inner(function, args, kwargs)
             self._start()
-            if not torch.is_grad_enabled():
+            if not (self._module.training and torch.is_grad_enabled()):
                 self._finish()
             return output
 

@@ -44,7 +44,7 @@ STRATEGIES = {
         stage=3, config={"zero_optimization": {"stage3_param_persistence_threshold": 0}}
     ),
 }
-HEARD = ("in backward", "in the next forward", "without gradients")
+HEARD = ("in backward", "in the next forward", "in evaluation", "without gradients")
 FORTH, BACK = ("one", "two"), ("two", "one")
 
 
@@ -64,6 +64,7 @@ def orders(fabric: Fabric, heard: str, compiled: bool) -> tuple[list[float], str
         optimizer.zero_grad()
         losses.append(loss.item())
     assert hooks_of_ours(net) == 3
+    model.train(heard != "in evaluation")
     try:
         with torch.set_grad_enabled(heard != "without gradients"):
             loss = model(x, BACK if fabric.global_rank else FORTH)
