@@ -119,10 +119,15 @@ KERNEL = """
 import sys
 from jupyter_client.manager import start_new_kernel
 
+def show(message):
+    content = message["content"]
+    print(content.get("text") or content.get("evalue", ""), end="", flush=True)  # a line may come in pieces
+
+
 manager, client = start_new_kernel(kernel_name="python3")
 try:
     for cell in sys.argv[1:]:
-        client.execute_interactive(cell, timeout=40, output_hook=lambda message: print(message["content"]))
+        client.execute_interactive(cell, timeout=40, output_hook=show)
 finally:
     client.stop_channels()
     manager.shutdown_kernel(now=True)
