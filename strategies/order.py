@@ -38,7 +38,7 @@ class Order:
         if self._is_needed:
             self._hooks = [part.register_forward_pre_hook(partial(self._note, name)) for name, part in named.items()]
             # Before anybody's hooks, for those of a backend may send something already.
-            self._hooks.append(module.register_forward_pre_hook(self._begin, prepend=True))
+            self._hooks.append(module.register_forward_pre_hook(lambda *_: self._finish(), prepend=True))
 
     def around(self, inner: Around | None) -> Around | None:
         """`inner`, and the comparison around it. Ranks: all run what comes of it; where two differ, all raise
@@ -66,7 +66,7 @@ class Order:
             hook.remove()
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
-    def _begin(self, *_: Any) -> None:
+    def _begin(self) -> None:
         self._finish()
         self._ran.clear()  # of what backward computed again
 

@@ -30,6 +30,10 @@ class Experts(nn.Module):
         parts = {name: getattr(self, name)(x).square().mean() for name in names}
         return parts["one"] + 2 * parts["two"]
 
+    def again(self, x: Tensor, names: tuple[str, ...]) -> Tensor:
+        """Two calls of the model, of which the second is alike on all ranks."""
+        return self(x, names) + self(x, FORTH)
+
 
 def in_shards(model: Experts, mesh: DeviceMesh) -> None:
     for part in (model.one, model.two, model):
@@ -65,10 +69,12 @@ def orders(fabric: Fabric, heard: str, compiled: bool) -> tuple[list[float], str
         losses.append(loss.item())
     assert hooks_of_ours(net) == 3
     model.train(heard != "in evaluation")
+    model.mark_forward_method("again")
+    call = model.again if heard == "in a method" else model
     try:
         with torch.set_grad_enabled(heard != "without gradients"):
-            loss = model(x, BACK if fabric.global_rank else FORTH)
-        if heard == "in backward":
+            loss = call(x, BACK if fabric.global_rank else FORTH)
+        if heard in ("in backward", "in a method"):
             fabric.backward(loss)
         elif heard == "in the next forward":
             model(x, FORTH)
@@ -100,7 +106,11 @@ def plain() -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "heard", "compiled"),
-    [*((name, heard, False) for name in STRATEGIES for heard in HEARD), ("fsdp", "in backward", True)],
+    [
+        *((name, heard, False) for name in STRATEGIES for heard in HEARD),
+        ("fsdp", "in a method", False),
+        ("fsdp", "in backward", True),
+    ],
 )
 def test_ranks_that_run_parts_in_another_order_raise(name: str, heard: str, compiled: bool) -> None:
     strategy: Strategy = STRATEGIES[name]
