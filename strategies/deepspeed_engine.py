@@ -47,6 +47,8 @@ class Engine:
             *(each.register_post_accumulate_grad_hook(self._reached_by_backward) for each in self.trained),  # type: ignore[no-untyped-call]
         ]
         self.engine.set_gradient_accumulation_boundary(False)
+        if stage != 3 and self.zero.cpu_offload:
+            self._add_up_in_place()
         if stage == 2 and runtime.world.size > 1:
             self._compare_before(self.zero.reduce_ipg_grads)
         self.discard()
@@ -170,6 +172,18 @@ class Engine:
         if self.stage == 3:
             return [self.zero._get_fp32_grad_state_partition(parameter, True)[0] for parameter in self.trained]
         return [shard.grad for shard in self.zero.single_partition_of_fp32_groups]
+
+    def _add_up_in_place(self) -> None:
+        """Let offloaded gradients add up where the step reads them: DeepSpeed 0.19 would hold each a second time.
+
+        A parameter that ranks share, or whose gradient is kept in another dtype, still has a buffer of its own.
+        """
+        for parameter in (each for group in self.zero.params_in_partition for each in group):
+            index = self.zero.get_param_id(parameter)
+            group, _, start, length = self.zero.grad_position[index]
+            kept = self.zero.single_partition_of_fp32_groups[group].grad
+            if length == parameter.numel() and kept.dtype == parameter.dtype:
+                self.zero.accumulated_grads_in_cpu[index] = kept.view(-1).narrow(0, start, length)
 
     def _compare_before(self, reduce: Callable[..., None]) -> None:
         """Let DeepSpeed add up a bucket of gradients only where all ranks have the same parameters in it, in one order.

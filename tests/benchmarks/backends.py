@@ -82,17 +82,21 @@ def _plain_step(model: Any, optimizer: Any, loss_of: Loss) -> Step:
     return step
 
 
-def fsdp2(fabric: Fabric, size: Size) -> Step:
-    """`fully_shard` of each block and of the root."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+def fsdp2(**degrees: int) -> Callable[[Fabric, Size], Step]:
+    """`fully_shard` of each block and of the root, over a mesh of such degrees."""
 
-    model, _ = size.make()
-    mesh = init_device_mesh("cpu", (fabric.world_size,))
-    for block in model:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return _plain_step(model, SGD(model.parameters(), lr=1e-3, momentum=0.9), size.loss())
+    def make(fabric: Fabric, size: Size) -> Step:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        model, _ = size.make()
+        mesh = init_device_mesh("cpu", tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return _plain_step(model, SGD(model.parameters(), lr=1e-3, momentum=0.9), size.loss())
+
+    return make
 
 
 def zero_redundancy(fabric: Fabric, size: Size) -> Step:
@@ -121,7 +125,7 @@ def tensor_parallel(fabric: Fabric, size: Size) -> Step:
     return _plain_step(model, SGD(model.parameters(), lr=1e-3, momentum=0.9), size.loss())
 
 
-def deepspeed_engine(stage: int) -> Callable[[Fabric, Size], Step]:
+def deepspeed_engine(stage: int, **offload: Any) -> Callable[[Fabric, Size], Step]:
     """`deepspeed.initialize`, `engine.backward` and `engine.step`."""
 
     def make(fabric: Fabric, size: Size) -> Step:
@@ -130,7 +134,8 @@ def deepspeed_engine(stage: int) -> Callable[[Fabric, Size], Step]:
         model, optimizer = size.make()
         config = {
             "train_micro_batch_size_per_gpu": size.batch_size,
-            "zero_optimization": {"stage": stage},
+            "zero_optimization": {"stage": stage, **offload},
+            "zero_force_ds_cpu_optimizer": False,  # as the strategy has it: the user's own optimizer steps
             "zero_allow_untested_optimizer": True,
         }
         with undisturbed(fabric._connected.world, "cpu") as deepspeed:
@@ -169,11 +174,19 @@ def fairscale_fsdp(fabric: Fabric, size: Size) -> Step:
 
 PAIRS: dict[str, tuple[Strategy, Callable[[Fabric, Size], Step]]] = {
     "ddp, shard_optimizer": (DDPStrategy(shard_optimizer=True), zero_redundancy),
-    "fsdp": (FSDPStrategy(auto_wrap_policy=Block), fsdp2),
+    "fsdp": (FSDPStrategy(auto_wrap_policy=Block), fsdp2(shard=2)),
+    "hsdp": (FSDPStrategy(auto_wrap_policy=Block, device_mesh=(2, 1)), fsdp2(replicate=2, shard=1)),
     "model_parallel, tensor=2": (ModelParallelStrategy(parallelize_fn=in_columns_and_rows, tensor=2), tensor_parallel),
     "deepspeed_stage_1": (DeepSpeedStrategy(stage=1), deepspeed_engine(1)),
     "deepspeed_stage_2": (DeepSpeedStrategy(stage=2), deepspeed_engine(2)),
     "deepspeed_stage_3": (DeepSpeedStrategy(stage=3), deepspeed_engine(3)),
+    **{
+        f"deepspeed_stage_{stage}_offload": (
+            DeepSpeedStrategy(stage=stage, offload_optimizer=True),
+            deepspeed_engine(stage, offload_optimizer={"device": "cpu"}),
+        )
+        for stage in (1, 2, 3)
+    },
     "ddp_sharded": (FairScaleShardedStrategy(), oss),
     "ddp_fully_sharded": (FairScaleFSDPStrategy(wrap=Block), fairscale_fsdp),
 }
