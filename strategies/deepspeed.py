@@ -34,9 +34,9 @@ from fabric.strategies.deepspeed_config import (
 from fabric.strategies.deepspeed_engine import NOT_GATHERED, UNUSED, Engine, close, gathered_parts, remember
 from fabric.strategies.deepspeed_refusals import COMPILED, LATER, ONE_OPTIMIZER, refuse_setup
 from fabric.strategies.deepspeed_state import ZeroState, is_sharded
+from fabric.strategies.execution_order import ExecutionOrder
 from fabric.strategies.forward import ForwardPath
 from fabric.strategies.initialize import new_tensors
-from fabric.strategies.order import Order
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.replica import place, share_loader, with_precision
@@ -242,7 +242,7 @@ class DeepSpeedStrategy(Strategy):
         around = with_precision(runtime, None)
         if self._stage == 3:
             stack.callback(close, self._initialize(runtime, module, None, move))
-            order = Order(runtime, module, gathered_parts(module))
+            order = ExecutionOrder(runtime, module, gathered_parts(module))
             stack.callback(order.release)
             around = order.around(around)
         else:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from fabric.strategies.order import Order, start_comparing
+from fabric.strategies.execution_order import ExecutionOrder, start_comparing
 from fabric.strategies.rank_zero import follow_rank_zero
 from fabric.strategies.runtime import Runtime
 
@@ -38,7 +38,7 @@ class Engine:
         self.trained = [parameter for group in self._groups() for parameter in group]
         self.buffers = list(module.buffers()) if broadcast_buffers and runtime.world.size > 1 else []
         follow_rank_zero(runtime.collective, self.buffers)
-        self.order = Order(runtime, module, gathered_parts(module) if stage == 3 else ())
+        self.order = ExecutionOrder(runtime, module, gathered_parts(module) if stage == 3 else ())
         self._has_gradients = self._is_reduced = self._is_called = self._is_started = False
         self._reached: set[Tensor] = set()
         self._stepped: set[Tensor] = set()

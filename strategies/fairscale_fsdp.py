@@ -25,6 +25,7 @@ from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.data.share import Use
+from fabric.strategies.execution_order import ExecutionOrder
 from fabric.strategies.fairscale import (
     NEEDS_ALL,
     NOT_AVERAGED,
@@ -39,7 +40,6 @@ from fabric.strategies.fairscale_slices import attach_module, attach_optimizer
 from fabric.strategies.fairscale_wrappers import UNCOMPILABLE, Slices
 from fabric.strategies.gradients import parameters_of
 from fabric.strategies.initialize import new_tensors
-from fabric.strategies.order import Order
 from fabric.strategies.policy import Policy, check_policy, matching
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
@@ -117,7 +117,7 @@ class FairScaleFSDPStrategy(Strategy):
             bucket_bytes=self.bucket_bytes,
             broadcast_buffers=self.broadcast_buffers,
         )
-        order = Order(runtime, module, parts)
+        order = ExecutionOrder(runtime, module, parts)
         hooks = [
             order.release,
             attach_module(runtime.collective, module),

@@ -26,11 +26,11 @@ from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.process_group import TorchCollective
 from fabric.strategies.data.share import Use
 from fabric.strategies.empty import Unfilled
+from fabric.strategies.execution_order import ExecutionOrder
 from fabric.strategies.forward import ForwardPath
 from fabric.strategies.gradients import clip_norm, clip_value
 from fabric.strategies.initialize import new_tensors
 from fabric.strategies.mesh import check_degrees, device_mesh
-from fabric.strategies.order import Order
 from fabric.strategies.policy import Policy, check_policy, matching
 from fabric.strategies.precision.forward_precision import cast_module
 from fabric.strategies.precision.precision import Precision
@@ -145,7 +145,7 @@ class FSDPStrategy(Strategy):
                 self._shard(runtime, unit, units, unfilled)
         undo = [recompute(part) for part in recomputed]
         model = _Sharded(self, runtime, cast("FSDPModule", inner), unfilled)
-        order = Order(runtime, inner, units)
+        order = ExecutionOrder(runtime, inner, units)
         path = ForwardPath(inner, order.around(with_precision(runtime, model.forward)), model.mark)
         undo += [path.release, order.release, attach_scaler(runtime.loss_scaler, optimizers)]
         return Prepared(

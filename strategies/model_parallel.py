@@ -32,13 +32,13 @@ from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.process_group import TorchCollective
 from fabric.strategies.data.share import Share, Use
 from fabric.strategies.empty import Unfilled
+from fabric.strategies.execution_order import ExecutionOrder
 from fabric.strategies.forward import Around, ForwardPath
 from fabric.strategies.gradients import clip_norm, clip_value, move_state
 from fabric.strategies.initialize import new_tensors
 from fabric.strategies.layout import Parallelize, fsdp_modules, parallelize
 from fabric.strategies.mesh import COPIES, Degree, check_written, complete, degree, device_mesh
 from fabric.strategies.options import carry_over, check_function
-from fabric.strategies.order import Order
 from fabric.strategies.pipeline import Pipeline
 from fabric.strategies.pipeline_setup import pipelined
 from fabric.strategies.precision.forward_precision import cast_module
@@ -162,7 +162,7 @@ class ModelParallelStrategy(Strategy):
             fill_alike(runtime, inner, unfilled)
         averaging = Averaging(runtime, inner)
         around = with_precision(runtime, self._around(runtime, averaging, unfilled))
-        order = Order(runtime, inner, fsdp_modules(inner))
+        order = ExecutionOrder(runtime, inner, fsdp_modules(inner))
         path = ForwardPath(inner, order.around(around), partial(_mark, inner))
         detach = attach_scaler(runtime.loss_scaler, optimizers)
 

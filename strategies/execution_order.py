@@ -7,7 +7,7 @@ each rank for itself, would be computed with halves of each other's weights, and
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Any, final
@@ -20,19 +20,20 @@ from fabric.strategies.runtime import Runtime
 
 
 @final
-class Order:
+class ExecutionOrder:
     """The order in which one model ran its `parts`, those whose weights travel, compared with that of other ranks.
 
-    Each forward sends a mark of its order. In training it travels while backward runs and is looked at after it, before
-    any step; in evaluation, or without gradients, it is looked at before the forward returns.
+    Each forward sends a checksum of its order. In training it travels while `fabric.backward` runs and is compared
+    after it, before any step; in evaluation, or without gradients, it is compared before the forward returns.
     """
 
-    def __init__(self, runtime: Runtime, module: nn.Module, parts: Container[Any]) -> None:
+    def __init__(self, runtime: Runtime, module: nn.Module, parts: Iterable[Any]) -> None:
         self._runtime, self._module = runtime, module
         self._sentence = _APART.format(name=type(module).__name__)
         self._ran: list[str] = []
         self._compare: Callable[[], None] | None = None
-        named = {name: part for name, part in module.named_modules() if name and part in parts}
+        chosen = set(parts)
+        named = {name: part for name, part in module.named_modules() if name and part in chosen}
         self._is_needed = runtime.world.size > 1 and len(named) > 1
         self._hooks = []
         if self._is_needed:
@@ -91,11 +92,11 @@ def start_comparing(runtime: Runtime, names: Sequence[str], sentence: str) -> Ca
 
     `sentence`: what that means, and what to write instead; where they first differ is said after it.
     """
-    mark = zlib.crc32("\n".join(names).encode())
-    gathered = runtime.collective.start_all_gather(torch.tensor([mark]))  # on the CPU: no device waits for it
+    checksum = zlib.crc32("\n".join(names).encode())
+    gathered = runtime.collective.start_all_gather(torch.tensor([checksum]))  # on the CPU: no device waits for it
 
     def compare() -> None:
-        if (gathered() != mark).any():
+        if (gathered() != checksum).any():
             raise RuntimeError(f"{sentence} {_first_apart(runtime.collective.all_gather_object(list(names)))}")
 
     return compare
