@@ -48,7 +48,7 @@ class Engine:
         ]
         self.engine.set_gradient_accumulation_boundary(False)
         if stage != 3 and self.zero.cpu_offload:
-            self._add_up_in_place()
+            self._add_up_in_place(self.zero._finalize_cpu_offload_gradient_accumulation)
         if stage == 2 and runtime.world.size > 1:
             self._compare_before(self.zero.reduce_ipg_grads)
         self.discard()
@@ -173,17 +173,31 @@ class Engine:
             return [self.zero._get_fp32_grad_state_partition(parameter, True)[0] for parameter in self.trained]
         return [shard.grad for shard in self.zero.single_partition_of_fp32_groups]
 
-    def _add_up_in_place(self) -> None:
+    def _add_up_in_place(self, finish: Callable[[], None]) -> None:
         """Let offloaded gradients add up where the step reads them: DeepSpeed 0.19 would hold each a second time.
 
-        A parameter that ranks share, or whose gradient is kept in another dtype, still has a buffer of its own.
+        Then nothing of them is left to move when a window ends, only to measure. A parameter that ranks share, or
+        whose gradient is kept in another dtype, still has a buffer of its own, which DeepSpeed moves in `finish`.
         """
+        in_place: dict[int, Tensor] = {}
         for parameter in (each for group in self.zero.params_in_partition for each in group):
             index = self.zero.get_param_id(parameter)
             group, _, start, length = self.zero.grad_position[index]
             kept = self.zero.single_partition_of_fp32_groups[group].grad
             if length == parameter.numel() and kept.dtype == parameter.dtype:
-                self.zero.accumulated_grads_in_cpu[index] = kept.view(-1).narrow(0, start, length)
+                in_place[index] = kept.view(-1).narrow(0, start, length)
+        self.zero.accumulated_grads_in_cpu.update(in_place)
+
+        def measure() -> None:
+            self.zero._wait_for_offload_copies()
+            reached = self.zero._offload_accumulated_param_ids
+            for index in in_place.keys() & reached:
+                self.zero.norm_for_param_grads[index] = in_place[index].norm(2, dtype=torch.float64)
+                self.zero.update_offload_overflow_tracker(in_place[index])
+            reached.difference_update(in_place)
+            finish()
+
+        self.zero._finalize_cpu_offload_gradient_accumulation = measure
 
     def _compare_before(self, reduce: Callable[..., None]) -> None:
         """Let DeepSpeed add up a bucket of gradients only where all ranks have the same parameters in it, in one order.
