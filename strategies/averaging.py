@@ -20,7 +20,7 @@ from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.flat import exchange
 from fabric.strategies.layout import DATA_AXES, fsdp_modules, layout_of
 from fabric.strategies.mesh import along, degree
-from fabric.strategies.rank_zero import follow_rank_zero
+from fabric.strategies.rank_zero import buffers_of, follow_rank_zero
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.shards import as_sharded, local_part
 
@@ -47,6 +47,7 @@ class Averaging:
         self.unaveraged = [(groups[axes], list(named.values())) for axes, named in layout.unaveraged.items()]
         self.replicas = Replicas(groups[tensor], layout.off_tensor) if tensor else None
         self.data = groups[data] if data else None
+        self.buffered = list(module.modules()) if data else []
         self.sharded = fsdp_modules(module)
         self.expected = False
         trainable = [parameter for parameter in self.parameters if parameter.requires_grad]
@@ -77,7 +78,7 @@ class Averaging:
     def follow_buffers(self) -> None:
         """Give the ranks that hold the same piece of the model the buffers of the first of them."""
         if self.data is not None:
-            follow_rank_zero(self.data, [local_part(buffer) for buffer in self.module.buffers()])
+            follow_rank_zero(self.data, [local_part(buffer) for buffer in buffers_of(self.buffered)])
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:

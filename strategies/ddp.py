@@ -31,7 +31,7 @@ from fabric.strategies.initialize import new_tensors
 from fabric.strategies.options import carry_over
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
-from fabric.strategies.rank_zero import follow_rank_zero
+from fabric.strategies.rank_zero import buffers_of, follow_rank_zero
 from fabric.strategies.replica import attach_scaler, place, replica, share_loader
 from fabric.strategies.runtime import Runtime, connect
 from fabric.strategies.strategy import Strategy
@@ -180,9 +180,9 @@ class _Averaging:
         self.module = module
         self.expects_backward = False
         self.needs_all = not (options.find_unused_parameters or options.static_graph)
-        # Looked up once, as DistributedDataParallel does: walking the modules takes longer than the rest of our step.
+        # Looked up once: walking the modules takes longer than the rest of our step.
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self.buffers = list(module.buffers()) if options.broadcast_buffers else []
+        self.buffered = list(module.modules()) if options.broadcast_buffers else []
         self.parallel = DistributedDataParallel(
             _Forward(module),
             bucket_cap_mb=options.bucket_bytes / 2**20,
@@ -193,7 +193,7 @@ class _Averaging:
         )
         if options.comm_hook is not None:
             register(self.parallel, options.comm_hook)
-        follow_rank_zero(collective, self.buffers)
+        follow_rank_zero(collective, buffers_of(self.buffered))
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
@@ -201,9 +201,8 @@ class _Averaging:
         output = self.parallel(function, args, kwargs)
         if self.parallel.require_backward_grad_sync:
             self.expects_backward = True
-            if self.buffers:
-                # Not before forward, as torch does: an evaluation then finds equal buffers, and needs no message.
-                follow_rank_zero(self.collective, self.buffers)
+            # Not before forward, as torch does: an evaluation then finds equal buffers, and needs no message.
+            follow_rank_zero(self.collective, buffers_of(self.buffered))
         return output
 
     def end(self) -> None:

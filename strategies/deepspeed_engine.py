@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.execution_order import ExecutionOrder, start_comparing
-from fabric.strategies.rank_zero import follow_rank_zero
+from fabric.strategies.rank_zero import buffers_of, follow_rank_zero
 from fabric.strategies.runtime import Runtime
 
 
@@ -36,8 +36,8 @@ class Engine:
         self.zero = engine.optimizer
         self.stage = stage
         self.trained = [parameter for group in self._groups() for parameter in group]
-        self.buffers = list(module.buffers()) if broadcast_buffers and runtime.world.size > 1 else []
-        follow_rank_zero(runtime.collective, self.buffers)
+        self.buffered = list(module.modules()) if broadcast_buffers and runtime.world.size > 1 else []
+        follow_rank_zero(runtime.collective, buffers_of(self.buffered))
         self.order = ExecutionOrder(runtime, module, gathered_parts(module) if stage == 3 else ())
         self._has_gradients = self._is_reduced = self._is_called = self._is_started = False
         self._reached: set[Tensor] = set()
@@ -62,7 +62,7 @@ class Engine:
         self._is_called = False
         output = function(*args, **kwargs)
         if torch.is_grad_enabled():
-            follow_rank_zero(self.runtime.collective, self.buffers)
+            follow_rank_zero(self.runtime.collective, buffers_of(self.buffered))
             start = self._starts_backward()
             for tensor in _tensors(output):
                 if tensor.requires_grad:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.fairscale import NOT_AVERAGED, UNUSED, name_some, root_logger_untouched
 from fabric.strategies.gradients import parameters_of
-from fabric.strategies.rank_zero import follow_rank_zero
+from fabric.strategies.rank_zero import buffers_of, follow_rank_zero
 
 
 @final
@@ -52,7 +52,8 @@ class Owners:
         from fairscale.nn.data_parallel import ShardedDataParallel
         from fairscale.optim import OSS
 
-        self.collective, self.module, self.follow_buffers = collective, module, broadcast_buffers
+        self.collective, self.module = collective, module
+        self.buffered = list(module.modules()) if broadcast_buffers else []
         with root_logger_untouched():
             self.shards = {
                 # The optimizer of a shard is the user's own. OSS makes its group dictionaries from these.
@@ -88,8 +89,8 @@ class Owners:
             return function(*args, **kwargs)
         self._follow_trainable()
         output = self.parallel(function, args, kwargs)
-        if self.follow_buffers and not self.parallel._should_accumulate_grads:
-            follow_rank_zero(self.collective, self.module.buffers())
+        if not self.parallel._should_accumulate_grads:
+            follow_rank_zero(self.collective, buffers_of(self.buffered))
         return output
 
     @contextmanager

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from fabric.strategies.fairscale import UNUSED, name_some, root_logger_untouched
 from fabric.strategies.fairscale_cpu import fully_sharded_on_cpu
 from fabric.strategies.forward import ForwardPath
-from fabric.strategies.rank_zero import follow_rank_zero
+from fabric.strategies.rank_zero import buffers_of, follow_rank_zero
 from fabric.strategies.runtime import Runtime
 
 UNCOMPILABLE = (
@@ -72,7 +72,8 @@ class Slices:
         bucket_bytes: int,
         broadcast_buffers: bool,
     ) -> None:
-        self.collective, self.module, self.follow_buffers = runtime.collective, module, broadcast_buffers
+        self.collective, self.module = runtime.collective, module
+        self.buffered = list(module.modules()) if broadcast_buffers else []
         self.reduced: set[Tensor] = set()
         self.versions: list[int] = []
         for parameter in module.parameters():
@@ -98,8 +99,8 @@ class Slices:
         """Around a forward: parameters are gathered before, slices after, and buffers follow rank 0. Ranks: all."""
         self._drop_stale()
         output = _through(self.root, function, args, kwargs)
-        if torch.is_grad_enabled() and self.follow_buffers and self.root._require_backward_grad_sync:
-            follow_rank_zero(self.collective, self.module.buffers())
+        if torch.is_grad_enabled() and self.root._require_backward_grad_sync:
+            follow_rank_zero(self.collective, buffers_of(self.buffered))
         return output
 
     @contextmanager

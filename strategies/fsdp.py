@@ -35,7 +35,7 @@ from fabric.strategies.policy import Policy, check_policy, matching
 from fabric.strategies.precision.forward_precision import cast_module
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
-from fabric.strategies.rank_zero import follow_rank_zero
+from fabric.strategies.rank_zero import buffers_of, follow_rank_zero
 from fabric.strategies.rebind import follow
 from fabric.strategies.recompute import recompute
 from fabric.strategies.replica import attach_scaler, backward_through, share_loader, with_precision
@@ -230,13 +230,15 @@ class _Sharded:
         self.module = module
         self.unfilled = unfilled
         self.synced = True
-        self.follow_buffers = options.broadcast_buffers and runtime.world.size > 1
+        self.buffered = []
+        if options.broadcast_buffers and runtime.world.size > 1:
+            self.buffered = list(cast(nn.Module, module).modules())
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.unfilled.check(self.collective)
         output = function(*args, **kwargs)
-        if self.follow_buffers and self.synced and torch.is_grad_enabled():
-            follow_rank_zero(self.collective, cast(nn.Module, self.module).buffers())
+        if self.synced and torch.is_grad_enabled():
+            follow_rank_zero(self.collective, buffers_of(self.buffered))
         return output
 
     def mark(self, method: str) -> None:

@@ -29,7 +29,7 @@ from fabric.strategies.flat import exchange
 from fabric.strategies.initialize import new_tensors
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
-from fabric.strategies.rank_zero import follow_rank_zero
+from fabric.strategies.rank_zero import buffers_of, follow_rank_zero
 from fabric.strategies.replica import attach_scaler, place, replica, share_loader
 from fabric.strategies.runtime import Runtime, connect
 from fabric.strategies.strategy import Strategy
@@ -96,7 +96,7 @@ class _Averaging:
     def __init__(self, collective: Collective, module: nn.Module, broadcast_buffers: bool) -> None:
         self.collective, self.name, self.number = collective, type(module).__name__, _number(collective)
         self.parameters = [one for one in module.parameters() if one.is_floating_point() or one.is_complex()]
-        self.buffers = list(module.buffers()) if broadcast_buffers else []
+        self.buffered = list(module.modules()) if broadcast_buffers else []
         self.changed: set[nn.Parameter] = set()
         self.is_due = self.is_unsynced = False
         lines = [f"{name}: {Spec.of(tensor)}" for name, tensor in _tensors(module)]
@@ -149,7 +149,7 @@ class _Averaging:
             )
         gradients = [_gradient(parameter) for parameter, there in zip(self.parameters, anywhere, strict=True) if there]
         exchange(gradients, partial(self.collective.all_reduce, op="mean"))
-        follow_rank_zero(self.collective, self.buffers)
+        follow_rank_zero(self.collective, buffers_of(self.buffered))
 
 
 def _number(collective: Collective) -> int:

@@ -46,8 +46,14 @@ class Synchronization:
         theirs = {tensor for replica in self.replicas for tensor in _tensors_of(replica)}
         modules = parallel.averaged_modules
         ours = list(dict.fromkeys(each for part in modules for each in part.parameters() if each not in theirs))
-        self.buffers = list(dict.fromkeys(each for part in modules for each in part.buffers() if each not in theirs))
-        follow_rank_zero(context.collective, [*(each for each in ours if as_sharded(each) is None), *self.buffers])
+        self.buffered = [
+            (part._buffers, name)  # not the tensor: a forward may assign another
+            for module in modules
+            for part in module.modules()
+            for name, buffer in part._buffers.items()
+            if buffer is not None and buffer not in theirs
+        ]
+        follow_rank_zero(context.collective, [*(each for each in ours if as_sharded(each) is None), *self._buffers()])
         self.averaged: dict[tuple[str, ...], list[nn.Parameter]] = {}
         self.divided: list[RemovableHandle] = []
         for parameter in ours:
@@ -96,9 +102,12 @@ class Synchronization:
     def _finish(self) -> None:
         for axes, parameters in self.averaged.items():
             average(self.along[axes], parameters)
-        follow_rank_zero(self.context.collective, self.buffers)
+        follow_rank_zero(self.context.collective, self._buffers())
         if self.parallel.finish_backward is not None:
             self.parallel.finish_backward()
+
+    def _buffers(self) -> list[Tensor]:
+        return list(dict.fromkeys(buffer for buffers, name in self.buffered if (buffer := buffers[name]) is not None))
 
     def _hold(self, more: int) -> None:
         self.num_holds += more

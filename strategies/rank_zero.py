@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.flat import follow
@@ -13,3 +13,9 @@ from fabric.strategies.flat import follow
 def follow_rank_zero(collective: Collective, tensors: Iterable[Tensor]) -> None:
     """Copy rank 0's values into the tensors of all ranks, in place. Ranks: all, with tensors of the same shapes."""
     follow(collective, ((tensor, 0) for tensor in tensors))
+
+
+def buffers_of(parts: Sequence[nn.Module]) -> list[Tensor]:
+    """The buffers that modules have now, without those of modules within them. To be asked for each time: a forward may
+    assign another tensor (https://github.com/pytorch/pytorch/issues/63916)."""
+    return list(dict.fromkeys(each for part in parts for each in part._buffers.values() if each is not None))

@@ -30,7 +30,7 @@ from fabric.strategies.data.share import Use
 from fabric.strategies.initialize import new_tensors
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
-from fabric.strategies.rank_zero import follow_rank_zero
+from fabric.strategies.rank_zero import buffers_of, follow_rank_zero
 from fabric.strategies.replica import replica, share_loader
 from fabric.strategies.runtime import Runtime, connect
 from fabric.strategies.strategy import Strategy
@@ -122,7 +122,7 @@ class XLAStrategy(Strategy):
             runtime,
             module,
             optimizers,
-            around=averaging.forward if averaging.buffers else None,
+            around=averaging.forward if averaging.buffered else None,
             unsynced=averaging.unsynced,
             watches=(averaging.watch,),
             end=partial(each, undo),
@@ -155,7 +155,7 @@ class _Averaging:
         self.synced = True
         self.finds_unused = options.find_unused_parameters
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.buffers = list(module.buffers()) if options.broadcast_buffers and collective.size > 1 else []
+        self.buffered = list(module.modules()) if options.broadcast_buffers and collective.size > 1 else []
         self.used: frozenset[str] | None = None
         if collective.size > 1:
             follow_rank_zero(collective, [*module.parameters(), *module.buffers()])
@@ -163,7 +163,7 @@ class _Averaging:
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = function(*args, **kwargs)
         if self.synced and torch.is_grad_enabled():
-            follow_rank_zero(self.collective, self.buffers)
+            follow_rank_zero(self.collective, buffers_of(self.buffered))
         return output
 
     @contextmanager

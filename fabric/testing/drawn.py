@@ -53,6 +53,8 @@ class Sizes:
 class Block(nn.Module):
     """A residual block. Its scale has one row, and of that most ranks hold nothing once it is in shards."""
 
+    mean: Tensor | None
+
     def __init__(self, sizes: Sizes, *, batch_norm: bool) -> None:
         super().__init__()
         # eps: where all numbers are nearly the same, dividing by their spread would make much of a rounding. A power of
@@ -62,10 +64,15 @@ class Block(nn.Module):
         self.out = nn.Linear(sizes.hidden, sizes.width)
         self.scale = nn.Parameter(torch.ones(1))
         self._dims = (1, 2) if batch_norm else (1, 1)
+        self.register_buffer("mean", torch.zeros(sizes.width) if batch_norm else None)
 
     def forward(self, x: Tensor) -> Tensor:
         """`(batch, length, width)` -> the same."""
         normed = self.norm(x.transpose(*self._dims)).transpose(*self._dims)
+        if self.mean is not None and self.training:  # another tensor, and not in place
+            self.mean = (self.mean + x.detach().mean(dim=(0, 1)).to(self.mean.dtype)) / 2
+        elif self.mean is not None:
+            normed = normed - self.mean
         residual: Tensor = self.scale * self.out(self.hidden(normed).tanh())
         return x + residual
 
@@ -78,7 +85,8 @@ class Net(nn.Module):
     """Tokens to logits: `embed`, `blocks`, `out`.
 
     `tied`: `out` has the weight of `embed`. `frozen`: a layer that is not trained. `spare`: a layer that only
-    `forward(tokens, spare=True)` uses. `batch_norm`: blocks normalise over the batch, and keep statistics.
+    `forward(tokens, spare=True)` uses. `batch_norm`: blocks normalise over the batch, and keep statistics: in place,
+    and by another tensor in each forward.
     """
 
     def __init__(
