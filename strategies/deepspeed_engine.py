@@ -143,14 +143,19 @@ class Engine:
             shard.clamp_(-bound, bound)
 
     def discard(self) -> None:
-        """No gradient is left."""
-        self.zero.zero_grad(set_to_none=True)
-        self.engine.set_gradient_accumulation_boundary(False)
+        """No gradient is left, and every buffer is zero."""
         if self.stage == 3 or self.zero.cpu_offload:
-            # Buffers that are not cleared: a parameter left out of the next backward would step with what it had.
             for buffer in self._buffers():
                 buffer.zero_()
-        if self.stage != 3:
+        self._end_window()
+
+    def _end_window(self) -> None:
+        """The next backward overwrites what is in buffers. `_refuse_left_out` lets no other parameter step with it."""
+        self.zero.zero_grad(set_to_none=True)
+        self.engine.set_gradient_accumulation_boundary(False)
+        if self.stage == 3:
+            self.zero._offload_boundary_param_ids = set()
+        else:
             self.zero.micro_step_id = -1
             self.zero.averaged_gradients = dict.fromkeys(self.zero.averaged_gradients)
             self.zero.all_grad_tensors = {}
@@ -259,7 +264,9 @@ class Engine:
                 f"DeepSpeed skipped a step of `{type(self.module).__name__}`: its gradients are not finite. Weights, "
                 "momentum and step counts are unchanged."
             )
-        self.discard()
+            self.discard()
+        else:
+            self._end_window()
         self._stepped, self._reached = self._reached, set()
 
     def drive(self, optimizer: Optimizer) -> Callable[[], None]:
@@ -291,7 +298,7 @@ class Engine:
             return bare(self_) if running else outside(self_, closure) if closure is not None else outside(self_)
 
         def zero_grad(self_: Optimizer, set_to_none: bool = True) -> None:
-            if self._has_gradients:
+            if self._has_gradients or not set_to_none:
                 self.discard()
             # As in PyTorch, a gradient that is set to zero is there: its parameter goes on by momentum.
             self._reached = set() if set_to_none else self._reached | self._stepped
