@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from fabric.strategies.collectives.packing import Spec
 from fabric.strategies.execution_order import ExecutionOrder, start_comparing
 from fabric.strategies.rank_zero import buffers_of, follow_rank_zero
 from fabric.strategies.runtime import Runtime
@@ -47,7 +48,9 @@ class Engine:
             *(each.register_post_accumulate_grad_hook(self._reached_by_backward) for each in self.trained),  # type: ignore[no-untyped-call]
         ]
         self.engine.set_gradient_accumulation_boundary(False)
-        if stage != 3 and self.zero.cpu_offload:
+        if stage == 3:
+            self._step_from_where_they_add_up()
+        elif self.zero.cpu_offload:
             self._add_up_in_place(self.zero._finalize_cpu_offload_gradient_accumulation)
         if stage == 2 and runtime.world.size > 1:
             self._compare_before(self.zero.reduce_ipg_grads)
@@ -203,6 +206,15 @@ class Engine:
             finish()
 
         self.zero._finalize_cpu_offload_gradient_accumulation = measure
+
+    def _step_from_where_they_add_up(self) -> None:
+        """As `_add_up_in_place`, for stage 3: there, all gradients add up in one buffer, in the order of the groups."""
+        end = 0
+        for group, shard in zip(self.zero.fp16_groups, self.zero.fp32_partitioned_groups_flat, strict=True):
+            start, end = end, end + sum(parameter.partition_numel() for parameter in group)
+            gradients = self.zero.grad_partitions_flat_buffer[start:end]
+            if shard.grad is not None and Spec.of(shard.grad) == Spec.of(gradients):
+                shard.grad = gradients
 
     def _compare_before(self, reduce: Callable[..., None]) -> None:
         """Let DeepSpeed add up a bucket of gradients only where all ranks have the same parameters in it, in one order.
