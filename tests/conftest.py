@@ -16,10 +16,11 @@ KEPT = ("fork_server.py", "resource_tracker")
 
 
 def pytest_configure() -> None:
-    """Ctrl-C means what it means, also where the tests run in a script's background: a shell has it ignored there, and
-    every program that a test starts would ignore it, too."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Signals mean what they mean, also where the tests run in a script's background, or under `nohup`: Ctrl-C or a
+    hang-up is ignored there, and every program that a test starts would ignore it, too."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
