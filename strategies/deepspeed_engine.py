@@ -49,9 +49,9 @@ class Engine:
         ]
         self.engine.set_gradient_accumulation_boundary(False)
         if stage == 3:
-            self._step_from_where_they_add_up()
+            self._step_from_accumulated()
         elif self.zero.cpu_offload:
-            self._add_up_in_place(self.zero._finalize_cpu_offload_gradient_accumulation)
+            self._accumulate_in_place(self.zero._finalize_cpu_offload_gradient_accumulation)
         if stage == 2 and runtime.world.size > 1:
             self._compare_before(self.zero.reduce_ipg_grads)
         self.discard()
@@ -181,7 +181,7 @@ class Engine:
             return [self.zero._get_fp32_grad_state_partition(parameter, True)[0] for parameter in self.trained]
         return [shard.grad for shard in self.zero.single_partition_of_fp32_groups]
 
-    def _add_up_in_place(self, finish: Callable[[], None]) -> None:
+    def _accumulate_in_place(self, finish: Callable[[], None]) -> None:
         """Let offloaded gradients add up where the step reads them: DeepSpeed 0.19 would hold each a second time.
 
         Then nothing of them is left to move when a window ends, only to measure. A parameter that ranks share, or
@@ -207,8 +207,8 @@ class Engine:
 
         self.zero._finalize_cpu_offload_gradient_accumulation = measure
 
-    def _step_from_where_they_add_up(self) -> None:
-        """As `_add_up_in_place`, for stage 3: there, all gradients add up in one buffer, in the order of the groups."""
+    def _step_from_accumulated(self) -> None:
+        """As `_accumulate_in_place`, for stage 3: there, gradients lie in one buffer, in the order of the groups."""
         end = 0
         for group, shard in zip(self.zero.fp16_groups, self.zero.fp32_partitioned_groups_flat, strict=True):
             start, end = end, end + sum(parameter.partition_numel() for parameter in group)

@@ -12,7 +12,9 @@ from fabric.strategies.flat import follow
 
 def follow_rank_zero(collective: Collective, tensors: Iterable[Tensor]) -> None:
     """Copy rank 0's values into the tensors of all ranks, in place. Ranks: all, with tensors of the same shapes."""
-    follow(collective, ((tensor, 0) for tensor in tensors))
+    sent = [(tensor, 0) for tensor in tensors]
+    if sent:  # most models have no buffer, and every forward asks
+        follow(collective, sent)
 
 
 def buffers_of(parts: Sequence[nn.Module]) -> list[Tensor]:
