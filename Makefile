@@ -25,7 +25,7 @@ environment: $(RUN)/test.done  ## What the tests run in
 slurm: $(RUN)/slurm.done  ## What tests on several machines need beside it: Debian, as root
 
 test: environment  ## The tests; PYTEST_ARGS='-k seed' for some
-	$(RUN)/bin/python -m pytest --ignore tests/clusters $(PYTEST_ARGS)
+	$(RUN)/bin/python -m pytest --ignore tests/clusters --ignore tests/type_checking $(PYTEST_ARGS)
 
 # A whole SLURM runs in these, and machines made of network namespaces: they need root.
 test-clusters: environment slurm  ## The tests on clusters that are started here; Debian, as root
@@ -46,10 +46,11 @@ check: test test-xla test-horovod test-clusters lint  ## All of these; --jobs 2 
 bench: $(RUN)/bench.done  ## Ratios against raw PyTorch, and against others where they are installed
 	$(RUN)/bin/python tests/benchmarks $(BENCH_ARGS)
 
-lint: $(LINT)/copy.done  ## Style, and types of the package as it is installed
+lint: $(LINT)/copy.done  ## Style, and types: of the package as it is installed, and of a program that uses it
 	$(LINT)/bin/ruff format --check .
 	$(LINT)/bin/ruff check .
 	cd $(LINT) && bin/mypy --config-file ../../pyproject.toml --package fabric
+	$(LINT)/bin/python -m pytest tests/type_checking
 
 clean:
 	rm -rf .venv build dist *.egg-info

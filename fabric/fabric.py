@@ -10,7 +10,7 @@ import atexit
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,16 @@ from fabric.strategies.runtime import Runtime
 from fabric.strategies.strategy import Strategy
 
 T = TypeVar("T")
+P = ParamSpec("P")
+Key = TypeVar("Key")
+Number = TypeVar("Number", bound=float)
+Self = TypeVar("Self", bound="Fabric")
+Module = TypeVar("Module", bound=nn.Module)
+Optim = TypeVar("Optim", bound=Optimizer)
+Optim2 = TypeVar("Optim2", bound=Optimizer)
+Scheduler = TypeVar("Scheduler")
+Loader = TypeVar("Loader", bound=Iterable[Any])
+Loader2 = TypeVar("Loader2", bound=Iterable[Any])
 
 
 class Fabric:
@@ -158,7 +168,11 @@ class Fabric:
 
     # Launching and closing
 
-    def launch(self, function: Callable[..., T] | None = None, *args: Any, **kwargs: Any) -> T | None:
+    @overload
+    def launch(self, function: None = None) -> None: ...
+    @overload
+    def launch(self: Self, function: Callable[Concatenate[Self, P], T], *args: P.args, **kwargs: P.kwargs) -> T: ...
+    def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Without a function: from the next line on, the script runs on every rank. With one: run
         `function(fabric, *args, **kwargs)` on every rank, and give back what rank 0 returned, tensors on the CPU.
 
@@ -184,8 +198,7 @@ class Fabric:
         if function is None:
             self._connect(launcher.enter())
             return None
-        result: T = launcher.launch(_run, self, function, args, kwargs)
-        return result
+        return launcher.launch(_run, self, function, args, kwargs)
 
     def close(self) -> None:
         """Give back the process group, the environment and the user's objects as they were. A second call does nothing.
@@ -204,6 +217,28 @@ class Fabric:
 
     # Preparing
 
+    @overload
+    def setup(self, module: Module, *, scheduler: None = None, move_to_device: bool = True) -> Module: ...
+    @overload
+    def setup(
+        self, module: Module, *, scheduler: Scheduler, move_to_device: bool = True
+    ) -> tuple[Module, Scheduler]: ...
+    @overload
+    def setup(
+        self, module: Module, optimizer: Optim, /, *, scheduler: None = None, move_to_device: bool = True
+    ) -> tuple[Module, Optim]: ...
+    @overload
+    def setup(
+        self, module: Module, optimizer: Optim, /, *, scheduler: Scheduler, move_to_device: bool = True
+    ) -> tuple[Module, Optim, Scheduler]: ...
+    @overload
+    def setup(
+        self, module: Module, first: Optim, second: Optim2, /, *, scheduler: None = None, move_to_device: bool = True
+    ) -> tuple[Module, Optim, Optim2]: ...
+    @overload
+    def setup(
+        self, module: Module, *optimizers: Optimizer, scheduler: Any = None, move_to_device: bool = True
+    ) -> Any: ...
     def setup(
         self, module: nn.Module, *optimizers: Optimizer, scheduler: Any = None, move_to_device: bool = True
     ) -> Any:
@@ -225,10 +260,16 @@ class Fabric:
         results = (prepared.module, *prepared.optimizers, *(() if scheduler is None else (scheduler,)))
         return results if len(results) > 1 else prepared.module
 
-    def setup_module(self, module: nn.Module, move_to_device: bool = True) -> nn.Module:
+    def setup_module(self, module: Module, move_to_device: bool = True) -> Module:
         """Prepare a model without optimizers: for inference, or to make the optimizers from what comes back."""
-        return self.setup(module, move_to_device=move_to_device)  # type: ignore[no-any-return]
+        return self.setup(module, move_to_device=move_to_device)
 
+    @overload
+    def setup_optimizers(self, optimizer: Optim, /) -> Optim: ...
+    @overload
+    def setup_optimizers(self, first: Optim, second: Optim2, /) -> tuple[Optim, Optim2]: ...
+    @overload
+    def setup_optimizers(self, *optimizers: Optimizer) -> Any: ...
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
         """Prepare optimizers of models that are set up already: the optimizer alone, or all in the order given."""
         if not optimizers:
@@ -240,6 +281,35 @@ class Fabric:
         self._optimizers.update({optimizer: self._state_access(optimizer) for optimizer in optimizers})
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
+    @overload
+    def setup_dataloaders(
+        self,
+        loader: Loader,
+        /,
+        *,
+        use_distributed_sampler: bool = True,
+        move_to_device: bool = True,
+        use: Use | None = None,
+    ) -> Loader: ...
+    @overload
+    def setup_dataloaders(
+        self,
+        first: Loader,
+        second: Loader2,
+        /,
+        *,
+        use_distributed_sampler: bool = True,
+        move_to_device: bool = True,
+        use: Use | None = None,
+    ) -> tuple[Loader, Loader2]: ...
+    @overload
+    def setup_dataloaders(
+        self,
+        *loaders: Iterable[Any],
+        use_distributed_sampler: bool = True,
+        move_to_device: bool = True,
+        use: Use | None = None,
+    ) -> Any: ...
     def setup_dataloaders(
         self,
         *loaders: Iterable[Any],
@@ -344,6 +414,20 @@ class Fabric:
         """Give every rank the object of rank `src`: tensors as tensors, the rest of the nest pickled. Ranks: all."""
         return nested.broadcast(self._connected.collective, obj, src)
 
+    @overload
+    def all_gather(
+        self, data: Tensor | complex, group: Collective | None = None, sync_grads: bool = False
+    ) -> Tensor: ...
+    @overload
+    def all_gather(
+        self, data: dict[Key, Number], group: Collective | None = None, sync_grads: bool = False
+    ) -> dict[Key, Tensor]: ...
+    @overload
+    def all_gather(
+        self, data: list[Number], group: Collective | None = None, sync_grads: bool = False
+    ) -> list[Tensor]: ...
+    @overload
+    def all_gather(self, data: T, group: Collective | None = None, sync_grads: bool = False) -> T: ...
     def all_gather(self, data: Any, group: Collective | None = None, sync_grads: bool = False) -> Any:
         """Give every rank the tensors of all ranks, in a nest of the same shape: `(*S)` -> `(W, *S)`, for W = 1 too.
 
@@ -357,6 +441,20 @@ class Fabric:
             raise ValueError(lacks["gather_gradients"])
         return nested.all_gather(group or self._connected.collective, data, sync_grads=sync_grads)
 
+    @overload
+    def all_reduce(
+        self, data: Tensor | complex, group: Collective | None = None, reduce_op: ReduceOp = "mean"
+    ) -> Tensor: ...
+    @overload
+    def all_reduce(
+        self, data: dict[Key, Number], group: Collective | None = None, reduce_op: ReduceOp = "mean"
+    ) -> dict[Key, Tensor]: ...
+    @overload
+    def all_reduce(
+        self, data: list[Number], group: Collective | None = None, reduce_op: ReduceOp = "mean"
+    ) -> list[Tensor]: ...
+    @overload
+    def all_reduce(self, data: T, group: Collective | None = None, reduce_op: ReduceOp = "mean") -> T: ...
     def all_reduce(self, data: Any, group: Collective | None = None, reduce_op: ReduceOp = "mean") -> Any:
         """Give every rank the reduction (mean, sum, min, max, product) of all ranks' tensors, in a nest of the same
         shape. The mean of integers is in floating point. Ranks: all of the group."""
