@@ -1,4 +1,4 @@
-"""Every example runs as a person runs it, in two processes on the CPU; every block of Python in the README too."""
+"""Every example runs as a person runs it, in two processes on the CPU; so does every block of Python in the pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fabric.strategies.registry import available_strategies, make_strategy
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-README = ROOT / "README.md"
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 
 pytestmark = pytest.mark.slow
 
@@ -161,22 +161,38 @@ def test_the_recommender_learns_the_same_with_tables_on_one_rank_and_on_two(tmp_
     torch.testing.assert_close(models[1], models[0], rtol=0.0, atol=3e-3)  # Adam's steps are 1e-2; rounding moves few
 
 
-def blocks_of_python() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+def blocks_of_python() -> dict[str, str]:
+    """Each block of Python in the README and in `docs/`, by its page and its number there."""
+    return {
+        f"{page.name}-{number}": block
+        for page in PAGES
+        for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+    }
 
 
-@pytest.mark.parametrize("number", range(len(blocks_of_python())))
-def test_a_block_of_python_in_the_readme_runs(number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", blocks_of_python())
+def test_a_block_of_python_in_the_pages_runs(block: str, tmp_path: Path) -> None:
     script = tmp_path / "block.py"
-    script.write_text(blocks_of_python()[number])
+    script.write_text(blocks_of_python()[block])
     run_program(str(script), cwd=tmp_path)
 
 
-def test_the_readme_lists_the_strategies_that_there_are() -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_links_of_a_page_lead_to_files_and_headings_that_exist(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        target, _, heading = link.partition("#")
+        file = page.parent / target if target else page
+        assert file.exists(), link
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+            assert heading in {re.sub(r"[^\w -]", "", one).lower().replace(" ", "-") for one in headings}, link
+
+
+def test_the_page_on_strategies_lists_those_that_there_are() -> None:
     from fabric.strategies.registry import strategy_registrations
 
-    text = README.read_text()
-    table = text[text.index("| `strategy=` |") : text.index('"Others" are what torch finds')]
+    text = (ROOT / "docs/strategies.md").read_text()
+    table = text[text.index("| `strategy=` |") : text.index('"Others" are the devices')]
     listed = {
         name for row in table.splitlines() if row.startswith("|") for name in re.findall(r"`(\w+)`", row.split("|")[1])
     } - {"strategy"}
