@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,6 +38,8 @@ class Runtime:
     """Tells the person who runs the job a sentence, by the standard logger `fabric`; silent on all ranks but zero."""
     mesh: DeviceMesh | None = None
     """The ranks along named axes, where the strategy has axes."""
+    loader_numbers: Iterator[int] = field(default_factory=count)
+    """A number for each loader, so that those set up in the same random state are shuffled differently."""
 
 
 def connect(

@@ -12,7 +12,18 @@ from typing import Any
 
 import torch
 
+from fabric.strategies.data.agreement import Ranks
 from fabric.strategies.data.loaders import DeviceLoader, Share, Use, process_dataloader
+
+
+def ranks_by(gather: Callable[[Any], list[Any]], count: int) -> Ranks:
+    """How ranks talk that can give each other what each has."""
+    return Ranks(
+        size=count,
+        broadcast=lambda obj: gather(obj)[0],
+        gather=gather,
+        same=lambda words: len(set(gather(words))) == 1,
+    )
 
 
 def share_out(
@@ -51,7 +62,8 @@ def share_out(
                     distribute=distribute,
                     move=True,
                     launcher="inline",
-                    agree=agree,
+                    ranks=ranks_by(agree, count),
+                    number=0,
                     say=said.append if said is not None and index == 0 else lambda sentence: None,
                 )
             except Exception as error:

@@ -496,10 +496,17 @@ def test_a_stateful_loader_resumes_in_the_order_in_which_it_stood() -> None:
     assert read(resumed) == read(loaders)
 
 
-def test_the_state_of_a_loader_without_position_is_an_error() -> None:
-    (loader,) = share_out(lambda _: DataLoader(Numbers(6), 2), 1)
-    with pytest.raises(TypeError, match="of a `DataLoader`: it does not know its position"):
+@pytest.mark.filterwarnings(TORCHDATA_BEHIND)
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_prepared_loader_has_a_state_exactly_where_its_loader_has_one(count: int) -> None:
+    (loader, *_) = share_out(lambda _: DataLoader(Numbers(6), 2), count)
+    assert not hasattr(loader, "state_dict")
+    assert not hasattr(loader, "load_state_dict")
+    with pytest.raises(AttributeError, match="`state_dict` of a prepared `DataLoader`: it does not know its position"):
         loader.state_dict()
+    (loader, *_) = share_out(lambda _: StatefulDataLoader(Numbers(6), 2), count)
+    assert hasattr(loader, "state_dict")
+    assert hasattr(loader, "load_state_dict")
 
 
 def test_a_batch_is_what_the_loader_made() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from data.shares import in_order
+from data.shares import in_order, ranks_by
 from torch import distributed
 from torch.utils.data import DataLoader
 from worlds import run_world
@@ -21,7 +21,7 @@ def shared(world: World, loader: Any) -> DeviceLoader:
     store = distributed.TCPStore(world.rendezvous.address, world.rendezvous.port, is_master=False)
     distributed.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
 
-    def agree(obj: Any) -> list[Any]:
+    def gather(obj: Any) -> list[Any]:
         votes: list[Any] = [None] * world.size
         distributed.all_gather_object(votes, obj)
         return votes
@@ -34,7 +34,8 @@ def shared(world: World, loader: Any) -> DeviceLoader:
         distribute=True,
         move=True,
         launcher=world.launcher,
-        agree=agree,
+        ranks=ranks_by(gather, world.size),
+        number=0,
         say=lambda sentence: None,
     )
     distributed.destroy_process_group()

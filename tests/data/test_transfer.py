@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from data.shares import ranks_by
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -49,7 +50,8 @@ def loader_on(device: torch.device, loader: Any, *, move: bool = True) -> Device
         distribute=True,
         move=move,
         launcher="inline",
-        agree=lambda obj: [obj],
+        ranks=ranks_by(lambda obj: [obj], 1),
+        number=0,
         say=lambda sentence: None,
     )
 
