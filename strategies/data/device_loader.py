@@ -69,6 +69,11 @@ def read_as(loader: Iterable[Any], reading: Reading) -> DeviceLoader:
     return (StatefulDeviceLoader if stateful else DeviceLoader)(loader, reading)
 
 
+def loader_name(loader: object) -> str:
+    """The type of the user's loader, prepared or not."""
+    return type(loader._loader if isinstance(loader, DeviceLoader) else loader).__name__
+
+
 class DeviceLoader:
     """A loader's batches: this rank's share of them, on this rank's device.
 
