@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
+from pathlib import PurePath
 from typing import Any
 
 from torch import Tensor
@@ -84,14 +85,16 @@ def order_words(items: Iterable[Any], dataset: object, seed: int) -> str | None:
 def value_words(value: Any, depth: int = 4) -> str:
     """A value in words. Numbers with a fraction by sign and power of two, which rounding does not change; objects that
     are neither numbers, text, tensors nor containers by their type."""
-    if isinstance(value, (bool, int, bytes, type(None))):
+    if isinstance(value, (bool, int, range, bytes, type(None))):
         return repr(value[:256] if isinstance(value, bytes) else value)
-    if isinstance(value, str):
-        return repr(value.rpartition("/")[2][:256])  # the nodes of a cluster may keep their files in different folders
+    if isinstance(value, (str, PurePath)):
+        return repr(str(value).rpartition("/")[2][:256])  # nodes may keep the same files in different folders
     if isinstance(value, float):
         return f"{math.copysign(1, value):.0f}e{math.frexp(value)[1]}" if TINY < abs(value) < math.inf else "0e0"
     if isinstance(value, complex):
         return value_words([value.real, value.imag])
+    if type(value).__module__ == "numpy" and not _is_array(value):
+        return value_words(value.item(), depth - 1) if depth else type(value).__qualname__
     if isinstance(value, Tensor) or _is_array(value):
         return f"{value.dtype}{tuple(value.shape)}{value_words(value.reshape(-1)[:NUM_SHOWN].tolist(), depth - 1)}"
     if depth and isinstance(value, Mapping):
@@ -131,7 +134,7 @@ def _shown(items: Sequence[Any], fingerprint: int) -> str:
 
 
 def _is_sequence(value: object) -> bool:
-    return isinstance(value, (list, tuple, range)) or (isinstance(value, Tensor) and value.ndim > 0) or _is_array(value)
+    return type(value) in (list, tuple, range) or (isinstance(value, Tensor) and value.ndim > 0) or _is_array(value)
 
 
 def _is_array(value: object) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from fabric.strategies.data.share import Share
 
@@ -50,7 +50,7 @@ def split_of(loader: object, share: Share) -> Split | None:
     Raises: ValueError: it is split for another rank, or for another number of ranks, than `share`.
     """
     for part in _parts(loader):
-        split = _split(part)
+        split = None if isinstance(part, DataLoader) else _split(part)
         if split is not None and split.count > 1:
             if (split.count, split.index) != (share.count, share.index):
                 raise ValueError(
@@ -72,22 +72,22 @@ def refuse_pipe(dataset: object) -> None:
 
 
 def _parts(loader: object) -> Iterator[object]:
-    """What the loader reads through, from the outside to the inside, each once."""
-    found, waiting = {id(loader)}, [loader]
+    """What the loader reads through, from the outside to the inside, each once; without map-style datasets, which may
+    know their rank for other reasons: there a sampler splits."""
+    found, waiting = {id(loader)}, [("", loader)]
     while waiting:
-        part = waiting.pop(0)
-        yield part
+        place, part = waiting.pop(0)
+        if place not in ("dataset", "datasets") or isinstance(part, IterableDataset):
+            yield part
         for name in INNER:
             inner = getattr(part, name, None)
             for each in inner if name in ("datasets", "pipeline") and isinstance(inner, (list, tuple)) else [inner]:
                 if each is not None and id(each) not in found:
                     found.add(id(each))
-                    waiting.append(each)
+                    waiting.append((name, each))
 
 
 def _split(part: Any) -> Split | None:
-    if isinstance(part, DataLoader) or (isinstance(part, Dataset) and not isinstance(part, IterableDataset)):
-        return None  # a map-style dataset may know its rank for other reasons, and its sampler is what splits
     splitter = part.func if isinstance(part, functools.partial) else part
     if getattr(splitter, "__module__", None) == "webdataset.shardlists":
         return _split_by_webdataset(splitter, part)
