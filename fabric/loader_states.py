@@ -42,16 +42,16 @@ class LoaderStates(LoaderAccess):
         if content is None or not isinstance(loader, Stateful):
             self._leave_out(name, loader)
             return
-        if _reads_own_part(loader):
-            states = content[OF_RANKS]
-            if len(states) != self._collective.size:
-                raise ValueError(
-                    f"`state[{name!r}]` has the positions of {len(states)} ranks, each in its own part of the data, "
-                    f"and this world has {self._collective.size}. Leave it out of the state to load, and the epoch "
-                    "begins anew."
-                )
-            content = states[self._collective.rank]
-        loader.load_state_dict(content)
+        states = content.get(OF_RANKS) if isinstance(content, dict) else None
+        own = _reads_own_part(loader)
+        if (states is not None) != own or (states is not None and len(states) != self._collective.size):
+            saved = "one position for all ranks" if states is None else f"the positions of {len(states)} ranks"
+            raise ValueError(
+                f"`state[{name!r}]` has {saved} in the checkpoint, and here {self._collective.size} ranks read "
+                f"{'each a part of its own' if own else 'one order'}. Load it where as many ranks read the same data "
+                "in the same parts, or leave it out of the state, and the epoch begins anew."
+            )
+        loader.load_state_dict(content if states is None else states[self._collective.rank])
 
     def _leave_out(self, name: str, loader: object) -> None:
         if name in self._said:

@@ -100,7 +100,7 @@ def share_loader(
             gather=collective.all_gather_object,
             same=partial(all_say, collective),
         ),
-        number=next(runtime.loader_numbers),
+        numbers=runtime.loader_numbers,
         say=runtime.report,
         carry=carry,
     )

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
 
 from fabric.launchers.world import World
 from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.data.agreement import LoaderNumbers
 from fabric.strategies.precision.loss_scaler import LossScaler, loss_scaler_for
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.shards import local_part
@@ -38,8 +38,8 @@ class Runtime:
     """Tells the person who runs the job a sentence, by the standard logger `fabric`; silent on all ranks but zero."""
     mesh: DeviceMesh | None = None
     """The ranks along named axes, where the strategy has axes."""
-    loader_numbers: Iterator[int] = field(default_factory=count)
-    """A number for each loader, so that those set up in the same random state are shuffled differently."""
+    loader_numbers: LoaderNumbers = field(default_factory=LoaderNumbers)
+    """Tells loaders apart that are set up in the same random state: they are shuffled differently."""
 
 
 def connect(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import torch
 
@@ -32,6 +32,28 @@ class Ranks:
     """Whether all ranks passed the same words: one all-reduce of one number."""
 
 
+@final
+class LoaderNumbers:
+    """Numbers the loaders that are set up one after another in the same state of torch's global generator, from 0.
+
+    Once one of them is iterated, the next is number 0 again: a program that seeds itself as before, within the same
+    process, reads the same order as before.
+    """
+
+    def __init__(self) -> None:
+        self._state, self._number = b"", 0
+
+    def next(self) -> int:
+        """The number of the loader that is being set up."""
+        state = digest(torch.default_generator.get_state())
+        self._state, self._number = state, self._number + 1 if state == self._state else 0
+        return self._number
+
+    def restart(self) -> None:
+        """Say that a loader is iterated."""
+        self._state = b""
+
+
 @dataclass(frozen=True, slots=True)
 class Seeds:
     """The randomness of rank 0: where the order of every rank comes from."""
@@ -44,8 +66,8 @@ class Seeds:
 def agree_on_seed(own: list[Rng], number: int, ranks: Ranks) -> Seeds:
     """Give every rank the seed and the generator states of rank 0. No generator is drawn from, none is written.
 
-    The seed follows from the state of torch's global generator, so `seed_everything` governs it, and from `number`,
-    which tells apart loaders that are set up in the same state.
+    The seed follows from the state of torch's global generator, so `seed_everything` governs it, and from `number`: see
+    `LoaderNumbers`.
     """
     seed = mix("loader", number, digest(torch.default_generator.get_state()))
     mine = Seeds(seed, [rng.read() for rng in own])

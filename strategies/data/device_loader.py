@@ -185,6 +185,14 @@ class StatefulDeviceLoader(DeviceLoader):
         Raises: ValueError: it is the position in another part of the data than the one that this rank reads.
         """
         order, part = self._reading.order, self._reading.part
+        saved = next((way for way in ("order", "part") if set(state_dict) == {"loader", way}), "all")
+        here = "order" if order is not None else "all" if part is None else "part"
+        if saved != here:
+            ways = {"order": "one order for many ranks", "part": "one of several parts", "all": "all of the data"}
+            raise ValueError(
+                f"The state of a loader that reads {ways[saved]} was given to one that reads {ways[here]}. Load it "
+                "where as many ranks read the same data."
+            )
         if part is not None:
             index, count = state_dict["part"]
             if (index, count) != (part.index, part.count):

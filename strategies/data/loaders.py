@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from fabric.strategies.data.advice import advice, loading_of
-from fabric.strategies.data.agreement import Ranks, agree_on_loader, agree_on_seed, length_of
+from fabric.strategies.data.agreement import LoaderNumbers, Ranks, agree_on_loader, agree_on_seed, length_of
 from fabric.strategies.data.content import describe, describe_stream
 from fabric.strategies.data.cut import Cut, LeaveOut, SampleCut, TurnCut
 from fabric.strategies.data.device_loader import DeviceLoader, Epochal, Reading, Stateful, read_as
@@ -43,7 +43,7 @@ def process_dataloader(
     move: bool,
     launcher: str,
     ranks: Ranks,
-    number: int,
+    numbers: LoaderNumbers,
     say: Callable[[str], None],
     carry: Carry | None = None,
 ) -> DeviceLoader:
@@ -51,7 +51,7 @@ def process_dataloader(
 
     Ranks: all that read parts of the same data call it, with the same loader. One rank alone gets plain PyTorch: the
     same order from the same random numbers. Data that is split for this rank already (`DistributedSampler`,
-    `split_dataset_by_node`: see `split.py`) is not split again. `number` tells apart loaders that are set up in the
+    `split_dataset_by_node`: see `split.py`) is not split again. `numbers` tells apart loaders that are set up in the
     same random state; `say` shows a warning, on one rank. `carry`: how the batches go to the device, where it has a
     way of its own.
     Raises: ValueError: the data cannot be shared out, it is split for another rank or another number of ranks, or the
@@ -61,7 +61,7 @@ def process_dataloader(
         raise ValueError("`setup_dataloaders` was given a loader that it returned before. Pass the original loader.")
     if not isinstance(loader, Iterable):
         raise TypeError(f"`setup_dataloaders` was given a `{type(loader).__name__}`, which cannot be iterated.")
-    setup = _Setup(share, use != "train", ranks, number, say)
+    setup = _Setup(share, use != "train", ranks, numbers, say)
     split = split_of(loader, share) if distribute else None
     accelerated = move and device.type != "cpu"
     # Ahead only of what is at hand: an iterable may depend on the loop, and a stateful loader counts what was fetched.
@@ -87,7 +87,7 @@ class _Setup:
     share: Share
     uneven: bool
     ranks: Ranks
-    number: int
+    numbers: LoaderNumbers
     say: Callable[[str], None]
 
 
@@ -109,7 +109,7 @@ def _whole(loader: Iterable[Any], share: Share) -> Reading:
 
 def _shared(loader: DataLoader[Any], setup: _Setup) -> Reading:
     own = own_rngs(loader)
-    seeds = agree_on_seed(own, setup.number, setup.ranks)
+    seeds = agree_on_seed(own, setup.numbers.next(), setup.ranks)
     described = {"batch size": loader.batch_size, "drop_last": loader.drop_last}
     if isinstance(loader.dataset, IterableDataset):
         return _shared_stream(loader, loader.dataset, setup, seeds.seed, described)
@@ -124,7 +124,14 @@ def _shared(loader: DataLoader[Any], setup: _Setup) -> Reading:
     _refuse(index.cut, index.items)
     start = WorkerStart(setup.share.index, loader.worker_init_fn)
     source = _copy(loader, worker_init_fn=start, **{name: index})
-    return Reading(source=source, order=order, index=index, start=start, epochal=_epochal(loader, source))
+    return Reading(
+        source=source,
+        order=order,
+        index=index,
+        start=start,
+        epochal=_epochal(loader, source),
+        begin=setup.numbers.restart,
+    )
 
 
 def _shared_stream(
@@ -155,6 +162,7 @@ def _shared_stream(
         start=start,
         epochal=_epochal(loader, source),
         leave_out=_left_out(setup),
+        begin=setup.numbers.restart,
     )
 
 
@@ -185,7 +193,7 @@ def _equal_batches(loader: Iterable[Any], words: str, setup: _Setup) -> None:
 
 
 def _shared_iterable(items: Iterable[Any], setup: _Setup) -> Reading:
-    seed = agree_on_seed([], setup.number, setup.ranks).seed
+    seed = agree_on_seed([], setup.numbers.next(), setup.ranks).seed
     agree_on_loader({"loader": type(items).__qualname__, "length": length_of(items)}, [], setup.ranks)
     cut = TurnCut(share=setup.share, uneven=setup.uneven)
     _refuse(cut, items)
@@ -193,7 +201,14 @@ def _shared_iterable(items: Iterable[Any], setup: _Setup) -> Reading:
     # Anything but a list is read no further than the step, so that its own state is that of the loop.
     chunks = MAX_CHUNKS if isinstance(items, (list, tuple)) else 1
     index = IndexSource(items, items, cut, order, _left_out(setup), chunks=chunks, eager=True)
-    return Reading(source=index, order=order, index=index, position=items, epochal=_epochal(items, items))
+    return Reading(
+        source=index,
+        order=order,
+        index=index,
+        position=items,
+        epochal=_epochal(items, items),
+        begin=setup.numbers.restart,
+    )
 
 
 def _copy(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fabric.strategies.data.agreement import Ranks
+from fabric.strategies.data.agreement import LoaderNumbers, Ranks
 from fabric.strategies.data.loaders import DeviceLoader, Share, Use, process_dataloader
 
 
@@ -34,10 +34,12 @@ def share_out(
     distribute: bool = True,
     said: list[str] | None = None,
     shares: list[Share] | None = None,
+    numbers: list[LoaderNumbers] | None = None,
 ) -> list[DeviceLoader]:
     """What `process_dataloader` gives each of `count` ranks for `make(rank)` or `make[rank]`.
 
-    `said` gets the warnings of rank 0; `shares` are given where ranks have one in common.
+    `said` gets the warnings of rank 0; `shares` are given where ranks have one in common,
+    `numbers` where they set up several loaders.
     """
     turn, votes, met = threading.Lock(), [None] * count, threading.Barrier(count)
     results: list[Any] = [None] * count
@@ -63,7 +65,7 @@ def share_out(
                     move=True,
                     launcher="inline",
                     ranks=ranks_by(agree, count),
-                    number=0,
+                    numbers=numbers[index] if numbers else LoaderNumbers(),
                     say=said.append if said is not None and index == 0 else lambda sentence: None,
                 )
             except Exception as error:

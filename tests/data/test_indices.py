@@ -23,6 +23,7 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from fabric.strategies.data.agreement import LoaderNumbers
 from fabric.strategies.data.share import Share
 
 TORCHDATA_BEHIND = "ignore:'set_vital' is deprecated"  # torchdata 0.11 with torch 2.13
@@ -183,6 +184,19 @@ def test_seeding_torch_governs_the_order() -> None:
         return in_order(read(share_out(lambda _: DataLoader(Numbers(64), 4, shuffle=True), 2)))
 
     assert shuffled(1) == shuffled(1) != shuffled(2)
+
+
+def test_loaders_that_are_set_up_in_the_same_random_state_are_shuffled_differently_and_again_alike() -> None:
+    numbers = [LoaderNumbers() for _ in range(2)]
+
+    def shuffled() -> list[list[int]]:
+        torch.manual_seed(1)
+        both = [share_out(lambda _: DataLoader(Numbers(64), 4, shuffle=True), 2, numbers=numbers) for _ in range(2)]
+        return [in_order(read(loaders)) for loaders in both]
+
+    first, second = shuffled()
+    assert first != second
+    assert [first, second] == shuffled()
 
 
 @pytest.mark.filterwarnings(TORCHDATA_BEHIND)

@@ -13,6 +13,7 @@ from data.shares import ranks_by
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
+from fabric.strategies.data.agreement import LoaderNumbers
 from fabric.strategies.data.loaders import DeviceLoader, Share, process_dataloader
 from fabric.strategies.data.transfer import move, one_ahead
 
@@ -51,7 +52,7 @@ def loader_on(device: torch.device, loader: Any, *, move: bool = True) -> Device
         move=move,
         launcher="inline",
         ranks=ranks_by(lambda obj: [obj], 1),
-        number=0,
+        numbers=LoaderNumbers(),
         say=lambda sentence: None,
     )
 
