@@ -28,6 +28,7 @@ from fabric.callbacks import call
 from fabric.console import print_rank_zero
 from fabric.determinism import determinism
 from fabric.launchers.world import World
+from fabric.loader_states import LoaderStates
 from fabric.loggers.logger import metric_writer
 from fabric.machine import Machine
 from fabric.progress import progress
@@ -106,6 +107,8 @@ class Fabric:
         self._open = ExitStack()
         self._models: dict[nn.Module, Prepared] = {}
         self._optimizers: dict[Optimizer, StateAccess] = {}
+        self._left_out: set[str] = set()
+        """Loaders without a state, by the names under which they were left out of a checkpoint."""
         self._backward: Callable[..., None] | None = None
         self._stop: StopRequest | None = None
 
@@ -469,11 +472,13 @@ class Fabric:
     def save(self, path: str | os.PathLike[str], state: Mapping[str, Any], filter: Filter | None = None) -> None:
         """Write modules, optimizers, anything with a `state_dict`, and plain values to one file, whole or not at all.
 
-        `filter`: for a name in `state`, a function `(key, value) -> bool` that chooses what is saved. Ranks: all.
+        `filter`: for a name in `state`, a function `(key, value) -> bool` that chooses what is saved. A data loader
+        without a `state_dict` is left out, and that is said once. Ranks: all.
         Raises: CheckpointError: on every rank, if rank 0 could not write.
         """
         check_named("save", state)
-        single_file.save(self._connected.collective, path, state_of(state, filter, self._state_access))
+        content = state_of(state, filter, self._state_access, self._loader_states)
+        single_file.save(self._connected.collective, path, content)
 
     def load(
         self, path: str | os.PathLike[str], state: MutableMapping[str, Any] | None = None, strict: bool = True
@@ -486,7 +491,8 @@ class Fabric:
         if state is not None:
             check_named("load", state)
         content = single_file.load(self._connected.collective, path)
-        return restore({} if state is None else state, content, strict=strict, access=self._state_access)
+        found = {} if state is None else state
+        return restore(found, content, strict=strict, access=self._state_access, loaders=self._loader_states)
 
     def load_raw(self, path: str | os.PathLike[str], obj: Stateful, strict: bool = True) -> None:
         """Load a file that holds the bare state of one module or optimizer, as `torch.save(net.state_dict())` does."""
@@ -595,6 +601,10 @@ class Fabric:
         if isinstance(obj, Optimizer) and obj in self._optimizers:
             return self._optimizers[obj]
         return next((model.state for model in self._models.values() if model.holds(obj)), PLAIN)
+
+    @property
+    def _loader_states(self) -> LoaderStates:
+        return LoaderStates(self._connected.collective, self._connected.report, self._left_out)
 
     def _refuse_twice(self, *objects: nn.Module | Optimizer) -> None:
         for obj in objects:

@@ -13,6 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fabric.strategies.collectives.agreement import all_say
+from fabric.strategies.data.agreement import Ranks
 from fabric.strategies.data.loaders import DeviceLoader, Share, Use, process_dataloader
 from fabric.strategies.data.transfer import Carry
 from fabric.strategies.forward import Around, ForwardPath
@@ -83,6 +85,7 @@ def share_loader(
 
     `carry`: how batches go to the device, where it has a way of its own.
     """
+    collective = runtime.collective
     return process_dataloader(
         loader,
         use,
@@ -91,7 +94,13 @@ def share_loader(
         distribute=distribute,
         move=move,
         launcher=runtime.world.launcher,
-        agree=runtime.collective.all_gather_object,
+        ranks=Ranks(
+            size=collective.size,
+            broadcast=collective.broadcast_object,
+            gather=collective.all_gather_object,
+            same=partial(all_say, collective),
+        ),
+        numbers=runtime.loader_numbers,
         say=runtime.report,
         carry=carry,
     )

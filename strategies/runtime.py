@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ import torch
 
 from fabric.launchers.world import World
 from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.data.agreement import LoaderNumbers
 from fabric.strategies.precision.loss_scaler import LossScaler, loss_scaler_for
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.shards import local_part
@@ -37,6 +38,8 @@ class Runtime:
     """Tells the person who runs the job a sentence, by the standard logger `fabric`; silent on all ranks but zero."""
     mesh: DeviceMesh | None = None
     """The ranks along named axes, where the strategy has axes."""
+    loader_numbers: LoaderNumbers = field(default_factory=LoaderNumbers)
+    """Tells loaders apart that are set up in the same random state: they are shuffled differently."""
 
 
 def connect(

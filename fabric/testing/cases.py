@@ -114,6 +114,7 @@ _CASES = (
         needs=("load", "optimizer_state"),
     ),
     Case(name="uneven", claim="a last batch that is smaller", body=loops.tail, needs=("uneven",)),
+    Case(name="loaders_first", claim="numbers drawn after loaders were set up", body=loops.loaders_first),
     Case(
         name="gather_gradients",
         claim="a loss over the outputs of all ranks",

@@ -5,6 +5,7 @@ What a loop returns must be equal; what it asserts must hold in both.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, softplus
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from fabric.testing.drawn import Net, OptimizerWord, Trial, make_optimizer
 from fabric.testing.plain import Loop
@@ -291,6 +293,20 @@ def tail(loop: Loop, trial: Trial) -> Outcome:
         times = loop.all_reduce(seen, reduce_op="mean") * trial.num_shares
         assert times.allclose(torch.ones_like(times)), f"samples were read so often: {times.tolist()}"
     return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
+
+
+def loaders_first(loop: Loop, trial: Trial) -> Outcome:
+    """Setting loaders up draws from no random generator: a model made after them starts from the same weights."""
+    torch.manual_seed(trial.seed)
+    random.seed(trial.seed)
+    loader = trial.loader()
+    shuffled = DataLoader(loader.dataset, loader.batch_size, shuffle=True)
+    weighted = DataLoader(loader.dataset, 1, sampler=WeightedRandomSampler([1.0, 2.0, 3.0, 4.0], 2 * trial.step_size))
+    for each in (loader, shuffled, weighted):
+        loop.setup_dataloaders(each)
+    drawn = [*torch.rand(3).tolist(), random.random()]
+    assert isinstance(loader.generator, torch.Generator)
+    return Outcome(losses=[*drawn, *torch.rand(3, generator=loader.generator).tolist()])
 
 
 def contrast(loop: Loop, trial: Trial) -> Outcome:

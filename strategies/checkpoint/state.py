@@ -81,9 +81,52 @@ def plain(_: nn.Module | Optimizer) -> StateAccess:
     return PLAIN
 
 
-def state_of(state: Mapping[str, Any], keep: Filter | None = None, access: FindAccess = plain) -> dict[str, Any]:
+SKIPPED = object()
+"""Read from a loader that has no state: a checkpoint leaves it out."""
+
+
+class LoaderAccess(ABC):
+    """How the state of data loaders is read, and written back. Ranks: all call each method."""
+
+    @abstractmethod
+    def is_loader(self, obj: object) -> bool:
+        """Whether this is a data loader, prepared or not, with a state or without."""
+
+    @abstractmethod
+    def read(self, name: str, loader: Any) -> Any:
+        """The loader's state, or `SKIPPED`; `name`: under which it is saved."""
+
+    @abstractmethod
+    def write(self, name: str, loader: Any, content: Any) -> None:
+        """Load it. Called for a loader without a state, too, which the checkpoint has left out."""
+
+
+@final
+class AnyOther(LoaderAccess):
+    """Data loaders are like any other object."""
+
+    def is_loader(self, obj: object) -> bool:
+        return False
+
+    def read(self, name: str, loader: Any) -> Any:
+        raise AssertionError
+
+    def write(self, name: str, loader: Any, content: Any) -> None:
+        raise AssertionError
+
+
+NO_LOADERS = AnyOther()
+
+
+def state_of(
+    state: Mapping[str, Any],
+    keep: Filter | None = None,
+    access: FindAccess = plain,
+    loaders: LoaderAccess = NO_LOADERS,
+) -> dict[str, Any]:
     """Replace each stateful object of `state` by its state; `keep` chooses, per name, which entries stay.
 
+    Loaders that have no state are left out; in a list, None takes their place.
     Ranks: all call it, each with the same names. Rank 0 gets the whole.
     Raises: ValueError: `keep` has a name that `state` has not. TypeError: `keep` names something that is no mapping.
     """
@@ -92,29 +135,33 @@ def state_of(state: Mapping[str, Any], keep: Filter | None = None, access: FindA
             raise ValueError(
                 f"`filter` has {name!r}, but the state has {', '.join(map(repr, state))}. Filter what is saved."
             )
-    return {name: _kept(name, _plain(value, access), (keep or {}).get(name)) for name, value in state.items()}
+    read = {name: _plain(name, value, access, loaders) for name, value in state.items()}
+    return {name: _kept(name, value, (keep or {}).get(name)) for name, value in read.items() if value is not SKIPPED}
 
 
 def restore(
-    state: MutableMapping[str, Any], content: dict[str, Any], *, strict: bool, access: FindAccess = plain
+    state: MutableMapping[str, Any],
+    content: dict[str, Any],
+    *,
+    strict: bool,
+    access: FindAccess = plain,
+    loaders: LoaderAccess = NO_LOADERS,
 ) -> dict[str, Any]:
     """Give `content` back to the objects of `state`, in place; what `state` does not name is returned.
 
-    Stateful objects load their part, other entries are replaced.
-    Raises: KeyError: `strict`, and `content` lacks a name.
+    Stateful objects load their part, wherever in nested dictionaries and lists; other entries are replaced.
+    Raises: KeyError: `strict`, and `content` lacks a name, which may be that of a loader without a state.
     """
-    missing = [name for name in state if name not in content]
+    missing = [name for name, value in state.items() if name not in content and not _is_stateless(value, loaders)]
     if strict and missing:
         raise KeyError(
             f"The checkpoint has {', '.join(map(repr, content))}, and lacks {', '.join(map(repr, missing))}. "
             "Leave it out of the state to load, or pass `strict=False`."
         )
     for name in state:
-        if name in content:
-            if isinstance(state[name], Stateful):
-                load_into(state[name], content[name], strict=strict, access=access)
-            else:
-                state[name] = content[name]
+        if name in content or _is_stateless(state[name], loaders):
+            found = content.get(name, SKIPPED)
+            state[name] = _given_back(name, state[name], found, strict=strict, access=access, loaders=loaders)
     return {name: value for name, value in content.items() if name not in state}
 
 
@@ -134,18 +181,59 @@ def uncompiled(module: nn.Module) -> nn.Module:
     return module._modules.get("_orig_mod") or module
 
 
-def _plain(value: Any, access: FindAccess) -> Any:
+def _given_back(
+    name: str, target: Any, content: Any, *, strict: bool, access: FindAccess, loaders: LoaderAccess
+) -> Any:
+    """What stands in the place of `target` once `content` is loaded: itself, where it took its state."""
+    if loaders.is_loader(target):
+        loaders.write(name, target, content)
+        return target
+    if isinstance(target, Stateful):
+        load_into(target, content, strict=strict, access=access)
+        return target
+    if not _holds_state(target, loaders):
+        return content
+    if isinstance(target, dict) and isinstance(content, dict):
+        target.update(restore(target, content, strict=strict, access=access, loaders=loaders))
+        return target
+    if isinstance(content, list) and len(content) == len(target):
+        pairs = zip(target, content, strict=True)
+        return [_given_back(name, each, part, strict=strict, access=access, loaders=loaders) for each, part in pairs]
+    raise ValueError(
+        f"`state[{name!r}]` is a `{type(target).__name__}` of {len(target)} entries, and the checkpoint has "
+        f"{f'a list of {len(content)}' if isinstance(content, list) else f'a `{type(content).__name__}`'} there. Load "
+        "into as many objects as were saved."
+    )
+
+
+def _holds_state(value: Any, loaders: LoaderAccess) -> bool:
+    if isinstance(value, dict):
+        return any(_holds_state(entry, loaders) for entry in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(_holds_state(entry, loaders) for entry in value)
+    return isinstance(value, Stateful) or loaders.is_loader(value)
+
+
+def _is_stateless(value: Any, loaders: LoaderAccess) -> bool:
+    return loaders.is_loader(value) and not isinstance(value, Stateful)
+
+
+def _plain(name: str, value: Any, access: FindAccess, loaders: LoaderAccess) -> Any:
     if isinstance(value, nn.Module):
         module = uncompiled(value)
         return access(module).read_module(module)
     if isinstance(value, Optimizer):
         return access(value).read_optimizer(value)
+    if loaders.is_loader(value):
+        return loaders.read(name, value)
     if isinstance(value, Stateful):
         return value.state_dict()
     if isinstance(value, dict):
-        return {key: _plain(entry, access) for key, entry in value.items()}
+        read = {key: _plain(str(key), entry, access, loaders) for key, entry in value.items()}
+        return {key: entry for key, entry in read.items() if entry is not SKIPPED}
     if isinstance(value, (list, tuple)):
-        return [_plain(entry, access) for entry in value]
+        entries = [_plain(name, entry, access, loaders) for entry in value]
+        return [None if entry is SKIPPED else entry for entry in entries]
     return value
 
 

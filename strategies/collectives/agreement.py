@@ -36,9 +36,9 @@ def agree(collective: Collective, call: str, hint: str = "") -> bool:
     one agreed or not.
     Raises: CollectiveError: the calls differ; on every rank, with each rank's call side by side.
     """
-    if _all_say(collective, f"{call}\n{hint}"):
+    if all_say(collective, f"{call}\n{hint}"):
         return True
-    if not _all_say(collective, call):
+    if not all_say(collective, call):
         raise CollectiveError(_side_by_side(_all_calls(collective, call)), rank=collective.rank)
     return False
 
@@ -60,7 +60,8 @@ def to_bytes(tensor: Tensor) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.numel()) if tensor.numel() else b""
 
 
-def _all_say(collective: Collective, words: str) -> bool:
+def all_say(collective: Collective, words: str) -> bool:
+    """Whether all ranks passed the same words. Ranks: all. Cost: one `all_reduce` of one number."""
     mine = int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little", signed=True)
     total = int(collective.all_reduce(torch.tensor(mine, device="cpu"), "sum"))
     return (total - mine * collective.size) % 2**64 == 0

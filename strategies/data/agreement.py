@@ -1,99 +1,111 @@
 """What the ranks settle about a loader before anyone reads: one seed, one state of each generator, one order.
 
-Two messages at set-up, none later. Where ranks were given different loaders, samples would be read twice or never
-and nothing would show it; so they compare what they were given, and the first indices of what they would draw.
+Where ranks were given different loaders, samples would be read twice or never and nothing would show it; so they
+compare a digest of what they were given. Set-up sends a broadcast from rank 0 and an all-reduce of one number;
+descriptions of all ranks are gathered only for the error. Later nothing is sent.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Mapping
-from itertools import islice
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, final
 
 import torch
 
-from fabric.strategies.data.randomness import Rng, Streams, digest, mix
+from fabric.strategies.data.randomness import Rng, digest, mix
 
-NUM_COMPARED = 256
-"""Indices whose equality is taken for the equality of orders."""
-NUM_SHOWN = 8
+SHUFFLED_BY = "random state of its shuffle"
+"""The name under which a description has the random state of a dataset that shuffles itself."""
 
 
-class Agreement(NamedTuple):
-    """The seed of rank 0, and whether any other rank takes part."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """How the set-up of a loader talks to the other ranks. Each function is called by all of them."""
+
+    size: int
+    broadcast: Callable[[Any], Any]
+    """Gives every rank the object of rank 0."""
+    gather: Callable[[Any], list[Any]]
+    """Gives every rank the objects of all ranks."""
+    same: Callable[[str], bool]
+    """Whether all ranks passed the same words: one all-reduce of one number."""
+
+
+@final
+class LoaderNumbers:
+    """Numbers the loaders that are set up one after another in the same state of torch's global generator, from 0.
+
+    Once one of them is iterated, the next is number 0 again: a program that seeds itself as before, within the same
+    process, reads the same order as before.
+    """
+
+    def __init__(self) -> None:
+        self._state, self._number = b"", 0
+
+    def next(self) -> int:
+        """The number of the loader that is being set up."""
+        state = digest(torch.default_generator.get_state())
+        self._state, self._number = state, self._number + 1 if state == self._state else 0
+        return self._number
+
+    def restart(self) -> None:
+        """Say that a loader is iterated."""
+        self._state = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Seeds:
+    """The randomness of rank 0: where the order of every rank comes from."""
 
     seed: int
-    others: bool
+    states: list[Any]
+    """Of each generator that the loader's samplers keep."""
 
 
-def agree_on_seed(own: list[Rng], agree: Callable[[Any], list[Any]], say: Callable[[str], None]) -> Agreement:
-    """Give every rank one seed, and the user's generators the state they have on rank 0.
+def agree_on_seed(own: list[Rng], number: int, ranks: Ranks) -> Seeds:
+    """Give every rank the seed and the generator states of rank 0. No generator is drawn from, none is written.
 
-    The seed is drawn from torch's global generator, so `seed_everything` governs it; each rank draws, so that ranks
-    whose generators agree go on agreeing. One rank alone draws nothing. Generators of different states are not an
-    error: whichever is taken, the epoch is right, as with the seed; but it is said.
+    The seed follows from the state of torch's global generator, so `seed_everything` governs it, and from `number`: see
+    `LoaderNumbers`.
     """
-    before = torch.get_rng_state()
-    seed = int(torch.empty((), dtype=torch.int64).random_())
-    votes = agree((seed, [rng.read() for rng in own]))
-    if len(votes) == 1:
-        torch.set_rng_state(before)
-        return Agreement(seed, others=False)
-    seed, states = votes[0]
-    if any(len(other) != len(states) for _, other in votes):
-        return Agreement(seed, others=True)  # samplers of different kinds: `agree_on_order` says so
-    if any(list(map(digest, other)) != list(map(digest, states)) for _, other in votes):
-        say(
-            "The random generators of this loader's sampler differ between the ranks, which read one common order: "
-            "that of rank 0's. Seed them alike to choose the order yourself."
-        )
-    for rng, state in zip(own, states, strict=True):
-        rng.write(state)
-    return Agreement(seed, others=True)
+    seed = mix("loader", number, digest(torch.default_generator.get_state()))
+    mine = Seeds(seed, [rng.read() for rng in own])
+    if ranks.size == 1:
+        return mine
+    return Seeds(*ranks.broadcast((mine.seed, mine.states)))
 
 
-def agree_on_order(described: Mapping[str, Any], agree: Callable[[Any], list[Any]]) -> None:
-    """Raise ValueError where the ranks were given different loaders."""
-    votes: list[dict[str, Any]] = agree(dict(described))
-    if any(vote != votes[0] for vote in votes):
-        names = [name for name in votes[0] if any(vote[name] != votes[0][name] for vote in votes)]
-        lines = [
-            f"  rank {rank}: " + ", ".join(f"{name} {vote[name]}" for name in names) for rank, vote in enumerate(votes)
-        ]
-        raise ValueError(
-            "The ranks were given different loaders, so that some samples would be read twice and others never:\n"
-            + "\n".join(lines)
-            + "\nBuild the same loader on every rank, or pass `use_distributed_sampler=False` where each rank reads "
-            "data of its own."
-        )
+def agree_on_loader(described: Mapping[str, Any], own: list[Rng], ranks: Ranks) -> bool:
+    """Return once all ranks have described the same loader; whether the states of their generators are equal, too.
+
+    Raises: ValueError: on every rank, where the descriptions differ.
+    """
+    words = repr(dict(described))
+    if ranks.same(f"{words}\n{[digest(rng.read()) for rng in own]}"):
+        return True
+    if ranks.same(words):
+        return False
+    raise ValueError(_difference(ranks.gather(dict(described))))
 
 
-def describe(items: Iterable[Any], dataset: object, seed: int) -> dict[str, Any]:
-    """What must be equal on all ranks, by the words that an error shows it with."""
-    return {
-        "dataset": type(dataset).__qualname__,
-        "sampler": type(items).__qualname__,
-        "length": length_of(items),
-        "first indices": first_items(items, dataset, seed),
-    }
+def _difference(votes: list[dict[str, Any]]) -> str:
+    names = [name for name in votes[0] if any(vote.get(name) != votes[0][name] for vote in votes)]
+    lines = [
+        f"  rank {rank}: " + ", ".join(f"{name} {vote.get(name)}" for name in names) for rank, vote in enumerate(votes)
+    ]
+    seeded = " Pass the same `seed` to `.shuffle()` on every rank." if SHUFFLED_BY in names else ""
+    return (
+        "The ranks were given different loaders, so that some samples would be read twice and others never:\n"
+        + "\n".join(lines)
+        + f"\nBuild the same loader on every rank, over the whole dataset.{seeded} Where each rank reads data of its "
+        "own, or a part that was split off before, pass `use_distributed_sampler=False`."
+    )
 
 
-def length_of(items: object) -> int | None:
+def length_of(something: object) -> int | None:
     """The length of something, None where it has none."""
     try:
-        return len(items)  # type: ignore[arg-type]
+        return len(something)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
         return None
-
-
-def first_items(items: Iterable[Any], dataset: object, seed: int) -> str | None:
-    """The first items that a copy of `items` yields, in words. None where it cannot be copied (a generator)."""
-    try:
-        duplicate = copy.deepcopy(items, {id(dataset): dataset})
-    except (TypeError, NotImplementedError):
-        return None
-    with Streams(mix(seed, "compared"), []).drawing():
-        first = list(islice(duplicate, NUM_COMPARED))
-    shown = ", ".join(map(str, first[:NUM_SHOWN]))
-    return f"[{shown}{', ...' if len(first) > NUM_SHOWN else ''}] ({mix(first):016x})"

@@ -11,6 +11,7 @@ import torch
 
 from fabric.strategies.data.indices import IndexSource
 from fabric.strategies.data.order import Epoch, Order
+from fabric.strategies.data.share import Share
 from fabric.strategies.data.streams import SharedStream, without_left_out
 from fabric.strategies.data.transfer import Carry, one_by_one
 from fabric.strategies.data.workers import WorkerStart
@@ -54,14 +55,29 @@ class Reading:
     carry: Carry = one_by_one
     """How batches go there."""
     leave_out: Callable[[int], None] = lambda num_items: None
+    begin: Callable[[], None] = lambda: None
+    """Called before each iteration."""
+    position: Iterable[Any] | None = None
+    """What knows how far an iteration has come, where that is not `source`."""
+    part: Share | None = None
+    """Where each rank reads other data than its peers, so that it stands at a position of its own: which part."""
 
 
-@final
+def read_as(loader: Iterable[Any], reading: Reading) -> DeviceLoader:
+    """The loader, read in this way; it has a state exactly where what it reads has one."""
+    stateful = isinstance(reading.source if reading.position is None else reading.position, Stateful)
+    return (StatefulDeviceLoader if stateful else DeviceLoader)(loader, reading)
+
+
+def loader_name(loader: object) -> str:
+    """The type of the user's loader, prepared or not."""
+    return type(loader._loader if isinstance(loader, DeviceLoader) else loader).__name__
+
+
 class DeviceLoader:
     """A loader's batches: this rank's share of them, on this rank's device.
 
-    Answers for the user's loader in whatever else it is asked (`dataset`, `batch_size`, `sampler`, ...). The user's
-    loader itself is left as it was.
+    Delegates other attributes to the user's loader (`dataset`, `batch_size`, `sampler`, ...), which is left as it was.
     """
 
     def __init__(self, loader: Iterable[Any], reading: Reading) -> None:
@@ -70,6 +86,7 @@ class DeviceLoader:
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch. It counts once it has ended or has yielded a second batch."""
         reading = self._reading
+        reading.begin()
         if reading.start is not None:
             reading.start.starting()
         with reading.order.opening() if reading.order is not None else nullcontext() as opened:
@@ -94,6 +111,11 @@ class DeviceLoader:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_loader" not in self.__dict__:
             raise AttributeError(name)
+        if name in ("state_dict", "load_state_dict"):
+            raise AttributeError(
+                f"`{name}` of a prepared `{type(self._loader).__name__}`: it does not know its position. Use "
+                "torchdata's `StatefulDataLoader`."
+            )
         return getattr(self._loader, name)
 
     def __repr__(self) -> str:
@@ -108,32 +130,6 @@ class DeviceLoader:
             self._reading.order.epoch = epoch
         for part in self._reading.epochal:
             part.set_epoch(epoch)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position of a stateful loader, and the order in which it stands.
-
-        Raises: TypeError: the user's loader has no position.
-        """
-        state = self._stateful().state_dict()
-        return state if self._reading.order is None else {"loader": state, "order": self._reading.order.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on, at the next iteration, where `state_dict` was taken. Of the same rank, in a world of the same size."""
-        loader = self._stateful()
-        if self._reading.order is None:
-            loader.load_state_dict(state_dict)
-        else:
-            self._reading.order.load_state_dict(state_dict["order"])
-            loader.load_state_dict(state_dict["loader"])
-
-    def _stateful(self) -> Stateful:
-        source = self._reading.source
-        if not isinstance(source, Stateful):
-            raise TypeError(
-                f"`state_dict()` of a `{type(self._loader).__name__}`: it does not know its position. Use torchdata's "
-                "`StatefulDataLoader`."
-            )
-        return source
 
     def _counted(self, batches: Iterator[Any], order: Order, opened: Epoch) -> Iterator[Any]:
         first = next(batches, END)
@@ -164,3 +160,53 @@ class DeviceLoader:
                 "and share the batches out yourself."
             )
         return order.latest
+
+
+@final
+class StatefulDeviceLoader(DeviceLoader):
+    """A `DeviceLoader` whose user's loader knows its position."""
+
+    @property
+    def reads_own_part(self) -> bool:
+        """Whether the position is that of this rank alone."""
+        return self._reading.part is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the loader, and the order in which it stands."""
+        state: dict[str, Any] = self._stateful.state_dict()
+        if self._reading.order is not None:
+            return {"loader": state, "order": self._reading.order.state_dict()}
+        part = self._reading.part
+        return state if part is None else {"loader": state, "part": [part.index, part.count]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on, at the next iteration, where `state_dict` was taken, in a world of the same size.
+
+        Raises: ValueError: it is the position in another part of the data than the one that this rank reads.
+        """
+        order, part = self._reading.order, self._reading.part
+        saved = next((way for way in ("order", "part") if set(state_dict) == {"loader", way}), "all")
+        here = "order" if order is not None else "all" if part is None else "part"
+        if saved != here:
+            ways = {"order": "one order for many ranks", "part": "one of several parts", "all": "all of the data"}
+            raise ValueError(
+                f"The state of a loader that reads {ways[saved]} was given to one that reads {ways[here]}. Load it "
+                "where as many ranks read the same data."
+            )
+        if part is not None:
+            index, count = state_dict["part"]
+            if (index, count) != (part.index, part.count):
+                raise ValueError(
+                    f"The state of a loader that reads part {index} of {count} was given to rank {part.index} of "
+                    f"{part.count}, which reads another part. Load the state that this rank saved, in a world of the "
+                    "same size."
+                )
+        if order is not None:
+            order.load_state_dict(state_dict["order"])
+        self._stateful.load_state_dict(state_dict if order is None and part is None else state_dict["loader"])
+
+    @property
+    def _stateful(self) -> Stateful:
+        stateful = self._reading.source if self._reading.position is None else self._reading.position
+        assert isinstance(stateful, Stateful)  # see `read_as`
+        return stateful

@@ -2,7 +2,8 @@
 
 A loader is never made anew from guessed arguments. A shallow copy of it reads from another source: of indices where
 it has a sampler, of samples where its dataset is a stream. What cannot be shared out is an error here, before
-anything is read. Set-up calls collectives (`agree`), two or three times; iterating calls none.
+anything is read. Set-up sends two or three small messages (`Ranks`); iterating sends none. Neither draws from the
+random generators of the process or of a sampler: they stand afterwards as before, on one rank and on many.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from fabric.strategies.data.advice import advice, loading_of
-from fabric.strategies.data.agreement import agree_on_order, agree_on_seed, describe, length_of
+from fabric.strategies.data.agreement import LoaderNumbers, Ranks, agree_on_loader, agree_on_seed, length_of
+from fabric.strategies.data.content import describe, describe_stream
 from fabric.strategies.data.cut import Cut, LeaveOut, SampleCut, TurnCut
-from fabric.strategies.data.device_loader import DeviceLoader, Epochal, Reading, Stateful
+from fabric.strategies.data.device_loader import DeviceLoader, Epochal, Reading, Stateful, read_as
 from fabric.strategies.data.indices import MAX_CHUNKS, IndexSource, index_source
 from fabric.strategies.data.order import Order
 from fabric.strategies.data.randomness import own_rngs
-from fabric.strategies.data.sharded import is_sharded, refuse_pipe
 from fabric.strategies.data.share import Share, Use
-from fabric.strategies.data.streams import Collate, Shardable, SharedStream
+from fabric.strategies.data.split import Split, refuse_pipe, split_of
+from fabric.strategies.data.streams import Collate, SharedStream, SplitStream, split_stream
 from fabric.strategies.data.transfer import Carry, has_streams, one_ahead, one_by_one
 from fabric.strategies.data.workers import WorkerStart
 
@@ -40,23 +42,27 @@ def process_dataloader(
     distribute: bool,
     move: bool,
     launcher: str,
-    agree: Callable[[Any], list[Any]],
+    ranks: Ranks,
+    numbers: LoaderNumbers,
     say: Callable[[str], None],
     carry: Carry | None = None,
 ) -> DeviceLoader:
     """The loader, cut to this rank's share (`distribute`), its batches on `device` (`move`).
 
     Ranks: all that read parts of the same data call it, with the same loader. One rank alone gets plain PyTorch: the
-    same order from the same random numbers. A sampler that already shares (`DistributedSampler`) is left as it is.
-    `agree(obj)` gives every rank the objects of all that call it; `say` shows a warning, on one rank. `carry`: how the
-    batches go to the device, where it has a way of its own.
-    Raises: ValueError: the data cannot be shared out, or the ranks were given different loaders.
+    same order from the same random numbers. Data that is split for this rank already (`DistributedSampler`,
+    `split_dataset_by_node`: see `split.py`) is not split again. `numbers` tells apart loaders that are set up in the
+    same random state; `say` shows a warning, on one rank. `carry`: how the batches go to the device, where it has a
+    way of its own.
+    Raises: ValueError: the data cannot be shared out, it is split for another rank or another number of ranks, or the
+    ranks were given different loaders.
     """
     if isinstance(loader, DeviceLoader):
         raise ValueError("`setup_dataloaders` was given a loader that it returned before. Pass the original loader.")
     if not isinstance(loader, Iterable):
         raise TypeError(f"`setup_dataloaders` was given a `{type(loader).__name__}`, which cannot be iterated.")
-    ranks = _Ranks(share, use != "train", agree, say)
+    setup = _Setup(share, use != "train", ranks, numbers, say)
+    split = split_of(loader, share) if distribute else None
     accelerated = move and device.type != "cpu"
     # Ahead only of what is at hand: an iterable may depend on the loop, and a stateful loader counts what was fetched.
     ahead = isinstance(loader, DataLoader) and not isinstance(loader, Stateful) and has_streams(device)
@@ -64,76 +70,85 @@ def process_dataloader(
         sentence = advice(loading_of(loader, launcher=launcher, accelerated=accelerated))
         if sentence is not None:
             say(sentence)
-        reading = _shared(loader, ranks) if distribute and not is_sharded(loader, share) else _whole(loader, share)
+    if split is not None:
+        reading = _split(loader, split, setup)
+    elif not distribute or ranks.size == 1:
+        reading = _whole(loader, share)
+    elif isinstance(loader, DataLoader):
+        reading = _shared(loader, setup)
     else:
-        reading = (
-            _shared_iterable(loader, ranks) if distribute else Reading(source=loader, epochal=_epochal(loader, loader))
-        )
+        reading = _shared_iterable(loader, setup)
     carry = carry or (one_ahead if ahead else one_by_one)
-    return DeviceLoader(loader, replace(reading, device=device if accelerated else None, carry=carry))
+    return read_as(loader, replace(reading, device=device if accelerated else None, carry=carry))
 
 
 @dataclass(frozen=True, slots=True)
-class _Ranks:
+class _Setup:
     share: Share
     uneven: bool
-    agree: Callable[[Any], list[Any]]
+    ranks: Ranks
+    numbers: LoaderNumbers
     say: Callable[[str], None]
 
-    def alone(self, others: bool) -> bool:
-        return self.share.count == 1 and not others
+
+def _split(loader: Iterable[Any], split: Split, setup: _Setup) -> Reading:
+    """The loader as the user made it, of which each rank reads another part."""
+    reading = replace(_whole(loader, setup.share), part=setup.share)
+    _equal_batches(loader, split.words, setup)
+    return reading
 
 
-def _whole(loader: DataLoader[Any], share: Share) -> Reading:
+def _whole(loader: Iterable[Any], share: Share) -> Reading:
     """The loader as the user made it; what changes is how its workers start."""
-    if loader.num_workers == 0:
+    if not isinstance(loader, DataLoader) or loader.num_workers == 0:
         return Reading(source=loader, epochal=_epochal(loader, loader))
     start = WorkerStart(share.index, loader.worker_init_fn)
     source = _copy(loader, worker_init_fn=start)
     return Reading(source=source, start=start, epochal=_epochal(loader, source))
 
 
-def _shared(loader: DataLoader[Any], ranks: _Ranks) -> Reading:
+def _shared(loader: DataLoader[Any], setup: _Setup) -> Reading:
     own = own_rngs(loader)
-    seed, others = agree_on_seed(own, ranks.agree, ranks.say)
-    if ranks.alone(others):
-        return _whole(loader, ranks.share)
+    seeds = agree_on_seed(own, setup.numbers.next(), setup.ranks)
+    described = {"batch size": loader.batch_size, "drop_last": loader.drop_last}
     if isinstance(loader.dataset, IterableDataset):
-        return _shared_stream(loader, loader.dataset, ranks, seed)
-    order = Order(seed, own)
-    name, index = index_source(loader, ranks.share, ranks.uneven, order, _left_out(ranks))
-    agree_on_order(
-        describe(index.items, loader.dataset, seed) | {"batch size": loader.batch_size, "drop_last": loader.drop_last},
-        ranks.agree,
-    )
-    _refuse(index.cut, index.items)
-    start = WorkerStart(ranks.share.index, loader.worker_init_fn)
-    source = _copy(loader, worker_init_fn=start, **{name: index})
-    return Reading(source=source, order=order, index=index, start=start, epochal=_epochal(loader, source))
-
-
-def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], ranks: _Ranks, seed: int) -> Reading:
-    refuse_pipe(dataset)
-    share, batch_size = ranks.share, loader.batch_size
-    described = {
-        "dataset": type(dataset).__qualname__,
-        "length": length_of(dataset),
-        "batch size": batch_size,
-        "drop_last": loader.drop_last,
-        "num_workers": loader.num_workers,
-    }
-    agree_on_order(described, ranks.agree)
-    start = WorkerStart(share.index, loader.worker_init_fn)
-    if isinstance(dataset, Shardable) and share.count > 1:
-        return _own_shard(loader, dataset, ranks, start)
-    if share.count > 1:
-        ranks.say(
-            f"`{type(dataset).__name__}` cannot be read in parts, so each of the {share.count} ranks reads all of it "
-            "and keeps its share. Give it `shard(num_shards, index)`, which returns a part, to read each sample once."
+        return _shared_stream(loader, loader.dataset, setup, seeds.seed, described)
+    order = Order(seeds.seed, own, seeds.states)
+    name, index = index_source(loader, setup.share, setup.uneven, order, _left_out(setup))
+    described |= describe(index.items, loader.dataset, seeds.seed) | {"generators": len(own)}
+    if not agree_on_loader(described, own, setup.ranks):
+        setup.say(
+            "The random generators of this loader's sampler differ between the ranks, which read one common order: "
+            "that of rank 0's. Seed them alike to choose the order yourself."
         )
-    cut: Cut = TurnCut(share=share, uneven=ranks.uneven)
+    _refuse(index.cut, index.items)
+    start = WorkerStart(setup.share.index, loader.worker_init_fn)
+    source = _copy(loader, worker_init_fn=start, **{name: index})
+    return Reading(
+        source=source,
+        order=order,
+        index=index,
+        start=start,
+        epochal=_epochal(loader, source),
+        begin=setup.numbers.restart,
+    )
+
+
+def _shared_stream(
+    loader: DataLoader[Any], dataset: IterableDataset[Any], setup: _Setup, seed: int, described: dict[str, Any]
+) -> Reading:
+    refuse_pipe(dataset)
+    share, batch_size = setup.share, loader.batch_size
+    agree_on_loader(describe_stream(dataset) | described | {"num_workers": loader.num_workers}, [], setup.ranks)
+    start = WorkerStart(share.index, loader.worker_init_fn)
+    if share.count > 1:
+        part = split_stream(dataset, share)
+        if isinstance(part, SplitStream):
+            return _own_part(loader, part, setup, start)
+        setup.say(part)
+    cut: Cut = TurnCut(share=share, uneven=setup.uneven)
     if batch_size is not None:
-        cut = SampleCut(share=share, uneven=ranks.uneven, batch_size=batch_size, drop_last=loader.drop_last)
+        cut = SampleCut(share=share, uneven=setup.uneven, batch_size=batch_size, drop_last=loader.drop_last)
     order = Order(seed, [])
     stream = SharedStream(dataset, cut, seed)
     if loader.persistent_workers:
@@ -146,39 +161,54 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], ranks
         stream=stream,
         start=start,
         epochal=_epochal(loader, source),
-        leave_out=_left_out(ranks),
+        leave_out=_left_out(setup),
+        begin=setup.numbers.restart,
     )
 
 
-def _own_shard(loader: DataLoader[Any], dataset: Shardable, ranks: _Ranks, start: WorkerStart) -> Reading:
-    share = ranks.share
-    shard = dataset.shard(num_shards=share.count, index=share.index)
-    source = _copy(loader, worker_init_fn=start, dataset=shard)
-    lengths = ranks.agree(length_of(source))
-    if not ranks.uneven and len(set(lengths)) > 1:
+def _own_part(loader: DataLoader[Any], stream: SplitStream, setup: _Setup, start: WorkerStart) -> Reading:
+    source = _copy(loader, worker_init_fn=start, dataset=stream.part)
+    _equal_batches(source, stream.words, setup)
+    epochal = tuple({id(each): each for each in (*_epochal(loader, loader), *_epochal(source, source))}.values())
+    return Reading(source=source, start=start, epochal=epochal, begin=stream.follow, part=setup.share)
+
+
+def _equal_batches(loader: Iterable[Any], words: str, setup: _Setup) -> None:
+    """Raise ValueError where ranks that train would read different numbers of batches; say where that is unknown."""
+    length = length_of(loader)
+    if setup.uneven:
+        return
+    if not setup.ranks.same(repr(length)):
+        lengths = setup.ranks.gather(length)
         raise ValueError(
-            f"`{type(dataset).__name__}.shard` gives the {share.count} ranks {', '.join(map(str, lengths))} batches, "
-            "and each rank trains on as many as any other. Pass `drop_last=True`, or make the shards equal."
+            f"`{words}` gives the {len(lengths)} ranks {', '.join(map(str, lengths))} batches, and each rank trains on "
+            "as many as any other. Pass `drop_last=True`, make the parts equal, or, where ranks may have different "
+            "numbers of batches, pass `use='validate'`, `'test'` or `'predict'`."
         )
-    if not ranks.uneven and None in lengths:
-        ranks.say(
-            f"Each rank reads its own shard of `{type(dataset).__name__}`, whose length is unknown. If the shards hold "
-            "different numbers of batches, stop all ranks at the same step."
+    if length is None:
+        setup.say(
+            f"Each rank reads its own part, by `{words}`, whose length is unknown. If the parts hold different numbers "
+            "of batches, stop all ranks at the same step."
         )
-    return Reading(source=source, start=start, epochal=_epochal(source, source))
 
 
-def _shared_iterable(items: Iterable[Any], ranks: _Ranks) -> Reading:
-    seed, others = agree_on_seed([], ranks.agree, ranks.say)
-    if ranks.alone(others):
-        return Reading(source=items, epochal=_epochal(items, items))
-    agree_on_order({"loader": type(items).__qualname__, "length": length_of(items)}, ranks.agree)
-    cut = TurnCut(share=ranks.share, uneven=ranks.uneven)
+def _shared_iterable(items: Iterable[Any], setup: _Setup) -> Reading:
+    seed = agree_on_seed([], setup.numbers.next(), setup.ranks).seed
+    agree_on_loader({"loader": type(items).__qualname__, "length": length_of(items)}, [], setup.ranks)
+    cut = TurnCut(share=setup.share, uneven=setup.uneven)
     _refuse(cut, items)
     order = Order(seed, [])
-    chunks = MAX_CHUNKS if isinstance(items, (list, tuple)) else 1  # what is not at hand is not read ahead
-    index = IndexSource(items, items, cut, order, _left_out(ranks), chunks=chunks, eager=True)
-    return Reading(source=index, order=order, index=index, epochal=_epochal(items, items))
+    # Anything but a list is read no further than the step, so that its own state is that of the loop.
+    chunks = MAX_CHUNKS if isinstance(items, (list, tuple)) else 1
+    index = IndexSource(items, items, cut, order, _left_out(setup), chunks=chunks, eager=True)
+    return Reading(
+        source=index,
+        order=order,
+        index=index,
+        position=items,
+        epochal=_epochal(items, items),
+        begin=setup.numbers.restart,
+    )
 
 
 def _copy(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
@@ -208,14 +238,14 @@ def _refuse(cut: Cut, items: Iterable[Any]) -> None:
         raise ValueError(sentence)
 
 
-def _left_out(ranks: _Ranks) -> LeaveOut:
+def _left_out(setup: _Setup) -> LeaveOut:
     """Say once that items were left out."""
     said: list[int] = []
 
     def leave_out(num_items: int) -> None:
         if not said:
-            ranks.say(
-                f"The last {num_items} batches of the epoch were too few to give each of the {ranks.share.count} "
+            setup.say(
+                f"The last {num_items} batches of the epoch were too few to give each of the {setup.share.count} "
                 "ranks one, and were left out. Where ranks may have different numbers of batches, pass "
                 "`use='validate'`, `'test'` or `'predict'`."
             )

@@ -7,13 +7,13 @@ second batch: `next(iter(loader))` on one rank changes nothing on any. Knows ite
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Generic, TypeVar, final
 
-from fabric.strategies.data.randomness import Rng, Streams, mix
+from fabric.strategies.data.randomness import Rng, Streams, digest, mix
 
 T = TypeVar("T")
 
@@ -104,8 +104,10 @@ class Epoch:
 class Order:
     """The epochs of one loader: the seed, the number of the next epoch, and the epoch begun last."""
 
-    def __init__(self, seed: int, own: list[Rng]) -> None:
+    def __init__(self, seed: int, own: list[Rng], states: Sequence[Any] = ()) -> None:
+        """`states`: those of rank 0, which the generators take over when the first epoch begins."""
         self.seed, self.own, self.epoch = seed, own, 0
+        self._adopted = [(rng, digest(rng.read()), state) for rng, state in zip(own, states, strict=bool(states))]
         self.latest: Epoch | None = None
         self._opening: Epoch | None = None
         self._unsettled: Epoch | None = None
@@ -149,6 +151,7 @@ class Order:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the order stands: the epoch that is being read, or the next one after its end."""
+        self._adopt()
         if self.latest is None or self.latest.over:
             return {"seed": self.seed, "epoch": self.epoch, "generators": [rng.read() for rng in self.own]}
         return {"seed": self.seed, "epoch": self.latest.number, "generators": self.latest.streams.begun}
@@ -157,9 +160,18 @@ class Order:
         """Stand where `state` was taken."""
         self.seed, self.epoch = state["seed"], state["epoch"]
         self.latest = self._unsettled = None
+        self._adopted.clear()
         for rng, own in zip(self.own, state["generators"], strict=True):
             rng.write(own)
 
+    def _adopt(self) -> None:
+        """Write the states of rank 0, but for a generator that the user has moved since: then that is the order."""
+        for rng, before, state in self._adopted:
+            if digest(rng.read()) == before != digest(state):
+                rng.write(state)
+        self._adopted.clear()
+
     def _new(self) -> Epoch:
+        self._adopt()
         self.settle()
         return Epoch(self.epoch, Streams(mix(self.seed, self.epoch), self.own))

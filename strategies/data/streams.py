@@ -14,17 +14,50 @@ from typing import Any, Protocol, final, runtime_checkable
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
+from fabric.strategies.data import huggingface
 from fabric.strategies.data.cut import Cut
 from fabric.strategies.data.order import Drawn, Reads
 from fabric.strategies.data.randomness import Streams, mix
+from fabric.strategies.data.share import Share
 
 
 @runtime_checkable
 class Shardable(Protocol):
-    """An iterable dataset that can read a part of itself, as Hugging Face's can."""
+    """An iterable dataset that can read a part of itself."""
 
     def shard(self, num_shards: int, index: int) -> Iterable[Any]:
         """The part `index` of `num_shards`: together all samples, each once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitStream:
+    """The part of an iterable dataset that one rank reads."""
+
+    words: str
+    """What split it off."""
+    part: Iterable[Any]
+    follow: Callable[[], None] = lambda: None
+    """Brings the part to the epoch that the user has set on the whole."""
+
+
+def split_stream(dataset: IterableDataset[Any], share: Share) -> SplitStream | str:
+    """The part of `dataset` that a rank reads; where it cannot be read in equal parts, a sentence that says so."""
+    name, count = type(dataset).__name__, share.count
+    if huggingface.is_iterable(dataset):
+        num_shards: int = dataset.num_shards  # type: ignore[attr-defined]
+        if num_shards % count == 0:
+            part, follow = huggingface.split(dataset, count, share.index)
+            return SplitStream(words="split_dataset_by_node", part=part, follow=follow)
+        return (
+            f"`{name}` has num_shards={num_shards}, which {count} ranks cannot share evenly, so each of them reads all "
+            f"of it and keeps its share. Give it a multiple of {count} shards to read each sample once."
+        )
+    if isinstance(dataset, Shardable):
+        return SplitStream(words=f"{name}.shard", part=dataset.shard(num_shards=count, index=share.index))
+    return (
+        f"`{name}` cannot be read in parts, so each of the {count} ranks reads all of it and keeps its share. Give it "
+        "`shard(num_shards, index)`, which returns a part, to read each sample once."
+    )
 
 
 @dataclass(frozen=True, slots=True)

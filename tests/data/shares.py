@@ -12,7 +12,18 @@ from typing import Any
 
 import torch
 
+from fabric.strategies.data.agreement import LoaderNumbers, Ranks
 from fabric.strategies.data.loaders import DeviceLoader, Share, Use, process_dataloader
+
+
+def ranks_by(gather: Callable[[Any], list[Any]], count: int) -> Ranks:
+    """How ranks talk that can give each other what each has."""
+    return Ranks(
+        size=count,
+        broadcast=lambda obj: gather(obj)[0],
+        gather=gather,
+        same=lambda words: len(set(gather(words))) == 1,
+    )
 
 
 def share_out(
@@ -23,10 +34,12 @@ def share_out(
     distribute: bool = True,
     said: list[str] | None = None,
     shares: list[Share] | None = None,
+    numbers: list[LoaderNumbers] | None = None,
 ) -> list[DeviceLoader]:
     """What `process_dataloader` gives each of `count` ranks for `make(rank)` or `make[rank]`.
 
-    `said` gets the warnings of rank 0; `shares` are given where ranks have one in common.
+    `said` gets the warnings of rank 0; `shares` are given where ranks have one in common,
+    `numbers` where they set up several loaders.
     """
     turn, votes, met = threading.Lock(), [None] * count, threading.Barrier(count)
     results: list[Any] = [None] * count
@@ -51,7 +64,8 @@ def share_out(
                     distribute=distribute,
                     move=True,
                     launcher="inline",
-                    agree=agree,
+                    ranks=ranks_by(agree, count),
+                    numbers=numbers[index] if numbers else LoaderNumbers(),
                     say=said.append if said is not None and index == 0 else lambda sentence: None,
                 )
             except Exception as error:

@@ -23,6 +23,7 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from fabric.strategies.data.agreement import LoaderNumbers
 from fabric.strategies.data.share import Share
 
 TORCHDATA_BEHIND = "ignore:'set_vital' is deprecated"  # torchdata 0.11 with torch 2.13
@@ -183,6 +184,19 @@ def test_seeding_torch_governs_the_order() -> None:
         return in_order(read(share_out(lambda _: DataLoader(Numbers(64), 4, shuffle=True), 2)))
 
     assert shuffled(1) == shuffled(1) != shuffled(2)
+
+
+def test_loaders_that_are_set_up_in_the_same_random_state_are_shuffled_differently_and_again_alike() -> None:
+    numbers = [LoaderNumbers() for _ in range(2)]
+
+    def shuffled() -> list[list[int]]:
+        torch.manual_seed(1)
+        both = [share_out(lambda _: DataLoader(Numbers(64), 4, shuffle=True), 2, numbers=numbers) for _ in range(2)]
+        return [in_order(read(loaders)) for loaders in both]
+
+    first, second = shuffled()
+    assert first != second
+    assert [first, second] == shuffled()
 
 
 @pytest.mark.filterwarnings(TORCHDATA_BEHIND)
@@ -496,10 +510,17 @@ def test_a_stateful_loader_resumes_in_the_order_in_which_it_stood() -> None:
     assert read(resumed) == read(loaders)
 
 
-def test_the_state_of_a_loader_without_position_is_an_error() -> None:
-    (loader,) = share_out(lambda _: DataLoader(Numbers(6), 2), 1)
-    with pytest.raises(TypeError, match="of a `DataLoader`: it does not know its position"):
+@pytest.mark.filterwarnings(TORCHDATA_BEHIND)
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_prepared_loader_has_a_state_exactly_where_its_loader_has_one(count: int) -> None:
+    (loader, *_) = share_out(lambda _: DataLoader(Numbers(6), 2), count)
+    assert not hasattr(loader, "state_dict")
+    assert not hasattr(loader, "load_state_dict")
+    with pytest.raises(AttributeError, match="`state_dict` of a prepared `DataLoader`: it does not know its position"):
         loader.state_dict()
+    (loader, *_) = share_out(lambda _: StatefulDataLoader(Numbers(6), 2), count)
+    assert hasattr(loader, "state_dict")
+    assert hasattr(loader, "load_state_dict")
 
 
 def test_a_batch_is_what_the_loader_made() -> None:

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from data.shares import in_order
+from data.shares import in_order, ranks_by
 from torch import distributed
 from torch.utils.data import DataLoader
 from worlds import run_world
 
 from fabric.launchers.world import World
+from fabric.strategies.data.agreement import LoaderNumbers
 from fabric.strategies.data.loaders import DeviceLoader, Share, process_dataloader
 
 
@@ -21,7 +22,7 @@ def shared(world: World, loader: Any) -> DeviceLoader:
     store = distributed.TCPStore(world.rendezvous.address, world.rendezvous.port, is_master=False)
     distributed.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
 
-    def agree(obj: Any) -> list[Any]:
+    def gather(obj: Any) -> list[Any]:
         votes: list[Any] = [None] * world.size
         distributed.all_gather_object(votes, obj)
         return votes
@@ -34,7 +35,8 @@ def shared(world: World, loader: Any) -> DeviceLoader:
         distribute=True,
         move=True,
         launcher=world.launcher,
-        agree=agree,
+        ranks=ranks_by(gather, world.size),
+        numbers=LoaderNumbers(),
         say=lambda sentence: None,
     )
     distributed.destroy_process_group()
@@ -71,5 +73,5 @@ def different_lengths(world: World) -> str:
 def test_every_rank_is_told_of_a_loader_that_differs() -> None:
     first, second = run_world(2, different_lengths)
     assert first == second
-    assert "rank 0: length 10" in first
-    assert "rank 1: length 11" in first
+    assert "length 10" in first
+    assert "length 11" in first

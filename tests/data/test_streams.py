@@ -121,7 +121,7 @@ def test_a_dataset_that_shards_itself_is_read_once() -> None:
     assert read(loaders) == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
     assert dataset.reads == 0
     assert len(said) == 1
-    assert said[0].startswith("Each rank reads its own shard of `Shards`, whose length is unknown.")
+    assert said[0].startswith("Each rank reads its own part, by `Shards.shard`, whose length is unknown.")
 
 
 def test_shards_of_unequal_length_are_an_error_in_training() -> None:

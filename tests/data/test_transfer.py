@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from data.shares import ranks_by
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
+from fabric.strategies.data.agreement import LoaderNumbers
 from fabric.strategies.data.loaders import DeviceLoader, Share, process_dataloader
 from fabric.strategies.data.transfer import move, one_ahead
 
@@ -49,7 +51,8 @@ def loader_on(device: torch.device, loader: Any, *, move: bool = True) -> Device
         distribute=True,
         move=move,
         launcher="inline",
-        agree=lambda obj: [obj],
+        ranks=ranks_by(lambda obj: [obj], 1),
+        numbers=LoaderNumbers(),
         say=lambda sentence: None,
     )
 

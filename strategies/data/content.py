@@ -1,0 +1,141 @@
+"""What a dataset and a sampler hold, in words that are equal on all ranks exactly where the loaders are.
+
+Built from what is at hand without a sample being loaded: indices of subsets, rows of tensors and lists, rows of Arrow
+tables, fields of torch's samplers. A user's own dataset is named by its type and length alone: calling its
+`__getitem__` could open files that workers must not inherit. A user's own sampler is drawn from, as a copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from pathlib import PurePath
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
+
+from fabric.strategies.data import huggingface
+from fabric.strategies.data.agreement import SHUFFLED_BY, length_of
+from fabric.strategies.data.randomness import Streams, mix
+
+NUM_COMPARED = 256
+"""Items of a sampler whose equality is taken for the equality of orders."""
+NUM_ROWS = 16
+NUM_SHOWN = 8
+TINY = 1e-4
+"""Numbers below are taken for zero: what rounding has left differs from one processor to the next."""
+
+
+def describe(items: Iterable[Any], dataset: object, seed: int) -> dict[str, Any]:
+    """What must be equal on all ranks of a map-style loader, by the words that an error shows it with."""
+    return {
+        "dataset": dataset_words(dataset),
+        "sampler": type(items).__qualname__,
+        "length": length_of(items),
+        "first indices": order_words(items, dataset, seed),
+    }
+
+
+def describe_stream(dataset: object) -> dict[str, Any]:
+    """What must be equal on all ranks of an iterable dataset."""
+    described = {"dataset": dataset_words(dataset), "length": length_of(dataset)}
+    shuffled = huggingface.shuffle_states(dataset)
+    return described | {SHUFFLED_BY: f"{mix(shuffled):016x}"} if shuffled else described
+
+
+def dataset_words(dataset: object) -> str:
+    """The type of a dataset, and some of its rows where they are at hand."""
+    name = type(dataset).__qualname__
+    if isinstance(dataset, Subset):
+        return f"{name}(indices {_rows(dataset.indices)} of {dataset_words(dataset.dataset)})"
+    if isinstance(dataset, (ConcatDataset, StackDataset)):
+        parts = dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets
+        return f"{name}({', '.join(map(dataset_words, parts))})"
+    if isinstance(dataset, TensorDataset):
+        return f"{name}({', '.join(map(_rows, dataset.tensors))})"
+    if huggingface.is_map_style(dataset):
+        return f"{name}({_rows(dataset, huggingface.rows)})"
+    if huggingface.is_iterable(dataset):
+        return f"{name}({mix([value_words(part) for part in huggingface.sources(dataset)]):016x})"
+    return f"{name}({_rows(dataset)})" if _is_sequence(dataset) else name
+
+
+def order_words(items: Iterable[Any], dataset: object, seed: int) -> str | None:
+    """What tells one order from another; None where nothing can (a generator).
+
+    The fields of torch's and torchdata's samplers, whose random states are settled apart; the first items that a copy
+    of any other yields, and whatever random numbers it draws are put back.
+    """
+    if isinstance(items, (list, tuple, range)):
+        return _shown(items, mix(list(items)))
+    if type(items).__module__ in ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler"):
+        return f"{mix(*_fields(items)):016x}"
+    try:
+        duplicate = copy.deepcopy(items, {id(dataset): dataset})
+    except (TypeError, NotImplementedError):
+        return None
+    with Streams(mix(seed, "compared"), []).drawing():
+        first = list(islice(duplicate, NUM_COMPARED))
+    return _shown(first, mix(first))
+
+
+def value_words(value: Any, depth: int = 4) -> str:
+    """A value in words. Numbers with a fraction by sign and power of two, which rounding does not change; objects that
+    are neither numbers, text, tensors nor containers by their type."""
+    if isinstance(value, (bool, int, range, bytes, type(None))):
+        return repr(value[:256] if isinstance(value, bytes) else value)
+    if isinstance(value, (str, PurePath)):
+        return repr(str(value).rpartition("/")[2][:256])  # nodes may keep the same files in different folders
+    if isinstance(value, float):
+        return f"{math.copysign(1, value):.0f}e{math.frexp(value)[1]}" if TINY < abs(value) < math.inf else "0e0"
+    if isinstance(value, complex):
+        return value_words([value.real, value.imag])
+    if type(value).__module__ == "numpy" and not _is_array(value):
+        return value_words(value.item(), depth - 1) if depth else type(value).__qualname__
+    if isinstance(value, Tensor) or _is_array(value):
+        return f"{value.dtype}{tuple(value.shape)}{value_words(value.reshape(-1)[:NUM_SHOWN].tolist(), depth - 1)}"
+    if depth and isinstance(value, Mapping):
+        return str({str(key): value_words(entry, depth - 1) for key, entry in islice(value.items(), NUM_ROWS)})
+    if depth and isinstance(value, (list, tuple)):
+        return f"{len(value)}{[value_words(entry, depth - 1) for entry in value[:NUM_ROWS]]}"
+    return dataset_words(value) if huggingface.is_map_style(value) else type(value).__qualname__
+
+
+def _fields(sampler: object) -> list[tuple[str, Any]]:
+    """The fields of one of torch's samplers without its data and generator, whole."""
+    return [
+        (name, value.tolist() if isinstance(value, Tensor) else _fields(value) if _is_sampler(value) else _plain(value))
+        for name, value in sorted(vars(sampler).items())
+        if name not in ("data_source", "generator")
+    ]
+
+
+def _is_sampler(value: object) -> bool:
+    return type(value).__module__ in ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler")
+
+
+def _plain(value: Any) -> Any:
+    return value_words(value) if not isinstance(value, (list, tuple, range, int, float)) else value
+
+
+def _rows(rows: Any, read: Callable[[Any, list[int]], list[Any]] | None = None) -> str:
+    """How many rows there are, the first, and a digest of some from the first to the last, evenly spaced."""
+    places = sorted({place * (len(rows) - 1) // (NUM_ROWS - 1) for place in range(NUM_ROWS)}) if len(rows) else []
+    chosen = [value_words(row) for row in (read(rows, places) if read else [rows[place] for place in places])]
+    return f"{len(rows)} rows, the first {''.join(chosen[:1])[:80]} ({mix(chosen):016x})"
+
+
+def _shown(items: Sequence[Any], fingerprint: int) -> str:
+    shown = ", ".join(str(item)[:80] for item in items[:NUM_SHOWN])
+    return f"[{shown}{', ...' if len(items) > NUM_SHOWN else ''}] ({fingerprint:016x})"
+
+
+def _is_sequence(value: object) -> bool:
+    return type(value) in (list, tuple, range) or (isinstance(value, Tensor) and value.ndim > 0) or _is_array(value)
+
+
+def _is_array(value: object) -> bool:
+    return type(value).__module__ == "numpy" and type(value).__name__ in ("ndarray", "memmap")

@@ -1,0 +1,75 @@
+"""Datasets of Hugging Face, recognised by the module of their class: `datasets` need not be installed.
+
+Two private names are read, as no public one tells the same: `_distributed`, how `split_dataset_by_node` split a
+stream (in `split.py`), and `_ex_iterable`, what a stream reads and how it shuffles. Tried with datasets 5.2.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+def is_map_style(dataset: object) -> bool:
+    """Whether this is a `datasets.Dataset`."""
+    return _is(dataset, "datasets.arrow_dataset", "Dataset")
+
+
+def is_iterable(dataset: object) -> bool:
+    """Whether this is a `datasets.IterableDataset`."""
+    return _is(dataset, "datasets.iterable_dataset", "IterableDataset")
+
+
+def rows(dataset: Any, places: list[int]) -> list[Any]:
+    """Some rows of a map-style dataset as they are stored: nothing is decoded, no transform runs."""
+    stored = dataset.with_format("arrow")[places]
+    return list(stored.to_pylist())
+
+
+def split(dataset: Any, num_shards: int, index: int) -> tuple[Any, Callable[[], None]]:
+    """The part of a stream that is read by one of `num_shards` readers, and what brings it to the stream's epoch.
+
+    By the library's own function: each epoch shuffles all shards, and each reader takes every `num_shards`-th.
+    """
+    part = sys.modules["datasets.distributed"].split_dataset_by_node(dataset, rank=index, world_size=num_shards)
+    told = dataset.epoch
+
+    def follow() -> None:
+        nonlocal told
+        if dataset.epoch != told:
+            told = dataset.epoch
+            part.set_epoch(told)
+
+    part.set_epoch(told)
+    return part, follow
+
+
+def sources(dataset: Any) -> list[Any]:
+    """What a stream reads: the arguments of its generator (files, tables), through all that was put around it."""
+    return [found for found in _walk(dataset._ex_iterable) if not _is_random(found)]
+
+
+def shuffle_states(dataset: Any) -> list[str]:
+    """The state of each random generator by which a stream shuffles itself. Without a seed it differs by process."""
+    if not is_iterable(dataset):
+        return []
+    return [repr(found.bit_generator.state) for found in _walk(dataset._ex_iterable) if _is_random(found)]
+
+
+def _walk(iterable: Any) -> Iterator[Any]:
+    for name, value in sorted(vars(iterable).items()):
+        for entry in value if isinstance(value, list) else [value]:
+            if type(entry).__module__ == "datasets.iterable_dataset":
+                yield type(entry).__qualname__
+                yield from _walk(entry)
+            elif name in ("kwargs", "generator"):
+                yield entry
+
+
+def _is_random(value: object) -> bool:
+    return type(value).__module__.startswith("numpy.random")
+
+
+def _is(dataset: object, module: str, name: str) -> bool:
+    return any(base.__module__ == module and base.__name__ == name for base in type(dataset).__mro__)

@@ -1,0 +1,108 @@
+"""Loaders whose data is split over ranks already: recognised, checked, and not split again.
+
+Recognised by what a sampler, a stream or a node of a pipeline says of itself: a rank and a number of ranks, under the
+names that are in use (`SAYS`). A map-style dataset that was cut before (`datasets.Dataset.shard`, `Subset`) says
+nothing; there the ranks find that they hold different data: see `content.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+
+from fabric.strategies.data.share import Share
+
+SAYS = (
+    ("num_replicas", "rank"),  # torch, torchdata, transformers, timm and torchvision: samplers
+    ("world_size", "rank"),  # torchdata's nodes, datasets' DistributedConfig
+    ("world_size", "global_rank"),  # litdata
+    ("num_ranks", "rank"),  # mosaicml-streaming
+    ("_world_size", "_rank"),  # detectron2
+    ("num_processes", "process_index"),  # accelerate
+    ("num_processes", "process_rank"),
+    ("data_parallel_size", "data_parallel_rank"),  # Megatron
+)
+"""Attributes that tell over how many ranks something is split, and for which of them it reads."""
+HOLDERS = ("_distributed", "distributed_env", "_parallel_rank_world")
+"""Attributes of streams that hold these two: datasets', litdata's, mosaicml-streaming's."""
+INNER = ("sampler", "batch_sampler", "dataset", "datasets", "root", "source", "iterable", "pipeline")
+"""Where a loader, a wrapper or a node of a pipeline keeps what it reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """How something is split over ranks."""
+
+    words: str
+    """The thing and its arguments, as the user would write it."""
+    count: int
+    index: int
+
+
+def split_of(loader: object, share: Share) -> Split | None:
+    """How the loader's data is split already; None where it is whole.
+
+    Raises: ValueError: it is split for another rank, or for another number of ranks, than `share`.
+    """
+    for part in _parts(loader):
+        split = None if isinstance(part, DataLoader) else _split(part)
+        if split is not None and split.count > 1:
+            if (split.count, split.index) != (share.count, share.index):
+                raise ValueError(
+                    f"The loader's `{split.words}` reads another part than this rank, which is {share.index} of "
+                    f"{share.count}. Leave it out: `setup_dataloaders` shares the data out. Or pass "
+                    "`use_distributed_sampler=False`, and each rank reads what its loader gives."
+                )
+            return split
+    return None
+
+
+def refuse_pipe(dataset: object) -> None:
+    """Raise ValueError for a data pipe, which torch's loader shares out by itself."""
+    if isinstance(dataset, IterDataPipe):
+        raise ValueError(
+            f"`{type(dataset).__name__}` is a data pipe, which shards itself in torch's `DataLoader` where it has a "
+            "`sharding_filter`. Pass `use_distributed_sampler=False`, or make it an `IterableDataset`."
+        )
+
+
+def _parts(loader: object) -> Iterator[object]:
+    """What the loader reads through, from the outside to the inside, each once; without map-style datasets, which may
+    know their rank for other reasons: there a sampler splits."""
+    found, waiting = {id(loader)}, [("", loader)]
+    while waiting:
+        place, part = waiting.pop(0)
+        if place not in ("dataset", "datasets") or isinstance(part, IterableDataset):
+            yield part
+        for name in INNER:
+            inner = getattr(part, name, None)
+            for each in inner if name in ("datasets", "pipeline") and isinstance(inner, (list, tuple)) else [inner]:
+                if each is not None and id(each) not in found:
+                    found.add(id(each))
+                    waiting.append((name, each))
+
+
+def _split(part: Any) -> Split | None:
+    splitter = part.func if isinstance(part, functools.partial) else part
+    if getattr(splitter, "__module__", None) == "webdataset.shardlists":
+        return _split_by_webdataset(splitter, part)
+    for holder in (part, *(getattr(part, name, None) for name in HOLDERS)):
+        for count_name, index_name in SAYS:
+            count, index = getattr(holder, count_name, None), getattr(holder, index_name, None)
+            if type(count) is int and type(index) is int:
+                words = f"{type(part).__name__}({count_name}={count}, {index_name}={index})"
+                return Split(words=words, count=count, index=index)
+    return None
+
+
+def _split_by_webdataset(splitter: Any, part: Any) -> Split | None:
+    if getattr(splitter, "__name__", None) != "split_by_node":
+        return None
+    keywords = part.keywords if isinstance(part, functools.partial) else {}
+    index, count, *_ = sys.modules["webdataset.utils"].pytorch_worker_info(group=keywords.get("group"))
+    return Split(words=f"split_by_node(world_size={count}, rank={index})", count=count, index=index)
