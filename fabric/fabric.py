@@ -63,7 +63,8 @@ class Fabric:
 
     `accelerator`: auto, cpu, cuda, mps, xla, or another device that `torch.accelerator` knows.
     `strategy`: a name (see `fabric.strategies.available_strategies()`), or a `Strategy` with options of its own.
-    `devices`: auto, a count, -1 for all, or the indices of the devices on this node.
+    `devices`: auto, a count, -1 for all, or the indices of the devices on this node. Inside a rank of a fabric that was
+    launched, `devices=1` makes a world of its own: one process, and no collective with the other ranks.
     `num_nodes`: how many machines take part.
     `precision`: 64-true, 32-true, 16-true, bf16-true, 16-mixed, bf16-mixed.
     `plugins`: a `Precision` or an `Environment` of the user's own.
