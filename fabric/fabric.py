@@ -300,11 +300,13 @@ class Fabric:
             prepared = self._prepared(model, "backward(model=...)")
             # The loss of one model may go through another, whose gradients must be looked after as well.
             together = self._backward if all(each.joins_backward for each in self._models.values()) else None
-            (together or prepared.backward)(loss, *args, **kwargs)
+            backward = together or prepared.backward
         elif self._backward is not None:
-            self._backward(loss, *args, **kwargs)
+            backward = self._backward
         else:
             raise RuntimeError("`fabric.backward(loss)` before `fabric.setup(model)`. Set the model up first.")
+        with self._connected.new_tensors:  # activation checkpointing runs forward again
+            backward(loss, *args, **kwargs)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """Within it, forward and backward of `module` leave gradients where they were computed. For accumulation: the
