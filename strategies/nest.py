@@ -88,7 +88,7 @@ def _sequence(like: Any, items: list[Any]) -> Any:
 
 def _mapping(like: Any, values: list[Any]) -> Any:
     if not isinstance(like, MutableMapping):
-        return type(like)(dict(zip(like, values, strict=True)))  # type: ignore[call-arg]
+        return type(like)(dict(zip(like, values, strict=True)))
     duplicate = copy.copy(like)  # keeps what else it holds: a default factory, attributes
     for key, value in zip(like, values, strict=True):
         duplicate[key] = value

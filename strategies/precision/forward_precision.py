@@ -36,7 +36,8 @@ def cast_module(precision: Precision, module: nn.Module) -> None:
     if not casts(precision):
         return
     if any(tensor.is_complex() for tensors in (module.parameters(), module.buffers()) for tensor in tensors):
-        module._apply(lambda tensor: cast(precision, tensor))  # `module.to(dtype)` would drop imaginary parts
+        # `module.to(dtype)` would drop imaginary parts.
+        module._apply(lambda tensor: cast(precision, tensor))  # type: ignore[no-untyped-call]
     else:
         module.to(precision.param_dtype)
 
@@ -73,7 +74,8 @@ def complex_dtype(precision: Precision) -> torch.dtype:
 class DefaultDtype:
     """Within it, new floating-point tensors have one dtype. It is entered again from within, and from any thread.
 
-    torch's default is one for the whole process. So whoever enters first sets it, and whoever leaves last restores it.
+    torch's default is one for the whole process. So whoever enters first sets it, and whoever leaves last restores it;
+    another thread that makes a tensor meanwhile, without saying its dtype, gets this one.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
