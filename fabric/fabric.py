@@ -41,6 +41,7 @@ from fabric.strategies.checkpoint import single_file
 from fabric.strategies.checkpoint.state import PLAIN, Filter, StateAccess, Stateful, load_into, restore, state_of
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.collective import Collective, ReduceOp
+from fabric.strategies.collectives.padding import pad_across_ranks
 from fabric.strategies.collectives.rank_zero_first import rank_zero_first
 from fabric.strategies.data.device_loader import DeviceLoader
 from fabric.strategies.data.share import Use
@@ -73,7 +74,8 @@ class Fabric:
 
     `accelerator`: auto, cpu, cuda, mps, xla, or another device that `torch.accelerator` knows.
     `strategy`: a name (see `fabric.strategies.available_strategies()`), or a `Strategy` with options of its own.
-    `devices`: auto, a count, -1 for all, or the indices of the devices on this node.
+    `devices`: auto, a count, -1 for all, or the indices of the devices on this node. Inside a rank of a fabric that was
+    launched, `devices=1` makes a world of its own: one process, and no collective with the other ranks.
     `num_nodes`: how many machines take part.
     `precision`: 64-true, 32-true, 16-true, bf16-true, 16-mixed, bf16-mixed.
     `plugins`: a `Precision` or an `Environment` of the user's own.
@@ -371,11 +373,13 @@ class Fabric:
             prepared = self._prepared(model, "backward(model=...)")
             # The loss of one model may go through another, whose gradients must be looked after as well.
             together = self._backward if all(each.joins_backward for each in self._models.values()) else None
-            (together or prepared.backward)(loss, *args, **kwargs)
+            backward = together or prepared.backward
         elif self._backward is not None:
-            self._backward(loss, *args, **kwargs)
+            backward = self._backward
         else:
             raise RuntimeError("`fabric.backward(loss)` before `fabric.setup(model)`. Set the model up first.")
+        with self._connected.new_tensors:  # activation checkpointing runs forward again
+            backward(loss, *args, **kwargs)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """Within it, forward and backward of `module` leave gradients where they were computed. For accumulation: the
@@ -436,8 +440,8 @@ class Fabric:
 
         `sync_grads`: gradients flow back to the rank that a tensor came from, as their sum over the group. Ranks: all
         of the group (None: all), with `sync_grads` each with samples of its own.
-        Raises: CollectiveError: the nests of the ranks differ. ValueError: `sync_grads` without a group, where the
-        strategy lets some ranks read the same samples.
+        Raises: CollectiveError: the ranks' data differs in paths, dtypes or shapes; on every rank, with what each rank
+        passed. ValueError: `sync_grads` without a group, where the strategy lets some ranks read the same samples.
         """
         lacks = self.strategy.lacks if sync_grads and group is None and self.world_size > 1 else {}
         if "gather_gradients" in lacks:
@@ -460,8 +464,22 @@ class Fabric:
     def all_reduce(self, data: T, group: Collective | None = None, reduce_op: ReduceOp = "mean") -> T: ...
     def all_reduce(self, data: Any, group: Collective | None = None, reduce_op: ReduceOp = "mean") -> Any:
         """Give every rank the reduction (mean, sum, min, max, product) of all ranks' tensors, in a nest of the same
-        shape. The mean of integers is in floating point. Ranks: all of the group."""
+        shape. The mean of integers is in floating point. Ranks: all of the group.
+
+        Raises: CollectiveError: the ranks' data differs in paths, dtypes or shapes; on every rank, with what each rank
+        passed.
+        """
         return nested.all_reduce(group or self._connected.collective, data, reduce_op)
+
+    def pad_across_ranks(self, data: Any, dim: int = 0, pad_value: float = 0, group: Collective | None = None) -> Any:
+        """Append `pad_value` to every tensor of a nest along `dim`, up to the greatest length of any rank, for tensors
+        whose lengths differ on purpose: `fabric.all_gather(fabric.pad_across_ranks(logits))`. Gradients flow through.
+
+        Ranks: all of the group. Gather the lengths as well, where padding must be told from data.
+        Raises: CollectiveError: the ranks' data differs in more than lengths along `dim`. IndexError: a tensor has no
+        such dimension. ValueError: a dtype does not hold `pad_value`.
+        """
+        return pad_across_ranks(group or self._connected.collective, data, dim, pad_value)
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
         """Let rank zero (of each node, if `local`) run the block before the others. Its failure is everybody's."""

@@ -13,6 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import torch
+import torch.distributed
+
 from fabric.cli import spelling
 from fabric.cli.words import place_by_hand
 from fabric.launchers.environments import detect_world
@@ -60,6 +63,12 @@ class Machine:
     """In the environment: an external launcher's, or ours where this process is a rank of an earlier launch."""
     variables: tuple[str, ...] = ()
     """What tells of the world, as `NAME=value`."""
+    has_met_others: bool = False
+    """Whether this process is connected to the other ranks of the world: a fabric was launched in it."""
+    current_device: int | None = None
+    """The index of the device that a rank works on, once it has opened one."""
+    own_device: int | None = None
+    """In a world of one process inside a rank: the device that `devices=1` means. See `alone.py`."""
     node_rank: int | None = None
     """NODE_RANK, MASTER_ADDR and MASTER_PORT, set by whoever starts each node by hand. Read for several nodes only."""
     main_address: str | None = None
@@ -80,6 +89,8 @@ class Machine:
             program=_program(),
             world=world,
             variables=_variables(environ, world.launcher) if world is not None else (),
+            has_met_others=world is not None and world.size > 1 and _has_met_others(),
+            current_device=_current_device() if world is not None else None,
             node_rank=_read(place, "node_rank", "NODE_RANK", spelling.read_rank),
             main_address=place.get("main_address"),
             main_port=_read(place, "main_port", "MASTER_PORT", spelling.read_port),
@@ -129,6 +140,23 @@ def _to_look_at(wanted: str | Accelerator) -> tuple[Accelerator, ...]:
 def _variables(environ: Mapping[str, str], launcher: str) -> tuple[str, ...]:
     names = _TELLING.get(launcher, _TELLING_BY_DEFAULT)
     return tuple(f"{name}={environ[name]}" for name in names if name in environ)
+
+
+def _has_met_others() -> bool:
+    """Whether ranks talk over torch's process group here, or over Horovod. Imports neither for that."""
+    horovod = sys.modules.get("horovod.torch")
+    if horovod is not None and horovod.is_initialized():
+        return True
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _current_device() -> int | None:
+    """Asks only a device that is open: opening it here could break a later fork."""
+    accelerator = torch.accelerator.current_accelerator(check_available=False)
+    if accelerator is None or accelerator.type == "mps":  # which has one
+        return None
+    is_open = torch.get_device_module(accelerator).is_initialized()
+    return torch.accelerator.current_device_index() if is_open else None
 
 
 def _read(place: Mapping[str, str], word: str, variable: str, read: Callable[[object, str], int]) -> int | None:

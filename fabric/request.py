@@ -15,6 +15,8 @@ from fabric.cli import spelling
 from fabric.cli.spelling import Devices, LauncherWord
 from fabric.cli.words import words
 from fabric.launchers.environments.environment import Environment
+from fabric.launchers.environments.ours import OursEnvironment
+from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.strategy import Strategy
@@ -53,6 +55,8 @@ class Request:
         """
         said = {name: _READ[name](value, f"{name}={value!r}") for name, value in arguments.items() if name in _READ}
         typed = {name: _READ[name](value, f"{_option(name)} {value}") for name, value in words(environ).items()}
+        if _is_one_within_ours(cls(**said), environ):
+            typed = {name: word for name, word in typed.items() if name in ("accelerator", "precision")}
         precision, environment = _split_plugins(each(arguments.get("plugins"), "plugins"))
         if precision is not None:
             _add_precision(said, arguments, precision)
@@ -62,6 +66,28 @@ class Request:
             callbacks=each(arguments.get("callbacks"), "callbacks"),
             loggers=each(arguments.get("loggers"), "loggers"),
         )
+
+    def asks_for_one(self, world: World) -> bool:
+        """Whether it describes one process on one device, and could not mean this world of several."""
+        if self.num_nodes > 1 or self.launcher != "auto" or not (self.devices == 1 or _is_one_index(self.devices)):
+            return False
+        if isinstance(self.strategy, Strategy):
+            return self.strategy.launchers == ("inline",)
+        return self.strategy == "single_device" or (self.strategy == "auto" and world.local_size > 1)
+
+
+def _is_one_index(devices: Devices) -> bool:
+    return isinstance(devices, tuple) and len(devices) == 1
+
+
+def _is_one_within_ours(request: Request, environ: Mapping[str, str]) -> bool:
+    """Whether this process is a rank that our launcher made, to which the words of `fabric run` belong, and the script
+    asks for a world of one process beside it."""
+    ours = OursEnvironment()
+    if not ours.detect(environ):
+        return False
+    world = ours.world(environ)
+    return world.size > 1 and request.asks_for_one(world)
 
 
 def each(value: object, name: str) -> tuple[Any, ...]:

@@ -4,6 +4,7 @@ A pure function of two values (and of the tables of names), so that every rule i
 `auto` it chooses; where a word is said it is honoured or refused, never exchanged:
 
 - A world in the environment is the truth: `auto` takes its sizes, and a number that differs from them is an error.
+  One device inside a rank may be a world of its own; `alone.py` tells when.
 - Without one, `devices='auto'` is one process on the CPU, and elsewhere every device that the strategy takes.
 - `accelerator='auto'` is the one torch reports, else the CPU. `strategy='auto'` is `single_device` for one process
   and `ddp` for more.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fabric.alone import world_of_its_own
 from fabric.cli.spelling import DEFAULT_MAX_RESTARTS, STARTING_LAUNCHERS
 from fabric.conflicts import (
     CONFLICTS,
@@ -67,6 +69,7 @@ def resolve(request: Request, machine: Machine) -> Resolved:
     Raises: ValueError: words that cannot go together, or that this machine cannot honour. TypeError: an option of a
     strategy is of another kind.
     """
+    machine = world_of_its_own(request, machine)
     for conflict in CONFLICTS:
         _refuse(conflict(request, machine))
     found = _found(request, machine)
@@ -138,10 +141,21 @@ def _agree_with_the_world(request: Request, machine: Machine, strategy: Strategy
         raise ValueError(
             f"`strategy={word}` runs {processes} process{'es' * (processes > 1)} on each node, but "
             f"{describe_world(machine)}. Start {processes}, or write a strategy for several processes, such as 'ddp'."
+            f"{_beside(processes)}"
         )
     raise ValueError(
         f"`devices` and `strategy={word}` ask for {processes} process{'es' * (processes > 1)} on this node, but "
-        f"{describe_world(machine)}. Leave `devices` out, or start {processes}."
+        f"{describe_world(machine)}. Leave `devices` out, or start {processes}.{_beside(processes)}"
+    )
+
+
+def _beside(processes: int) -> str:
+    """How to get what may have been meant by one process."""
+    if processes != 1:
+        return ""
+    return (
+        " For a world of one process beside the ranks, create `Fabric(devices=1, strategy='single_device')` after the "
+        "`launch()` of the fabric that has them all."
     )
 
 

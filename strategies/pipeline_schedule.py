@@ -107,7 +107,8 @@ class Stages:
         for stage in self.stages:
             stage.follow_mode()
         schedule = self._schedule(kind, batch)
-        return self._train(schedule, batch) if kind == "train" else self._evaluate(schedule, batch)
+        with self.runtime.new_tensors:
+            return self._train(schedule, batch) if kind == "train" else self._evaluate(schedule, batch)
 
     def release(self) -> None:
         """Take off what is ours."""

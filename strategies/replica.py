@@ -124,13 +124,15 @@ def with_precision(runtime: Runtime, around: Around | None) -> Around | None:
         return around
     inner: Around = around or (lambda function, args, kwargs: function(*args, **kwargs))
 
-    def forward(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if casts(precision):
-            args, kwargs = cast_inputs(precision, (args, kwargs))
+    def forward_mixed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with autocast(precision, device):
             return inner(function, args, kwargs)
 
-    return forward
+    def forward_true(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with runtime.new_tensors:
+            return inner(function, *cast_inputs(precision, (args, kwargs)))
+
+    return forward_mixed if precision.is_mixed else forward_true
 
 
 def backward_through(scaler: LossScaler | None, watches: Sequence[Watch]) -> Callable[..., None]:

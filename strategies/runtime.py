@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ import torch
 from fabric.launchers.world import World
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.data.agreement import LoaderNumbers
+from fabric.strategies.precision.forward_precision import dtype_of_new_tensors
 from fabric.strategies.precision.loss_scaler import LossScaler, loss_scaler_for
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.shards import local_part
@@ -36,6 +38,8 @@ class Runtime:
     """Present exactly when `precision.scales_loss`."""
     report: Callable[[str], None]
     """Tells the person who runs the job a sentence, by the standard logger `fabric`; silent on all ranks but zero."""
+    new_tensors: AbstractContextManager[None] = field(default_factory=nullcontext)
+    """Within it, which is forward and backward, new tensors have the precision's dtype. Entered by any thread."""
     mesh: DeviceMesh | None = None
     """The ranks along named axes, where the strategy has axes."""
     loader_numbers: LoaderNumbers = field(default_factory=LoaderNumbers)
@@ -65,6 +69,7 @@ def connect(
         precision=precision,
         loss_scaler=loss_scaler_for(precision, report, *shared),
         report=report,
+        new_tensors=dtype_of_new_tensors(precision),
     )
 
 

@@ -23,6 +23,8 @@ PART_IMPORTS = {
     ("strategies/collectives/horovod.py", "fabric.launchers.environments.horovod"): "tells Horovod its place",
     ("strategies/collectives/horovod.py", "fabric.launchers.network"): "tells Horovod which interface",
     ("strategies/collectives/horovod.py", "fabric.launchers.rendezvous"): "goes where the launcher said to meet",
+    ("strategies/data/transfer.py", "fabric.strategies.nest"): "containers, as the precision walks them",
+    ("strategies/precision/forward_precision.py", "fabric.strategies.nest"): "containers, as batches are moved in them",
     ("strategies/accelerators/xla.py", "fabric.launchers.environments.xla"): "PJRT's devices are what variables say",
     ("strategies/collectives/process_group.py", "fabric.launchers.rendezvous"): "goes where the launcher said to meet",
     ("strategies/collectives/xla.py", "fabric.launchers.rendezvous"): "goes where the launcher said to meet",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fabric.strategies.collectives.collective import Collective, ReduceOp
+from fabric.strategies.collectives.collective import Collective, CollectiveError, ReduceOp
 from fabric.testing.drawn import Trial
 from fabric.testing.loops import Outcome
 from fabric.testing.plain import Loop
@@ -42,6 +42,7 @@ def talk(loop: Loop, trial: Trial) -> Outcome:
     _equal("what was passed", own, slices[collective.rank])
     if collective.size > 1:
         _equal("recv", _around(collective, mine), stacked[collective.rank - 1])
+        _differences(loop)
     _objects(collective)
     _parts(collective, mine)
     for voters in (0, 1, collective.size):
@@ -71,6 +72,27 @@ def _around(collective: Collective, mine: Tensor) -> Tensor:
     got = collective.recv(mine, before)
     collective.send(mine, after)
     return got
+
+
+def _differences(loop: Loop) -> None:
+    """A lone tensor that differs over ranks raises on all of them, and the next call works."""
+    rank, size = loop.collective.rank, loop.collective.size
+    ones = loop.to_device(torch.ones(3, 4))
+    for name, call in {
+        "all_gather of shapes": lambda: loop.all_gather(ones if rank else ones.T),
+        "all_gather of lengths": lambda: loop.all_gather(ones[: 3 - (rank == 0)]),
+        "all_reduce of shapes": lambda: loop.all_reduce(ones if rank else ones.T),
+        "all_reduce of dtypes": lambda: loop.all_reduce(ones if rank else ones.int(), reduce_op="sum"),
+        "all_reduce of one number": lambda: loop.all_reduce(torch.tensor(1.0) if rank else torch.ones(2)),
+    }.items():
+        told = ""
+        try:
+            call()
+        except CollectiveError as error:
+            told = str(error)
+        assert "did not make the same call" in told, f"{name} that differ over ranks: {told or 'raises nothing'}"
+    for one in (torch.tensor(float(rank)), loop.to_device(torch.tensor(float(rank)))):
+        _equal("all_reduce of one number", loop.all_reduce(one), one.new_tensor((size - 1) / 2))
 
 
 def _objects(collective: Collective) -> None:

@@ -2,8 +2,8 @@
 
 The one file that knows torch's names for collectives and what its releases call them. Data that merely moves goes as
 bytes, and every failure of torch becomes a `CollectiveError` that says which call, on what, and how long it waited.
-What surprises: gloo aborts the process when ranks send tensors of different sizes. Nests and objects are compared
-beforehand (`agreement.py`); a bare tensor is not, for that would double its cost.
+What surprises: gloo aborts the process when ranks send tensors of different sizes. `nested.py` and `objects.py` compare
+calls beforehand (`agreement.py`); the methods here do not: their callers know that the shapes are equal.
 """
 
 from __future__ import annotations

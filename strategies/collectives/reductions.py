@@ -16,11 +16,13 @@ Anything else is refused here, with a sentence, and not by the backend, with a n
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from fabric.strategies.collectives.collective import ReduceOp, check_reduce_op
-from fabric.strategies.collectives.packing import check_dense
+from fabric.strategies.collectives.packing import Spec, check_dense
 
 _AS_IS = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64}
@@ -30,39 +32,43 @@ _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: tor
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 
 
-def to_wire(tensor: Tensor, op: ReduceOp, *, copy: bool) -> Tensor:
-    """The contiguous tensor that a backend reduces with sum, product, min or max (mean: sum).
+def wire_dtype(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
+    """The dtype in which a backend reduces elements of `dtype`.
 
-    `copy=False` may give the memory of `tensor` itself.
     Raises: ValueError: `op` names no reduction, or one that the dtype does not have.
     """
     check_reduce_op(op)
-    check_dense(tensor)
-    dtype = tensor.dtype
     if dtype.is_complex:
         if op not in ("sum", "mean"):
             raise ValueError(_refusal(dtype, op, "Reduce `torch.view_as_real(tensor)`, or its absolute value."))
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    elif op == "mean" and dtype not in _HALVES:
+        return dtype.to_real()
+    if op == "mean" and dtype not in _HALVES:
         if dtype in _AS_IS or dtype in _WIDER:
-            dtype = dtype if dtype.is_floating_point else torch.int64
-        else:
-            raise ValueError(_refusal(dtype, op, "Convert it to float32 first."))
-    elif op == "mean":
-        dtype = torch.float32
-    elif dtype not in _AS_IS:
-        if dtype not in _WIDER:
-            raise ValueError(_refusal(dtype, op, "Convert it to float32 or int64 first."))
-        if dtype is torch.bool and op == "sum":
-            raise ValueError(
-                _refusal(
-                    dtype, op, "Its dtype could not hold a count: convert it with `.long()`, or say 'max' for 'any'."
-                )
-            )
-        dtype = _WIDER[dtype]
+            return dtype if dtype.is_floating_point else torch.int64
+        raise ValueError(_refusal(dtype, op, "Convert it to float32 first."))
+    if op == "mean":
+        return torch.float32
+    if dtype in _AS_IS:
+        return dtype
+    if dtype not in _WIDER:
+        raise ValueError(_refusal(dtype, op, "Convert it to float32 or int64 first."))
+    if dtype is torch.bool and op == "sum":
+        raise ValueError(
+            _refusal(dtype, op, "Its dtype could not hold a count: convert it with `.long()`, or say 'max' for 'any'.")
+        )
+    return _WIDER[dtype]
+
+
+def to_wire(tensor: Tensor, op: ReduceOp, *, copy: bool) -> Tensor:
+    """The contiguous tensor that a backend reduces with sum, product, min or max (mean: sum).
+
+    `copy=False` may give the memory of `tensor` itself. Raises: as `wire_dtype`; TypeError: the tensor is not dense.
+    """
+    check_dense(tensor)
+    dtype = wire_dtype(tensor.dtype, op)
+    if tensor.dtype.is_complex:
+        tensor = torch.view_as_real(tensor.resolve_conj())
     tensor = tensor.detach().resolve_neg()
-    if dtype.is_complex:
-        dtype = tensor.dtype
     if copy:
         return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
     return tensor.to(dtype).contiguous()
@@ -78,6 +84,31 @@ def from_wire(reduced: Tensor, op: ReduceOp, dtype: torch.dtype, size: int) -> T
     if dtype.is_complex:
         return torch.view_as_complex(reduced)
     return reduced if reduced.dtype is dtype else reduced.to(dtype)
+
+
+def is_added_as_number(spec: Spec, op: ReduceOp) -> bool:
+    """Whether the reduction of such tensors is the sum of one float64 for each rank, see `to_number`."""
+    return op in ("sum", "mean") and spec.num_elements == 1 and spec.device_type == "cpu" and not spec.dtype.is_complex
+
+
+def to_number(tensor: Tensor, size: int) -> float:
+    """The one element of `tensor`; NaN for an integer of which `size` might not add up exactly."""
+    number = tensor.item()
+    if isinstance(number, float):
+        return number
+    return float(number) if abs(number) * size <= 2**53 else math.nan
+
+
+def from_number(total: float, op: ReduceOp, spec: Spec, size: int) -> Tensor | None:
+    """The result for tensors of `spec`, from the sum of their numbers; None where integers did not add up exactly."""
+    if spec.dtype.is_floating_point:
+        dtype, wide = spec.dtype, torch.float64
+    elif math.isnan(total):
+        return None
+    else:
+        dtype, wide = (torch.get_default_dtype(), torch.float64) if op == "mean" else (spec.dtype, torch.int64)
+    number = total / size if op == "mean" else total if wide.is_floating_point else int(total)
+    return torch.tensor(number, dtype=wide, device="cpu").to(dtype).view(spec.shape)
 
 
 def _refusal(dtype: torch.dtype, op: str, instead: str) -> str:

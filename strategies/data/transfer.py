@@ -6,13 +6,13 @@ loader pins its memory; without, the host waits for each copy, as in a plain loo
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from fabric.strategies.nest import map_leaves
 
 
 @runtime_checkable
@@ -23,60 +23,36 @@ class Movable(Protocol):
         """The same on `device`."""
 
 
-@runtime_checkable
-class NamedFields(Protocol):
-    """A named tuple, which is made from its fields and not from one iterable."""
-
-    _fields: tuple[str, ...]
-
-
 def move(batch: Any, device: torch.device) -> Any:
     """The batch with every tensor in it on `device`, in containers of the same types; the batch itself is left.
 
-    Goes through mappings, lists, tuples, named tuples and dataclasses, and leaves to anything with a `to` method how
-    it moves. A pinned tensor is copied without waiting; work queued on the current stream afterwards sees it.
+    Goes through what `map_leaves` knows for a container, and leaves to anything with a `to` method how it moves. A
+    pinned tensor is copied without waiting; work queued on the current stream afterwards sees it.
     """
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=device.type != "cpu" and batch.device.type == "cpu" and batch.is_pinned())
-    if isinstance(batch, Movable):
-        return batch.to(device)
-    if isinstance(batch, tuple):
-        moved = [move(item, device) for item in batch]
-        return type(batch)(*moved) if isinstance(batch, NamedFields) else type(batch)(moved)
-    if isinstance(batch, list):
-        duplicate = copy.copy(batch)
-        duplicate[:] = [move(item, device) for item in batch]
-        return duplicate
-    if isinstance(batch, Mapping):
-        items = {key: move(value, device) for key, value in batch.items()}
-        if not isinstance(batch, MutableMapping):
-            return type(batch)(items)  # type: ignore[call-arg]
-        fresh = copy.copy(batch)
-        fresh.update(items)
-        return fresh
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        replica = copy.copy(batch)
-        for field in dataclasses.fields(batch):
-            object.__setattr__(replica, field.name, move(getattr(batch, field.name), device))
-        return replica
-    return batch
+
+    def move_one(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=device.type != "cpu" and leaf.device.type == "cpu" and leaf.is_pinned())
+        return leaf.to(device) if _is_movable(leaf) else leaf
+
+    return map_leaves(move_one, batch, is_leaf=_is_movable)
 
 
-def movables(batch: Any) -> Iterator[Any]:
+def _is_movable(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) or (isinstance(leaf, Movable) and not isinstance(leaf, type))
+
+
+def movables(batch: Any) -> list[Any]:
     """What `move` moves: the tensors, and the objects that move themselves and hide theirs."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, (tuple, list)):
-        for item in batch:
-            yield from movables(item)
-    elif isinstance(batch, Mapping):
-        for item in batch.values():
-            yield from movables(item)
-    elif isinstance(batch, Movable):
-        yield batch
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for field in dataclasses.fields(batch):
-            yield from movables(getattr(batch, field.name))
+    found: list[Any] = []
+
+    def collect(leaf: Any) -> Any:
+        if _is_movable(leaf):
+            found.append(leaf)
+        return leaf
+
+    map_leaves(collect, batch, is_leaf=_is_movable, keep=True)
+    return found
 
 
 def has_streams(device: torch.device) -> bool:

@@ -156,12 +156,14 @@ def test_without_sync_grads_nothing_is_traced() -> None:
     assert run_threads(2, body) == [[False, False]] * 2
 
 
-def test_a_bare_tensor_travels_alone_and_a_hundred_small_ones_in_two_messages() -> None:
+def test_a_mean_of_one_number_is_one_message_and_a_hundred_small_tensors_are_two() -> None:
     def body(collective: ThreadCollective) -> list[list[str]]:
         small = {f"m{index}": torch.ones(256) for index in range(100)}
         calls = []
         for operation in (
             lambda: nested.all_reduce(collective, torch.ones(())),
+            lambda: nested.all_reduce(collective, {"loss": 1.0}, "sum"),
+            lambda: nested.all_reduce(collective, torch.ones((), dtype=torch.int64), "max"),
             lambda: nested.all_gather(collective, torch.ones(())),
             lambda: nested.broadcast(collective, torch.ones(())),
             lambda: nested.all_reduce(collective, small),
@@ -176,7 +178,9 @@ def test_a_bare_tensor_travels_alone_and_a_hundred_small_ones_in_two_messages() 
     for calls in run_threads(2, body):
         assert calls == [
             ["all_reduce"],
-            ["all_gather"],
+            ["all_reduce"],
+            ["all_reduce", "all_reduce"],
+            ["all_reduce", "all_gather"],
             ["all_reduce", "broadcast"],
             ["all_reduce", "all_reduce"],
             ["all_reduce", "all_gather"],
@@ -221,7 +225,10 @@ def test_ranks_that_differ_each_get_all_calls_side_by_side() -> None:
             "  rank 1: all_gather\n"
             "      data['x']: float32 (3, 10) on cpu\n"
             "      and 1 as on all ranks\n"
-            "No data was exchanged. Make all ranks call the same operation, in the same order, on equal shapes."
+            "No rank has a result. Make all ranks call the same operation, in the same order, on equal shapes and "
+            "dtypes.\n"
+            "Where lengths differ on purpose, `fabric.pad_across_ranks(tensor, dim=0)` gives every rank the length of "
+            "the longest."
         )
         words = [
             ("data['x']: float32 (1,)", "data['x']: float64 (1,)"),

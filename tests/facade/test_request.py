@@ -10,7 +10,9 @@ import pytest
 from fabric.cli.words import Program, carry
 from fabric.launchers.environments.environment import Environment
 from fabric.launchers.environments.local import LocalEnvironment
+from fabric.launchers.environments.ours import variables_of
 from fabric.launchers.environments.slurm import SlurmEnvironment
+from fabric.launchers.world import Rendezvous, World
 from fabric.request import Request
 from fabric.strategies import DDPStrategy, Precision
 from fabric.strategies.accelerators import CPUAccelerator
@@ -189,3 +191,13 @@ def test_what_script_and_command_line_say_differently_is_refused(
 def test_words_for_another_program_are_passed_over() -> None:
     other = Program(arguments=("other.py",), main="/elsewhere/other.py")
     assert build(carry({"devices": "3"}, other)) == Request()
+
+
+def test_the_command_line_of_the_ranks_is_not_said_to_a_world_of_one_inside_a_rank() -> None:
+    two = World(size=2, local_size=2, rendezvous=Rendezvous(address="127.0.0.1", port=1, hosted=True), launcher="fork")
+    words = typed(devices="2", strategy="ddp", precision="bf16-true")
+    within = {**words, **variables_of(two, {}, 2)}
+    assert build(within, devices=1) == Request(devices=1, precision=Precision.parse("bf16-true"))
+    assert build(within).devices == 2
+    with pytest.raises(ValueError, match=r"`Fabric\(devices=1\)` and the command line `--devices 2`"):
+        build(words, devices=1)

@@ -142,6 +142,8 @@ CHOSEN = [
     Row({"devices": 4}, started_by("slurm", 4, cuda=1), {"devices": (0, 0, 0, 0)}),
     Row({}, started_by("local", 2), {"strategy": DDPStrategy(), "size": 2}),
     Row({}, started_by("torchelastic", 2, program="notebook"), {"launcher": "external"}),
+    # One device is all that each node of the world has
+    Row({"devices": 1}, started_by("slurm", 2, num_nodes=2, has_met_others=True), {"size": 2, "num_nodes": 2}),
     # A second Fabric within a rank of ours
     Row({}, started_by("fork", 2), {"strategy": DDPStrategy(), "size": 2, "launcher": "external"}),
     Row({"devices": 2, "launcher": "script"}, started_by("script", 2), {"launcher": "external", "size": 2}),
@@ -283,7 +285,11 @@ REFUSED = [
         error="ask for 3 processes on this node, but this process is rank 1 of the 2 that an earlier `launch()` "
         "started by 'fork' (2 on this node).",
     ),
-    Row({"devices": 1}, started_by("script", 2), error="ask for 1 process on this node, but this process is rank 0 of"),
+    Row(
+        {"devices": 1, "strategy": "ddp"},
+        started_by("script", 2),
+        error="ask for 1 process on this node, but this process is rank 0 of",
+    ),
     Row({"launcher": "spawn"}, started_by("fork", 2), error="`launcher='spawn'` starts processes, but this process is"),
     Row({"strategy": "ddp_spawn"}, started_by("fork", 2), error="starts its processes by 'spawn', but this process is"),
 ]
@@ -308,6 +314,27 @@ def test_what_can_be_honoured_is_chosen(row: Row) -> None:
     assert {name: found[name] for name in row.expected} == row.expected
     assert chosen.world == row.here.world
     assert chosen.strategy.num_processes(len(chosen.devices)) == chosen.topology.num_processes
+
+
+ALONE = [
+    Row({"devices": 1}, started_by("fork", 2, rank=1), {"devices": (0,)}),
+    Row({"devices": 1}, started_by("script", 4, num_nodes=2), {"devices": (0,)}),
+    Row({"devices": 1}, started_by("torchelastic", 2, has_met_others=True), {"devices": (0,)}),
+    Row({"devices": 1, "strategy": "single_device"}, started_by("slurm", 2, num_nodes=2, has_met_others=True)),
+    Row({"devices": 1, "strategy": SingleDeviceStrategy()}, started_by("elastic", 2)),
+    Row({"devices": 1}, started_by("fork", 4, rank=2, cuda=4), {"devices": (2,)}),
+    Row({"devices": 1}, started_by("fork", 4, rank=2, cuda=8, current_device=6), {"devices": (6,)}),
+    Row({"devices": 1}, started_by("slurm", 4, rank=2, cuda=1, has_met_others=True), {"devices": (0,)}),
+    Row({"devices": (3,)}, started_by("fork", 4, rank=2, cuda=4), {"devices": (3,)}),
+]
+
+
+@pytest.mark.parametrize("row", ALONE, ids=repr)
+def test_one_device_inside_a_rank_is_a_world_of_its_own(row: Row) -> None:
+    chosen = resolve(Request(**row.said), row.here)
+    assert chosen.world is None
+    assert (chosen.topology.size, chosen.launcher, chosen.strategy) == (1, "inline", SingleDeviceStrategy())
+    assert chosen.devices == row.expected.get("devices", (0,))
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=repr)
