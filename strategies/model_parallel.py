@@ -30,6 +30,7 @@ from fabric.strategies.averaging import Averaging
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.process_group import TorchCollective
+from fabric.strategies.copies import IN_SHARDS, IN_STAGES, refuse_copies
 from fabric.strategies.data.share import Share, Use
 from fabric.strategies.empty import Unfilled
 from fabric.strategies.execution_order import ExecutionOrder
@@ -110,7 +111,8 @@ class ModelParallelStrategy(Strategy):
     @property
     def lacks(self) -> Mapping[Capability, str]:
         copies = self.pipeline is not None or self.context != 1 or self.tensor != 1
-        return {"gather_gradients": COPIES} if copies else {}
+        always: dict[Capability, str] = {"copies": IN_SHARDS if self.pipeline is None else IN_STAGES}
+        return {**always, "gather_gradients": COPIES} if copies else always
 
     @property
     def launchers(self) -> tuple[str, ...]:
@@ -165,9 +167,12 @@ class ModelParallelStrategy(Strategy):
         order = ExecutionOrder(runtime, inner, fsdp_modules(inner))
         path = ForwardPath(inner, order.around(around), partial(_mark, inner))
         detach = attach_scaler(runtime.loss_scaler, optimizers)
+        in_shards = any(as_sharded(parameter) is not None for parameter in inner.parameters())
+        copyable = refuse_copies(inner, IN_SHARDS) if in_shards else lambda: None
 
         def release() -> None:
             path.release()
+            copyable()
             order.release()
             detach()
             averaging.end()

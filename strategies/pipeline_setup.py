@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from fabric.strategies.averaging import Averaging
 from fabric.strategies.checkpoint.state import uncompiled
+from fabric.strategies.copies import IN_STAGES, refuse_copies
 from fabric.strategies.empty import Unfilled
 from fabric.strategies.forward import ForwardPath
 from fabric.strategies.gradients import clip_norm, clip_value
@@ -79,9 +80,11 @@ def pipelined(
 
     path = ForwardPath(inner, forward, _refuse_mark)
     detach = attach_scaler(runtime.loss_scaler, optimizers)
+    copyable = refuse_copies(inner, IN_STAGES)
 
     def release() -> None:
         path.release()
+        copyable()
         model.release()
         detach()
         averaging.end()
