@@ -35,6 +35,7 @@ from fabric.strategies.deepspeed_config import (
 from fabric.strategies.deepspeed_engine import NOT_GATHERED, UNUSED, Engine, close, gathered_parts, remember
 from fabric.strategies.deepspeed_refusals import COMPILED, LATER, ONE_OPTIMIZER, refuse_setup
 from fabric.strategies.deepspeed_state import ZeroState, is_sharded
+from fabric.strategies.empty import refuse_empty
 from fabric.strategies.execution_order import ExecutionOrder
 from fabric.strategies.forward import ForwardPath
 from fabric.strategies.initialize import new_tensors
@@ -173,7 +174,7 @@ class DeepSpeedStrategy(Strategy):
         stack.callback(pieces.release)
         stack.callback(pieces.drive(optimizer))
         around = with_precision(runtime, pieces.order.around(pieces.forward))
-        stack.callback(ForwardPath(module, around).release)
+        stack.callback(ForwardPath(module, refuse_empty(module, around)).release)
         optimizer.state.clear()  # of the parameters before they were cut
         if before is not None:
             state.write_optimizer(optimizer, before)
@@ -254,7 +255,7 @@ class DeepSpeedStrategy(Strategy):
             around = order.around(around)
         else:
             place(runtime, module, (), move=move)
-        stack.callback(ForwardPath(module, around).release)
+        stack.callback(ForwardPath(module, refuse_empty(module, around)).release)
 
         return Prepared(
             module=module,

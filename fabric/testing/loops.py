@@ -275,6 +275,14 @@ def empty(loop: Loop, trial: Trial) -> Outcome:
         with loop.init_module(empty_init=True):
             net = Net(trial.sizes)
         model, optimizer = loop.setup(net, trial.optimizer(net))
+        try:
+            with torch.no_grad():
+                output = model(loop.to_device(trial.probe()))
+        except RuntimeError as error:
+            if "no values yet" not in str(error):
+                raise
+        else:
+            assert output.isfinite().all(), "a model without values, and nothing was raised"
         loop.load(f"{path}/weights", {"model": model})
     losses = steps(loop, trial, model, optimizer)
     return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
