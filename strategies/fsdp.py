@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
+from fabric.strategies.changes import Additions, GatheredFlags
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.process_group import TorchCollective
 from fabric.strategies.copies import IN_SHARDS, refuse_copies
@@ -236,6 +237,8 @@ class _Sharded:
         self.collective = runtime.collective
         self.module = module
         self.unfilled = unfilled
+        self.additions = Additions(cast(nn.Module, module), by_name=True)
+        self.flags = GatheredFlags(cast(nn.Module, module))
         self.synced = True
         self.buffered = []
         if options.broadcast_buffers and runtime.world.size > 1:
@@ -243,6 +246,8 @@ class _Sharded:
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.unfilled.check(self.collective)
+        self.additions.refuse()
+        self.flags.follow()
         output = function(*args, **kwargs)
         if self.synced and torch.is_grad_enabled():
             follow_rank_zero(self.collective, buffers_of(self.buffered))

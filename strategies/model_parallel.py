@@ -28,6 +28,7 @@ from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.averaging import Averaging
 from fabric.strategies.capabilities import Capability
+from fabric.strategies.changes import Additions, GatheredFlags
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.process_group import TorchCollective
 from fabric.strategies.copies import IN_SHARDS, IN_STAGES, refuse_copies
@@ -206,8 +207,14 @@ class ModelParallelStrategy(Strategy):
         return parallelize(module, mesh_of(runtime), self.parallelize_fn)
 
     def _around(self, runtime: Runtime, averaging: Averaging, unfilled: Unfilled) -> Around:
+        additions = Additions(averaging.module, by_name=bool(averaging.sharded))
+        flags = GatheredFlags(averaging.module) if averaging.sharded else None
+
         def forward(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             unfilled.check(runtime.collective)
+            additions.refuse()
+            if flags is not None:
+                flags.follow()
             output = function(*args, **kwargs)
             if self.broadcast_buffers and averaging.synced and torch.is_grad_enabled():
                 averaging.follow_buffers()
