@@ -23,7 +23,10 @@ from torch.optim import Optimizer
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
+from fabric.strategies.changes import Contents
+from fabric.strategies.collectives.agreement import agree
 from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.collectives.packing import Spec
 from fabric.strategies.collectives.process_group import TorchCollective
 from fabric.strategies.data.share import Use
 from fabric.strategies.ddp_hooks import CommHook, check, register, why_not
@@ -140,8 +143,6 @@ class DDPStrategy(Strategy):
         return share_loader(runtime, loader, use, distribute=distribute, move=move)
 
     def _replica(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            return replica(runtime, module, optimizers)
         averaging = _Averaging(self, runtime.collective, module)
         return replica(
             runtime,
@@ -176,50 +177,99 @@ class _Averaging:
     """One model's averaging: whether the next backward will average, and whether the last one did."""
 
     def __init__(self, options: DDPStrategy, collective: Collective, module: nn.Module) -> None:
-        self.collective = collective
-        self.module = module
+        self.options, self.collective, self.module = options, collective, module
         self.expects_backward = False
+        self.synced = True
         self.needs_all = not (options.find_unused_parameters or options.static_graph)
-        # Looked up once: walking the modules takes longer than the rest of our step.
-        self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self.buffered = list(module.modules()) if options.broadcast_buffers else []
-        self.parallel = DistributedDataParallel(
-            _Forward(module),
-            bucket_cap_mb=options.bucket_bytes / 2**20,
-            find_unused_parameters=options.find_unused_parameters,
-            static_graph=options.static_graph,
-            gradient_as_bucket_view=options.gradient_as_bucket_view,
-            **_BUFFERS_ARE_OURS,
-        )
-        if options.comm_hook is not None:
-            register(self.parallel, options.comm_hook)
-        follow_rank_zero(collective, buffers_of(self.buffered))
+        self.contents = Contents(module)
+        self.flags: list[bool] = []  # of those that `parallel` was made for
+        self.parameters: list[nn.Parameter] = []
+        self.parallel: DistributedDataParallel | None = None
+        self.alike: set[Tensor] = set()  # these started from rank 0's values
+        if any(self.contents.flags()):
+            self._arrange(self.contents.flags())
+
+    @property
+    def buffered(self) -> list[nn.Module]:
+        return self.contents.modules if self.options.broadcast_buffers else []
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        output = self.parallel(function, args, kwargs)
-        if self.parallel.require_backward_grad_sync:
-            self.expects_backward = True
+        if not self._is_arranged():  # all is frozen: there is nothing to average, for now
+            output = function(*args, **kwargs)
+        else:
+            assert self.parallel is not None
+            self.parallel.require_backward_grad_sync = self.synced
+            output = self.parallel(function, args, kwargs)
+            self.expects_backward = self.expects_backward or self.synced
+        if self.synced and self.parallel is not None:
             # Not before forward, as torch does: an evaluation then finds equal buffers, and needs no message.
             follow_rank_zero(self.collective, buffers_of(self.buffered))
         return output
 
     def end(self) -> None:
-        end_reducer(self.parallel)
+        if self.parallel is not None:
+            end_reducer(self.parallel)
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:
-        with self.parallel.no_sync():
+        before, self.synced = self.synced, False
+        try:
             yield
+        finally:
+            self.synced = before
+
+    def _is_arranged(self) -> bool:
+        """See to it that what is trained now is averaged; False where nothing is. Ranks: all, where that has changed.
+
+        # Note [Layers that come after setup]
+        DistributedDataParallel averages what it found when it was made. So where a layer was added, replaced, frozen or
+        unfrozen since, another one is made, of all ranks together: new tensors start from rank 0's values. A model that
+        is frozen as a whole for a while, as a critic is in each step of its generator, keeps the one it has.
+        """
+        if not self.contents.is_as_it_was():
+            self.contents, self.flags = Contents(self.module), []
+        flags = self.contents.flags()
+        if flags != self.flags:
+            if not any(flags):
+                return False
+            self._arrange(flags)
+        return True
+
+    def _arrange(self, flags: list[bool]) -> None:
+        again, names = self.parallel is not None or bool(self.alike), dict(self.module.named_parameters())
+        if self.parallel is not None:
+            lines = [f"{name}: {Spec.of(each)}" for name, each in names.items() if each.requires_grad]
+            agree(self.collective, "\n".join([f"forward of `{type(self.module).__name__}`, which trains", *lines]))
+            end_reducer(self.parallel)
+        options = self.options
+        self.parallel = DistributedDataParallel(
+            _Forward(self.module),
+            bucket_cap_mb=options.bucket_bytes / 2**20,
+            find_unused_parameters=options.find_unused_parameters,
+            static_graph=options.static_graph,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            init_sync=not again,
+            **_BUFFERS_ARE_OURS,
+        )
+        if options.comm_hook is not None:
+            register(self.parallel, options.comm_hook)
+        tensors = list(self.contents.tensors())
+        follow_rank_zero(self.collective, [tensor for tensor in tensors if tensor not in self.alike])
+        self.alike, self.flags, self.parameters = set(tensors), flags, self.contents.trainable()
 
     def watch(self) -> Callable[[], None] | None:
         # Note [Gradients that nobody averaged]
         # The reducer averages in the first backward after a forward that went through it, and silently leaves
         # gradients local in any other. So where no such forward is outstanding, no gradient may change.
-        if not self.parallel.require_backward_grad_sync:
+        if not self.synced:
             return None
         parameters = self.parameters
+        if not self.expects_backward and (
+            not self.contents.is_as_it_was() or self.contents.flags() != self.flags
+        ):  # also of those that no forward has met yet
+            parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         before = [parameter.grad for parameter in parameters]
         versions = [_version(grad) for grad in before]
 

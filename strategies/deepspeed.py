@@ -22,6 +22,7 @@ from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.collectives.process_group import TorchCollective
+from fabric.strategies.copies import own_hooks, refuse_copies, refuse_pickles
 from fabric.strategies.data.share import Use
 from fabric.strategies.deepspeed_backend import installed, join, local_rank, undisturbed, why_not
 from fabric.strategies.deepspeed_config import (
@@ -34,6 +35,7 @@ from fabric.strategies.deepspeed_config import (
 from fabric.strategies.deepspeed_engine import NOT_GATHERED, UNUSED, Engine, close, gathered_parts, remember
 from fabric.strategies.deepspeed_refusals import COMPILED, LATER, ONE_OPTIMIZER, refuse_setup
 from fabric.strategies.deepspeed_state import ZeroState, is_sharded
+from fabric.strategies.empty import refuse_empty
 from fabric.strategies.execution_order import ExecutionOrder
 from fabric.strategies.forward import ForwardPath
 from fabric.strategies.initialize import new_tensors
@@ -92,7 +94,9 @@ class DeepSpeedStrategy(Strategy):
             "joint_optimizer": LATER,
             "unused": UNUSED,
         }
-        return {**always, "compile_before": COMPILED, "methods": NOT_GATHERED} if self._stage == 3 else always
+        if self._stage != 3:
+            return always
+        return {**always, "compile_before": COMPILED, "methods": NOT_GATHERED, "copies": _IN_SHARDS}
 
     @property
     def launchers(self) -> tuple[str, ...]:
@@ -170,7 +174,7 @@ class DeepSpeedStrategy(Strategy):
         stack.callback(pieces.release)
         stack.callback(pieces.drive(optimizer))
         around = with_precision(runtime, pieces.order.around(pieces.forward))
-        stack.callback(ForwardPath(module, around).release)
+        stack.callback(ForwardPath(module, refuse_empty(module, around)).release)
         optimizer.state.clear()  # of the parameters before they were cut
         if before is not None:
             state.write_optimizer(optimizer, before)
@@ -222,7 +226,7 @@ class DeepSpeedStrategy(Strategy):
     def _initialize(self, runtime: Runtime, module: nn.Module, optimizer: Optimizer | None, move: bool) -> Any:
         if not any(is_sharded(parameter) for parameter in module.parameters()):
             place(runtime, module, (), move=move)
-        with undisturbed(runtime.world, runtime.device.type) as deepspeed:
+        with undisturbed(runtime.world, runtime.device.type) as deepspeed, own_hooks(module):
             engine, *_ = deepspeed.initialize(
                 model=module,
                 optimizer=optimizer,
@@ -230,6 +234,10 @@ class DeepSpeedStrategy(Strategy):
                 config=self._engine_config(runtime),
                 dist_init_required=False,
             )
+        if self._stage == 3:
+            refuse_copies(module, _IN_SHARDS)
+        else:
+            refuse_pickles(module, _UNPICKLABLE)  # `_give_back` undoes it
         return engine
 
     def _untrained(self, runtime: Runtime, module: nn.Module, move: bool, stack: ExitStack) -> Prepared:
@@ -247,7 +255,7 @@ class DeepSpeedStrategy(Strategy):
             around = order.around(around)
         else:
             place(runtime, module, (), move=move)
-        stack.callback(ForwardPath(module, around).release)
+        stack.callback(ForwardPath(module, refuse_empty(module, around)).release)
 
         return Prepared(
             module=module,
@@ -271,6 +279,16 @@ def _give_back(optimizer: Optimizer, groups: Sequence[Sequence[torch.Tensor]], f
     optimizer.state.clear()
 
 
+_IN_SHARDS = (
+    "Stage 3 keeps the parameters of a prepared module in shards, so it cannot be copied or pickled: this rank has a "
+    "part of each. Copy the module before it is set up; `fabric.save` and `fabric.load` carry weights from one to the "
+    "other. For a target network or an average of weights that follows every step, pass "
+    "`strategy='deepspeed_stage_2'` or 'fsdp'."
+)
+_UNPICKLABLE = (
+    "The parameters of a prepared module refer to DeepSpeed's process groups, so it cannot be pickled. Pickle a copy, "
+    "`copy.deepcopy(model)`, or write `fabric.save(path, {'model': model})`."
+)
 _NO_OPTIMIZER = (
     "`{name}` was set up without an optimizer, to be evaluated: under `strategy='deepspeed'` its gradients would have "
     "no engine. Call `fabric.setup(model, optimizer)`."

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.collectives.packing import Spec
+from fabric.strategies.copies import Hook
 from fabric.strategies.execution_order import ExecutionOrder, start_comparing
 from fabric.strategies.rank_zero import buffers_of, follow_rank_zero
 from fabric.strategies.runtime import Runtime
@@ -44,7 +45,7 @@ class Engine:
         self._reached: set[Tensor] = set()
         self._stepped: set[Tensor] = set()
         self._hooks: list[RemovableHandle] = [
-            module.register_forward_pre_hook(self._enter),
+            module.register_forward_pre_hook(Hook(self._enter)),
             *(each.register_post_accumulate_grad_hook(self._reached_by_backward) for each in self.trained),  # type: ignore[no-untyped-call]
         ]
         self.engine.set_gradient_accumulation_boundary(False)

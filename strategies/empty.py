@@ -3,19 +3,57 @@
 # Note [Who fills the tensors]
 A part with a `reset_parameters` fills its own tensors. A part without one gets tensors full of a mark (NaN, for
 floating point), and the first forward raises if the mark is still there: `fabric.load`, torch's own loading, and the
-user's own function may each have filled them since, and none of them has to tell us.
+user's own function may each have filled them since, and none of them has to tell us. Strategies that make such a module
+on the device let the functions of `torch.nn.init` write the mark, and look for it in the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import final
+from collections.abc import Callable, Iterable
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
+from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.forward import Around
 from fabric.strategies.shards import as_sharded, local_part
+
+
+def leave_empty(tensor: Tensor) -> Tensor:
+    """Fill a tensor with the mark instead of its first values, and note on it that this was done."""
+    if tensor.is_floating_point() and not tensor.is_meta:
+        with torch.no_grad():
+            tensor.fill_(_mark(tensor.dtype))
+        vars(tensor)[_EMPTY] = True
+    return tensor
+
+
+_EMPTY = "_fabric_left_empty"
+
+
+def refuse_empty(module: nn.Module, around: Around | None) -> Around | None:
+    """`around`, which raises RuntimeError while parameters or buffers that `leave_empty` marked have no values.
+
+    No rank talks: where forward talks to none, rank 0 may evaluate alone. Free for a module that was not made empty.
+    """
+    inner = uncompiled(module)
+    named = (*inner.named_parameters(), *inner.named_buffers())
+    names = [name for name, tensor in named if vars(tensor).pop(_EMPTY, False)]
+    if not names:
+        return around
+
+    def forward(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if names:
+            now = {**dict(inner.named_parameters()), **dict(inner.named_buffers())}
+            empty = [name for name in names if name in now and _is_blank(now[name])]
+            if empty:
+                raise RuntimeError(_NO_VALUES.format(model=type(inner).__name__, names=_have(empty), instead=_WRITE))
+            names.clear()
+        return function(*args, **kwargs) if around is None else around(function, args, kwargs)
+
+    return forward
 
 
 @final
@@ -50,11 +88,7 @@ class Unfilled:
         mine = [self._name(part, name) for part, name in self._tensors if _is_marked(getattr(part, name))]
         empty = sorted({name for names in collective.all_gather_object(mine) for name in names})
         if empty:
-            raise RuntimeError(
-                f"`{self._model}` was made empty, and {', '.join(empty)} "
-                f"{'has' if len(empty) == 1 else 'have'} no values yet. Load a checkpoint (`fabric.load`) before the "
-                "first forward, or give the classes that hold them a `reset_parameters`."
-            )
+            raise RuntimeError(_NO_VALUES.format(model=self._model, names=_have(empty), instead=_RESET))
         self._tensors.clear()
 
     def _refuse_lost(self, part: nn.Module, empty: list[str]) -> None:
@@ -68,6 +102,18 @@ class Unfilled:
 
     def _name(self, part: nn.Module, name: str) -> str:
         return f"{self._names[part]}.{name}".lstrip(".")
+
+
+_NO_VALUES = (
+    "`{model}` was made empty, and {names} no values yet. Load a checkpoint (`fabric.load`) before the first forward, "
+    "or {instead}."
+)
+_RESET = "give the classes that hold them a `reset_parameters`"
+_WRITE = "write first values into what no checkpoint holds, or make the module without `empty_init=True`"
+
+
+def _have(names: list[str]) -> str:
+    return f"{', '.join(names)} {'has' if len(names) == 1 else 'have'}"
 
 
 def _own_tensors(part: nn.Module) -> dict[str, Tensor]:
@@ -96,6 +142,14 @@ def _is_marked(tensor: Tensor) -> bool:
         return False
     mark = _mark(values.dtype)
     return bool((values.isnan() if mark != mark else values == mark).all())
+
+
+def _is_blank(tensor: Tensor) -> bool:
+    """Whether what this rank holds has the mark wherever it is not zero: the padding row of an embedding is written
+    when it is made. A tensor with values has others than these."""
+    values = local_part(tensor.detach())
+    marked = values.isnan()
+    return bool(marked.any()) and bool((marked | (values == 0)).all())
 
 
 def _reset(part: nn.Module) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from fabric.strategies.copies import Hook
 from fabric.strategies.forward import Around
 from fabric.strategies.runtime import Runtime
 
@@ -37,9 +38,10 @@ class ExecutionOrder:
         self._is_needed = runtime.world.size > 1 and len(named) > 1
         self._hooks = []
         if self._is_needed:
-            self._hooks = [part.register_forward_pre_hook(partial(self._note, name)) for name, part in named.items()]
+            notes = {part: Hook(partial(self._note, name)) for name, part in named.items()}
+            self._hooks = [part.register_forward_pre_hook(note) for part, note in notes.items()]
             # Before anybody's hooks, for those of a backend may send something already.
-            self._hooks.append(module.register_forward_pre_hook(lambda *_: self._finish(), prepend=True))
+            self._hooks.append(module.register_forward_pre_hook(Hook(lambda *_: self._finish()), prepend=True))
 
     def around(self, inner: Around | None) -> Around | None:
         """`inner`, and the comparison around it. Ranks: all run what comes of it; where two differ, all raise

@@ -36,7 +36,7 @@ from fabric.strategies.fairscale import (
     start_alike,
     why_not,
 )
-from fabric.strategies.fairscale_slices import attach_module, attach_optimizer
+from fabric.strategies.fairscale_slices import IN_SLICES, attach_module, attach_optimizer
 from fabric.strategies.fairscale_wrappers import UNCOMPILABLE, Slices
 from fabric.strategies.gradients import parameters_of
 from fabric.strategies.initialize import new_tensors
@@ -75,7 +75,7 @@ class FairScaleFSDPStrategy(Strategy):
 
     @property
     def lacks(self) -> Mapping[Capability, str]:
-        always: dict[Capability, str] = {"unused": NEEDS_ALL, "compile": UNCOMPILABLE}
+        always: dict[Capability, str] = {"unused": NEEDS_ALL, "compile": UNCOMPILABLE, "copies": IN_SLICES}
         return always if self.wrap is None else {**always, "compile_before": UNCOMPILABLE}
 
     @property

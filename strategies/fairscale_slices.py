@@ -120,10 +120,13 @@ class _Hook:
         self._function(*self._first, *args)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "A module under `strategy='ddp_fully_sharded'` cannot be copied or pickled: each rank has slices of its "
-            "parameters. Copy it before `fabric.setup`, or load `module.state_dict()`, which is whole, into another."
-        )
+        raise TypeError(IN_SLICES)
+
+
+IN_SLICES = (
+    "A module under `strategy='ddp_fully_sharded'` cannot be copied or pickled: each rank has slices of its "
+    "parameters. Copy it before `fabric.setup`, or load `module.state_dict()`, which is whole, into another."
+)
 
 
 def _gather(collective: Collective, part: nn.Module, content: dict[str, Any], prefix: str, _: Any) -> None:

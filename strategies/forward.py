@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, TypeAlias, final
 
 import torch
 from torch import nn
+
+from fabric.strategies.copies import forget_copied_hooks
 
 Around: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """`around(function, args, kwargs)` runs `function` the strategy's way and returns what it returned."""
@@ -33,6 +36,7 @@ class ForwardPath:
         on_mark: Callable[[str], None] = lambda name: None,
         uncompilable: str | None = None,
     ) -> None:
+        _forget_original(module)
         if "mark_forward_method" in dir(module):
             raise ValueError(
                 f"`{type(module).__name__}` already has a `mark_forward_method`: it was set up before, or defines "
@@ -61,6 +65,10 @@ class ForwardPath:
         self._on_mark(name)
         self._replace(name)
         self._given[name] = given
+
+    def given(self, name: str) -> Any:
+        """The attribute of the instance that was replaced; None where the class has the method."""
+        return self._given.get(name)
 
     def release(self) -> None:
         """Leave the module as it was given."""
@@ -105,6 +113,9 @@ class _Method:
             path.running = False
 
     def __reduce__(self) -> tuple[Any, ...]:
+        given = self._path.given(self._name)
+        if given is not None:  # an attribute of the instance before `setup`
+            return _itself, (given,)
         return getattr, (self._path.module, self._name)  # of a copy: there it finds the method of the class
 
 
@@ -127,6 +138,23 @@ def _not_prepared(name: str, method: str | Callable[..., Any]) -> None:
         f"`mark_forward_method({method!r})` on a copy of a prepared `{name}`: a copy is a plain module. "
         "Pass the copy to `fabric.setup` first."
     )
+
+
+def _itself(given: Any) -> Any:
+    return given
+
+
+def _forget_original(module: nn.Module) -> None:
+    """Make a copy of a prepared module, if it is one, the plain module that it would be without us."""
+    mark = vars(module).get("mark_forward_method")
+    if not (isinstance(mark, functools.partial) and mark.func is _not_prepared):
+        return
+    object.__delattr__(module, "mark_forward_method")
+    forget_copied_hooks(module)
+    for name, method in list(vars(module).items()):
+        own = getattr(type(module), name, None)
+        if isinstance(method, MethodType) and method.__self__ is module and method.__func__ is own:
+            object.__delattr__(module, name)
 
 
 # torch's own lazy form, as its DistributedDataParallel uses it: `torch.compiler.disable` imports the compiler, 1 s.

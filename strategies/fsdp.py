@@ -9,7 +9,7 @@ order (another one raises, or waits until the timeout where shapes differ); and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,8 +22,11 @@ from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.capabilities import Capability
+from fabric.strategies.changes import Additions, GatheredFlags
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.process_group import TorchCollective
+from fabric.strategies.copies import IN_SHARDS, refuse_copies
 from fabric.strategies.data.share import Use
 from fabric.strategies.empty import Unfilled
 from fabric.strategies.execution_order import ExecutionOrder
@@ -90,6 +93,10 @@ class FSDPStrategy(Strategy):
             )
 
     @property
+    def lacks(self) -> Mapping[Capability, str]:
+        return {"copies": IN_SHARDS}
+
+    @property
     def launchers(self) -> tuple[str, ...]:
         return ("script", "fork", "forkserver", "spawn") if self.launcher == "auto" else (self.launcher,)
 
@@ -148,6 +155,7 @@ class FSDPStrategy(Strategy):
         order = ExecutionOrder(runtime, inner, units)
         path = ForwardPath(inner, order.around(with_precision(runtime, model.forward)), model.mark)
         undo += [path.release, order.release, attach_scaler(runtime.loss_scaler, optimizers)]
+        undo.append(refuse_copies(inner, IN_SHARDS))
         return Prepared(
             module=module,
             optimizers=tuple(optimizers),
@@ -229,6 +237,8 @@ class _Sharded:
         self.collective = runtime.collective
         self.module = module
         self.unfilled = unfilled
+        self.additions = Additions(cast(nn.Module, module), by_name=True)
+        self.flags = GatheredFlags(cast(nn.Module, module))
         self.synced = True
         self.buffered = []
         if options.broadcast_buffers and runtime.world.size > 1:
@@ -236,6 +246,8 @@ class _Sharded:
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.unfilled.check(self.collective)
+        self.additions.refuse()
+        self.flags.follow()
         output = function(*args, **kwargs)
         if self.synced and torch.is_grad_enabled():
             follow_rank_zero(self.collective, buffers_of(self.buffered))

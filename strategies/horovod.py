@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.changes import Contents
 from fabric.strategies.collectives.agreement import agree
 from fabric.strategies.collectives.collective import Collective, CollectiveError
 from fabric.strategies.collectives.horovod import HorovodCollective
@@ -72,6 +73,7 @@ class HorovodStrategy(Strategy):
             runtime,
             module,
             optimizers,
+            around=averaging.forward,
             unsynced=averaging.unsynced,
             end=averaging.end,
         )
@@ -95,14 +97,17 @@ class _Averaging:
 
     def __init__(self, collective: Collective, module: nn.Module, broadcast_buffers: bool) -> None:
         self.collective, self.name, self.number = collective, type(module).__name__, _number(collective)
-        self.parameters = [one for one in module.parameters() if one.is_floating_point() or one.is_complex()]
-        self.buffered = list(module.modules()) if broadcast_buffers else []
+        self.module, self.broadcast_buffers = module, broadcast_buffers
         self.changed: set[nn.Parameter] = set()
         self.is_due = self.is_unsynced = False
-        lines = [f"{name}: {Spec.of(tensor)}" for name, tensor in _tensors(module)]
-        agree(collective, "\n".join([f"setup of `{self.name}`", *lines]))
-        follow_rank_zero(collective, [tensor for _, tensor in _tensors(module)])
-        self.hooks = [self._watched(parameter) for parameter in self.parameters]
+        self.alike: set[Tensor] = set()  # these started from rank 0's values
+        self.hooks: list[RemovableHandle] = []
+        self._arrange("setup")
+
+    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.is_grad_enabled() and not self.contents.is_as_it_was():
+            self._arrange("forward after a change")
+        return function(*args, **kwargs)
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:
@@ -115,6 +120,19 @@ class _Averaging:
     def end(self) -> None:
         for hook in self.hooks:
             hook.remove()
+
+    def _arrange(self, moment: str) -> None:
+        """Average what the model has now; what is new starts from rank 0's values. Ranks: all."""
+        self.contents = Contents(self.module)
+        self.parameters = [one for one in self.contents.parameters if one.is_floating_point() or one.is_complex()]
+        self.buffered = self.contents.modules if self.broadcast_buffers else []
+        lines = [f"{name}: {Spec.of(tensor)}" for name, tensor in _tensors(self.module)]
+        agree(self.collective, "\n".join([f"{moment} of `{self.name}`", *lines]))
+        tensors = [tensor for _, tensor in _tensors(self.module)]
+        follow_rank_zero(self.collective, [tensor for tensor in tensors if tensor not in self.alike])
+        self.alike = set(tensors)
+        self.end()
+        self.hooks = [self._watched(parameter) for parameter in self.parameters]
 
     def _watched(self, parameter: nn.Parameter) -> RemovableHandle:
         """Hear of its gradients, also of those that it has only once somebody unfreezes it."""

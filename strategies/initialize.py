@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from fabric.strategies.empty import leave_empty
 from fabric.strategies.precision.precision import Precision
 
 
@@ -24,12 +25,12 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 class SkipInitialization(TorchFunctionMode):
-    """Within it, the functions of `torch.nn.init` leave tensors as they are: whatever lay in memory."""
+    """Within it, the functions of `torch.nn.init` mark tensors as empty and draw no number: see `empty.py`."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(function, "__module__", None) == "torch.nn.init":
-            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+            return leave_empty(kwargs["tensor"] if "tensor" in kwargs else args[0])
         return function(*args, **kwargs)
 
 

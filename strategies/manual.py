@@ -130,7 +130,13 @@ class ManualStrategy(Strategy):
         _refuse_other_dtypes(runtime.precision, parallel.module)
         sync = Synchronization(context, parallel, self._data_axes(runtime.world.size))
         prepared = replica(
-            runtime, parallel.module, optimizers, unsynced=sync.unsynced, watches=(sync.watch,), end=sync.end
+            runtime,
+            parallel.module,
+            optimizers,
+            around=sync.forward,
+            unsynced=sync.unsynced,
+            watches=(sync.watch,),
+            end=sync.end,
         )
 
         def clip_norm(optimizer: Optimizer, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:

@@ -11,14 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import final
+from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.averaging import average
+from fabric.strategies.changes import ADDED, Additions, Contents
 from fabric.strategies.ddp import end_reducer
 from fabric.strategies.gradients import parameters_of
 from fabric.strategies.manual_context import ManualContext, Parallelized
@@ -59,6 +61,17 @@ class Synchronization:
         for parameter in ours:
             self._arrange(parameter)
         self.along = {axes: along(context.collective, context.mesh, axes) for axes in self.averaged}
+        self.additions = Additions(parallel.module, by_name=bool(self.sharded))
+        self.taken_in: set[Tensor] = set()
+        self.flags = [(replica, contents := Contents(replica.module), contents.flags()) for replica in self.replicas]
+
+    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Around a forward: what changed since `setup` is averaged from now on, or raises."""
+        if torch.is_grad_enabled():
+            if added := self.additions.found():
+                self._take_in({parameter: name for name, parameter in added if parameter not in self.taken_in})
+            self._refuse_unfrozen()
+        return function(*args, **kwargs)
 
     def watch(self) -> Callable[[], None] | None:
         """What there is to do after this backward."""
@@ -113,6 +126,41 @@ class Synchronization:
         self.num_holds += more
         for part in self.sharded:
             part.set_requires_gradient_sync(not self.num_holds, recurse=False)
+
+    def _take_in(self, added: dict[Tensor, str]) -> None:
+        """Average what came to the modules that are averaged; new values are those of rank 0. Ranks: all."""
+        theirs = {
+            each for part in (*self.replicas, *self.sharded) for each in part.parameters() if as_sharded(each) is None
+        }
+        refused = [name for parameter, name in added.items() if parameter in theirs and parameter.requires_grad]
+        if refused:
+            names = ", ".join(map(repr, refused[:5]))
+            raise RuntimeError(ADDED.format(model=type(self.parallel.module).__name__, names=names))
+        modules = self.parallel.averaged_modules
+        ours = dict.fromkeys(each for part in modules for each in part.parameters() if each not in theirs)
+        new = [parameter for parameter in ours if parameter in added]
+        self.names.update(added)
+        self.taken_in.update(new)
+        follow_rank_zero(self.context.collective, [parameter for parameter in new if as_sharded(parameter) is None])
+        for parameter in new:
+            self._arrange(parameter)
+        for axes in self.averaged.keys() - self.along.keys():
+            self.along[axes] = along(self.context.collective, self.context.mesh, axes)
+
+    def _refuse_unfrozen(self) -> None:
+        """Raise RuntimeError where a DistributedDataParallel of the user's would average other parameters than those
+        that are trained now."""
+        for replica, contents, before in self.flags:
+            now = contents.flags()
+            if now != before and any(now):
+                names = {parameter: name for name, parameter in replica.module.named_parameters()}
+                flags = zip(contents.parameters, now, before, strict=True)
+                changed = [names[parameter] for parameter, one, other in flags if one != other]
+                raise RuntimeError(
+                    f"{', '.join(map(repr, changed[:5]))} of `{type(replica.module).__name__}` were frozen or unfrozen "
+                    "after `fabric.setup`, and DistributedDataParallel averages what required gradients when it was "
+                    "made. Do that before `setup`, or let `Parallelized(averaged=...)` average the module."
+                )
 
     def _arrange(self, parameter: nn.Parameter) -> None:
         """Let a parameter's gradient be divided along the axes that cut it, and averaged along the others."""

@@ -28,8 +28,10 @@ from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.averaging import Averaging
 from fabric.strategies.capabilities import Capability
+from fabric.strategies.changes import Additions, GatheredFlags
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.process_group import TorchCollective
+from fabric.strategies.copies import IN_SHARDS, IN_STAGES, refuse_copies
 from fabric.strategies.data.share import Share, Use
 from fabric.strategies.empty import Unfilled
 from fabric.strategies.execution_order import ExecutionOrder
@@ -110,7 +112,8 @@ class ModelParallelStrategy(Strategy):
     @property
     def lacks(self) -> Mapping[Capability, str]:
         copies = self.pipeline is not None or self.context != 1 or self.tensor != 1
-        return {"gather_gradients": COPIES} if copies else {}
+        always: dict[Capability, str] = {"copies": IN_SHARDS if self.pipeline is None else IN_STAGES}
+        return {**always, "gather_gradients": COPIES} if copies else always
 
     @property
     def launchers(self) -> tuple[str, ...]:
@@ -165,9 +168,12 @@ class ModelParallelStrategy(Strategy):
         order = ExecutionOrder(runtime, inner, fsdp_modules(inner))
         path = ForwardPath(inner, order.around(around), partial(_mark, inner))
         detach = attach_scaler(runtime.loss_scaler, optimizers)
+        in_shards = any(as_sharded(parameter) is not None for parameter in inner.parameters())
+        copyable = refuse_copies(inner, IN_SHARDS) if in_shards else lambda: None
 
         def release() -> None:
             path.release()
+            copyable()
             order.release()
             detach()
             averaging.end()
@@ -201,8 +207,14 @@ class ModelParallelStrategy(Strategy):
         return parallelize(module, mesh_of(runtime), self.parallelize_fn)
 
     def _around(self, runtime: Runtime, averaging: Averaging, unfilled: Unfilled) -> Around:
+        additions = Additions(averaging.module, by_name=bool(averaging.sharded))
+        flags = GatheredFlags(averaging.module) if averaging.sharded else None
+
         def forward(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             unfilled.check(runtime.collective)
+            additions.refuse()
+            if flags is not None:
+                flags.follow()
             output = function(*args, **kwargs)
             if self.broadcast_buffers and averaging.synced and torch.is_grad_enabled():
                 averaging.follow_buffers()

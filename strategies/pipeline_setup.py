@@ -14,10 +14,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fabric.strategies.averaging import Averaging
+from fabric.strategies.changes import Additions
 from fabric.strategies.checkpoint.state import uncompiled
+from fabric.strategies.copies import IN_STAGES, refuse_copies
 from fabric.strategies.empty import Unfilled
 from fabric.strategies.forward import ForwardPath
 from fabric.strategies.gradients import clip_norm, clip_value
+from fabric.strategies.layout import fsdp_modules
 from fabric.strategies.mesh import along
 from fabric.strategies.pipeline import Pipeline
 from fabric.strategies.pipeline_schedule import Stages
@@ -72,16 +75,21 @@ def pipelined(
     averaging.sharded.clear()  # a schedule lets `fully_shard` reduce what it computed, within no_backward_sync, too
     model = Stages(options, runtime, stages, line, mesh.get_group("pipeline"))
 
+    additions = Additions(inner, by_name=bool(fsdp_modules(inner)))
+
     def forward(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unfilled.check(peers)  # not all ranks: those of other stages may have nothing to fill
+        additions.refuse()
         with averaging.unsynced():  # backwards within it are not the user's
             return model.forward(function, args, kwargs)
 
     path = ForwardPath(inner, forward, _refuse_mark)
     detach = attach_scaler(runtime.loss_scaler, optimizers)
+    copyable = refuse_copies(inner, IN_STAGES)
 
     def release() -> None:
         path.release()
+        copyable()
         model.release()
         detach()
         averaging.end()

@@ -17,6 +17,7 @@ from fabric.strategies.collectives.agreement import all_say
 from fabric.strategies.data.agreement import Ranks
 from fabric.strategies.data.loaders import DeviceLoader, Share, Use, process_dataloader
 from fabric.strategies.data.transfer import Carry
+from fabric.strategies.empty import refuse_empty
 from fabric.strategies.forward import Around, ForwardPath
 from fabric.strategies.gradients import clip_norm, clip_value, move_state
 from fabric.strategies.precision.forward_precision import autocast, cast_inputs, cast_module, casts
@@ -50,7 +51,7 @@ def replica(
     `end`: what the strategy gives back on release, after the module. `uncompilable`: see `ForwardPath`.
     """
     scaler = runtime.loss_scaler
-    path = ForwardPath(module, with_precision(runtime, around), uncompilable=uncompilable)
+    path = ForwardPath(module, refuse_empty(module, with_precision(runtime, around)), uncompilable=uncompilable)
     detach = attach_scaler(scaler, optimizers)
 
     def release() -> None:

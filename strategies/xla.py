@@ -15,13 +15,14 @@ from operator import is_not
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.launchers.environments.xla import PJRT
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
+from fabric.strategies.changes import Contents
 from fabric.strategies.collectives.agreement import agree
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.single import SingleDeviceCollective
@@ -122,7 +123,7 @@ class XLAStrategy(Strategy):
             runtime,
             module,
             optimizers,
-            around=averaging.forward if averaging.buffered else None,
+            around=averaging.forward if runtime.world.size > 1 else None,
             unsynced=averaging.unsynced,
             watches=(averaging.watch,),
             end=partial(each, undo),
@@ -154,17 +155,36 @@ class _Averaging:
         self.module = module
         self.synced = True
         self.finds_unused = options.find_unused_parameters
-        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.buffered = list(module.modules()) if options.broadcast_buffers and collective.size > 1 else []
-        self.used: frozenset[str] | None = None
-        if collective.size > 1:
-            follow_rank_zero(collective, [*module.parameters(), *module.buffers()])
+        self.broadcast_buffers = options.broadcast_buffers and collective.size > 1
+        self.alike: set[Tensor] = set()  # these started from rank 0's values
+        self._arrange()
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.is_grad_enabled() and not self._is_arranged():
+            self._arrange()
         output = function(*args, **kwargs)
         if self.synced and torch.is_grad_enabled():
             follow_rank_zero(self.collective, buffers_of(self.buffered))
         return output
+
+    def _is_arranged(self) -> bool:
+        """Whether what is averaged is what is trained. A model that is frozen as a whole for a while stays so."""
+        if not self.contents.is_as_it_was():
+            return False
+        flags = self.contents.flags()
+        return flags == self.flags or not any(flags)
+
+    def _arrange(self) -> None:
+        """Average what is trained now; what is new starts from rank 0's values. Ranks: all."""
+        self.contents = Contents(self.module)
+        self.flags = self.contents.flags()
+        self.parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        self.buffered = self.contents.modules if self.broadcast_buffers else []
+        self.used: frozenset[str] | None = None
+        if self.collective.size > 1:
+            tensors = list(dict.fromkeys(self.contents.tensors()))
+            follow_rank_zero(self.collective, [tensor for tensor in tensors if tensor not in self.alike])
+            self.alike = set(tensors)
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:

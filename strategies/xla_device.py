@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint.state import StateAccess
+from fabric.strategies.copies import Hook
 from fabric.strategies.data.transfer import move
 from fabric.strategies.gradients import move_state
 from fabric.strategies.precision.forward_precision import cast_module
@@ -89,8 +90,8 @@ def unbias_statistics(module: nn.Module) -> Callable[[], None]:
         kept_now = part.running_var.data  # autograd has saved the tensor, and does not use it
         kept_now += (kept_now - (1 - share) * kept) / (count - 1)
 
-    handles = [part.register_forward_pre_hook(keep) for part in parts]
-    handles += [part.register_forward_hook(correct) for part in parts]
+    handles = [part.register_forward_pre_hook(Hook(keep)) for part in parts]
+    handles += [part.register_forward_hook(Hook(correct)) for part in parts]
     return partial(each, [handle.remove for handle in handles])
 
 

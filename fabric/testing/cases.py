@@ -70,6 +70,12 @@ _CASES = (
     _trained("tied", "an embedding tied to the output", "tied", kinds=("tied",), optimizer="adamw"),
     _trained("frozen", "a layer that is not trained", "frozen", kinds=("frozen",), groups=True),
     _trained("buffers", "BatchNorm over each share", "buffers", by_share=True, kinds=("batch_norm",)),
+    Case(
+        name="copies",
+        claim="a target network and an average of weights, copied from a prepared model",
+        body=loops.copies,
+        needs=("copies", "several_models"),
+    ),
     _trained("unused", "a layer that takes no part in every second step", "unused", kinds=("spare",)),
     _trained("methods", "a loss from a method of the model", "methods", by_method=True),
     _trained("later_optimizers", "an optimizer made after setup", "later_optimizers", later=True),

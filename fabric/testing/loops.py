@@ -6,6 +6,7 @@ What a loop returns must be equal; what it asserts must hold in both.
 from __future__ import annotations
 
 import random
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torch.nn.functional import cross_entropy, softplus
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.optim.swa_utils import AveragedModel
 
 from fabric.testing.drawn import Net, OptimizerWord, Trial, make_optimizer
 from fabric.testing.plain import Loop
@@ -230,6 +232,34 @@ def two_optimizers(loop: Loop, trial: Trial) -> Outcome:
     return finished(loop, trial, {"model": model}, {"first": first, "second": second}, losses)
 
 
+def copies(loop: Loop, trial: Trial) -> Outcome:
+    """A target network that follows the model slowly, an average of its weights, and a copy that is trained on."""
+    net = trial.net()
+    model, optimizer = loop.setup(net, trial.optimizer(net))
+    average = AveragedModel(model)
+    target = loop.setup_module(copy.deepcopy(model))
+    losses = []
+    for tokens, targets, _ in loop.setup_dataloaders(trial.loader()):
+        with torch.no_grad():
+            wanted = target(tokens).to(trial.dtype)
+        output = model(tokens).to(trial.dtype)
+        loss = cross_entropy(output, targets) + (output - wanted).square().mean()
+        loop.backward(loss, model=model)
+        losses.append(mean(loop, loss))
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+        with torch.no_grad():
+            for slow, fast in zip(target.parameters(), model.parameters(), strict=True):
+                slow.lerp_(fast, 0.2)
+    other = copy.deepcopy(target)
+    other.load_state_dict(model.state_dict())
+    other, other_optimizer = loop.setup(other, trial.optimizer(other))
+    losses += steps(loop, trial, other, other_optimizer)
+    models = {"model": model, "average": average.module, "target": target, "other": other}
+    return finished(loop, trial, models, {"optimizer": optimizer}, losses)
+
+
 def evaluate(loop: Loop, trial: Trial) -> Outcome:
     """A model without an optimizer."""
     model = loop.setup_module(trial.net(tied=True)).eval()
@@ -247,6 +277,14 @@ def empty(loop: Loop, trial: Trial) -> Outcome:
         with loop.init_module(empty_init=True):
             net = Net(trial.sizes)
         model, optimizer = loop.setup(net, trial.optimizer(net))
+        try:
+            with torch.no_grad():
+                output = model(loop.to_device(trial.probe()))
+        except RuntimeError as error:
+            if "no values yet" not in str(error):
+                raise
+        else:
+            assert output.isfinite().all(), "a model without values, and nothing was raised"
         loop.load(f"{path}/weights", {"model": model})
     losses = steps(loop, trial, model, optimizer)
     return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)

@@ -86,7 +86,8 @@ def orders(fabric: Fabric, heard: str, compiled: bool) -> tuple[list[float], str
 
 
 def hooks_of_ours(module: nn.Module) -> int:
-    hooks = [hook for part in module.modules() for hook in part._forward_pre_hooks.values()]
+    found = [hook for part in module.modules() for hook in part._forward_pre_hooks.values()]
+    hooks = [getattr(hook, "_function", hook) for hook in found]
     return sum(
         getattr(getattr(hook, "func", hook), "__module__", "") == "fabric.strategies.execution_order" for hook in hooks
     )

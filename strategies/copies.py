@@ -1,0 +1,107 @@
+"""Copies and pickles of a prepared module: plain modules, or an error that says what to write.
+
+A module keeps hooks in its `__dict__`, and `copy.deepcopy` follows them: into the strategy, its collective and the
+process group, which cannot be copied. So hooks of ours on a user's module are `Hook`s, which do nothing in a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from typing import Any, NoReturn, final
+
+from torch import nn
+
+
+@final
+class Hook:
+    """A hook of ours on a user's module. In copies and pickles of the module it does nothing."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _CopiedHook, ()
+
+
+@final
+class _CopiedHook:
+    """What a copy has in place of a `Hook`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+@contextmanager
+def own_hooks(module: nn.Module) -> Iterator[None]:
+    """What a backend within it hooks to the module's forward is then a `Hook`."""
+    before = {key for hooks in _hooks_of(module) for key in hooks}  # torch numbers hooks of all modules
+    yield
+    for hooks in _hooks_of(module):
+        hooks.update({key: Hook(hook) for key, hook in hooks.items() if key not in before})
+
+
+def forget_copied_hooks(module: nn.Module) -> None:
+    """Remove from a copy what stands in place of our hooks."""
+    for hooks in _hooks_of(module):
+        for key in [key for key, hook in hooks.items() if isinstance(hook, _CopiedHook)]:
+            del hooks[key]
+
+
+def _hooks_of(module: nn.Module) -> Iterator[dict[int, Callable[..., Any]]]:
+    for part in module.modules():
+        yield from (part._forward_pre_hooks, part._forward_hooks)
+
+
+def refuse_copies(module: nn.Module, sentence: str) -> Callable[[], None]:
+    """Let copies and pickles of a module raise RuntimeError with this sentence. Returns what undoes it."""
+    refuse = partial(_refuse, type(module).__name__, sentence)
+    return _replace(module, {"__deepcopy__": refuse, "__reduce_ex__": refuse})
+
+
+def refuse_pickles(module: nn.Module, sentence: str) -> Callable[[], None]:
+    """Let pickles of a module raise RuntimeError with this sentence. Returns what undoes it."""
+    refuse = partial(_refuse, type(module).__name__, sentence)
+    return _replace(module, {"__deepcopy__": partial(_copy, module), "__reduce_ex__": refuse})
+
+
+def _replace(module: nn.Module, methods: dict[str, Callable[..., Any]]) -> Callable[[], None]:
+    for name, method in methods.items():
+        object.__setattr__(module, name, method)
+
+    def undo() -> None:
+        for name in methods:
+            vars(module).pop(name, None)
+
+    return undo
+
+
+def _refuse(name: str, sentence: str, _: Any) -> NoReturn:
+    raise RuntimeError(f"`{name}`: {sentence}")
+
+
+def _copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """What `copy.deepcopy` makes of a module, which would go by its `__reduce_ex__`."""
+    made: nn.Module = type(module).__new__(type(module))
+    memo[id(module)] = made
+    own = {name: value for name, value in vars(module).items() if name not in ("__deepcopy__", "__reduce_ex__")}
+    made.__setstate__(deepcopy(own, memo))  # type: ignore[no-untyped-call]
+    return made
+
+
+IN_SHARDS = (
+    "A prepared module whose parameters are in shards cannot be copied or pickled: this rank has a part of each. For a "
+    "target network or an average of weights, copy the module before it is set up, and set the copy up, too: "
+    "`target = fabric.setup_module(copy.deepcopy(model))`, or `fabric.setup_module(AveragedModel(model))`, before "
+    "`model, optimizer = fabric.setup(model, optimizer)`. `target.load_state_dict(model.state_dict())` then copies "
+    "shards; `fabric.save` writes whole tensors."
+)
+IN_STAGES = (
+    "A prepared module in a pipeline cannot be copied or pickled: this rank has some of its layers. Copy the module "
+    "before it is set up; `fabric.save` writes all of it."
+)
