@@ -5,6 +5,7 @@ For notebooks and old scripts. One process drives all devices, so `ddp` is faste
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -89,4 +90,4 @@ class _Copy(nn.Module):
 
     def forward(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         vars(self.module).pop("forward", None)  # the copy took over our attribute, which is bound to the original
-        return function.__func__(self.module, *args, **kwargs)
+        return inspect.unwrap(function).__func__(self.module, *args, **kwargs)

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, final
 
 import torch
 from torch import nn
+from torch._C._dynamo import eval_frame
 
 Around: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """`around(function, args, kwargs)` runs `function` the strategy's way and returns what it returned."""
@@ -87,22 +88,40 @@ class _Method:
         self._path, self._around, self._name, self._function = path, around, name, function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # our part stays outside of the graph; the user's method within is compiled
-            return _uncompiled(self._run if self._path.uncompilable is None else self._refuse, args, kwargs)
-        return self._run(args, kwargs)
-
-    def _refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise RuntimeError(self._path.uncompilable)
-
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        path = self._path
-        if path.running:  # forward called by a marked method, or by itself
+        if self._path.running:  # forward called by a marked method, or by itself
             return self._function(*args, **kwargs)
-        path.running = True
+        if torch.compiler.is_compiling():
+            return _outside_of_graphs(self, args, kwargs)
+        compiler = eval_frame.get_eval_frame_callback()
+        if compiler is None:
+            return self._run(self._function, args, kwargs)
+        eval_frame.set_eval_frame(None)  # Note [The compiler sees the user's method alone]
         try:
-            return self._around(self._function, args, kwargs)
+            return self._run(self._compiled(compiler), args, kwargs)
         finally:
-            path.running = False
+            eval_frame.set_eval_frame(compiler)
+
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._path.running = True
+        try:
+            return self._around(function, args, kwargs)
+        finally:
+            self._path.running = False
+
+    def _compiled(self, compiler: Any) -> Callable[..., Any]:
+        """The user's method, for which the compiler goes on."""
+        if self._path.uncompilable is not None:
+            raise RuntimeError(self._path.uncompilable)
+
+        @functools.wraps(self._function)
+        def compiled(*args: Any, **kwargs: Any) -> Any:
+            before = eval_frame.set_eval_frame(compiler)
+            try:
+                return self._function(*args, **kwargs)
+            finally:
+                eval_frame.set_eval_frame(before)
+
+        return compiled
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._path.module, self._name)  # of a copy: there it finds the method of the class
@@ -129,7 +148,21 @@ def _not_prepared(name: str, method: str | Callable[..., Any]) -> None:
     )
 
 
+# Note [The compiler sees the user's method alone]
+# `torch.compile` compiles each Python function that is called within what it compiles. Ours must not be: they would be
+# compiled anew for each model, and what they write past autograd, through `.data`, into a tensor that backward has
+# saved would count as a change of it. `torch.compiler.disable` cannot say so: it holds for one function, or for all that
+# is called from it, the user's method included. So torch skips `__call__`, which pauses the compiler for what runs
+# around the user's method. With `fullgraph=True`, the graph is that of the user's method.
+
+eval_frame.set_code_exec_strategy(
+    _Method.__call__.__code__,
+    eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT),
+)
+
+
 # torch's own lazy form, as its DistributedDataParallel uses it: `torch.compiler.disable` imports the compiler, 1 s.
 @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
-def _uncompiled(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return run(args, kwargs)
+def _outside_of_graphs(method: _Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a method of ours that was met while a function of the user's was compiled. Its graph ends there."""
+    return method(*args, **kwargs)
