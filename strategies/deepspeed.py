@@ -35,7 +35,7 @@ from fabric.strategies.deepspeed_engine import NOT_GATHERED, UNUSED, Engine, clo
 from fabric.strategies.deepspeed_refusals import COMPILED, LATER, ONE_OPTIMIZER, refuse_setup
 from fabric.strategies.deepspeed_state import ZeroState, is_sharded
 from fabric.strategies.execution_order import ExecutionOrder
-from fabric.strategies.forward import ForwardPath
+from fabric.strategies.forward import ForwardPath, hooks_outside_of_graphs
 from fabric.strategies.initialize import new_tensors
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
@@ -222,7 +222,7 @@ class DeepSpeedStrategy(Strategy):
     def _initialize(self, runtime: Runtime, module: nn.Module, optimizer: Optimizer | None, move: bool) -> Any:
         if not any(is_sharded(parameter) for parameter in module.parameters()):
             place(runtime, module, (), move=move)
-        with undisturbed(runtime.world, runtime.device.type) as deepspeed:
+        with undisturbed(runtime.world, runtime.device.type) as deepspeed, hooks_outside_of_graphs(module):
             engine, *_ = deepspeed.initialize(
                 model=module,
                 optimizer=optimizer,

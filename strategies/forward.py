@@ -8,7 +8,8 @@ nested call runs once, and copies and pickles of a prepared module are plain mod
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias, final
 
 import torch
@@ -166,3 +167,20 @@ eval_frame.set_code_exec_strategy(
 def _outside_of_graphs(method: _Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a method of ours that was met while a function of the user's was compiled. Its graph ends there."""
     return method(*args, **kwargs)
+
+
+@contextmanager
+def hooks_outside_of_graphs(module: nn.Module) -> Iterator[None]:
+    """Forward hooks that a backend registers within it, on the module and its submodules, are never compiled. They
+    would be once for each submodule, until torch's limit of recompilations leaves all else uncompiled, too."""
+    before = {id(hooks): set(hooks) for hooks in _forward_hooks(module)}
+    yield
+    for hooks in _forward_hooks(module):
+        for number in hooks.keys() - before.get(id(hooks), set()):
+            hooks[number] = torch._disable_dynamo(hooks[number])  # type: ignore[attr-defined]
+
+
+def _forward_hooks(module: nn.Module) -> Iterator[dict[int, Callable[..., Any]]]:
+    for part in module.modules():
+        yield part._forward_pre_hooks
+        yield part._forward_hooks
