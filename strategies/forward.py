@@ -92,15 +92,10 @@ class _Method:
         if self._path.running:  # forward called by a marked method, or by itself
             return self._function(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return _outside_of_graphs(self, args, kwargs)
-        compiler = eval_frame.get_eval_frame_callback()
-        if compiler is None:
-            return self._run(self._function, args, kwargs)
-        eval_frame.set_eval_frame(None)  # Note [The compiler sees the user's method alone]
-        try:
-            return self._run(self._compiled(compiler), args, kwargs)
-        finally:
-            eval_frame.set_eval_frame(compiler)
+            return outside_of_graphs(self._run_compiled, self._function, args, kwargs)
+        if eval_frame.get_eval_frame_callback() is not None:
+            return _paused(self._run_compiled, self._function, args, kwargs)
+        return self._run(self._function, args, kwargs)
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._path.running = True
@@ -109,20 +104,10 @@ class _Method:
         finally:
             self._path.running = False
 
-    def _compiled(self, compiler: Any) -> Callable[..., Any]:
-        """The user's method, for which the compiler goes on."""
+    def _run_compiled(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._path.uncompilable is not None:
             raise RuntimeError(self._path.uncompilable)
-
-        @functools.wraps(self._function)
-        def compiled(*args: Any, **kwargs: Any) -> Any:
-            before = eval_frame.set_eval_frame(compiler)
-            try:
-                return self._function(*args, **kwargs)
-            finally:
-                eval_frame.set_eval_frame(before)
-
-        return compiled
+        return self._run(function, args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._path.module, self._name)  # of a copy: there it finds the method of the class
@@ -149,24 +134,43 @@ def _not_prepared(name: str, method: str | Callable[..., Any]) -> None:
     )
 
 
-# Note [The compiler sees the user's method alone]
+# Note [The compiler sees the user's functions alone]
 # `torch.compile` compiles each Python function that is called within what it compiles. Ours must not be: they would be
 # compiled anew for each model, and what they write past autograd, through `.data`, into a tensor that backward has
 # saved would count as a change of it. `torch.compiler.disable` cannot say so: it holds for one function, or for all that
-# is called from it, the user's method included. So torch skips `__call__`, which pauses the compiler for what runs
+# is called from it, the user's included. So torch skips `_Method.__call__`, and the compiler is paused for what runs
 # around the user's method. With `fullgraph=True`, the graph is that of the user's method.
 
-eval_frame.set_code_exec_strategy(
-    _Method.__call__.__code__,
-    eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT),
-)
+
+def _paused(run: Around, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`run(function, args, kwargs)`, uncompiled but for `function`."""
+    compiler = eval_frame.set_eval_frame(None)
+
+    @functools.wraps(function)
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        before = eval_frame.set_eval_frame(compiler)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            eval_frame.set_eval_frame(before)
+
+    try:
+        return run(compiled, args, kwargs)
+    finally:
+        eval_frame.set_eval_frame(compiler)
+
+
+for _code in (_Method.__call__.__code__, _paused.__code__):
+    eval_frame.set_code_exec_strategy(
+        _code, eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+    )
 
 
 # torch's own lazy form, as its DistributedDataParallel uses it: `torch.compiler.disable` imports the compiler, 1 s.
 @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
-def _outside_of_graphs(method: _Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a method of ours that was met while a function of the user's was compiled. Its graph ends there."""
-    return method(*args, **kwargs)
+def outside_of_graphs(run: Around, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """End the graph of the function that calls this. Then as `_paused`."""
+    return _paused(run, function, args, kwargs)
 
 
 @contextmanager
