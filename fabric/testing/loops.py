@@ -30,7 +30,7 @@ class Recipe:
     optimizer: OptimizerWord = "sgd"
     num_steps: int = 5
     kinds: tuple[str, ...] = ()
-    """Of the net: tied, frozen, spare, batch_norm."""
+    """Of the net: tied, frozen, spare, batch_norm, rotary."""
     groups: bool = False
     """Two groups of parameters, and a learning rate that falls."""
     accumulate: int = 1
