@@ -222,8 +222,17 @@ def accelerator_against_the_precision(accelerator: Accelerator, precision: Preci
 
 
 def accelerator_against_the_strategy(accelerator: Accelerator, strategy: Strategy, word: str) -> str | None:
-    """A device that runs nothing before a step is marked, and a strategy that marks none."""
-    if not accelerator.is_recorded or strategy.marks_steps:
+    """A device that runs nothing before a step is marked, and a strategy that marks none, or an option that torch has
+    not for it."""
+    if not accelerator.is_recorded:
+        return None
+    if strategy.activation_checkpointing_policy is not None:
+        return (
+            f"`activation_checkpointing_policy` with `accelerator={accelerator.name!r}`: torch's activation "
+            "checkpointing knows no such device (`torch.utils.checkpoint` raises AttributeError, torch 2.9). Leave it "
+            "out, and call `torch_xla.utils.checkpoint.checkpoint` in the model's own forward."
+        )
+    if strategy.marks_steps:
         return None
     one, several = accelerator.auto_strategies
     return (

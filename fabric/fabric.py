@@ -38,7 +38,16 @@ from fabric.seed import seed_everything
 from fabric.stop import StopRequest
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint import single_file
-from fabric.strategies.checkpoint.state import PLAIN, Filter, StateAccess, Stateful, load_into, restore, state_of
+from fabric.strategies.checkpoint.state import (
+    PLAIN,
+    Filter,
+    StateAccess,
+    Stateful,
+    load_into,
+    restore,
+    state_of,
+    uncompiled,
+)
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.collective import Collective, ReduceOp
 from fabric.strategies.collectives.padding import pad_across_ranks
@@ -49,6 +58,7 @@ from fabric.strategies.data.transfer import move
 from fabric.strategies.initialize import new_tensors
 from fabric.strategies.precision.forward_precision import autocast
 from fabric.strategies.prepared import Prepared
+from fabric.strategies.recompute import recompute
 from fabric.strategies.replica import backward_through
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.strategy import Strategy
@@ -257,7 +267,10 @@ class Fabric:
         runtime = self._connected
         self._refuse_twice(module, *optimizers)
         self._refuse_strangers(optimizers, module)
-        prepared = self.strategy.setup(runtime, module, optimizers, move_to_device)
+        with ExitStack() as stack:  # where the strategy refuses the module, it is left as it was
+            stack.callback(recompute(uncompiled(module), self.strategy.activation_checkpointing_policy))
+            prepared = self.strategy.setup(runtime, module, optimizers, move_to_device)
+            self._open.push(stack.pop_all())
         self._open.callback(prepared.release)
         self._models[prepared.module] = prepared
         self._optimizers.update(dict.fromkeys(prepared.optimizers, prepared.state))

@@ -1,7 +1,9 @@
 """Copies and pickles of a prepared module: plain modules, or an error that says what to write.
 
 A module keeps hooks in its `__dict__`, and `copy.deepcopy` follows them: into the strategy, its collective and the
-process group, which cannot be copied. So hooks of ours on a user's module are `Hook`s, which do nothing in a copy.
+process group, which cannot be copied. So hooks of ours on a user's module are `Hook`s, which do nothing in a copy, and
+which `torch.compile` leaves uncompiled: compiled once for each submodule, they would exceed torch's limit of
+recompilations.
 """
 
 from __future__ import annotations
@@ -12,16 +14,18 @@ from copy import deepcopy
 from functools import partial
 from typing import Any, NoReturn, final
 
+import torch
 from torch import nn
 
 
 @final
 class Hook:
-    """A hook of ours on a user's module. In copies and pickles of the module it does nothing."""
+    """A hook of ours on a user's module: never compiled, and in copies and pickles of the module it does nothing."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
 

@@ -89,6 +89,7 @@ class Engine:
     def _reached_by_backward(self, parameter: Tensor) -> None:
         self._reached.add(parameter)
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._is_called = True
 

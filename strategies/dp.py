@@ -5,6 +5,7 @@ For notebooks and old scripts. One process drives all devices, so `ddp` is faste
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from fabric.strategies.data.share import Use
 from fabric.strategies.initialize import new_tensors
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
+from fabric.strategies.recompute import rebind_copies
 from fabric.strategies.replica import attach_scaler, place, replica, share_loader
 from fabric.strategies.runtime import Runtime, connect
 from fabric.strategies.strategy import Strategy
@@ -88,5 +90,6 @@ class _Copy(nn.Module):
         self.module = module
 
     def forward(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        rebind_copies(self.module)
         vars(self.module).pop("forward", None)  # the copy took over our attribute, which is bound to the original
-        return function.__func__(self.module, *args, **kwargs)
+        return inspect.unwrap(function).__func__(self.module, *args, **kwargs)

@@ -41,7 +41,7 @@ class ExecutionOrder:
             notes = {part: Hook(partial(self._note, name)) for name, part in named.items()}
             self._hooks = [part.register_forward_pre_hook(note) for part, note in notes.items()]
             # Before anybody's hooks, for those of a backend may send something already.
-            self._hooks.append(module.register_forward_pre_hook(Hook(lambda *_: self._finish()), prepend=True))
+            self._hooks.append(module.register_forward_pre_hook(Hook(self._enter), prepend=True))
 
     def around(self, inner: Around | None) -> Around | None:
         """`inner`, and the comparison around it. Ranks: all run what comes of it; where two differ, all raise
@@ -80,6 +80,10 @@ class ExecutionOrder:
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _start(self) -> None:
         self._compare = start_comparing(self._runtime, list(self._ran), self._sentence)
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._finish()
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _finish(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, final
 
 import torch
 from torch import nn
+from torch._C._dynamo import eval_frame
 
 from fabric.strategies.copies import forget_copied_hooks
 
@@ -95,22 +96,25 @@ class _Method:
         self._path, self._around, self._name, self._function = path, around, name, function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # our part stays outside of the graph; the user's method within is compiled
-            return _uncompiled(self._run if self._path.uncompilable is None else self._refuse, args, kwargs)
-        return self._run(args, kwargs)
-
-    def _refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise RuntimeError(self._path.uncompilable)
-
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        path = self._path
-        if path.running:  # forward called by a marked method, or by itself
+        if self._path.running:  # forward called by a marked method, or by itself
             return self._function(*args, **kwargs)
-        path.running = True
+        if torch.compiler.is_compiling():
+            return outside_of_graphs(self._run_compiled, self._function, args, kwargs)
+        if eval_frame.get_eval_frame_callback() is not None:
+            return _paused(self._run_compiled, self._function, args, kwargs)
+        return self._run(self._function, args, kwargs)
+
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._path.running = True
         try:
-            return self._around(self._function, args, kwargs)
+            return self._around(function, args, kwargs)
         finally:
-            path.running = False
+            self._path.running = False
+
+    def _run_compiled(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._path.uncompilable is not None:
+            raise RuntimeError(self._path.uncompilable)
+        return self._run(function, args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         given = self._path.given(self._name)
@@ -157,7 +161,40 @@ def _forget_original(module: nn.Module) -> None:
             object.__delattr__(module, name)
 
 
+# Note [The compiler sees the user's functions alone]
+# `torch.compile` compiles each Python function that is called within what it compiles. Ours must not be: they would be
+# compiled anew for each model, and what they write past autograd, through `.data`, into a tensor that backward has
+# saved would count as a change of it. `torch.compiler.disable` cannot say so: it holds for one function, or for all that
+# is called from it, the user's included. So torch skips `_Method.__call__`, and the compiler is paused for what runs
+# around the user's method. With `fullgraph=True`, the graph is that of the user's method.
+
+
+def _paused(run: Around, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`run(function, args, kwargs)`, uncompiled but for `function`."""
+    compiler = eval_frame.set_eval_frame(None)
+
+    @functools.wraps(function)
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        before = eval_frame.set_eval_frame(compiler)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            eval_frame.set_eval_frame(before)
+
+    try:
+        return run(compiled, args, kwargs)
+    finally:
+        eval_frame.set_eval_frame(compiler)
+
+
+for _code in (_Method.__call__.__code__, _paused.__code__):
+    eval_frame.set_code_exec_strategy(
+        _code, eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+    )
+
+
 # torch's own lazy form, as its DistributedDataParallel uses it: `torch.compiler.disable` imports the compiler, 1 s.
 @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
-def _uncompiled(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return run(args, kwargs)
+def outside_of_graphs(run: Around, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """End the graph of the function that calls this. Then as `_paused`."""
+    return _paused(run, function, args, kwargs)

@@ -40,7 +40,6 @@ from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.rank_zero import buffers_of, follow_rank_zero
 from fabric.strategies.rebind import follow
-from fabric.strategies.recompute import recompute
 from fabric.strategies.replica import attach_scaler, backward_through, share_loader, with_precision
 from fabric.strategies.runtime import Runtime, connect
 from fabric.strategies.shards import ShardedState
@@ -68,8 +67,6 @@ class FSDPStrategy(Strategy):
     """The parts whose parameters are gathered together and freed again: classes, or a function of a module. What is in
     no such part is gathered with the root. None: the model is gathered all at once, which saves no memory in forward;
     name the class of its blocks. A weight that is tied lies in one part with all who share it."""
-    activation_checkpointing_policy: Policy | None = None
-    """The parts whose activations are computed again in backward instead of being kept: classes, or a function."""
     reshard_after_forward: bool | int | None = None
     """Whether gathered parameters are freed after forward (True: less memory; False: no second gather in backward), or
     how many ranks hold them together meanwhile. None: freed, but for those of the root."""
@@ -83,7 +80,6 @@ class FSDPStrategy(Strategy):
 
     def __post_init__(self) -> None:
         check_policy(self.auto_wrap_policy, "auto_wrap_policy")
-        check_policy(self.activation_checkpointing_policy, "activation_checkpointing_policy")
         _check_mesh(self.device_mesh)
         keeps = self.reshard_after_forward
         if keeps is not None and not isinstance(keeps, int):
@@ -143,18 +139,16 @@ class FSDPStrategy(Strategy):
         if not move:
             _refuse_to_stay(inner, runtime.device)
         units = self._units(inner, runtime.precision)
-        recomputed = matching(inner, self.activation_checkpointing_policy, "activation_checkpointing_policy")
         _refuse_tied_apart(inner, units)
         unfilled = Unfilled(inner)
         with follow(inner, optimizers):
             cast_module(runtime.precision, inner)
             for unit in units:
                 self._shard(runtime, unit, units, unfilled)
-        undo = [recompute(part) for part in recomputed]
         model = _Sharded(self, runtime, cast("FSDPModule", inner), unfilled)
         order = ExecutionOrder(runtime, inner, units)
         path = ForwardPath(inner, order.around(with_precision(runtime, model.forward)), model.mark)
-        undo += [path.release, order.release, attach_scaler(runtime.loss_scaler, optimizers)]
+        undo = [path.release, order.release, attach_scaler(runtime.loss_scaler, optimizers)]
         undo.append(refuse_copies(inner, IN_SHARDS))
         return Prepared(
             module=module,

@@ -14,6 +14,7 @@ from torch import nn
 
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.mesh import axes_of, degree
+from fabric.strategies.rebind import parameters_by_name
 from fabric.strategies.shards import as_sharded
 
 if TYPE_CHECKING:
@@ -42,19 +43,20 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, function: Parallelize) -> n
 
     Raises: TypeError: the function gave another object. ValueError: it changed names.
     """
-    before = dict(module.named_parameters(remove_duplicate=False))
+    before = parameters_by_name(module)
     result = function(module, mesh)
     if result is not None and (not isinstance(result, nn.Module) or uncompiled(result) is not module):
         raise TypeError(
             f"`parallelize_fn` was given a `{type(module).__name__}` and returned another object, a "
             f"`{type(result).__name__}`. Change the model in place, and return it, or nothing."
         )
-    after = dict(module.named_parameters(remove_duplicate=False))
-    changed = sorted(before.keys() ^ after.keys())
+    changed = sorted(before.keys() ^ parameters_by_name(module).keys())
     if changed:
+        some = ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
         raise ValueError(
-            f"`parallelize_fn` added, removed or renamed parameters: {', '.join(changed)}. Checkpoints and optimizers "
-            "know parameters by their names. Do that before `setup`."
+            f"`parallelize_fn` added, removed or renamed parameters: {some}. Checkpoints and optimizers know parameters "
+            "by their names. Do that before `setup`; to compile a submodule, call `submodule.compile()`, which renames "
+            "nothing."
         )
     return module if result is None else result
 

@@ -20,11 +20,14 @@ from fabric.strategies.shards import ShardedState, as_sharded
 
 
 def own_name(module: nn.Module, name: str) -> str:
-    """The name of a tensor of `module`, without what DistributedDataParallel and `torch.compile` put into it."""
+    """The name of a tensor of `module`, without what DistributedDataParallel, `torch.compile` and `checkpoint_wrapper`
+    put into it."""
     pieces = []
     part: nn.Module | None = module
     for piece in name.split("."):
-        if not (piece == "_orig_mod" or (piece == "module" and isinstance(part, DistributedDataParallel))):
+        if piece not in ("_orig_mod", "_checkpoint_wrapped_module") and not (
+            piece == "module" and isinstance(part, DistributedDataParallel)
+        ):
             pieces.append(piece)
         part = None if part is None else part._modules.get(piece)
     return ".".join(pieces)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from fabric.strategies.policy import check_policy
 from fabric.strategies.strategy import Strategy
 
 S = TypeVar("S", bound=Strategy)
@@ -38,6 +39,8 @@ def check_options(strategy: Strategy) -> None:
         value = getattr(strategy, field.name)
         written = f"`{type(strategy).__name__}({field.name}={value!r})`"
         kind, *none = str(field.type).split(" | ")
+        if kind == "Policy":
+            check_policy(value, field.name)
         if value is None or kind not in _KINDS or none not in ([], ["None"]):
             continue
         fits, words = _KINDS[kind]

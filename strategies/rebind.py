@@ -21,11 +21,18 @@ def follow(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]
 
     Gradients and state that were there are laid out as the new parameters are. Names stay as they were.
     """
-    before = dict(module.named_parameters(remove_duplicate=False))
+    before = parameters_by_name(module)
     yield
-    after = dict(module.named_parameters(remove_duplicate=False))
+    after = parameters_by_name(module)
     assert before.keys() == after.keys()
     rebind(before, after, optimizers)
+
+
+def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Every parameter under all its names, as the state dict has them: without the prefix of torch's
+    `checkpoint_wrapper`."""
+    named = module.named_parameters(remove_duplicate=False)
+    return {name.replace("_checkpoint_wrapped_module.", ""): parameter for name, parameter in named}
 
 
 def rebind(

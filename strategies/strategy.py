@@ -20,6 +20,7 @@ from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.data.share import Use
+from fabric.strategies.policy import Policy
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
@@ -28,6 +29,10 @@ from fabric.strategies.runtime import Runtime
 @dataclass(frozen=True, kw_only=True)
 class Strategy(ABC):
     """How a model lies over devices; owns its launchers, its collective and its data-loader hooks."""
+
+    activation_checkpointing_policy: Policy | None = None
+    """The submodules whose activations are computed again in backward instead of being kept: classes, or a function of
+    a module. `Fabric.setup` sees to it, the same way under every strategy."""
 
     @property
     def lacks(self) -> Mapping[Capability, str]:

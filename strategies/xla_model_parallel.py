@@ -31,6 +31,7 @@ from fabric.strategies.mesh import Degree, check_written, complete
 from fabric.strategies.options import check_function
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
+from fabric.strategies.rebind import parameters_by_name
 from fabric.strategies.replica import share_loader
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.strategy import Strategy
@@ -109,7 +110,7 @@ class XLAModelParallelStrategy(Strategy):
         assert self.parallelize_fn is not None
         inner, mesh = uncompiled(module), mesh_of_devices(self._degrees())
         place(runtime, module, optimizers, to_device=move)
-        before = dict(inner.named_parameters(remove_duplicate=False))
+        before = parameters_by_name(inner)
         result = parallelize(inner, mesh, self.parallelize_fn)
         _refuse_replaced(inner, before)
         _refuse_unused(inner, mesh)
@@ -135,7 +136,7 @@ class XLAModelParallelStrategy(Strategy):
 
 def _refuse_replaced(module: nn.Module, before: dict[str, nn.Parameter]) -> None:
     """Raise ValueError where a parameter is another object: optimizers would go on with the one that was there."""
-    replaced = [name for name, p in module.named_parameters(remove_duplicate=False) if p is not before[name]]
+    replaced = [name for name, p in parameters_by_name(module).items() if p is not before[name]]
     if replaced:
         raise ValueError(
             f"`parallelize_fn` put other parameters in the places of {', '.join(replaced)}. `mark_sharding` marks a "

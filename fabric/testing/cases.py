@@ -103,8 +103,8 @@ _CASES = (
         body=partial(loops.encoder_and_head, one_optimizer=True),
         needs=("several_models", "joint_backward", "joint_optimizer", "later_optimizers"),
     ),
-    _trained("compile", "compiled after setup", "compile", compile="after"),
-    _trained("compile_before", "compiled before setup", "compile_before", compile="before"),
+    _trained("compile", "compiled after setup", "compile", compile="after", kinds=("rotary",)),
+    _trained("compile_before", "compiled before setup", "compile_before", compile="before", kinds=("rotary",)),
     Case(name="evaluate", claim="a model without optimizer", body=loops.evaluate, needs=("evaluate",)),
     Case(name="empty_init", claim="a model made without values", body=loops.empty, needs=("empty_init", "load")),
     Case(

@@ -86,11 +86,20 @@ class Net(nn.Module):
 
     `tied`: `out` has the weight of `embed`. `frozen`: a layer that is not trained. `spare`: a layer that only
     `forward(tokens, spare=True)` uses. `batch_norm`: blocks normalise over the batch, and keep statistics: in place,
-    and by another tensor in each forward.
+    and by another tensor in each forward. `rotary`: positions are in a table, a buffer that backward needs.
     """
 
+    table: Tensor | None
+
     def __init__(
-        self, sizes: Sizes, *, tied: bool = False, frozen: bool = False, spare: bool = False, batch_norm: bool = False
+        self,
+        sizes: Sizes,
+        *,
+        tied: bool = False,
+        frozen: bool = False,
+        spare: bool = False,
+        batch_norm: bool = False,
+        rotary: bool = False,
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(sizes.vocabulary, sizes.width)
@@ -98,12 +107,16 @@ class Net(nn.Module):
         self.frozen = nn.Linear(sizes.width, sizes.width).requires_grad_(False) if frozen else None
         self.spare = nn.Linear(sizes.width, sizes.width) if spare else None
         self.out = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
+        angles = torch.arange(sizes.length * sizes.width).view(sizes.length, sizes.width).sin() if rotary else None
+        self.register_buffer("table", angles, persistent=False)
         if tied:
             self.out.weight = self.embed.weight
 
     def forward(self, tokens: Tensor, spare: bool = False) -> Tensor:
         """`(batch, length)` -> `(batch, vocabulary)`."""
         x = self.embed(tokens)
+        if self.table is not None:
+            x = x + x.flip(-1) * self.table
         for block in self.blocks:
             x = block(x)
         x = x.mean(dim=1)

@@ -5,8 +5,8 @@ What a loop returns must be equal; what it asserts must hold in both.
 
 from __future__ import annotations
 
-import random
 import copy
+import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, softplus
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
-from torch.utils.data import DataLoader, WeightedRandomSampler
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from fabric.testing.drawn import Net, OptimizerWord, Trial, make_optimizer
 from fabric.testing.plain import Loop
@@ -34,7 +34,7 @@ class Recipe:
     optimizer: OptimizerWord = "sgd"
     num_steps: int = 5
     kinds: tuple[str, ...] = ()
-    """Of the net: tied, frozen, spare, batch_norm."""
+    """Of the net: tied, frozen, spare, batch_norm, rotary."""
     groups: bool = False
     """Two groups of parameters, and a learning rate that falls."""
     accumulate: int = 1

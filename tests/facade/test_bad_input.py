@@ -85,7 +85,7 @@ CONSTRUCTORS: dict[str, Row] = {
         "`auto_wrap_policy='Block'` says no parts. Pass classes of modules",
     ),
     "policy of words": (
-        lambda: FSDPStrategy(activation_checkpointing_policy={"Block"}),  # type: ignore[arg-type]
+        lambda: two(FSDPStrategy(activation_checkpointing_policy={"Block"})),  # type: ignore[arg-type]
         TypeError,
         "`activation_checkpointing_policy` has 'Block', which is no class.",
     ),

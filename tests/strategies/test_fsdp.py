@@ -389,8 +389,6 @@ def refuse_at_setup(world: World) -> None:
         ValueError, match=r"`auto_wrap_policy={Conv2d}` matches no part of the `Net`, which is made of Block, Embedding"
     ):
         setup(FSDPStrategy(auto_wrap_policy={nn.Conv2d}), Net())
-    with pytest.raises(ValueError, match="`activation_checkpointing_policy=Conv2d` matches no part of the `Net`"):
-        setup(FSDPStrategy(activation_checkpointing_policy=nn.Conv2d), Net())
     with pytest.raises(ValueError, match=r"`auto_wrap_policy=refuse_at_setup.<locals>.<lambda>` matches no part"):
         setup(FSDPStrategy(auto_wrap_policy=lambda module: False), Net())
     with pytest.raises(TypeError, match="`auto_wrap_policy` has 'Block', which is no class"):
@@ -460,7 +458,7 @@ def test_state_that_nobody_knows_how_to_cut_is_an_error() -> None:
 
 
 def release_takes_off_what_is_ours(world: World) -> None:
-    strategy = FSDPStrategy(auto_wrap_policy=Block, activation_checkpointing_policy=Block)
+    strategy = FSDPStrategy(auto_wrap_policy=Block)
     runtime = connect(world, strategy, "16-mixed")
     model, optimizer = make(Recipe())
     prepared = strategy.setup(runtime, model, [optimizer], True)

@@ -1,0 +1,186 @@
+"""A compiled model trains as the same model uncompiled, and nothing of ours is compiled with it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import CodeType
+from typing import Any, Literal, TypeAlias
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import fabric.strategies
+from fabric import Fabric
+from fabric.strategies import FSDPStrategy, Strategy
+
+Way: TypeAlias = Literal["", "before", "after", "in place", "in a function", "each block", "each block in place", "loss"]
+WIDTH, LENGTH, VOCABULARY = 8, 6, 11
+OURS = str(Path(fabric.strategies.__file__).parent)
+
+
+class Block(nn.Module):
+    """Attention over rotated features, and statistics that each forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.norm = nn.BatchNorm1d(LENGTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        q, k = q * cos + q.flip(-1) * sin, k * cos + k.flip(-1) * sin
+        return x + self.out((q @ k.transpose(-1, -2)).softmax(-1) @ v)
+
+
+class Net(nn.Module):
+    """A small language model with rotary positions: backward needs its buffers."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        angles = torch.arange(LENGTH * WIDTH).view(LENGTH, WIDTH).float()
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return self.head(x)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        return cross_entropy(self(tokens).flatten(0, 1), tokens.flatten())
+
+
+def train(fabric: Fabric, way: Way, backend: str) -> tuple[list[float], list[int], list[str]]:
+    """The losses, how many functions had been compiled after each step, and in which files they are."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    net: Any = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    if way == "each block":
+        net.blocks = nn.ModuleList(torch.compile(block, backend=backend) for block in net.blocks)
+    model, optimizer = fabric.setup(torch.compile(net, backend=backend) if way == "before" else net, optimizer)
+    called: Callable[[Tensor], Tensor] = model
+    if way == "after":
+        called = torch.compile(model, backend=backend)
+    if way == "in place":
+        model.compile(backend=backend)
+    if way == "in a function":
+        called = torch.compile(lambda tokens: model(tokens) * 1.0, backend=backend)
+    if way == "each block in place":
+        for block in model.blocks:
+            block.compile(backend=backend)
+    loss_of = lambda tokens: cross_entropy(called(tokens).flatten(0, 1), tokens.flatten())  # noqa: E731
+    if way == "loss":
+        model.mark_forward_method("loss")
+        loss_of = torch.compile(model.loss, backend=backend)
+    losses: list[float] = []
+    numbers: list[int] = []
+    generator = torch.Generator().manual_seed(fabric.global_rank)
+    with compiled_codes() as codes:
+        for step in range(5):
+            for micro in range(2):
+                tokens = torch.randint(VOCABULARY, (4 - step % 2, LENGTH), generator=generator)
+                with fabric.no_backward_sync(model) if micro == 0 else nullcontext():
+                    loss = loss_of(tokens)
+                    fabric.backward(loss / 2, model=model)
+                losses.append(float(fabric.all_reduce(loss.detach())))
+            optimizer.step()
+            optimizer.zero_grad()
+            numbers.append(len(codes))
+        model.eval()
+        with torch.no_grad():
+            losses.append(float(fabric.all_reduce(loss_of(tokens))))
+        model.train()
+    return losses, numbers, [code.co_filename for code in codes]
+
+
+@contextmanager
+def compiled_codes() -> Iterator[list[CodeType]]:
+    """What torch's compiler compiles within it."""
+    from torch._dynamo.convert_frame import register_bytecode_hook
+
+    codes: list[CodeType] = []
+    handle = register_bytecode_hook(lambda code, compiled: codes.append(code))
+    yield codes
+    handle.remove()
+
+
+def compare(fabric: Fabric, ways: tuple[Way, ...], backend: str) -> None:
+    expected, _, none = train(fabric, "", backend)
+    assert not none
+    for way in ways:
+        losses, numbers, files = train(fabric, way, backend)
+        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5, msg=lambda words, way=way: f"{way}: {words}")
+        assert files, way
+        assert not [file for file in files if file.startswith(OURS)], way
+        # Two sizes of batch, and what is compiled for the second is for any size.
+        assert numbers[1:] == [numbers[1]] * 4, f"{way}: {numbers}"
+
+
+EVERY_WAY: tuple[Way, ...] = (
+    "after",
+    "before",
+    "in place",
+    "in a function",
+    "each block",
+    "each block in place",
+    "loss",
+)
+SHARDED = FSDPStrategy(auto_wrap_policy=Block)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("strategy", "ways"),
+    [
+        ("ddp", EVERY_WAY),
+        ("single_device", ("after",)),
+        (SHARDED, ("after", "each block in place", "loss")),
+        ("ddp_sharded", ("after",)),
+        ("deepspeed_stage_2", ("after",)),
+        ("deepspeed_stage_3", ("after",)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_a_compiled_model_trains_as_it_does_uncompiled_and_nothing_of_ours_is_compiled(
+    strategy: str | Strategy, ways: tuple[Way, ...]
+) -> None:
+    devices = 1 if strategy == "single_device" else 2
+    Fabric(accelerator="cpu", devices=devices, strategy=strategy).launch(compare, ways, "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ for the CPU")
+def test_a_model_compiled_by_inductor_trains_as_it_does_uncompiled() -> None:
+    Fabric(accelerator="cpu", devices=2, strategy="ddp").launch(compare, ("after",), "inductor")
+
+
+def compile_ten(fabric: Fabric) -> None:
+    """More models than torch compiles one function for (`torch._dynamo.config.recompile_limit`)."""
+    with compiled_codes() as codes:
+        for number in range(1, 11):
+            model = fabric.setup(nn.Sequential(nn.Linear(number, 1), nn.BatchNorm1d(1)))
+            called = torch.compile(model, backend="eager", fullgraph=True)
+            fabric.backward(called(torch.ones(2, number)).sum())
+    assert len(codes) >= 8
+    assert not [code for code in codes if code.co_filename.startswith(OURS)]
+
+
+@pytest.mark.slow
+def test_with_fullgraph_the_graph_is_that_of_the_users_forward() -> None:
+    Fabric(accelerator="cpu", devices=2, strategy="ddp").launch(compile_ten)
