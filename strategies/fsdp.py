@@ -28,8 +28,10 @@ from fabric.strategies.data.share import Use
 from fabric.strategies.empty import Unfilled
 from fabric.strategies.execution_order import ExecutionOrder
 from fabric.strategies.forward import ForwardPath
+from fabric.strategies.gathered import Gathered, mark_gathering
 from fabric.strategies.gradients import clip_norm, clip_value
 from fabric.strategies.initialize import new_tensors
+from fabric.strategies.layout import fsdp_modules
 from fabric.strategies.mesh import check_degrees, device_mesh
 from fabric.strategies.policy import Policy, check_policy, matching
 from fabric.strategies.precision.forward_precision import cast_module
@@ -144,16 +146,18 @@ class FSDPStrategy(Strategy):
             for unit in units:
                 self._shard(runtime, unit, units, unfilled)
         undo = [recompute(part) for part in recomputed]
-        model = _Sharded(self, runtime, cast("FSDPModule", inner), unfilled)
+        gathered = Gathered(inner, fsdp_modules(inner))
+        model = _Sharded(self, runtime, cast("FSDPModule", inner), unfilled, gathered)
         order = ExecutionOrder(runtime, inner, units)
         path = ForwardPath(inner, order.around(with_precision(runtime, model.forward)), model.mark)
-        undo += [path.release, order.release, attach_scaler(runtime.loss_scaler, optimizers)]
+        undo += [path.release, order.release, gathered.release, attach_scaler(runtime.loss_scaler, optimizers)]
+        watches = (order.watch, gathered.watch)
         return Prepared(
             module=module,
             optimizers=tuple(optimizers),
-            backward=backward_through(runtime.loss_scaler, (order.watch,)),
+            backward=backward_through(runtime.loss_scaler, watches),
             joins_backward=True,
-            watches=(order.watch,),
+            watches=watches,
             unsynced=model.unsynced,
             clip_norm=partial(clip_norm, scaler=runtime.loss_scaler),
             clip_value=partial(clip_value, scaler=runtime.loss_scaler),
@@ -225,10 +229,13 @@ class FSDPStrategy(Strategy):
 class _Sharded:
     """One model in shards: what happens around its forward, and whether its gradients travel."""
 
-    def __init__(self, options: FSDPStrategy, runtime: Runtime, module: FSDPModule, unfilled: Unfilled) -> None:
+    def __init__(
+        self, options: FSDPStrategy, runtime: Runtime, module: FSDPModule, unfilled: Unfilled, gathered: Gathered
+    ) -> None:
         self.collective = runtime.collective
         self.module = module
         self.unfilled = unfilled
+        self.gathered = gathered
         self.synced = True
         self.buffered = []
         if options.broadcast_buffers and runtime.world.size > 1:
@@ -243,9 +250,7 @@ class _Sharded:
 
     def mark(self, method: str) -> None:
         """Let another method find whole parameters."""
-        from torch.distributed.fsdp import register_fsdp_forward_method
-
-        register_fsdp_forward_method(cast(nn.Module, self.module), method)
+        mark_gathering(cast(nn.Module, self.module), method, self.gathered)
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:

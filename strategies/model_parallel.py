@@ -34,6 +34,7 @@ from fabric.strategies.data.share import Share, Use
 from fabric.strategies.empty import Unfilled
 from fabric.strategies.execution_order import ExecutionOrder
 from fabric.strategies.forward import Around, ForwardPath
+from fabric.strategies.gathered import Gathered, mark_gathering
 from fabric.strategies.gradients import clip_norm, clip_value, move_state
 from fabric.strategies.initialize import new_tensors
 from fabric.strategies.layout import Parallelize, fsdp_modules, parallelize
@@ -162,17 +163,20 @@ class ModelParallelStrategy(Strategy):
             fill_alike(runtime, inner, unfilled)
         averaging = Averaging(runtime, inner)
         around = with_precision(runtime, self._around(runtime, averaging, unfilled))
-        order = ExecutionOrder(runtime, inner, fsdp_modules(inner))
-        path = ForwardPath(inner, order.around(around), partial(_mark, inner))
+        units = fsdp_modules(inner)
+        gathered = Gathered(inner, units)
+        order = ExecutionOrder(runtime, inner, units)
+        path = ForwardPath(inner, order.around(around), partial(_mark, inner, gathered))
         detach = attach_scaler(runtime.loss_scaler, optimizers)
 
         def release() -> None:
             path.release()
             order.release()
+            gathered.release()
             detach()
             averaging.end()
 
-        watches = (order.watch, averaging.watch)
+        watches = (order.watch, averaging.watch, gathered.watch)
         return Prepared(
             module=module if result is inner else result,
             optimizers=tuple(optimizers),
@@ -262,9 +266,7 @@ def _plain_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named if as_sharded(tensor) is None}
 
 
-def _mark(module: nn.Module, method: str) -> None:
+def _mark(module: nn.Module, gathered: Gathered, method: str) -> None:
     """Let another method find whole parameters, where `fully_shard` was called on the whole model."""
     if fsdp_modules(module):
-        from torch.distributed.fsdp import register_fsdp_forward_method
-
-        register_fsdp_forward_method(module, method)
+        mark_gathering(module, method, gathered)
