@@ -33,6 +33,11 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor if sharded is None else sharded.to_local()
 
 
+def user_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module as it was written: `fully_shard` makes a subclass of it, under a new name."""
+    return next(each for each in type(module).__mro__ if "fully_shard" not in each.__module__)
+
+
 def whole(tensor: Tensor) -> Tensor:
     """All of the tensor, on this rank. Ranks: all that hold a shard of it."""
     sharded = as_sharded(tensor)
