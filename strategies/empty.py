@@ -21,6 +21,9 @@ from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.shards import local_part, user_class
 from fabric.strategies.whole_draws import WholeDraws
 
+_RESET = ("reset_parameters", "_reset_parameters")
+"""The second is torch's own, of `nn.MultiheadAttention` and `nn.Transformer`."""
+
 
 @final
 class Unfilled:
@@ -45,7 +48,7 @@ class Unfilled:
             return
         self.was_empty = True
         with WholeDraws(device, collective):
-            if not _call(part, "reset_parameters"):
+            if not any(_call(part, method) for method in _RESET):
                 self._tensors += [(part, name) for name in empty]
 
     def forget_tied(self) -> None:
@@ -88,12 +91,11 @@ class Unfilled:
 
     def _other_ways(self, empty: list[str]) -> str:
         parts = [part for part, name in self._tensors if self._name(part, name) in empty]
-        without = sorted(
-            {user_class(part).__name__ for part in parts if not callable(getattr(part, "reset_parameters", None))}
-        )
+        without = [part for part in parts if not callable(getattr(part, "reset_parameters", None))]
+        classes = "`, `".join(sorted({user_class(part).__name__ for part in without or parts}))
         if without:
-            return f"or give `{'`, `'.join(without)}` a `reset_parameters`"
-        return f"or let `reset_parameters` of `{'`, `'.join(sorted({user_class(part).__name__ for part in parts}))}` fill them"
+            return f"or give `{classes}` a `reset_parameters`"
+        return f"or let `reset_parameters` of `{classes}` need no arguments, and fill them"
 
     def _name(self, part: nn.Module, name: str) -> str:
         return f"{self._names[part]}.{name}".lstrip(".")

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.alone import enter_alone
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.process_group import TorchCollective
 from fabric.strategies.data.share import Use
@@ -157,10 +158,11 @@ class FSDPStrategy(Strategy):
                 follow_rank_zero(runtime.collective, inner.buffers())
         undo = [recompute(part) for part in recomputed]
         undo.append(draw_whole(inner, runtime.device, runtime.collective))
-        gathered = Gathered(inner, fsdp_modules(inner))
+        gathered = Gathered(inner, (sharded := fsdp_modules(inner)))
         model = _Sharded(self, runtime, cast("FSDPModule", inner), unfilled, gathered)
         order = ExecutionOrder(runtime, inner, units)
         path = ForwardPath(inner, order.around(with_precision(runtime, model.forward)), model.mark)
+        undo.append(enter_alone(path, sharded, gathered, order.around(model.forward)))
         undo += [path.release, order.release, gathered.release, attach_scaler(runtime.loss_scaler, optimizers)]
         watches = (order.watch, gathered.watch)
         return Prepared(
@@ -172,7 +174,7 @@ class FSDPStrategy(Strategy):
             unsynced=model.unsynced,
             clip_norm=partial(clip_norm, scaler=runtime.loss_scaler),
             clip_value=partial(clip_value, scaler=runtime.loss_scaler),
-            release=partial(_each, undo),
+            release=partial(_each, undo[::-1]),
             state=ShardedState(runtime.world.rank),
         )
 

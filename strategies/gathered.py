@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast, final
 import torch
 from torch import Tensor, nn
 
+from fabric.strategies.shards import user_class
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
@@ -125,6 +127,9 @@ class Gathered:
 
     def _find_unreduced(self) -> None:
         self._unreduced = []
+        lost = [unit for unit, groups in self._kept() if all(g.reduce_grads for g in groups) and _any_unreduced(groups)]
+        if lost:
+            raise RuntimeError(_LOST.format(unit=user_class(cast(nn.Module, lost[0])).__name__))
         held_back = [each for each in self._units if not all(group.reduce_grads for group in each[1])]
         for each in _params(held_back):
             if _has_unreduced(each):
@@ -166,6 +171,17 @@ class _ZeroGrad:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._part, "zero_grad")  # of a copy: there it finds the method of the class
+
+
+_LOST = (
+    "A backward gave gradients to parameters of `{unit}` that no forward of it had gathered for this backward, so that "
+    "they were reduced over no ranks: a submodule was called by itself, from deep within. Call a direct child of "
+    "`{unit}`, or write a method of the model that does it, and `model.mark_forward_method('...')` once after `setup`."
+)
+
+
+def _any_unreduced(groups: Iterable[Any]) -> bool:
+    return any(_has_unreduced(each) for group in groups for each in group.fsdp_params)
 
 
 def _groups(unit: FSDPModule) -> list[Any]:

@@ -68,10 +68,10 @@ def refuse_cut(module: nn.Module, instead: str) -> None:
         cut = [each for each, parameter in part.named_parameters(recurse=False) if as_sharded(parameter) is not None]
         if cut:
             owner = next((each for each in _owners(module, part) if user_class(each) is not type(each)), part)
+            full = f"{name}.{cut[0]}".lstrip(".")
             raise ValueError(
-                f"`{name}.{cut[0]}`".replace("`.", "`")
-                + " is in shards before `fabric.setup`, each with values of its "
-                f"own rank, and all ranks start from the weights of rank 0. {instead.format(name=user_class(owner).__name__)}"
+                f"`{full}` is in shards before `fabric.setup`, each with values of its own rank, and all ranks start "
+                f"from the weights of rank 0. {instead.format(name=user_class(owner).__name__)}"
             )
 
 

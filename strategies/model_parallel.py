@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.alone import enter_alone
 from fabric.strategies.averaging import Averaging
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
@@ -170,9 +171,11 @@ class ModelParallelStrategy(Strategy):
         gathered = Gathered(inner, units)
         order = ExecutionOrder(runtime, inner, units)
         path = ForwardPath(inner, order.around(around), partial(_mark, inner, gathered))
+        alone = enter_alone(path, units, gathered, order.around(self._around(runtime, averaging, unfilled)))
         detach = attach_scaler(runtime.loss_scaler, optimizers)
 
         def release() -> None:
+            alone()
             path.release()
             order.release()
             gathered.release()
