@@ -1,11 +1,12 @@
 """Submodules of a model in shards that are called by themselves: an encoder, or the parts that a `generate` runs.
 
 Each gathers the parameters of the unit that it is in, as that unit's forward would, and gradients are reduced as after
-any forward. Within a forward of the model an entry costs a comparison, and a compiled graph has nothing of it.
+any forward. Within a forward of the model that costs two comparisons, not a hook, and a compiled graph has none of it.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast, final
 
@@ -32,7 +33,7 @@ def enter_alone(
         cast(Any, path.module)._get_fsdp_state()._lazy_init()
     inner = set(cast("Sequence[nn.Module]", units))
     for unit in inner:
-        for part in _children(unit, inner):
+        for part in dict.fromkeys(_own_parts(unit, inner)):
             entries.append((part, vars(part).get("forward")))
             object.__setattr__(part, "forward", _Entry(path, part, _gathering(unit, part, gathered), around))
 
@@ -53,6 +54,7 @@ class _Entry:
     def __init__(
         self, path: ForwardPath, part: nn.Module, gathering: Callable[..., Any], around: Around | None
     ) -> None:
+        functools.update_wrapper(self, part.forward)
         self._path, self._part, self._gathering, self._around = path, part, gathering, around
         self._forward = part.forward
 
@@ -87,15 +89,13 @@ def _gathering(unit: nn.Module, part: nn.Module, gathered: Gathered) -> Callable
 _NAME = "_forward_of_submodule"
 
 
-def _children(unit: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
-    """The submodules that the unit's forward may call, with parameters that are gathered with it."""
+def _own_parts(unit: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
+    """The submodules of a unit, at any depth, with parameters that are gathered with it."""
     for child in unit.children():
-        if child in units:
-            continue
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from _children(child, units)
-        elif _has_own(child, units):
-            yield child
+        if child not in units:
+            if not isinstance(child, (nn.ModuleList, nn.ModuleDict)) and _has_own(child, units):
+                yield child
+            yield from _own_parts(child, units)
 
 
 def _has_own(part: nn.Module, units: set[nn.Module]) -> bool:

@@ -162,7 +162,7 @@ class FSDPStrategy(Strategy):
         model = _Sharded(self, runtime, cast("FSDPModule", inner), unfilled, gathered)
         order = ExecutionOrder(runtime, inner, units)
         path = ForwardPath(inner, order.around(with_precision(runtime, model.forward)), model.mark)
-        undo.append(enter_alone(path, sharded, gathered, order.around(model.forward)))
+        undo.append(enter_alone(path, sharded, gathered, path.around))
         undo += [path.release, order.release, gathered.release, attach_scaler(runtime.loss_scaler, optimizers)]
         watches = (order.watch, gathered.watch)
         return Prepared(

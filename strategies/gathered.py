@@ -174,9 +174,9 @@ class _ZeroGrad:
 
 
 _LOST = (
-    "A backward gave gradients to parameters of `{unit}` that no forward of it had gathered for this backward, so that "
-    "they were reduced over no ranks: a submodule was called by itself, from deep within. Call a direct child of "
-    "`{unit}`, or write a method of the model that does it, and `model.mark_forward_method('...')` once after `setup`."
+    "This backward gave gradients to parameters of `{unit}` that are averaged over no ranks: they were used after a "
+    "forward, and that forward is no part of this loss. Use parameters within `forward`, or in a method of the model "
+    "after `model.mark_forward_method('name')`."
 )
 
 

@@ -171,7 +171,7 @@ class ModelParallelStrategy(Strategy):
         gathered = Gathered(inner, units)
         order = ExecutionOrder(runtime, inner, units)
         path = ForwardPath(inner, order.around(around), partial(_mark, inner, gathered))
-        alone = enter_alone(path, units, gathered, order.around(self._around(runtime, averaging, unfilled)))
+        alone = enter_alone(path, units, gathered, path.around)
         detach = attach_scaler(runtime.loss_scaler, optimizers)
 
         def release() -> None:
