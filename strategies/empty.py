@@ -1,15 +1,18 @@
 """A module made without values (on the meta device) gets them: from `reset_parameters`, or later from a checkpoint.
 
 # Note [Who fills the tensors]
-A part with a `reset_parameters` fills its own tensors. A part without one gets tensors full of a mark (NaN, for
-floating point), and the first forward raises if the mark is still there: `fabric.load`, torch's own loading, and the
-user's own function may each have filled them since, and none of them has to tell us. Strategies that make such a module
-on the device let the functions of `torch.nn.init` write the mark, and look for it in the same way.
+A part with a `reset_parameters` fills its own tensors, in the order of `model.apply`: children first. Then a model with
+an `init_weights` fills what that fills. Neither order nor random numbers depend on how the model is cut: see
+`whole_draws.py`. A part without either gets tensors full of a mark (NaN, for floating point), and the first forward
+raises if the mark is still there: `fabric.load`, torch's own loading, and the user's own function may each have filled
+them since, and none of them has to tell us. Strategies that make such a module on
+the device let the functions of `torch.nn.init` write the mark, and look for it in the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any, final
 
 import torch
@@ -18,7 +21,11 @@ from torch import Tensor, nn
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.forward import Around
-from fabric.strategies.shards import as_sharded, local_part
+from fabric.strategies.shards import local_part, user_class
+from fabric.strategies.whole_draws import WholeDraws
+
+_RESET = ("reset_parameters", "_reset_parameters")
+"""The second is torch's own, of `nn.MultiheadAttention` and `nn.Transformer`."""
 
 
 def leave_empty(tensor: Tensor) -> Tensor:
@@ -61,25 +68,42 @@ class Unfilled:
     """The tensors of one model that nothing has filled yet."""
 
     def __init__(self, root: nn.Module) -> None:
-        self._model = type(root).__name__  # of the user: sharding makes a subclass
+        self._model = user_class(root).__name__
         self._names = {part: name for name, part in root.named_modules()}
         self._tensors: list[tuple[nn.Module, str]] = []
+        self._made: dict[Tensor, Tensor] = {}
+        self.was_empty = False
 
-    def materialize(self, parts: Iterable[nn.Module], device: torch.device) -> None:
-        """Make the parts' own tensors real, and let each part that can fill them.
-
-        Raises: ValueError: a buffer that no checkpoint holds, in a part that cannot fill it.
-        """
-        made: dict[Tensor, Tensor] = {}
-        for part in parts:
-            empty = [name for name, tensor in _own_tensors(part).items() if tensor.is_meta]
-            for name in empty:
-                tensor = getattr(part, name)
-                setattr(part, name, made.setdefault(tensor, _marked(tensor, device)))
-            in_shards = any(as_sharded(tensor) is not None for tensor in _own_tensors(part).values())
-            if empty and (in_shards or not _reset(part)):  # each rank would draw its own numbers for its shard
-                self._refuse_lost(part, empty)
+    def fill(self, part: nn.Module, device: torch.device, collective: Collective) -> None:
+        """Make one part's own tensors real, and let it fill them if it can. Ranks: all of `collective`."""
+        empty = [name for name, tensor in _own_tensors(part).items() if tensor.is_meta]
+        for name in empty:
+            tensor = getattr(part, name)
+            if tensor not in self._made:
+                self._made[tensor] = _marked(tensor, device)
+            setattr(part, name, self._made[tensor])
+        if not empty:
+            return
+        self.was_empty = True
+        with WholeDraws(device, collective):
+            if not any(_call(part, method) for method in _RESET):
                 self._tensors += [(part, name) for name in empty]
+
+    def forget_tied(self) -> None:
+        """Parts to come share no tensor with those before."""
+        self._made.clear()
+
+    def finish(self, root: nn.Module | None, device: torch.device, collective: Collective) -> None:
+        """After all parts: let the model, if it is all there, fill what it fills by itself. Ranks: all of `collective`.
+
+        Raises: ValueError: a buffer that no checkpoint holds is empty still.
+        """
+        self.forget_tied()
+        if self.was_empty and root is not None:
+            with WholeDraws(device, collective):
+                _call(root, "init_weights")
+        for part, name in self._tensors:
+            self._refuse_lost(part, name)
 
     def check(self, collective: Collective) -> None:
         """Raise RuntimeError where a tensor is still empty. Free once all are filled. Ranks: all call it together."""
@@ -88,17 +112,25 @@ class Unfilled:
         mine = [self._name(part, name) for part, name in self._tensors if _is_marked(getattr(part, name))]
         empty = sorted({name for names in collective.all_gather_object(mine) for name in names})
         if empty:
-            raise RuntimeError(_NO_VALUES.format(model=self._model, names=_have(empty), instead=_RESET))
+            instead = self._other_ways(empty)
+            raise RuntimeError(_NO_VALUES.format(model=self._model, names=_have(empty), instead=instead))
         self._tensors.clear()
 
-    def _refuse_lost(self, part: nn.Module, empty: list[str]) -> None:
-        lost = [name for name in empty if name in part._non_persistent_buffers_set]
-        if lost:
+    def _refuse_lost(self, part: nn.Module, name: str) -> None:
+        if name in part._non_persistent_buffers_set and _is_marked(getattr(part, name)):
             raise ValueError(
-                f"The buffer `{self._name(part, lost[0])}` is in no checkpoint (`persistent=False`), and making the "
+                f"The buffer `{self._name(part, name)}` is in no checkpoint (`persistent=False`), and making the "
                 f"model empty lost its values. Give `{type(part).__name__}` a `reset_parameters` that computes it, or "
                 "make the model without `empty_init=True`."
             )
+
+    def _other_ways(self, empty: list[str]) -> str:
+        parts = [part for part, name in self._tensors if self._name(part, name) in empty]
+        without = [part for part in parts if not callable(getattr(part, "reset_parameters", None))]
+        classes = "`, `".join(sorted({user_class(part).__name__ for part in without or parts}))
+        if without:
+            return f"give `{classes}` a `reset_parameters`"
+        return f"let `reset_parameters` of `{classes}` need no arguments, and fill them"
 
     def _name(self, part: nn.Module, name: str) -> str:
         return f"{self._names[part]}.{name}".lstrip(".")
@@ -108,7 +140,6 @@ _NO_VALUES = (
     "`{model}` was made empty, and {names} no values yet. Load a checkpoint (`fabric.load`) before the first forward, "
     "or {instead}."
 )
-_RESET = "give the classes that hold them a `reset_parameters`"
 _WRITE = "write first values into what no checkpoint holds, or make the module without `empty_init=True`"
 
 
@@ -152,9 +183,27 @@ def _is_blank(tensor: Tensor) -> bool:
     return bool(marked.any()) and bool((marked | (values == 0)).all())
 
 
-def _reset(part: nn.Module) -> bool:
-    reset = getattr(part, "reset_parameters", None)
-    if not callable(reset):
+def _call(part: nn.Module, method: str) -> bool:
+    """Call a method that a part may have. Whether it has one that needs no arguments."""
+    function = getattr(part, method, None)
+    if not callable(function):
         return False
-    reset()
+    needed = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+    if any(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed):
+        return False
+    function()
     return True
+
+
+def in_order_of_apply(root: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a model, each once, children before what holds them: as `nn.Module.apply` visits them."""
+    seen: set[nn.Module] = set()
+
+    def visit(part: nn.Module) -> Iterator[nn.Module]:
+        seen.add(part)
+        for child in part.children():
+            if child not in seen:
+                yield from visit(child)
+        yield part
+
+    return visit(root)

@@ -22,19 +22,22 @@ from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.alone import enter_alone
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.changes import Additions, GatheredFlags
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.process_group import TorchCollective
 from fabric.strategies.copies import IN_SHARDS, refuse_copies
 from fabric.strategies.data.share import Use
-from fabric.strategies.empty import Unfilled
+from fabric.strategies.empty import Unfilled, in_order_of_apply
 from fabric.strategies.execution_order import ExecutionOrder
 from fabric.strategies.forward import ForwardPath
+from fabric.strategies.gathered import Gathered, mark_gathering
 from fabric.strategies.gradients import clip_norm, clip_value
 from fabric.strategies.initialize import new_tensors
+from fabric.strategies.layout import fsdp_modules, refuse_cut
 from fabric.strategies.mesh import check_degrees, device_mesh
-from fabric.strategies.policy import Policy, check_policy, matching
+from fabric.strategies.policy import Policy, check_policy, matching, whole_at_once
 from fabric.strategies.precision.forward_precision import cast_module
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
@@ -44,6 +47,7 @@ from fabric.strategies.replica import attach_scaler, backward_through, share_loa
 from fabric.strategies.runtime import Runtime, connect
 from fabric.strategies.shards import ShardedState
 from fabric.strategies.strategy import Strategy
+from fabric.strategies.whole_draws import draw_whole
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -136,30 +140,43 @@ class FSDPStrategy(Strategy):
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         inner = uncompiled(module)
+        refuse_cut(inner, _LEAVE_OUT)
         if not move:
             _refuse_to_stay(inner, runtime.device)
         units = self._units(inner, runtime.precision)
         _refuse_tied_apart(inner, units)
+        if self.auto_wrap_policy is None and runtime.world.size > 1 and (advice := whole_at_once(inner)) is not None:
+            runtime.report(advice)
         unfilled = Unfilled(inner)
         with follow(inner, optimizers):
             cast_module(runtime.precision, inner)
-            for unit in units:
-                self._shard(runtime, unit, units, unfilled)
-        model = _Sharded(self, runtime, cast("FSDPModule", inner), unfilled)
+            for part in in_order_of_apply(inner):
+                unfilled.fill(part, runtime.device, runtime.collective)
+                if part in units:
+                    self._shard(runtime, part, units)
+                    unfilled.forget_tied()
+            unfilled.finish(inner, runtime.device, runtime.collective)
+            if unfilled.was_empty and runtime.world.size > 1:
+                follow_rank_zero(runtime.collective, inner.buffers())
+        undo = [draw_whole(inner, runtime.device, runtime.collective)]
+        gathered = Gathered(inner, (sharded := fsdp_modules(inner)))
+        model = _Sharded(self, runtime, cast("FSDPModule", inner), unfilled, gathered)
         order = ExecutionOrder(runtime, inner, units)
         path = ForwardPath(inner, order.around(with_precision(runtime, model.forward)), model.mark)
-        undo = [path.release, order.release, attach_scaler(runtime.loss_scaler, optimizers)]
+        undo.append(enter_alone(path, sharded, gathered, path.around))
+        undo += [path.release, order.release, gathered.release, attach_scaler(runtime.loss_scaler, optimizers)]
+        watches = (order.watch, gathered.watch)
         undo.append(refuse_copies(inner, IN_SHARDS))
         return Prepared(
             module=module,
             optimizers=tuple(optimizers),
-            backward=backward_through(runtime.loss_scaler, (order.watch,)),
+            backward=backward_through(runtime.loss_scaler, watches),
             joins_backward=True,
-            watches=(order.watch,),
+            watches=watches,
             unsynced=model.unsynced,
             clip_norm=partial(clip_norm, scaler=runtime.loss_scaler),
             clip_value=partial(clip_value, scaler=runtime.loss_scaler),
-            release=partial(_each, undo),
+            release=partial(_each, undo[::-1]),
             state=ShardedState(runtime.world.rank),
         )
 
@@ -182,28 +199,26 @@ class FSDPStrategy(Strategy):
         check_degrees(degrees, size, written=f"device_mesh={self.device_mesh!r}")
         return degrees
 
-    def _units(self, module: nn.Module, precision: Precision) -> list[nn.Module]:
-        """The parts that are gathered one by one, inner before outer; the root is the last."""
+    def _units(self, module: nn.Module, precision: Precision) -> set[nn.Module]:
+        """The parts that are gathered one by one; the root is one of them."""
         chosen = matching(module, self.auto_wrap_policy, "auto_wrap_policy")
         if precision.is_mixed:
             # Statistics stay in full precision, and BatchNorm wants its weights in the same.
             chosen += [part for part in module.modules() if isinstance(part, _BatchNorm)]
-        order = [part for part in module.modules() if part in set(chosen) or part is module]
-        for part in order:
+        units = {*chosen, module}
+        for part in units:
             if isinstance(part, (nn.ModuleList, nn.ModuleDict)):
                 raise ValueError(
                     f"`auto_wrap_policy` chooses a `{type(part).__name__}`, which has no forward before which its "
                     "parameters could be gathered. Choose the modules in it."
                 )
-        return order[::-1]
+        return units
 
-    def _shard(self, runtime: Runtime, unit: nn.Module, units: Sequence[nn.Module], unfilled: Unfilled) -> None:
-        """Give the unit's own tensors their values, those of rank 0, on the device, and cut them."""
+    def _shard(self, runtime: Runtime, unit: nn.Module, units: set[nn.Module]) -> None:
+        """Give the unit's own tensors the values of rank 0, on the device, and cut them."""
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-        parts = list(_own_parts(unit, set(units)))
-        unfilled.materialize(parts, runtime.device)
-        tensors = _own_tensors(parts)
+        tensors = _own_tensors(_own_parts(unit, units))
         for tensor in tensors:
             tensor.data = tensor.data.to(runtime.device)
         if runtime.world.size > 1:
@@ -227,12 +242,15 @@ class FSDPStrategy(Strategy):
 class _Sharded:
     """One model in shards: what happens around its forward, and whether its gradients travel."""
 
-    def __init__(self, options: FSDPStrategy, runtime: Runtime, module: FSDPModule, unfilled: Unfilled) -> None:
+    def __init__(
+        self, options: FSDPStrategy, runtime: Runtime, module: FSDPModule, unfilled: Unfilled, gathered: Gathered
+    ) -> None:
         self.collective = runtime.collective
         self.module = module
         self.unfilled = unfilled
         self.additions = Additions(cast(nn.Module, module), by_name=True)
         self.flags = GatheredFlags(cast(nn.Module, module))
+        self.gathered = gathered
         self.synced = True
         self.buffered = []
         if options.broadcast_buffers and runtime.world.size > 1:
@@ -249,9 +267,7 @@ class _Sharded:
 
     def mark(self, method: str) -> None:
         """Let another method find whole parameters."""
-        from torch.distributed.fsdp import register_fsdp_forward_method
-
-        register_fsdp_forward_method(cast(nn.Module, self.module), method)
+        mark_gathering(cast(nn.Module, self.module), method, self.gathered)
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:
@@ -265,6 +281,12 @@ class _Sharded:
     def _sync(self, enabled: bool) -> None:
         self.synced = enabled
         self.module.set_requires_gradient_sync(enabled)
+
+
+_LEAVE_OUT = (
+    "Leave `fully_shard` out, and write `FSDPStrategy(auto_wrap_policy={{{name}}})`; or call it in "
+    "`ModelParallelStrategy(parallelize_fn=function, shard='auto')`."
+)
 
 
 def _check_mesh(mesh: Any) -> None:
@@ -305,12 +327,12 @@ def _refuse_to_stay(module: nn.Module, device: torch.device) -> None:
         )
 
 
-def _refuse_tied_apart(module: nn.Module, units: Sequence[nn.Module]) -> None:
+def _refuse_tied_apart(module: nn.Module, units: set[nn.Module]) -> None:
     """Raise ValueError where a weight is shared by two units: each would cut a weight of its own."""
     homes: dict[int, tuple[nn.Module, str]] = {}
     names = {part: name for name, part in module.named_modules()}
-    for unit in units:
-        for part in _own_parts(unit, set(units)):
+    for unit in filter(units.__contains__, module.modules()):
+        for part in _own_parts(unit, units):
             for name, parameter in part.named_parameters(recurse=False):
                 full = f"{names[part]}.{name}".lstrip(".")
                 home, first = homes.setdefault(id(parameter), (unit, full))

@@ -15,7 +15,7 @@ from torch import nn
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.mesh import axes_of, degree
 from fabric.strategies.rebind import parameters_by_name
-from fabric.strategies.shards import as_sharded
+from fabric.strategies.shards import as_sharded, user_class
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -59,6 +59,27 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, function: Parallelize) -> n
             "nothing."
         )
     return module if result is None else result
+
+
+def refuse_cut(module: nn.Module, instead: str) -> None:
+    """Raise ValueError where a parameter is in shards before `setup`.
+
+    `instead`: what to write, with `{name}` for the class of the part that is.
+    """
+    for name, part in module.named_modules():
+        cut = [each for each, parameter in part.named_parameters(recurse=False) if as_sharded(parameter) is not None]
+        if cut:
+            owner = next((each for each in _owners(module, part) if user_class(each) is not type(each)), part)
+            full = f"{name}.{cut[0]}".lstrip(".")
+            raise ValueError(
+                f"`{full}` is in shards before `fabric.setup`, each with values of its own rank, and all ranks start "
+                f"from the weights of rank 0. {instead.format(name=user_class(owner).__name__)}"
+            )
+
+
+def _owners(module: nn.Module, part: nn.Module) -> list[nn.Module]:
+    """The modules that hold a part, itself first."""
+    return [each for each in module.modules() if part in set(each.modules())][::-1]
 
 
 def layout_of(module: nn.Module, mesh: DeviceMesh) -> Layout:

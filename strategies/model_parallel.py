@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.alone import enter_alone
 from fabric.strategies.averaging import Averaging
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.changes import Additions, GatheredFlags
@@ -33,12 +34,13 @@ from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.process_group import TorchCollective
 from fabric.strategies.copies import IN_SHARDS, IN_STAGES, refuse_copies
 from fabric.strategies.data.share import Share, Use
-from fabric.strategies.empty import Unfilled
+from fabric.strategies.empty import Unfilled, in_order_of_apply
 from fabric.strategies.execution_order import ExecutionOrder
 from fabric.strategies.forward import Around, ForwardPath
+from fabric.strategies.gathered import Gathered, mark_gathering
 from fabric.strategies.gradients import clip_norm, clip_value, move_state
 from fabric.strategies.initialize import new_tensors
-from fabric.strategies.layout import Parallelize, fsdp_modules, parallelize
+from fabric.strategies.layout import Parallelize, fsdp_modules, parallelize, refuse_cut
 from fabric.strategies.mesh import COPIES, Degree, check_written, complete, degree, device_mesh
 from fabric.strategies.options import carry_over, check_function
 from fabric.strategies.pipeline import Pipeline
@@ -52,6 +54,7 @@ from fabric.strategies.replica import attach_scaler, backward_through, share_loa
 from fabric.strategies.runtime import Runtime, connect
 from fabric.strategies.shards import ShardedState, as_sharded
 from fabric.strategies.strategy import Strategy
+from fabric.strategies.whole_draws import draw_whole
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -158,6 +161,7 @@ class ModelParallelStrategy(Strategy):
             lay_out = partial(self._parallelize, runtime)
             return pipelined(self.pipeline, runtime, module, optimizers, move=move, parallelize=lay_out)
         inner = uncompiled(module)
+        refuse_cut(inner, "Leave that to `parallelize_fn`, which `setup` calls once they are.")
         unfilled = Unfilled(inner)
         with follow(inner, optimizers):
             place_alike(runtime, inner, optimizers, move=move)
@@ -165,20 +169,27 @@ class ModelParallelStrategy(Strategy):
             fill_alike(runtime, inner, unfilled)
         averaging = Averaging(runtime, inner)
         around = with_precision(runtime, self._around(runtime, averaging, unfilled))
-        order = ExecutionOrder(runtime, inner, fsdp_modules(inner))
-        path = ForwardPath(inner, order.around(around), partial(_mark, inner))
+        undo_draws = draw_whole(inner, runtime.device, runtime.collective)
+        units = fsdp_modules(inner)
+        gathered = Gathered(inner, units)
+        order = ExecutionOrder(runtime, inner, units)
+        path = ForwardPath(inner, order.around(around), partial(_mark, inner, gathered))
+        alone = enter_alone(path, units, gathered, path.around)
         detach = attach_scaler(runtime.loss_scaler, optimizers)
         in_shards = any(as_sharded(parameter) is not None for parameter in inner.parameters())
         copyable = refuse_copies(inner, IN_SHARDS) if in_shards else lambda: None
 
         def release() -> None:
+            alone()
             path.release()
             copyable()
             order.release()
+            gathered.release()
+            undo_draws()
             detach()
             averaging.end()
 
-        watches = (order.watch, averaging.watch)
+        watches = (order.watch, averaging.watch, gathered.watch)
         return Prepared(
             module=module if result is inner else result,
             optimizers=tuple(optimizers),
@@ -262,7 +273,9 @@ def place_alike(runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimi
 def fill_alike(runtime: Runtime, module: nn.Module, unfilled: Unfilled) -> None:
     """Make the tensors real that were made without values: see `empty.py`. Ranks: all, after the module is cut."""
     names = [name for name, tensor in _plain_tensors(module).items() if tensor.is_meta]
-    unfilled.materialize(module.modules(), runtime.device)
+    for part in in_order_of_apply(module):
+        unfilled.fill(part, runtime.device, runtime.collective)
+    unfilled.finish(module, runtime.device, runtime.collective)
     if names and runtime.world.size > 1:
         filled = _plain_tensors(module)
         follow_rank_zero(runtime.collective, [filled[name] for name in names])
@@ -274,9 +287,7 @@ def _plain_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named if as_sharded(tensor) is None}
 
 
-def _mark(module: nn.Module, method: str) -> None:
+def _mark(module: nn.Module, gathered: Gathered, method: str) -> None:
     """Let another method find whole parameters, where `fully_shard` was called on the whole model."""
     if fsdp_modules(module):
-        from torch.distributed.fsdp import register_fsdp_forward_method
-
-        register_fsdp_forward_method(module, method)
+        mark_gathering(module, method, gathered)

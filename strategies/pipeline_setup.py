@@ -17,7 +17,7 @@ from fabric.strategies.averaging import Averaging
 from fabric.strategies.changes import Additions
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.copies import IN_STAGES, refuse_copies
-from fabric.strategies.empty import Unfilled
+from fabric.strategies.empty import Unfilled, in_order_of_apply
 from fabric.strategies.forward import ForwardPath
 from fabric.strategies.gradients import clip_norm, clip_value
 from fabric.strategies.layout import fsdp_modules
@@ -63,7 +63,9 @@ def pipelined(
     whole.leave()
     with follow(inner, optimizers):
         was_empty = any(parameter.is_meta for parameter in inner.parameters())
-        unfilled.materialize(inner.modules(), runtime.device)
+        for part in in_order_of_apply(inner):
+            unfilled.fill(part, runtime.device, peers)
+        unfilled.finish(None, runtime.device, peers)  # an `init_weights` would look for what was dropped
         if was_empty and peers.size > 1:
             follow_rank_zero(peers, (*inner.parameters(), *inner.buffers()))
         place(runtime, inner, optimizers, move=move)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
 Policy: TypeAlias = type[nn.Module] | Collection[type[nn.Module]] | Callable[[nn.Module], bool]
 """A class, several classes, or a function that is true of the modules meant."""
+
+
+SMALL_BYTES = 2**28
+"""Below this many bytes of parameters (256 MiB) it does not matter whether a model is gathered all at once."""
 
 
 def check_policy(policy: Policy | None, option: str) -> None:
@@ -45,6 +49,42 @@ def matching(module: nn.Module, policy: Policy | None, option: str) -> list[nn.M
             f"{', '.join(classes)}. Name some of these classes, or leave the option out."
         )
     return chosen
+
+
+def whole_at_once(module: nn.Module) -> str | None:
+    """What to tell who gathers a model all at once. None: it is small."""
+    size = _bytes(module.parameters())
+    if size < SMALL_BYTES:
+        return None
+    said = (
+        f"`{type(module).__name__}` has {size / 2**30:.1f} GiB of parameters, and `strategy='fsdp'` without "
+        "`auto_wrap_policy` gathers all of them at once on every rank, which saves no memory in forward."
+    )
+    block = _largest_repeated(module)
+    if block is None:
+        return f"{said} Name the classes of its largest parts: `FSDPStrategy(auto_wrap_policy={{...}})`."
+    kind, count = block
+    name = f"nn.{kind.__name__}" if kind.__module__.startswith("torch.nn.") else kind.__name__
+    return (
+        f"{said} It has {count} parts of class `{name}`: write `FSDPStrategy(auto_wrap_policy={{{name}}})` to gather "
+        "one of them at a time."
+    )
+
+
+def _largest_repeated(module: nn.Module) -> tuple[type[nn.Module], int] | None:
+    """The class of which one module has several children, whichever have most in them, and how many."""
+    best: tuple[int, type[nn.Module], int] | None = None
+    for part in module.modules():
+        for kind in {type(child) for child in part.children()} - {nn.ModuleList, nn.ModuleDict}:
+            alike = [child for child in part.children() if type(child) is kind]
+            size = _bytes(parameter for child in alike for parameter in child.parameters())
+            if len(alike) > 1 and size and (best is None or size > best[0]):
+                best = size, kind, len(alike)
+    return None if best is None else best[1:]
+
+
+def _bytes(parameters: Iterable[Tensor]) -> int:
+    return sum(parameter.nbytes for parameter in parameters)
 
 
 def _means(policy: Policy, part: nn.Module) -> bool:

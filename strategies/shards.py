@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+_FSDP = "torch.distributed.fsdp"
+
+
 def as_sharded(tensor: Any) -> DTensor | None:
     """The tensor, if it is in shards (or a replica that says so); None if it is plain."""
     if not isinstance(tensor, Tensor) or type(tensor) is Tensor or type(tensor) is nn.Parameter:
@@ -31,6 +34,11 @@ def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of the tensor. Shares its memory."""
     sharded = as_sharded(tensor)
     return tensor if sharded is None else sharded.to_local()
+
+
+def user_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module as it was written: `fully_shard` makes a subclass of it, under a new name."""
+    return next(each for each in type(module).__mro__ if not each.__module__.startswith(_FSDP))
 
 
 def whole(tensor: Tensor) -> Tensor:

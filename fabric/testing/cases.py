@@ -66,6 +66,23 @@ _CASES = (
         body=loops.not_finite,
         needs=("clip_norm",),
     ),
+    Case(
+        name="zero_grad",
+        claim="gradients cleared before or after forward, by the model or the optimizer",
+        body=loops.zero_grad,
+    ),
+    Case(
+        name="discard",
+        claim="a window of micro-batches whose gradients are cleared before its end",
+        body=loops.discard,
+        needs=("accumulate",),
+    ),
+    Case(
+        name="evaluate_between",
+        claim="an evaluation between backward and step",
+        body=loops.evaluate_between,
+        needs=("evaluate",),
+    ),
     Case(name="closure", claim="steps with a closure", body=loops.closure, needs=("closure",)),
     _trained("tied", "an embedding tied to the output", "tied", kinds=("tied",), optimizer="adamw"),
     _trained("frozen", "a layer that is not trained", "frozen", kinds=("frozen",), groups=True),

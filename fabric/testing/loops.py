@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -126,6 +126,62 @@ def closure(loop: Loop, trial: Trial) -> Outcome:
             return loss
 
         losses.append(mean(loop, optimizer.step(compute)))
+    return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
+
+
+def zero_grad(loop: Loop, trial: Trial) -> Outcome:
+    """Gradients are cleared before and after forward, by the model and by the optimizer, to None and to zero."""
+    net = trial.net()
+    model, optimizer = loop.setup(net, trial.optimizer(net))
+    ways = product((False, True), (model, optimizer), (True, False))
+    losses = []
+    for (tokens, targets, _), (after, owner, set_to_none) in zip(
+        loop.setup_dataloaders(trial.loader(8)), ways, strict=True
+    ):
+        if not after:
+            owner.zero_grad(set_to_none=set_to_none)
+        loss = cross_entropy(model(tokens).to(trial.dtype), targets)
+        if after:
+            owner.zero_grad(set_to_none=set_to_none)
+        loop.backward(loss, model=model)
+        losses.append(mean(loop, loss))
+        optimizer.step()
+    return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
+
+
+def discard(loop: Loop, trial: Trial) -> Outcome:
+    """A window of micro-batches is given up, and the next one starts from nothing."""
+    net = trial.net()
+    model, optimizer = loop.setup(net, trial.optimizer(net))
+    ways = product((model, optimizer), (True, False))
+    losses = []
+    for (tokens, targets, _), (owner, set_to_none) in zip(loop.setup_dataloaders(trial.loader()), ways, strict=True):
+        with loop.no_backward_sync(model):
+            loop.backward(3 * cross_entropy(model(tokens).to(trial.dtype), targets), model=model)
+        owner.zero_grad(set_to_none=set_to_none)
+        loss = cross_entropy(model(tokens).to(trial.dtype), targets)
+        loop.backward(loss, model=model)
+        losses.append(mean(loop, loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
+
+
+def evaluate_between(loop: Loop, trial: Trial) -> Outcome:
+    """The model is evaluated between backward and step; the next forward has the weights from after the step."""
+    net = trial.net()
+    model, optimizer = loop.setup(net, trial.optimizer(net))
+    losses = []
+    for number, (tokens, targets, _) in enumerate(loop.setup_dataloaders(trial.loader())):
+        loss = cross_entropy(model(tokens).to(trial.dtype), targets)
+        loop.backward(loss, model=model)
+        model.eval()
+        with nullcontext() if number % 2 else torch.no_grad():
+            evaluated = cross_entropy(model(tokens).to(trial.dtype), targets)
+        model.train()
+        losses += [mean(loop, loss), mean(loop, evaluated)]
+        optimizer.step()
+        optimizer.zero_grad()
     return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
 
 

@@ -1,0 +1,302 @@
+"""Programs around models in shards: what they do between forward and backward, and outside of forward, counts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from fabric import Fabric
+from fabric.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
+from fabric.strategies.policy import SMALL_BYTES, whole_at_once
+from fabric.strategies.shards import whole
+
+
+class Block(nn.Module):
+    """With an initialisation that goes into its submodules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(5, 8)
+        self.narrow = nn.Linear(8, 5)
+        self.scale = nn.Parameter(torch.empty(1, 5))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.scale)
+        nn.init.orthogonal_(self.wide.weight)
+        nn.init.trunc_normal_(self.narrow.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(self.wide(x).tanh()) * self.scale
+
+
+class Encoder(nn.Module):
+    """Submodules within a submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 5)
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.first(x))
+
+
+class Net(nn.Module):
+    """A model with a method that runs submodules by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Encoder()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.encoder(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def generate(self, x: Tensor) -> Tensor:
+        return torch.cat([self.head(self.blocks[1](self.encoder(x))) for _ in range(2)])
+
+
+class Gain(nn.Module):
+    """Tensors that nothing of its own fills; one is in no checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.empty(3))
+        self.register_buffer("table", torch.empty(3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain + self.table
+
+
+class Rooted(Net):
+    """A model with one method that initialises all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = Gain()
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        for part in self.modules():
+            if isinstance(part, nn.Linear):
+                nn.init.xavier_uniform_(part.weight)
+                nn.init.zeros_(part.bias)
+        with torch.no_grad():
+            self.gain.gain.copy_(torch.randn(3))
+            self.gain.table.copy_(torch.arange(3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain(super().forward(x))
+
+
+def in_shards(model: nn.Module, mesh: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model, mesh=mesh["shard"])
+
+
+STRATEGIES = {
+    "whole": FSDPStrategy(),
+    "linear": FSDPStrategy(auto_wrap_policy=nn.Linear),
+    "blocks": FSDPStrategy(auto_wrap_policy=Block, activation_checkpointing_policy=Block),
+    "kept": FSDPStrategy(auto_wrap_policy=Block, reshard_after_forward=False),
+    "freed": FSDPStrategy(reshard_after_forward=True),
+    "model_parallel": ModelParallelStrategy(parallelize_fn=in_shards, shard=2),
+}
+Backward = Callable[[Tensor], None]
+Steps = Callable[[nn.Module, Optimizer, Backward, Tensor], None]
+
+
+def update_a_target(model: Any, optimizer: Optimizer, backward: Backward, x: Tensor, target: Any) -> None:
+    """Two steps towards a network that follows, in evaluation between them."""
+    for _ in range(2):
+        with torch.no_grad():
+            aim = target(x)
+        backward((model(x) - aim + 1).square().mean())
+        optimizer.step()
+        model.zero_grad()
+        with torch.no_grad():
+            for old, new in zip(target.parameters(), model.parameters(), strict=True):
+                old.data.lerp_(new.data, 0.5)
+
+
+def clear_parts(model: Any, optimizer: Optimizer, backward: Backward, x: Tensor) -> None:
+    """The encoder's gradients of the first loss are given up, after the second forward."""
+    backward(3 * model(x).square().mean())
+    loss = model(x).square().mean()
+    model.encoder.zero_grad()
+    backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def forget_no_grad(model: Any, optimizer: Optimizer, backward: Backward, x: Tensor) -> None:
+    """A forward between backward and step, whose loss is printed; and then the next step."""
+    for _ in range(2):
+        backward(model(x).square().mean())
+        model(x)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def call_submodules(model: Any, optimizer: Optimizer, backward: Backward, x: Tensor) -> None:
+    """A loss from each way into the model."""
+    losses = (
+        lambda: model.generate(x),
+        lambda: model.encoder(x),
+        lambda: model.encoder.block.wide(model.encoder.first(x)),
+        lambda: model.blocks[0](model.encoder(x)).mean(dim=1, keepdim=True) + model(x),
+    )
+    for loss in losses:
+        backward(loss().square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model.head(model.blocks[0](model.encoder(x)))
+
+
+def use_a_parameter_after_forward(fabric: Fabric, x: Tensor) -> None:
+    model = fabric.setup(Net())
+    model(x)
+    with pytest.raises(RuntimeError, match=r"gave gradients to parameters of `Net` that are averaged over no ranks"):
+        fabric.backward(nn.functional.linear(x, model.encoder.first.weight).sum())
+
+
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: whole(tensor).detach().clone() for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    }
+
+
+def close(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def run_programs(fabric: Fabric) -> None:
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    mine = x.chunk(fabric.world_size)[fabric.global_rank]
+    torch.manual_seed(0)
+    for steps in (clear_parts, forget_no_grad, call_submodules):
+        plain = Net()
+        model = copy.deepcopy(plain)
+        steps(plain, SGD(plain.parameters(), lr=0.1), Tensor.backward, x)
+        model, optimizer = fabric.setup(model, SGD(model.parameters(), lr=0.1))
+        steps(model, optimizer, fabric.backward, mine)
+        close(state_of(model), state_of(plain))
+    plain, aim = Net(), Net()
+    model, target = copy.deepcopy(plain), copy.deepcopy(aim)
+    update_a_target(plain, SGD(plain.parameters(), lr=0.1), Tensor.backward, x, aim)
+    model, optimizer = fabric.setup(model, SGD(model.parameters(), lr=0.1))
+    target = fabric.setup(target)
+    update_a_target(model, optimizer, fabric.backward, mine, target)
+    close(state_of(target), state_of(aim))
+    if fabric.strategy != STRATEGIES["freed"]:  # there it is a `DTensor` by then, and torch raises
+        use_a_parameter_after_forward(fabric, mine)
+
+
+def initialise(fabric: Fabric) -> None:
+    def init(part: nn.Module) -> None:
+        if isinstance(part, nn.Linear):
+            nn.init.normal_(part.weight)
+            nn.init.uniform_(part.bias)
+
+    for kind in (Net, Rooted):
+        torch.manual_seed(3)
+        plain = kind()
+        torch.manual_seed(3 + fabric.global_rank)  # the weights are those of rank 0
+        with fabric.init_module(empty_init=True):
+            model: Any = kind()
+        model = fabric.setup(model)
+        close(state_of(model), state_of(plain))
+        # By hand, after setup.
+        for each, seed in ((plain, 5), (model, 5 + fabric.global_rank)):
+            torch.manual_seed(seed)
+            each.apply(init)
+            each.blocks[0].reset_parameters()
+        close(state_of(model), state_of(plain))
+        if isinstance(model, Rooted):
+            for each in (plain, model):
+                torch.manual_seed(7)
+                each.init_weights()
+            close(state_of(model), state_of(plain))
+        close(model(torch.ones(2, 4)), plain(torch.ones(2, 4)))
+
+
+def launch(strategy: Strategy | str, body: Callable[[Fabric], Any]) -> Any:
+    return Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver").launch(body)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_what_a_program_does_outside_of_forward_gives_the_weights_of_one_process(name: str) -> None:
+    launch(STRATEGIES[name], run_programs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["whole", "linear", "blocks", "model_parallel"])
+def test_initialised_weights_follow_from_the_seed_and_not_from_how_the_model_is_cut(name: str) -> None:
+    launch(STRATEGIES[name], initialise)
+
+
+def shard_by_hand(fabric: Fabric) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = Net()
+    fully_shard(model.blocks[1])
+    with pytest.raises(
+        ValueError,
+        match=r"`blocks.1.scale` is in shards before `fabric.setup`.* Leave `fully_shard` out, and write "
+        r"`FSDPStrategy\(auto_wrap_policy=\{Block\}\)`",
+    ):
+        fabric.setup(model)
+
+
+@pytest.mark.slow
+def test_a_submodule_in_shards_before_setup_is_refused_with_what_to_write() -> None:
+    launch("fsdp", shard_by_hand)
+
+
+def test_a_large_model_without_a_policy_is_told_the_class_of_its_blocks() -> None:
+    with torch.device("meta"):
+        layers = [nn.TransformerEncoderLayer(1024, 8, 4096) for _ in range(6)]
+        model = nn.Sequential(nn.Embedding(1000, 1024), nn.Sequential(*layers), nn.Linear(1024, 1000))
+        deep = nn.Sequential(*(nn.Sequential(Wide(), Wide()) for _ in range(2)))
+        single = nn.Linear(SMALL_BYTES // 4, 1)
+        small = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    assert whole_at_once(model) == (
+        "`Sequential` has 0.3 GiB of parameters, and `strategy='fsdp'` without `auto_wrap_policy` gathers all of them "
+        "at once on every rank, which saves no memory in forward. It has 6 parts of class "
+        "`nn.TransformerEncoderLayer`: write `FSDPStrategy(auto_wrap_policy={nn.TransformerEncoderLayer})` to gather "
+        "one of them at a time."
+    )
+    assert "2 parts of class `nn.Sequential`" in str(whole_at_once(deep))
+    assert "Name the classes of its largest parts" in str(whole_at_once(single))
+    assert whole_at_once(small) is None
+
+
+class Wide(nn.Linear):
+    """64 MiB and more."""
+
+    def __init__(self) -> None:
+        super().__init__(4100, 4100, bias=False)
+
+
+def set_up_large(fabric: Fabric) -> None:
+    fabric.setup(nn.Sequential(*(Wide() for _ in range(4))))
+
+
+@pytest.mark.slow
+def test_the_advice_is_said_once_by_rank_zero(capfd: pytest.CaptureFixture[str]) -> None:
+    launch("fsdp", set_up_large)
+    assert capfd.readouterr().err.count("FSDPStrategy(auto_wrap_policy={Wide})") == 1
