@@ -9,7 +9,7 @@ order (another one raises, or waits until the timeout where shapes differ); and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.process_group import TorchCollective
 from fabric.strategies.data.share import Use
@@ -90,6 +91,10 @@ class FSDPStrategy(Strategy):
             )
 
     @property
+    def lacks(self) -> Mapping[Capability, str]:
+        return {"scalars": _SCALARS}
+
+    @property
     def launchers(self) -> tuple[str, ...]:
         return ("script", "fork", "forkserver", "spawn") if self.launcher == "auto" else (self.launcher,)
 
@@ -138,6 +143,7 @@ class FSDPStrategy(Strategy):
         units = self._units(inner, runtime.precision)
         recomputed = matching(inner, self.activation_checkpointing_policy, "activation_checkpointing_policy")
         _refuse_tied_apart(inner, units)
+        _refuse_scalars(inner)
         unfilled = Unfilled(inner)
         with follow(inner, optimizers):
             cast_module(runtime.precision, inner)
@@ -313,6 +319,19 @@ def _refuse_tied_apart(module: nn.Module, units: Sequence[nn.Module]) -> None:
                         f"`{first}` and `{full}` are one tied weight, but `auto_wrap_policy` puts them into different "
                         "parts, and each would have its own from then on. Choose a part that holds both, or neither."
                     )
+
+
+def _refuse_scalars(module: nn.Module) -> None:
+    """Raise ValueError where a parameter cannot be cut, before any is."""
+    names = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
+    if names:
+        raise ValueError(f"{', '.join(map(repr, names))} of `{type(module).__name__}`: {_SCALARS}")
+
+
+_SCALARS = (
+    "torch's `fully_shard` cuts each parameter along its first dimension, and one without dimensions has none. Make it "
+    "of shape `(1,)`, as in `nn.Parameter(torch.ones(1))`, or pass `strategy='ddp'` or a stage of DeepSpeed."
+)
 
 
 def _each(actions: Sequence[Callable[[], None]]) -> None:
