@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from fabric.strategies.collectives.packing import Spec
 from fabric.strategies.deepspeed_gradients import Shown
 from fabric.strategies.execution_order import ExecutionOrder, start_comparing
+from fabric.strategies.newcomers import Newcomers
 from fabric.strategies.rank_zero import buffers_of, follow_rank_zero
 from fabric.strategies.runtime import Runtime
 
@@ -44,6 +45,7 @@ class Engine:
         self._has_gradients = self._is_reduced = self._is_called = self._is_started = False
         names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         self.shown = Shown(names)
+        self.newcomers = Newcomers(module, unfrozen=True, frozen=stage == 3)
         self._reached: set[Tensor] = set()
         self._stepped: set[Tensor] = set()
         self._hooks: list[RemovableHandle] = [
@@ -70,6 +72,8 @@ class Engine:
         if self.stage == 3 and not self._is_called:
             raise RuntimeError(f"`{getattr(function, '__name__', '?')}` was called directly, and {NOT_GATHERED}")
         self._is_called = False
+        if torch.is_grad_enabled():
+            self.newcomers.refuse(NEVER_TRAINED)
         output = function(*args, **kwargs)
         if torch.is_grad_enabled():
             follow_rank_zero(self.runtime.collective, buffers_of(self.buffered))
@@ -326,7 +330,7 @@ class Engine:
         """
         left = set(self.trained) - self._reached
         if left:
-            names = [name for name, parameter in self.module.named_parameters() if parameter in left]
+            names = [name for parameter, name in self.shown.names.items() if parameter in left]
             some = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
             raise RuntimeError(
                 f"{len(names)} parameters of `{type(self.module).__name__}` ({some}) got no gradient since the "
@@ -358,11 +362,14 @@ class Engine:
         # DeepSpeed steps the very object that the user has, once per slice of the weights, from within its own step.
         # So `step` of the object has two sides: outside it runs the hooks, once, and the engine; inside, the class's
         # bare update. Torch keeps the bare function behind the one that runs hooks.
+        num_groups = len(optimizer.param_groups)
         bare = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
         running = False
 
         def whole(self_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             nonlocal running
+            if len(self_.param_groups) != num_groups:
+                raise RuntimeError(LATE_GROUP.format(optimizer=type(self_).__name__))
             loss = None
             if closure is not None:
                 with torch.enable_grad():
@@ -387,12 +394,17 @@ class Engine:
             self._reached = set() if set_to_none else self._reached | self._stepped
             self._stepped = set()
 
-        given = {name: vars(optimizer).get(name) for name in ("step", "zero_grad")}
+        def add_param_group(self_: Optimizer, param_group: dict[str, Any]) -> None:
+            raise RuntimeError(LATE_GROUP.format(optimizer=type(self_).__name__))
+
+        ours = {function.__name__: MethodType(function, optimizer) for function in (step, zero_grad, add_param_group)}
+        given = {name: vars(optimizer).get(name) for name in ours}
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        optimizer.__dict__.update(step=MethodType(step, optimizer), zero_grad=MethodType(zero_grad, optimizer))
+        optimizer.__dict__.update(ours)
 
         def undo() -> None:
+            del optimizer.param_groups[num_groups:]  # DeepSpeed looks for shards of all there are
             for name, value in given.items():
                 del optimizer.__dict__[name]
                 if value is not None:
@@ -447,6 +459,16 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 _RUN_TWICE = (
     "A second backward through one forward of `{name}`: at ZeRO stage 3 the weights were released after the first. Add "
     "the losses and call `fabric.backward` once, or use stage 2."
+)
+NEVER_TRAINED = (
+    "DeepSpeed trains the shards that it cut then, and these would never move. Before `fabric.setup`, add all layers, "
+    "and let all that is ever to be trained require gradients; or set up the model again in a new `Fabric`, or pass "
+    "`strategy='ddp'`."
+)
+LATE_GROUP = (
+    "A parameter group was added to `{optimizer}` after `fabric.setup`: DeepSpeed steps the shards that it cut then, "
+    "and this group would never be trained. Add it before `fabric.setup`, with `lr=0` for as long as it is not to "
+    "move; or set up the model again in a new `Fabric`, or pass `strategy='ddp'`."
 )
 _CLIPPED = (
     "{count} gradients of `{name}` were zeroed between `clip_gradients` and `optimizer.step()`, and others were not. "

@@ -27,10 +27,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fabric.strategies.fairscale import UNUSED, name_some, root_logger_untouched
+from fabric.strategies.fairscale import LATE, UNUSED, name_some, root_logger_untouched
 from fabric.strategies.fairscale_cpu import fully_sharded_on_cpu
 from fabric.strategies.fairscale_slices import holds_local
 from fabric.strategies.forward import ForwardPath
+from fabric.strategies.newcomers import Newcomers
 from fabric.strategies.rank_zero import buffers_of, follow_rank_zero
 from fabric.strategies.runtime import Runtime
 
@@ -79,6 +80,7 @@ class Slices:
     ) -> None:
         self.collective, self.module = runtime.collective, module
         self.buffered = list(module.modules()) if broadcast_buffers else []
+        self.newcomers = Newcomers(module, unfrozen=False)
         self.reduced: set[Tensor] = set()
         self.versions: list[int] = []
         for parameter in module.parameters():
@@ -102,6 +104,8 @@ class Slices:
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Around a forward: parameters are gathered before, slices after, and buffers follow rank 0. Ranks: all."""
+        if torch.is_grad_enabled():
+            self.newcomers.refuse(LATE)
         self._drop_stale()
         output = _through(self.root, function, args, kwargs)
         if torch.is_grad_enabled() and self.root._require_backward_grad_sync:
