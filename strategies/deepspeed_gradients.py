@@ -63,10 +63,10 @@ class Shown:
         """Let these have a gradient."""
         self._shown = list(parameters)
         for parameter in self._shown:
-            gradient = self._made.get(parameter)
-            if gradient is None or gradient.shape != parameter.shape:
-                gradient = self._made[parameter] = InShards(parameter)
-            parameter.grad = gradient
+            try:
+                parameter.grad = self._made[parameter]
+            except (KeyError, RuntimeError):  # a first gradient, or one of a parameter that was whole and is in shards
+                parameter.grad = self._made[parameter] = InShards(parameter)
 
     def take(self) -> tuple[list[Tensor], list[Tensor]]:
         """Show none any more. Gives the parameters whose gradient was set to None since, and those where it was zeroed.
@@ -74,18 +74,15 @@ class Shown:
         Raises: RuntimeError: one was given another gradient.
         """
         gone, zeroed = [], []
-        shown, self._shown = self._shown, []
-        for parameter in shown:
+        for parameter in self._shown:
             gradient, made = parameter.grad, self._made[parameter]
             if gradient is None:
                 gone.append(parameter)
-                continue
-            if gradient is not made:
+            elif gradient is not made:
                 raise RuntimeError(_ASSIGNED.format(name=self.names[parameter]))
-            if made.is_zeroed:
+            elif made.is_zeroed:
                 zeroed.append(parameter)
-                made.is_zeroed = False
-            parameter.grad = None
+        self.drop()
         return gone, zeroed
 
     def drop(self) -> None:

@@ -140,3 +140,52 @@ def train(fabric: Any) -> Any:
 def test_gradients_are_zeroed_as_in_plain_pytorch(strategy: Strategy) -> None:
     found = Fabric(accelerator="cpu", strategy=strategy, devices=2).launch(train)
     torch.testing.assert_close(found, train(Plain()), rtol=1e-5, atol=1e-5)
+
+
+def misused(fabric: Fabric) -> list[str]:
+    """What is raised where a gradient in shards is read, replaced, or zeroed in part after clipping."""
+    found = []
+    net = Net()
+    model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=0.1))
+    fabric.backward(loss_of(fabric, model, 0))
+    assert all(each.grad is not None and each.grad.shape == each.shape for each in model.parameters())
+    found.append(words_of(nn.utils.clip_grad_norm_, model.parameters(), 1.0))
+    bias = model.second.bias
+    bias.grad = torch.zeros_like(bias)
+    found.append(words_of(optimizer.step))
+    optimizer.zero_grad()
+    assert all(each.grad is None for each in model.parameters())
+    fabric.backward(loss_of(fabric, model, 0))
+    fabric.clip_gradients(model, optimizer, max_norm=0.1)
+    model.first.zero_grad()
+    found.append(words_of(optimizer.step))
+    return found
+
+
+def words_of(action: Any, *args: Any) -> str:
+    try:
+        action(*args)
+    except RuntimeError as error:
+        return str(error)
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_gradient_in_shards_that_is_read_or_replaced_raises_with_what_to_write(stage: int) -> None:
+    fabric = Fabric(accelerator="cpu", strategy=DeepSpeedStrategy(stage=stage), devices=2)
+    read, replaced, clipped = fabric.launch(misused)
+    assert read.startswith("`aten.")
+    assert read.endswith(
+        "of a gradient that DeepSpeed keeps in shards over the ranks: `parameter.grad` has no values here. To clip, or "
+        "for the norm, call `fabric.clip_gradients(model, optimizer, max_norm=...)`; to read gradients, use "
+        "`strategy='ddp'`."
+    )
+    assert replaced == (
+        "`second.bias` was given another gradient by assignment to `grad`, and DeepSpeed would step with the one it "
+        "keeps in shards. Change the loss instead, or use `strategy='ddp'`. `None` discards the gradient."
+    )
+    assert clipped == (
+        "2 gradients of `Net` were zeroed between `clip_gradients` and `optimizer.step()`, and others were not. Under "
+        "DeepSpeed, clipping closes the window of accumulated gradients: zero some before clipping, or all after it."
+    )
