@@ -47,6 +47,7 @@ class Engine:
         self.shown = Shown(names)
         self.newcomers = Newcomers(module, unfrozen=True, frozen=stage == 3)
         self._reached: set[Tensor] = set()
+        self._added_up: set[Tensor] = set()  # since the window began
         self._stepped: set[Tensor] = set()
         self._hooks: list[RemovableHandle] = [
             module.register_forward_pre_hook(self._enter),
@@ -105,6 +106,7 @@ class Engine:
 
     def _reached_by_backward(self, parameter: Tensor) -> None:
         self._reached.add(parameter)
+        self._added_up.add(parameter)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._is_called = True
@@ -189,12 +191,13 @@ class Engine:
                 self.zero._offload_accumulated_param_ids = set()
                 self.zero.reset_cpu_buffers()
         self._has_gradients = self._is_reduced = False
+        self._added_up = set()
 
     def _follow_zero_grad(self) -> None:
         """Discard the gradients that the user has zeroed otherwise than by the optimizer since the last backward."""
         if not self._has_gradients:
             return
-        gone = [each for each in self._reached if each.grad is None]
+        gone = [each for each in self._added_up if each.grad is None]
         zeroed: list[Tensor] = []
         if not self._are_in_parameters():
             gone, zeroed = self.shown.take()
@@ -207,6 +210,7 @@ class Engine:
         if self._is_reduced:
             raise RuntimeError(_CLIPPED.format(name=type(self.module).__name__, count=len(gone) + len(zeroed)))
         self._reached.difference_update(gone)
+        self._added_up.difference_update(gone)
         if not self._are_in_parameters():
             for parameter in (*gone, *zeroed):
                 self._zero(parameter)
