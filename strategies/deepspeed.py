@@ -9,8 +9,8 @@ and all ranks run the same parts in the same order, as under `fsdp`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -41,6 +41,7 @@ from fabric.strategies.forward import ForwardPath
 from fabric.strategies.initialize import new_tensors
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
+from fabric.strategies.rank_zero import follow_rank_zero
 from fabric.strategies.replica import place, share_loader, with_precision
 from fabric.strategies.runtime import Runtime, connect
 from fabric.strategies.strategy import Strategy
@@ -226,7 +227,11 @@ class DeepSpeedStrategy(Strategy):
     def _initialize(self, runtime: Runtime, module: nn.Module, optimizer: Optimizer | None, move: bool) -> Any:
         if not any(is_sharded(parameter) for parameter in module.parameters()):
             place(runtime, module, (), move=move)
-        with undisturbed(runtime.world, runtime.device.type) as deepspeed, own_hooks(module):
+        with (
+            undisturbed(runtime.world, runtime.device.type) as deepspeed,
+            own_hooks(module),
+            _scalars_broadcast(runtime, module, self._stage),
+        ):
             engine, *_ = deepspeed.initialize(
                 model=module,
                 optimizer=optimizer,
@@ -269,6 +274,29 @@ class DeepSpeedStrategy(Strategy):
             release=stack.pop_all().close,
             state=ZeroState(runtime.world, self._stage, None, ()),
         )
+
+
+@contextmanager
+def _scalars_broadcast(runtime: Runtime, module: nn.Module, stage: int) -> Iterator[None]:
+    """Within it, DeepSpeed 0.19 can set up parameters without dimensions, such as CLIP's `logit_scale`.
+
+    It broadcasts each parameter as bytes, and torch cannot view a tensor without dimensions so. Ranks: all.
+    """
+    scalars: list[Any] = [parameter for parameter in module.parameters() if parameter.ndim == 0]
+    follow_rank_zero(runtime.collective, scalars)
+    for parameter in scalars:
+        parameter.ds_optim_param = True  # where it keeps whole parameters, it does not broadcast these
+        if stage == 3:
+            parameter.data = parameter.data.view(1)
+    try:
+        yield
+    finally:
+        for parameter in scalars:
+            del parameter.ds_optim_param
+            if stage == 3:
+                parameter.ds_shape = torch.Size(())
+                if parameter.numel() == 1:  # small ones are kept whole
+                    parameter.data = parameter.data.view(())
 
 
 def _give_back(optimizer: Optimizer, groups: Sequence[Sequence[torch.Tensor]], forget: Callable[[], None]) -> None:

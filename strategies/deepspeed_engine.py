@@ -20,7 +20,9 @@ from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.collectives.packing import Spec
 from fabric.strategies.copies import Hook
+from fabric.strategies.deepspeed_gradients import Shown
 from fabric.strategies.execution_order import ExecutionOrder, start_comparing
+from fabric.strategies.newcomers import Newcomers
 from fabric.strategies.rank_zero import buffers_of, follow_rank_zero
 from fabric.strategies.runtime import Runtime
 
@@ -42,12 +44,17 @@ class Engine:
         follow_rank_zero(runtime.collective, buffers_of(self.buffered))
         self.order = ExecutionOrder(runtime, module, gathered_parts(module) if stage == 3 else ())
         self._has_gradients = self._is_reduced = self._is_called = self._is_started = False
+        names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+        self.shown = Shown(names)
+        self.newcomers = Newcomers(module, unfrozen=True, frozen=stage == 3)
         self._reached: set[Tensor] = set()
+        self._added_up: set[Tensor] = set()  # since the window began
         self._stepped: set[Tensor] = set()
         self._hooks: list[RemovableHandle] = [
             module.register_forward_pre_hook(Hook(self._enter)),
             *(each.register_post_accumulate_grad_hook(self._reached_by_backward) for each in self.trained),  # type: ignore[no-untyped-call]
         ]
+        self._places: dict[Tensor, tuple[int, int]] = {}
         self.engine.set_gradient_accumulation_boundary(False)
         if stage == 3:
             self._step_from_accumulated()
@@ -55,6 +62,9 @@ class Engine:
             self._accumulate_in_place(self.zero._finalize_cpu_offload_gradient_accumulation)
         if stage == 2 and runtime.world.size > 1:
             self._compare_before(self.zero.reduce_ipg_grads)
+        if stage == 2:
+            for group, parameters in enumerate(self.zero.params_in_partition):
+                self._places.update({parameter: (group, place) for place, parameter in enumerate(parameters)})
         self.discard()
 
     # Forward and backward
@@ -64,6 +74,8 @@ class Engine:
         if self.stage == 3 and not self._is_called:
             raise RuntimeError(f"`{getattr(function, '__name__', '?')}` was called directly, and {NOT_GATHERED}")
         self._is_called = False
+        if torch.is_grad_enabled():
+            self.newcomers.refuse(NEVER_TRAINED)
         output = function(*args, **kwargs)
         if torch.is_grad_enabled():
             follow_rank_zero(self.runtime.collective, buffers_of(self.buffered))
@@ -73,21 +85,29 @@ class Engine:
                     tensor.register_hook(start)  # type: ignore[no-untyped-call]
         return output
 
-    def watch(self) -> Callable[[], None] | None:
+    def watch(self) -> Callable[[], None]:
         """Before a backward: forget which parameters the one before it reached. Gives what to call after it."""
+        self._follow_zero_grad()
         self._is_started = False
         self.zero.clear_backward_seen_flag()
-        return self.order.watch()
+        check = self.order.watch()
+
+        def finish() -> None:
+            if check is not None:
+                check()
+            self._show()
+
+        return finish
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Add gradients to the shards."""
-        check = self.watch()
+        finish = self.watch()
         (self.engine.scale(loss) if self.zero.needs_scaler() else loss).backward(*args, **kwargs)
-        if check is not None:
-            check()
+        finish()
 
     def _reached_by_backward(self, parameter: Tensor) -> None:
         self._reached.add(parameter)
+        self._added_up.add(parameter)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -121,6 +141,7 @@ class Engine:
 
     def clip_norm(self, _: Optimizer, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Scale the gradients so that their norm over all shards is at most `max_norm`; the norm from before."""
+        self._follow_zero_grad()
         shards = self._shards()
         order = float(norm_type)
         norms = [torch.linalg.vector_norm(shard, order, dtype=torch.float32) for shard in shards if shard.numel()]
@@ -139,13 +160,16 @@ class Engine:
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for shard in shards:
             shard.mul_(factor.to(shard.device))
+        self._show()
         return total
 
     def clip_value(self, _: Optimizer, clip_val: float) -> None:
         """Clamp each gradient to `[-clip_val, clip_val]`."""
+        self._follow_zero_grad()
         bound = clip_val * float(self.zero.loss_scale)
         for shard in self._shards():
             shard.clamp_(-bound, bound)
+        self._show()
 
     def discard(self) -> None:
         """No gradient is left, and every buffer is zero."""
@@ -156,6 +180,7 @@ class Engine:
 
     def _end_window(self) -> None:
         """The next backward overwrites what is in buffers. `_refuse_left_out` lets no other parameter step with it."""
+        self.shown.drop()
         self.zero.zero_grad(set_to_none=True)
         self.engine.set_gradient_accumulation_boundary(False)
         if self.stage == 3:
@@ -168,6 +193,59 @@ class Engine:
                 self.zero._offload_accumulated_param_ids = set()
                 self.zero.reset_cpu_buffers()
         self._has_gradients = self._is_reduced = False
+        self._added_up = set()
+
+    def _follow_zero_grad(self) -> None:
+        """Discard the gradients that the user has zeroed otherwise than by the optimizer since the last backward."""
+        if not self._has_gradients:
+            return
+        gone = [each for each in self._added_up if each.grad is None]
+        zeroed: list[Tensor] = []
+        if not self._are_in_parameters():
+            gone, zeroed = self.shown.take()
+        if not gone and not zeroed:
+            return
+        if len(gone) == len(self._reached):
+            self.discard()
+            self._reached = set()
+            return
+        if self._is_reduced:
+            raise RuntimeError(_CLIPPED.format(name=type(self.module).__name__, count=len(gone) + len(zeroed)))
+        self._reached.difference_update(gone)
+        self._added_up.difference_update(gone)
+        if not self._are_in_parameters():
+            for parameter in (*gone, *zeroed):
+                self._zero(parameter)
+
+    def _are_in_parameters(self) -> bool:
+        """Whether `parameter.grad` is where gradients add up, as in plain PyTorch."""
+        return self.stage == 1 and not self._is_reduced
+
+    def _show(self) -> None:
+        """Let `zero_grad` find gradients that DeepSpeed has taken out of the parameters."""
+        if self._has_gradients and not self._are_in_parameters():
+            self.shown.show(self._reached)
+
+    def _zero(self, parameter: Tensor) -> None:
+        """Set this rank's part of a gradient to zero, where it adds up."""
+        zero = self.zero
+        if self.stage == 3:
+            zero._get_fp32_grad_state_partition(parameter, True)[0].zero_()
+            return
+        index = zero.get_param_id(parameter)
+        if zero.cpu_offload:
+            if index in zero.accumulated_grads_in_cpu:  # this rank has a part of it
+                zero.accumulated_grads_in_cpu[index].zero_()
+        elif parameter in self._places:
+            group, place = self._places[parameter]
+            if zero._use_compact_grad_partition_buffer(group):
+                rank = torch.distributed.get_rank(zero.real_dp_process_group[group])
+                start = int(zero.grad_partition_insertion_offset[group][rank][index])
+                offset = int(zero.grad_start_offset[group][rank][index])
+                length = min(parameter.numel() - offset, int(zero.partition_size[group]) - start)
+                zero._get_compact_grad_partition_slice(group, rank, index, length).zero_()
+            else:
+                zero.all_grad_tensors[group][place].zero_()
 
     def _shards(self) -> list[Tensor]:
         """This rank's shards of the averaged gradients, to be changed in place."""
@@ -258,7 +336,7 @@ class Engine:
         """
         left = set(self.trained) - self._reached
         if left:
-            names = [name for name, parameter in self.module.named_parameters() if parameter in left]
+            names = [name for parameter, name in self.shown.names.items() if parameter in left]
             some = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
             raise RuntimeError(
                 f"{len(names)} parameters of `{type(self.module).__name__}` ({some}) got no gradient since the "
@@ -269,6 +347,7 @@ class Engine:
 
     def step(self) -> None:
         """Step all shards, and give every rank the new weights. Without a gradient it does nothing, as in PyTorch."""
+        self._follow_zero_grad()
         if not self._has_gradients:
             return
         self._reduce()
@@ -289,11 +368,14 @@ class Engine:
         # DeepSpeed steps the very object that the user has, once per slice of the weights, from within its own step.
         # So `step` of the object has two sides: outside it runs the hooks, once, and the engine; inside, the class's
         # bare update. Torch keeps the bare function behind the one that runs hooks.
+        num_groups = len(optimizer.param_groups)
         bare = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
         running = False
 
         def whole(self_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             nonlocal running
+            if len(self_.param_groups) != num_groups:
+                raise RuntimeError(LATE_GROUP.format(optimizer=type(self_).__name__))
             loss = None
             if closure is not None:
                 with torch.enable_grad():
@@ -318,12 +400,17 @@ class Engine:
             self._reached = set() if set_to_none else self._reached | self._stepped
             self._stepped = set()
 
-        given = {name: vars(optimizer).get(name) for name in ("step", "zero_grad")}
+        def add_param_group(self_: Optimizer, param_group: dict[str, Any]) -> None:
+            raise RuntimeError(LATE_GROUP.format(optimizer=type(self_).__name__))
+
+        ours = {function.__name__: MethodType(function, optimizer) for function in (step, zero_grad, add_param_group)}
+        given = {name: vars(optimizer).get(name) for name in ours}
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        optimizer.__dict__.update(step=MethodType(step, optimizer), zero_grad=MethodType(zero_grad, optimizer))
+        optimizer.__dict__.update(ours)
 
         def undo() -> None:
+            del optimizer.param_groups[num_groups:]  # DeepSpeed looks for shards of all there are
             for name, value in given.items():
                 del optimizer.__dict__[name]
                 if value is not None:
@@ -333,6 +420,7 @@ class Engine:
 
     def release(self) -> None:
         """Take DeepSpeed's hooks off the module, and ours."""
+        self.shown.drop()
         self.order.release()
         for hook in self._hooks:
             hook.remove()
@@ -377,6 +465,20 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 _RUN_TWICE = (
     "A second backward through one forward of `{name}`: at ZeRO stage 3 the weights were released after the first. Add "
     "the losses and call `fabric.backward` once, or use stage 2."
+)
+NEVER_TRAINED = (
+    "DeepSpeed trains the shards that it cut then, and these would never move. Before `fabric.setup`, add all layers, "
+    "and let all that is ever to be trained require gradients; or set up the model again in a new `Fabric`, or pass "
+    "`strategy='ddp'`."
+)
+LATE_GROUP = (
+    "A parameter group was added to `{optimizer}` after `fabric.setup`: DeepSpeed steps the shards that it cut then, "
+    "and this group would never be trained. Add it before `fabric.setup`, with `lr=0` for as long as it is not to "
+    "move; or set up the model again in a new `Fabric`, or pass `strategy='ddp'`."
+)
+_CLIPPED = (
+    "{count} gradients of `{name}` were zeroed between `clip_gradients` and `optimizer.step()`, and others were not. "
+    "Under DeepSpeed, clipping closes the window of accumulated gradients: zero some before clipping, or all after it."
 )
 _PAIRED = (
     "Ranks computed gradients of different parameters of `{name}`, or in another order, and DeepSpeed adds up those "

@@ -60,16 +60,16 @@ class ZeroState(StateAccess):
         from deepspeed.utils import safe_get_full_fp32_param
 
         if id(tensor) in self.trained:
-            return safe_get_full_fp32_param(tensor)  # type: ignore[no-any-return]
+            return _shaped(safe_get_full_fp32_param(tensor), tensor)
         with GatheredParameters([tensor], enabled=is_sharded(tensor)):
             return tensor.detach().clone()
 
     def _write_tensor(self, name: str, tensor: Tensor, value: Tensor) -> None:
         from deepspeed.runtime.zero import GatheredParameters
 
-        shape = tensor.ds_shape if is_sharded(tensor) else tensor.shape  # type: ignore[attr-defined]
-        if tuple(value.shape) != tuple(shape):
-            raise RuntimeError(f"`{name}` has the shape {tuple(shape)}, and the checkpoint's {tuple(value.shape)}.")
+        shape = _shape_of(tensor)
+        if tuple(value.shape) != shape:
+            raise RuntimeError(f"`{name}` has the shape {shape}, and the checkpoint's {tuple(value.shape)}.")
         if self.stage == 3:
             with torch.no_grad(), GatheredParameters([tensor], modifier_rank=0, enabled=is_sharded(tensor)):
                 tensor.copy_(value)
@@ -136,7 +136,7 @@ class ZeroState(StateAccess):
         entries = {}
         for key, value in self.zero.optimizer.state.get(flat, {}).items():
             if isinstance(value, Tensor) and key != "step" and value.shape == flat.shape:
-                entries[key] = self._keep(safe_get_full_optimizer_state(parameter, key))
+                entries[key] = self._keep(_shaped(safe_get_full_optimizer_state(parameter, key), parameter))
             else:
                 entries[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
         return entries
@@ -182,8 +182,17 @@ def _slice(value: Tensor, size: int, rank: int) -> Tensor:
 
 
 def _is_elementwise(key: str, value: Any, parameter: Tensor) -> bool:
-    shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-    return isinstance(value, Tensor) and key != "step" and tuple(value.shape) == shape
+    return isinstance(value, Tensor) and key != "step" and tuple(value.shape) == _shape_of(parameter)
+
+
+def _shape_of(parameter: Tensor) -> tuple[int, ...]:
+    """The shape of the whole parameter."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _shaped(whole: Tensor, parameter: Tensor) -> Tensor:
+    """In the shape of the parameter: DeepSpeed gives one dimension to what has none."""
+    return whole.view(_shape_of(parameter))
 
 
 def _flat_entries(flat: Tensor, parameters: Sequence[Tensor], entries: Sequence[dict[str, Any]]) -> dict[str, Any]:

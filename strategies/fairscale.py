@@ -151,6 +151,10 @@ NEEDS_ALL = (
     "FairScale pairs the ranks' gradients by their order, so each parameter takes part in every synchronised backward. "
     "Freeze those with `requires_grad_(False)`, or pass `strategy='ddp_find_unused_parameters_true'`."
 )
+LATE = (
+    "FairScale dealt out to the ranks what there was then, and on these they would drift apart. Add layers before "
+    "`fabric.setup`, or pass `strategy='ddp'`."
+)
 UNUSED = "{count} parameters of `{name}` ({some}) got no gradient in this backward, while others did. " + NEEDS_ALL
 
 

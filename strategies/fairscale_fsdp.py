@@ -36,7 +36,7 @@ from fabric.strategies.fairscale import (
     start_alike,
     why_not,
 )
-from fabric.strategies.fairscale_slices import IN_SLICES, attach_module, attach_optimizer
+from fabric.strategies.fairscale_slices import IN_SLICES, attach_module, attach_optimizer, holds_local
 from fabric.strategies.fairscale_wrappers import UNCOMPILABLE, Slices
 from fabric.strategies.gradients import parameters_of
 from fabric.strategies.initialize import new_tensors
@@ -175,7 +175,7 @@ _WHOLE_MATRICES = tuple(
 def owned(optimizer: Optimizer) -> list[Tensor]:
     """The parameters of an optimizer, each rank's slices. Raises RuntimeError where a gradient is not averaged."""
     parameters = parameters_of(optimizer)
-    if any(parameter.grad is not None and parameter.grad.shape != parameter.shape for parameter in parameters):
+    if any(map(holds_local, parameters)):
         raise RuntimeError(NOT_AVERAGED.format(optimizer=type(optimizer).__name__))
     return parameters
 

@@ -25,8 +25,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.fairscale import NOT_AVERAGED, UNUSED, name_some, root_logger_untouched
+from fabric.strategies.fairscale import LATE, NOT_AVERAGED, UNUSED, name_some, root_logger_untouched
 from fabric.strategies.gradients import parameters_of
+from fabric.strategies.newcomers import Newcomers
 from fabric.strategies.rank_zero import buffers_of, follow_rank_zero
 
 
@@ -75,6 +76,7 @@ class Owners:
         for shard in self.shards.values():
             self.owner.update(shard._param_to_rank)
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+        self.newcomers = Newcomers(module, unfrozen=False)
         self.averages: set[Tensor] = set()
         self.places: dict[Tensor, int] = {}
         self.trainable: list[bool] = []
@@ -87,6 +89,7 @@ class Owners:
         """Around a forward: with gradients it runs through ShardedDataParallel, and buffers follow rank 0."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
+        self.newcomers.refuse(LATE)
         self._follow_trainable()
         output = self.parallel(function, args, kwargs)
         if not self.parallel._should_accumulate_grads:

@@ -25,6 +25,11 @@ _NUMBERS = ("step", "mu_product", "mu", "eta")
 """State of torch's optimizers that is one number, also where the parameter is one."""
 
 
+def holds_local(parameter: Any) -> bool:
+    """Whether the gradient is whole, and was not averaged. Shapes do not tell: `(1,)` is that of a slice as well."""
+    return parameter.grad is not None and getattr(parameter, "_is_local", False)
+
+
 def slice_of(whole: Tensor, rank: int, size: int) -> Tensor:
     """This rank's slice, in memory of its own."""
     flat = whole.detach().reshape(-1)

@@ -6,6 +6,10 @@ Note [Traps of FairScale closed here]
 - Parameters that changed since they were gathered are used as they were: what was gathered is dropped when they did.
 - A parameter without gradient shifts what others are added to: that raises.
 - `gather_full_optim_state_dict` overwrites state on the CPU, and turns step counts into numbers: not used.
+- A gradient of shape `(1,)` has the shape of its slice, and FairScale takes one that is averaged for one that is not:
+  which of the two it is, is noted on the parameter.
+- A gradient that is averaged is put aside while others are added without synchronisation, and `zero_grad` would miss
+  it: it is added to those.
 - A second backward after one forward, and a second output, find parameters dropped: they are gathered again.
 - Outputs come back as copies in plain containers: the user's own object is given out.
 - A process group is kept for ever, also after it was destroyed: the present one is passed.
@@ -23,9 +27,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fabric.strategies.fairscale import UNUSED, name_some, root_logger_untouched
+from fabric.strategies.fairscale import LATE, UNUSED, name_some, root_logger_untouched
 from fabric.strategies.fairscale_cpu import fully_sharded_on_cpu
+from fabric.strategies.fairscale_slices import holds_local
 from fabric.strategies.forward import ForwardPath
+from fabric.strategies.newcomers import Newcomers
 from fabric.strategies.rank_zero import buffers_of, follow_rank_zero
 from fabric.strategies.runtime import Runtime
 
@@ -74,6 +80,7 @@ class Slices:
     ) -> None:
         self.collective, self.module = runtime.collective, module
         self.buffered = list(module.modules()) if broadcast_buffers else []
+        self.newcomers = Newcomers(module, unfrozen=False)
         self.reduced: set[Tensor] = set()
         self.versions: list[int] = []
         for parameter in module.parameters():
@@ -97,6 +104,8 @@ class Slices:
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Around a forward: parameters are gathered before, slices after, and buffers follow rank 0. Ranks: all."""
+        if torch.is_grad_enabled():
+            self.newcomers.refuse(LATE)
         self._drop_stale()
         output = _through(self.root, function, args, kwargs)
         if torch.is_grad_enabled() and self.root._require_backward_grad_sync:
@@ -157,19 +166,37 @@ def _wrapper(runtime: Runtime, reduced: Callable[[Tensor], None]) -> Callable[..
         fully_sharded = FullyShardedDataParallel
 
     class Sharded(fully_sharded):  # type: ignore[misc, valid-type]
-        def _post_reduction_hook(self, param: Tensor, reduced_grad: Tensor) -> None:
+        def _post_backward_hook(self, param: Any, *unused: Any) -> None:
+            super()._post_backward_hook(param, *unused)
+            if not self._require_backward_grad_sync:
+                param._is_local = param.grad is not None
+
+        def _post_reduction_hook(self, param: Any, reduced_grad: Tensor) -> None:
             super()._post_reduction_hook(param, reduced_grad)
+            param._is_local = False
             reduced(param)
 
         def _use_full_params(self) -> None:
             """Before backward. What another backward dropped, or this one from another output, is gathered again."""
             self._rebuild_full_params()
 
+        def _prep_grads_for_backward(self) -> None:
+            """Before backward. Gradients that are averaged are put aside, each rank's slice."""
+            for param in self.params:
+                if param.grad is not None and param.grad.shape == param._fp32_shard.shape and not holds_local(param):
+                    param._saved_grad_shard = param.grad.data
+                    param.grad = None
+            super()._prep_grads_for_backward()
+
         def _wait_for_post_backward(self) -> None:
             """After backward. With several outputs, the last may have left whole parameters behind."""
             if self._require_backward_grad_sync:
                 self._free_full_params()
                 self._use_fp32_param_shard()
+            else:
+                for part in self.modules():
+                    if isinstance(part, fully_sharded):
+                        _take_back(part.params, self.rank, self.world_size)
             super()._wait_for_post_backward()
 
     return partial(
@@ -180,6 +207,23 @@ def _wrapper(runtime: Runtime, reduced: Callable[[Tensor], None]) -> Callable[..
         compute_dtype=runtime.precision.param_dtype,
         compute_device=runtime.device,
     )
+
+
+@torch.no_grad()
+def _take_back(parameters: Sequence[Any], rank: int, size: int) -> None:
+    """Add the averages that were put aside to the gradients of this rank.
+
+    Each rank adds its slice alone, so that the sum over the ranks, divided by their number, has it once.
+    """
+    for parameter in parameters:
+        average = vars(parameter).pop("_saved_grad_shard", None)
+        if average is None:
+            continue
+        if parameter.grad is None:
+            parameter.grad = average
+            continue
+        own = parameter.grad.view(-1)[rank * average.numel() : (rank + 1) * average.numel()]
+        own.add_(average[: own.numel()], alpha=size)
 
 
 def _through(wrapper: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -94,7 +94,7 @@ class FSDPStrategy(Strategy):
 
     @property
     def lacks(self) -> Mapping[Capability, str]:
-        return {"copies": IN_SHARDS}
+        return {"copies": IN_SHARDS, "scalars": _SCALARS}
 
     @property
     def launchers(self) -> tuple[str, ...]:
@@ -145,6 +145,7 @@ class FSDPStrategy(Strategy):
             _refuse_to_stay(inner, runtime.device)
         units = self._units(inner, runtime.precision)
         _refuse_tied_apart(inner, units)
+        _refuse_scalars(inner)
         if self.auto_wrap_policy is None and runtime.world.size > 1 and (advice := whole_at_once(inner)) is not None:
             runtime.report(advice)
         unfilled = Unfilled(inner)
@@ -341,6 +342,19 @@ def _refuse_tied_apart(module: nn.Module, units: set[nn.Module]) -> None:
                         f"`{first}` and `{full}` are one tied weight, but `auto_wrap_policy` puts them into different "
                         "parts, and each would have its own from then on. Choose a part that holds both, or neither."
                     )
+
+
+def _refuse_scalars(module: nn.Module) -> None:
+    """Raise ValueError where a parameter cannot be cut, before any is."""
+    names = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
+    if names:
+        raise ValueError(f"{', '.join(map(repr, names))} of `{type(module).__name__}`: {_SCALARS}")
+
+
+_SCALARS = (
+    "torch's `fully_shard` cuts each parameter along its first dimension, and one without dimensions has none. Make it "
+    "of shape `(1,)`, as in `nn.Parameter(torch.ones(1))`, or pass `strategy='ddp'` or a stage of DeepSpeed."
+)
 
 
 def _each(actions: Sequence[Callable[[], None]]) -> None:

@@ -49,6 +49,17 @@ _CASES = (
     _trained("adamw", "ten steps of AdamW", num_steps=10, optimizer="adamw"),
     _trained("groups", "two groups of parameters, a schedule of learning rates", groups=True, optimizer="adamw"),
     _trained("accumulate", "windows of three micro-batches", "accumulate", accumulate=3),
+    Case(
+        name="repeated_backward",
+        claim="several synchronised backwards before a step, parameters down to one element",
+        body=loops.repeated_backward,
+    ),
+    Case(
+        name="scalars",
+        claim="a parameter without dimensions",
+        body=partial(loops.repeated_backward, scalar=True),
+        needs=("scalars",),
+    ),
     _trained("clip_norm", "gradients clipped by their norm", "clip_norm", clip="norm"),
     _trained("clip_value", "gradients clipped by value", "clip_value", clip="value"),
     _trained(

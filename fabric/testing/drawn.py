@@ -146,6 +146,20 @@ class Layers(nn.Module):
         return features
 
 
+class Narrow(Layers):
+    """Features to one number. Its last parameters are of `(1, features_in)` and `(1,)`, and with `scalar` of `()`."""
+
+    def __init__(self, features_in: int, hidden: int, *, scalar: bool = False) -> None:
+        super().__init__(features_in, hidden, features_in)
+        self.number = nn.Linear(features_in, 1)
+        self.scale = nn.Parameter(torch.ones(())) if scalar else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(batch, features_in)` -> `(batch, 1)`."""
+        number: Tensor = self.number(super().forward(x))
+        return number if self.scale is None else number * self.scale
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
@@ -193,6 +207,10 @@ class Trial:
     def layers(self, features_in: int, features_out: int, name: str) -> Layers:
         """Half of a pair of models."""
         return self.filled(Layers(features_in, self.sizes.hidden, features_out), name)
+
+    def narrow(self, *, scalar: bool = False) -> Narrow:
+        """A model with parameters down to one element (see `Narrow`)."""
+        return self.filled(Narrow(self.sizes.width, self.sizes.hidden, scalar=scalar), "narrow")
 
     @torch.no_grad()
     def filled(self, module: M, name: str) -> M:

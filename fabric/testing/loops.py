@@ -100,6 +100,24 @@ def train(loop: Loop, trial: Trial, recipe: Recipe) -> Outcome:
     return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses, norms)
 
 
+def repeated_backward(loop: Loop, trial: Trial, scalar: bool = False) -> Outcome:
+    """Forward and backward several times before a step, each backward synchronised; parameters of few elements."""
+    net = trial.narrow(scalar=scalar)
+    model, optimizer = loop.setup(net, trial.optimizer(net))
+    batches = endless(loop.setup_dataloaders(trial.loader()))
+    losses = []
+    for num_backwards in (2, 3, 1, 2):
+        for tokens, targets, _ in islice(batches, num_backwards):
+            numbers = model(features(trial, tokens)[0]).to(trial.dtype).flatten()
+            loss = (numbers - targets.to(trial.dtype) / trial.sizes.vocabulary).square().mean()
+            loop.backward(loss, model=model)
+            losses.append(mean(loop, loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    inputs = {"model": torch.ones(2, trial.sizes.width, dtype=trial.dtype)}
+    return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses, inputs=inputs)
+
+
 def clip(loop: Loop, trial: Trial, model: nn.Module, optimizer: Optimizer, recipe: Recipe) -> list[float]:
     """Clip as the recipe says; the norm from before, if there is one."""
     if recipe.clip == "value":

@@ -113,6 +113,8 @@ class _PlainLoop:
         self.collective: Collective = SingleDeviceCollective()
         self._modules: list[nn.Module] = []
         self._synced = True
+        self._averages: list[tuple[Tensor, int]] = []
+        """Gradients that the last synchronised backward left, and their versions: unscaled, and the same in all."""
 
     def setup(self, module: nn.Module, *optimizers: Optimizer) -> Any:
         """Convert and move the model; under mixed precision run its forward under autocast."""
@@ -145,13 +147,21 @@ class _PlainLoop:
     def backward(self, loss: Tensor, *, model: nn.Module | None = None) -> None:
         """Compute gradients, and average what all copies have."""
         scale = SCALE if self._precision.scales_loss else 1.0
-        (loss * scale).backward()  # type: ignore[no-untyped-call]
         if not self._synced:
+            (loss * scale).backward()  # type: ignore[no-untyped-call]
             return
+        parameters = [parameter for module in self._modules for parameter in module.parameters()]
+        aside = [(each, each.grad) for each in parameters if each.grad is not None and self._is_average(each.grad)]
+        for parameter, _ in aside:
+            parameter.grad = None
+        (loss * scale).backward()  # type: ignore[no-untyped-call]
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad = self._mean(parameter.grad) / scale
+        for parameter, average in aside:
+            parameter.grad = average if parameter.grad is None else average + parameter.grad
+        self._averages = [(each.grad, each.grad._version) for each in parameters if each.grad is not None]
         for module in self._modules:
-            for parameter in module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad = self._mean(parameter.grad) / scale
             for buffer in module.buffers():
                 buffer.copy_(self._table.exchange(self.global_rank, buffer.clone())[0])
 
@@ -200,6 +210,10 @@ class _PlainLoop:
     def load(self, path: str, state: MutableMapping[str, Any] | None = None) -> dict[str, Any]:
         content = torch.load(path, weights_only=True)
         return restore({} if state is None else state, content, strict=True)
+
+    def _is_average(self, gradient: Tensor) -> bool:
+        """Whether nothing was added to a gradient since it was averaged."""
+        return any(gradient is average and gradient._version == version for average, version in self._averages)
 
     def _mean(self, mine: Tensor) -> Tensor:
         return torch.stack(self._table.exchange(self.global_rank, mine)).mean(dim=0)

@@ -24,8 +24,18 @@ NOT_ON_CPU = ("fsdp_cpu_offload", "horovod", "xla", "xla_fsdp", "single_xla")
 ALL = tuple(map(str, cases()))
 UNCOMPILED = tuple(name for name in ALL if name != "compile")
 """torch's compiler follows DeepSpeed into its hooks, for 10 s; once is enough."""
-MOST = ("sgd", "adamw", "groups", "accumulate_and_clip", "tied", "buffers", "optimizer_state", "uneven")
-FEW = ("sgd", "adamw", "accumulate", "accumulate_and_clip")
+MOST = (
+    "sgd",
+    "adamw",
+    "groups",
+    "repeated_backward",
+    "accumulate_and_clip",
+    "tied",
+    "buffers",
+    "optimizer_state",
+    "uneven",
+)
+FEW = ("sgd", "adamw", "accumulate", "repeated_backward", "accumulate_and_clip")
 HALF = ("bf16-true", "16-true", "bf16-mixed", "16-mixed")
 
 GATHERED_IN_HALF = {("fsdp", "bf16-mixed"): 5e-2, ("fsdp", "16-mixed"): 1e-2}
@@ -45,7 +55,8 @@ def in_shards(model: nn.Module, mesh: Any) -> None:
 
     for block in getattr(model, "blocks", ()):
         fully_shard(block, mesh=mesh["shard"])
-    fully_shard(model, mesh=mesh["shard"])
+    scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0}  # which cannot be cut
+    fully_shard(model, mesh=mesh["shard"], ignored_params=scalars)
 
 
 def in_both(model: nn.Module, mesh: Any) -> None:
