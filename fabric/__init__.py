@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from fabric.fabric import Fabric as Fabric
     from fabric.launchers import WorkerError as WorkerError
     from fabric.launchers import World as World
@@ -41,7 +42,16 @@ __all__ = [
 ]
 
 
+def version() -> str:
+    """The version of torchfabric that is installed."""
+    from importlib import metadata
+
+    return metadata.version("torchfabric")
+
+
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return version()
     if name not in _HOME:
         raise AttributeError(f"module 'fabric' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

@@ -1,8 +1,12 @@
-"""From the user's word to a launcher, at the moment of `launch()`: only then is it known what the process has done."""
+"""From the user's word to a launcher, at the moment of `launch()`: only then is it known what the process has done.
+
+`auto` forks where that is safe, with and without a function: ranks then have all that the program has made, defined or
+patched. Otherwise the program runs again in each rank; a function is sent to fresh processes, with its arguments, by
+`pickle` or `cloudpickle`, and what the program has changed in modules beside them is not there.
+"""
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +16,7 @@ from fabric.launchers.fork import Fork
 from fabric.launchers.fork_safety import fork_is_safe
 from fabric.launchers.inline import Inline
 from fabric.launchers.launcher import Launcher, Topology
-from fabric.launchers.main_module import file_of_main, this_program
+from fabric.launchers.main_module import this_program
 from fabric.launchers.processes import forkserver, spawn
 from fabric.launchers.script import Script
 from fabric.launchers.world import World
@@ -76,15 +80,7 @@ def _existing(word: str, topology: Topology, world: World) -> Launcher:
 def _automatic(topology: Topology, function: Callable[..., Any] | None) -> Launcher:
     program, unsafe = this_program(), fork_is_safe()
     if function is not None:
-        if is_importable(function):
-            return forkserver(topology)
-        if unsafe is None:
-            return Fork(topology)
-        raise ValueError(
-            f"`launch({_name(function)})` cannot fork: {unsafe}. And a fresh process cannot import the function, "
-            f"because it is local, or defined in {program.words}. Move it to the top level of a module file: then "
-            "`launcher='forkserver'` starts it. Or launch before the first tensor operation."
-        )
+        return Fork(topology) if unsafe is None else forkserver(topology)
     if program.kind == "interactive":
         raise ValueError(NO_NEXT_LINE)
     if unsafe is None:
@@ -123,16 +119,3 @@ NO_NEXT_LINE = (
     "`launch()` in an interactive session: the lines to come are typed into one process, and several ranks cannot "
     "share them. Pass what they do as a function: `launch(function)`, with `launcher='fork'` where it was typed here."
 )
-
-
-def is_importable(function: Callable[..., Any]) -> bool:
-    """Whether a fresh process can get at a function: by its name, in a module that comes from a file."""
-    try:
-        pickled = pickle.dumps(function)
-    except Exception:
-        return False
-    return b"__main__" not in pickled or file_of_main() is not None
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__qualname__", repr(function))

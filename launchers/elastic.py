@@ -62,7 +62,7 @@ class Elastic(Launcher):
 
     def _tell(self, supervisor: Supervisor, attempt: int) -> None:
         print(
-            f"{describe(supervisor.failures, self.topology.size, supervisor.ended)}\n\n"
+            f"{describe(supervisor.failures, self.topology.size, supervisor.departures)}\n\n"
             f"All ranks start again: restart {attempt} of {self.max_restarts}.",
             file=sys.stderr,
             flush=True,

@@ -2,21 +2,38 @@
 
 Nothing is imported again, so two ranks start in 25-50 ms. The price: the process must not have started threads of its
 own, run a parallel region of OpenMP or initialised a device (`fork_safety.py`).
+
+What was open before the fork belongs to the process that was started, which waits for its ranks and then ends:
+
+- functions of `atexit`, finalizers (`weakref.finalize`) and the end of a `with` block that `launch()` stands in run
+  there, once, after all ranks have ended; a rank runs those that it has registered itself;
+- buffers of open files, of log handlers and of C's streams are written before the fork, and not by the ranks;
+- a `TemporaryDirectory` or `NamedTemporaryFile` is deleted there; a rank's copy deletes nothing, also where the rank
+  closes it, calls `cleanup()` or leaves its `with` block;
+- children of `multiprocessing` are joined and ended there; proxies of a `Manager` connect anew in each rank.
+
+What a fork shares and nothing here can part, so that it is to be opened after `launch()`:
+
+- the position of an open file: ranks that read it each get a piece of it, ranks that write it write one after another;
+- a compressed or zip file that is being written, whose end each rank would write, and files of libraries that buffer by
+  themselves (HDF5, Arrow);
+- connections: sockets, HTTP sessions, SQLite and other databases;
+- exit functions that a rank needs of a library imported before (coverage measurement), and a finalizer that the program
+  calls itself.
 """
 
 from __future__ import annotations
 
-import atexit
 import gc
 import os
 import random
 import signal
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar, final
 
 from fabric.launchers import ending
+from fabric.launchers.belongings import Belongings
 from fabric.launchers.kernel import exit_fd
 from fabric.launchers.launcher import Launcher, Topology
 from fabric.launchers.rank import become_rank, run_and_end
@@ -40,7 +57,6 @@ class Fork(Launcher):
             started = _fork_all(supervisor)
             if started is not None:
                 world, link = started
-                atexit._clear()  # what the parent registered is the parent's to run, once
                 run_and_end(link, False, worker, world, *args)
             supervisor.wait()
         result: R = ending.results(supervisor)[0]
@@ -59,8 +75,7 @@ class Fork(Launcher):
 
 def _fork_all(supervisor: Supervisor) -> tuple[World, Reporter] | None:
     """Fork every rank of this node. Returns in each of them with its place, and in the supervisor with None."""
-    sys.stdout.flush()  # what waits in the buffers would be written by every rank
-    sys.stderr.flush()
+    belongings = Belongings.written_out()
     parent = os.getpid()
     numbers = random.getstate()
     for local_rank in range(supervisor.topology.num_processes):
@@ -74,6 +89,7 @@ def _fork_all(supervisor: Supervisor) -> tuple[World, Reporter] | None:
                 os.close(reader)
                 random.setstate(numbers)  # Python seeds a forked process anew; the user's seed is meant for the ranks
                 supervisor.abandon()
+                belongings.disown()
                 return world, become_rank(world, writer, parent)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING + PASSED_ON)

@@ -34,11 +34,15 @@ class Guardian:
 
     def watch(self, pid: int) -> None:
         """From now on the process group of `pid` ends with the supervisor."""
-        os.write(self._writer, b"+%d\n" % pid)
+        self._write(b"+%d\n" % pid)
 
     def forget(self, pid: int) -> None:
         """`pid` has ended, and its number may soon belong to somebody else."""
-        os.write(self._writer, b"-%d\n" % pid)
+        self._write(b"-%d\n" % pid)
+
+    def _write(self, line: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it was killed: the supervisor still ends its ranks itself
+            os.write(self._writer, line)
 
     def close(self) -> None:
         """End the guardian; what it still watches ends with it."""

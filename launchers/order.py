@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, Any, NoReturn
 
-from fabric.launchers import main_module
+from fabric.launchers import main_module, pickling
 from fabric.launchers.inherit import Inheritance
 from fabric.launchers.rank import become_rank, importing_main, rank_environ, run_and_end, run_to_the_end
 from fabric.launchers.world import World
@@ -55,23 +55,34 @@ def write(world: World, task: CallFunction | RunScript) -> IO[bytes]:
 
 
 def call_function(worker: Callable[..., Any], args: tuple[Any, ...], *, everyone: bool, launcher: str) -> CallFunction:
-    """The task of calling a function. Raises TypeError where function or arguments cannot travel."""
+    """The task of calling a function. Raises TypeError where function or arguments cannot be pickled, also by value."""
+    main_file = main_module.file_of_main()
     try:
-        call = pickle.dumps((worker, args), protocol=pickle.HIGHEST_PROTOCOL)
+        call, needs_main = _pickle_call((worker, args), has_main_file=main_file is not None)
     except Exception as error:
         raise TypeError(
             f"`launcher={launcher!r}` sends the function and its arguments to new processes, and they cannot be "
-            f"pickled: {error} Define them at the top level of a module, or pass `launcher='fork'`."
+            f"pickled, nor by `cloudpickle`: {error}. Make in the function what cannot be pickled, or pass "
+            "`launcher='fork'`."
         ) from error
-    needs_main = b"__main__" in call
     spec = sys.modules["__main__"].__spec__
     return CallFunction(
         inheritance=Inheritance.take(),
         call=call,
-        main_file=main_module.file_of_main() if needs_main else None,
+        main_file=main_file if needs_main else None,
         main_module=spec.name if spec is not None else None,
         everyone=everyone,
     )
+
+
+def _pickle_call(call: tuple[Callable[..., Any], tuple[Any, ...]], *, has_main_file: bool) -> tuple[bytes, bool]:
+    """The call as bytes, and whether they refer to what is defined in `__main__`."""
+    try:
+        pickled = pickle.dumps(call, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception:
+        return pickling.by_value(call), False
+    needs_main = b"__main__" in pickled
+    return (pickled, needs_main) if has_main_file or not needs_main else (pickling.by_value(call), False)
 
 
 def follow(order: IO[bytes], report_fd: int, parent: int, own_path: list[str]) -> NoReturn:
@@ -81,8 +92,8 @@ def follow(order: IO[bytes], report_fd: int, parent: int, own_path: list[str]) -
     """
     world, task = pickle.load(order)
     if isinstance(task, RunScript):
-        become_rank(world, report_fd, parent, awaits_function=task.awaits_function)
-        run_to_the_end(lambda: _run_script(task.program, own_path))
+        link = become_rank(world, report_fd, parent, awaits_function=task.awaits_function)
+        run_to_the_end(link, lambda: _run_script(task.program, own_path))
     task.inheritance.give_surroundings()
     link = become_rank(world, report_fd, parent)
     run_and_end(link, task.everyone, _call, world, task)

@@ -11,16 +11,18 @@ import atexit
 import contextlib
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, NoReturn
 
+from fabric.launchers import interpreter
+from fabric.launchers.belongings import close_files
 from fabric.launchers.environments.ours import variables_of
 from fabric.launchers.inherit import num_cores
 from fabric.launchers.kernel import die_with_parent
 from fabric.launchers.network import interface_for
-from fabric.launchers.report import Reporter
+from fabric.launchers.report import NUM_REPEATS, Reporter
+from fabric.launchers.uncaught import hook_of_the_program
 from fabric.launchers.world import World
 
 _awaited: list[Reporter] = []  # Note [One supervisor per process]
@@ -64,7 +66,9 @@ def become_rank(world: World, report_fd: int, parent: int, *, awaits_function: b
     link = Reporter(world.rank, report_fd)
     if awaits_function:
         _awaited.append(link)
-    before = sys.excepthook
+    # Registered first and so run last, while connections are still open.
+    atexit.register(_tell_the_end, link, vars(sys).get("last_value"))
+    before = hook_of_the_program()
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not link.is_own:
@@ -76,6 +80,17 @@ def become_rank(world: World, report_fd: int, parent: int, *, awaits_function: b
 
     sys.excepthook = report
     return link
+
+
+def _tell_the_end(link: Reporter, before: BaseException | None) -> None:
+    """Tell of the exception that ended the interpreter, where no hook has, or that it ended without one."""
+    if link.has_told_the_end:
+        return
+    error: BaseException | None = vars(sys).get("last_value")
+    if error is not None and error is not before:
+        link.failure(error)
+    else:
+        link.leaving()
 
 
 def rank_environ(world: World, environ: dict[str, str]) -> dict[str, str]:
@@ -95,10 +110,10 @@ def run_and_end(link: Reporter, everyone: bool, worker: Callable[..., Any], worl
         result = worker(world, *args)
         link.result(result if everyone or world.local_rank == 0 else None)
 
-    run_to_the_end(report)
+    run_to_the_end(link, report)
 
 
-def run_to_the_end(program: Callable[[], Any]) -> NoReturn:
+def run_to_the_end(link: Reporter, program: Callable[[], Any]) -> NoReturn:
     """Run what this process is for, and end it with the exit code that Python would give it.
 
     The interpreter's own shutdown is left out. It takes 350-500 ms (15-26 ms without it), and the destructors of a
@@ -106,19 +121,32 @@ def run_to_the_end(program: Callable[[], Any]) -> NoReturn:
     """
     code = 1
     try:
-        program()
-        code = 0
-    except SystemExit as leaving:
-        code = _exit_code(leaving)
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-    try:
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        with contextlib.suppress(Exception):  # of a hook of the user's
+            code = _run(link, program)
+        for step in (interpreter.join_threads, interpreter.run_exit_functions, close_files):
+            with contextlib.suppress(BaseException):  # a signal's handler; as at any exit of Python, the rest goes on
+                step()
     finally:
         os._exit(code)
+
+
+def _run(link: Reporter, program: Callable[[], Any]) -> int:
+    """The exit code of the program, once the supervisor knows how it ended."""
+    try:
+        program()
+    except SystemExit as error:
+        code = _exit_code(error)
+        link.leaving(code, error)
+        return code
+    except BaseException as error:
+        for _ in range(NUM_REPEATS):  # Note [Signal handlers that raise]
+            with contextlib.suppress(BaseException):
+                link.failure(error)  # only the first is sent
+                break
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    link.leaving(0)
+    return 0
 
 
 def _exit_code(leaving: SystemExit) -> int:

@@ -22,7 +22,7 @@ from fabric.launchers.guardian import Guardian
 from fabric.launchers.kernel import kill_group, signal_rank
 from fabric.launchers.launcher import Topology
 from fabric.launchers.meeting_point import MeetingPoint
-from fabric.launchers.report import Failure, Inbox, Result
+from fabric.launchers.report import Failure, Inbox, Leaving, Result
 from fabric.launchers.signals import ENDING, Signals
 from fabric.launchers.world import World
 
@@ -51,6 +51,8 @@ class Child:
     """Its exit code, or minus the signal that killed it. Called once, after the rank has ended."""
     report_fd: int
     inbox: Inbox = field(default_factory=Inbox)
+    leaving: Leaving | None = None
+    """Sent by a rank whose program has come to its end."""
 
 
 class Supervisor:
@@ -60,8 +62,8 @@ class Supervisor:
         self.topology, self.launcher, self.expects_results = topology, launcher, expects_results
         self.results: dict[int, bytes] = {}
         self.failures: list[Failure] = []
-        self.ended: list[int] = []
-        """Ranks that ended well, in the order in which they did."""
+        self.departures: list[Failure] = []
+        """Of ranks that ended without an error: what is to blame where another one still communicated with them."""
         self.signals = Signals()
         self._running: dict[int, Child] = {}
         self._deadlines: list[tuple[float, Callable[[], None]]] = []
@@ -129,7 +131,7 @@ class Supervisor:
         """The signal of ours that brought the ranks to a bad end, where it was not a failure of their own."""
         if not self.signals.received or not self.failures:
             return None
-        root = failure.first(self.failures)
+        root = failure.first(self.failures, self.departures)
         for number in self.signals.received:
             if number in ENDING or root.signal == number:
                 return number
@@ -139,7 +141,9 @@ class Supervisor:
         """Wait for the next thing to happen, and let it."""
         timeout = max(0.0, self._deadlines[0][0] - time.monotonic()) if self._deadlines else None
         for key, _ in self._selector.select(timeout):
-            key.data()
+            # What came before it in the same batch may have closed it, or have put another one in its place.
+            if self._selector.get_map().get(key.fd) is key:
+                key.data()
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
             self._deadlines.pop(0)[1]()
 
@@ -161,6 +165,8 @@ class Supervisor:
         for report in child.inbox.reports():
             if isinstance(report, Result):
                 self.results[child.rank] = report.pickled
+            elif isinstance(report, Leaving):
+                child.leaving = report
             else:
                 self._fail(report)
 
@@ -180,11 +186,18 @@ class Supervisor:
         del self._running[child.rank]
         without_result = self.expects_results and child.rank not in self.results
         if code == 0 and not without_result:
-            self.ended.append(child.rank)
+            self.departures.append(self._departure(child, at_ns, code))
             if self.failures and not self._stopping:
                 self._after(REPORT_SECONDS, self._terminate)
         elif not any(known.rank == child.rank for known in self.failures):
-            self._fail(failure.death(child.rank, at_ns, code, child.inbox.fatal_stack, without_result=without_result))
+            stack = child.leaving.traceback if child.leaving else child.inbox.fatal_stack
+            self._fail(failure.death(child.rank, at_ns, code, stack, without_result=without_result))
+
+    def _departure(self, child: Child, at_ns: int, code: int | None) -> Failure:
+        trace = ""
+        if child.leaving is not None:
+            at_ns, trace = child.leaving.at_ns, child.leaving.traceback
+        return failure.departure(child.rank, at_ns, code, trace, with_result=child.rank in self.results)
 
     def _fail(self, report: Failure) -> None:
         """Note a failure. The first one ends the other ranks."""
@@ -196,14 +209,19 @@ class Supervisor:
 
     @property
     def _lacks_cause(self) -> bool:
-        return not self.ended and all(known.lost_peer for known in self.failures)
+        is_lost = all(known.lost_peer for known in self.failures)
+        return is_lost and not failure.departed_recently(self.failures, self.departures)
 
     def _terminate(self) -> None:
         if self._stopping:
             return
         self._stopping = True
+        failed = [known.rank for known in self.failures]
         for child in self._running.values():
-            signal_rank(child.pid, signal.SIGTERM)
+            if child.leaving is not None:  # it would have left, had it had more time
+                self.departures.append(self._departure(child, child.leaving.at_ns, child.leaving.exit_code))
+            elif child.rank not in failed:  # one that has failed is ending already, and may be writing its files
+                signal_rank(child.pid, signal.SIGTERM)
         self._after(TERMINATE_SECONDS, self._kill)
 
     def _kill(self) -> None:

@@ -15,6 +15,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar, final
 
+from fabric.launchers import pickling
 from fabric.launchers.environments.xla import PJRT
 from fabric.launchers.launcher import Launcher, Topology
 from fabric.launchers.processes import forkserver
@@ -69,7 +70,7 @@ def run_on_devices(process: World, worker: Callable[..., R], args: tuple[Any, ..
     if rendezvous is None and size > 1:
         store = _serve()
         rendezvous = Rendezvous(address="127.0.0.1", port=store.port, hosted=True)
-    call = pickle.dumps((worker, args))
+    call = pickling.dumps((worker, args))
     running: list[Future[tuple[int, R]]] = []
     for index, device in enumerate(devices):
         world = World(

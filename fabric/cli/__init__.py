@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn, final
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,12 +26,29 @@ def parser() -> argparse.ArgumentParser:
     whole = argparse.ArgumentParser(
         prog="fabric", description="Run PyTorch loops on any device and number of processes."
     )
+    whole.add_argument("--version", action=_Version, help="show the versions of torchfabric, torch and Python")
     commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_run(commands.add_parser("run", allow_abbrev=False, help="start a script, with words for its Fabric(...)"))
     doctor = commands.add_parser("doctor", help="show what this machine can run, and why not the rest")
     doctor.add_argument("--json", action="store_true", help="as JSON, for programs")
     doctor.add_argument("--strategies", action="store_true", help="what each strategy can and cannot do")
     return whole
+
+
+@final
+class _Version(argparse.Action):
+    """Asked of what is installed, which imports neither."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, whole: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        import platform
+        from importlib import metadata
+
+        torch, ours = metadata.version("torch"), metadata.version("torchfabric")
+        print(f"torchfabric {ours}, torch {torch}, Python {platform.python_version()}")
+        whole.exit()
 
 
 def _run(parsed: argparse.Namespace) -> int:

@@ -1,15 +1,18 @@
 """For each launcher that is not ours: the command that starts ranks by it, and what is missing where it cannot.
 
-It looks for the launcher's program and starts nothing: whether a cluster answers is the cluster's to say.
+It looks for the launcher's program and for the file that tells the program of a cluster, and starts nothing: whether
+the cluster answers is the cluster's to say.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 from fabric.launchers.environments import ENVIRONMENTS
 from fabric.strategies.horovod import INSTALL as INSTALL_HOROVOD
@@ -26,8 +29,13 @@ class Start:
     """What has to be importable."""
     variable: str | None = None
     """What is set wherever it can run."""
+    files: tuple[str, ...] = ()
+    """Where the program finds its cluster: one of these has to exist. `$NAME`: the paths in a variable; `PREFIX`: where
+    the program is installed."""
+    cluster: str = ""
+    """What gives it such a file."""
     otherwise: str
-    """What makes it run where that is missing."""
+    """What makes it run where the rest is missing."""
 
 
 _STARTS: Mapping[str, Start] = {
@@ -39,6 +47,14 @@ _STARTS: Mapping[str, Start] = {
     "slurm": Start(
         command="srun --ntasks 2 python train.py",
         program="srun",
+        files=(
+            "$SLURM_CONF",
+            "/etc/slurm/slurm.conf",
+            "/etc/slurm-llnl/slurm.conf",
+            "/run/slurm/conf/slurm.conf",
+            "PREFIX/etc/slurm.conf",
+        ),
+        cluster="log in to a node of the cluster, or copy its slurm.conf",
         otherwise="log in to a node of the cluster, or `apt-get install slurm-client` and copy its slurm.conf",
     ),
     "lsf": Start(
@@ -54,7 +70,8 @@ _STARTS: Mapping[str, Start] = {
     "kubeflow": Start(
         command="kubectl apply -f examples/clusters/pytorchjob.yaml",
         program="kubectl",
-        variable="KUBERNETES_SERVICE_HOST",
+        files=("$KUBECONFIG", "~/.kube/config", "/var/run/secrets/kubernetes.io/serviceaccount/token"),
+        cluster="take the kubeconfig of a cluster on which Kubeflow's training operator runs",
         otherwise="`apt-get install kubernetes-client`, and take the kubeconfig of a cluster on which Kubeflow's "
         "training operator runs",
     ),
@@ -79,9 +96,14 @@ _STARTS: Mapping[str, Start] = {
 
 def clusters(environ: Mapping[str, str]) -> list[dict[str, str | None]]:
     """Each cluster environment in the order in which it is looked for; `why_not` is null where it can run here."""
-    names = [environment.name for environment in ENVIRONMENTS if environment.name != "fabric"]
     return [
-        {"name": name, "command": _STARTS[name].command, "why_not": _why_not(_STARTS[name], environ)} for name in names
+        {
+            "name": environment.name,
+            "command": _STARTS[environment.name].command,
+            "why_not": None if environment.detect(environ) else _why_not(_STARTS[environment.name], environ),
+        }
+        for environment in ENVIRONMENTS
+        if environment.name != "fabric"
     ]
 
 
@@ -90,11 +112,26 @@ def _why_not(start: Start, environ: Mapping[str, str]) -> str | None:
         return f"`{start.package}` is not installed: {start.otherwise}."
     if start.variable is not None and start.variable in environ:
         return None
-    if start.program is not None and shutil.which(start.program, path=environ.get("PATH")) is None:
+    program = None if start.program is None else shutil.which(start.program, path=environ.get("PATH"))
+    if start.program is not None and program is None:
         folder = sysconfig.get_path("scripts")
         if shutil.which(start.program, path=folder) is not None:
             return f"`{start.program}` is beside this Python, but not on PATH: `export PATH={folder}:$PATH`."
         return f"There is no `{start.program}` on PATH: {start.otherwise.removesuffix('.')}."
     if start.program is None and start.variable is not None:
         return f"`{start.variable}` is not set here: {start.otherwise}."
+    if program is not None and start.files and not any(path.exists() for path in _paths(start, program, environ)):
+        looked_for = ", ".join(start.files)
+        return f"`{start.program}` is here, but nothing tells it of a cluster (none of {looked_for}): {start.cluster}."
     return None
+
+
+def _paths(start: Start, program: str, environ: Mapping[str, str]) -> Iterator[Path]:
+    """Where the program looks for its cluster."""
+    for words in start.files:
+        if words.startswith("$"):
+            yield from (Path(path) for path in environ.get(words[1:], "").split(os.pathsep) if path)
+        elif words.startswith("~"):
+            yield Path(environ.get("HOME", "/"), words[2:])
+        else:
+            yield Path(words.replace("PREFIX", str(Path(program).resolve().parent.parent)))

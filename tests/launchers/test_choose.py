@@ -8,7 +8,6 @@ import pytest
 from processes import run
 
 from fabric.launchers import Rendezvous, Topology, World, choose_launcher
-from fabric.launchers.choose import is_importable
 from fabric.launchers.external import External
 from fabric.launchers.inline import Inline
 
@@ -64,14 +63,6 @@ def test_a_word_that_cannot_be_honoured_is_an_error(
     with pytest.raises(ValueError, match=r".") as caught:
         choose_launcher(word, topology, function=None, world=world)
     assert words in str(caught.value)
-
-
-def test_local_functions_and_lambdas_cannot_be_imported() -> None:
-    def local() -> None: ...
-
-    assert not is_importable(local)
-    assert not is_importable(lambda: None)
-    assert is_importable(function)
 
 
 @pytest.mark.parametrize(
@@ -136,9 +127,53 @@ def test_dash_c_after_a_tensor_operation_says_which_launcher_works() -> None:
     assert done.returncode == 1
     assert "`launch()` in `python -c` cannot fork: this process has " in done.stderr
     assert "`launch(function)` with `launcher='forkserver'`" in done.stderr
+
+
+@pytest.mark.slow
+def test_dash_c_after_a_tensor_operation_sends_the_function_by_value() -> None:
     done = run(["-c", lines(CALL, before=HEAT)])
-    assert done.returncode == 1
-    assert "Move it to the top level of a module file: then `launcher='forkserver'` starts it" in done.stderr
+    assert done.stdout == "result 42\n", done.stderr
+
+
+LOCAL = """
+import math, sys
+import torch
+from fabric import Fabric
+
+class Answer:
+    def __init__(self, value):
+        self.value = value
+
+def main(launcher, state):
+    if state == "warm":
+        torch.set_num_threads(2)
+        torch.randn(4_000_000).add_(1)
+    math.patched = "patched"
+    weights = torch.ones(3)
+
+    def closure(fabric, scale):
+        total = fabric.all_reduce(weights, reduce_op="sum").sum().item()
+        return Answer(scale(total)), lambda: total, getattr(math, "patched", "fresh")
+
+    fabric = Fabric(accelerator="cpu", devices=2, launcher=launcher)
+    answer, function, found = fabric.launch(closure, lambda total: 7 * total)
+    print(isinstance(answer, Answer), answer.value, function(), found)
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "state", "found"), [("auto", "cold", "patched"), ("auto", "warm", "fresh"), ("spawn", "cold", "fresh")]
+)
+def test_a_closure_is_launched_and_a_patched_module_is_patched_in_ranks_that_were_forked(
+    tmp_path: Path, launcher: str, state: str, found: str
+) -> None:
+    (tmp_path / "program.py").write_text(LOCAL)
+    done = run([tmp_path / "program.py", launcher, state])
+    assert done.stdout == f"True 42.0 6.0 {found}\n", done.stderr
 
 
 @pytest.mark.slow
@@ -156,7 +191,7 @@ def test_script_without_a_file_says_which_launcher_works() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "action", "word"),
-    [("", ENTER, "fork"), (HEAT, ENTER, "script"), ("", CALL, "forkserver"), (HEAT, CALL, "forkserver")],
+    [("", ENTER, "fork"), (HEAT, ENTER, "script"), ("", CALL, "fork"), (HEAT, CALL, "forkserver")],
 )
 def test_auto_in_a_file_takes_what_works_after_what_was_done(
     tmp_path: Path, before: str, action: str, word: str

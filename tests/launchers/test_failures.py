@@ -7,6 +7,8 @@ import os
 import re
 import signal
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from processes import run
 from worlds import run_world
 
 from fabric.launchers import Topology, WorkerError, World, join
-from fabric.launchers.failure import describe, first
+from fabric.launchers.failure import departure, describe, first
 from fabric.launchers.processes import forkserver
 from fabric.launchers.report import Failure
 
@@ -44,7 +46,7 @@ def break_down(how: str) -> None:
         case "leave with 3":
             sys.exit(3)
         case "unpicklable":
-            raise UnpicklableError(lambda: None)
+            raise UnpicklableError(threading.Lock())
         case "cycle":
             try:
                 raise ValueError("the chain of causes has no end") from (inner := KeyError("inner"))
@@ -123,18 +125,38 @@ def test_rank_zero_that_leaves_does_not_hang_the_launch() -> None:
         forkserver(Topology(num_processes=2)).launch(leave_on_rank_zero)
 
 
-def give_a_function(world: World) -> Any:
-    return lambda: None
+def give_a_lock(world: World) -> Any:
+    return threading.Lock()
 
 
-def test_a_result_that_cannot_travel_is_an_error_that_names_rank_and_type() -> None:
-    with pytest.raises(WorkerError, match="Rank 0 returned a `function`, which cannot be pickled"):
-        forkserver(Topology(num_processes=2)).launch(give_a_function)
+def test_a_result_that_cannot_be_pickled_is_an_error_that_names_rank_and_type() -> None:
+    with pytest.raises(WorkerError, match="Rank 0 returned a `lock`, which cannot be pickled"):
+        forkserver(Topology(num_processes=2)).launch(give_a_lock)
 
 
-def test_a_function_that_cannot_travel_is_an_error_before_anything_starts() -> None:
-    with pytest.raises(TypeError, match=r"`launcher='forkserver'` sends .* Define them at the top level of a module"):
-        forkserver(Topology(num_processes=2)).launch(lambda world: None)
+def test_an_argument_that_cannot_be_pickled_is_an_error_before_anything_starts() -> None:
+    with pytest.raises(TypeError, match=r"`launcher='forkserver'` sends .* nor by `cloudpickle`: .* `launcher='fork'`"):
+        forkserver(Topology(num_processes=2)).launch(give, threading.Lock())
+
+
+def give_a_closure(world: World, scale: Callable[[int], int]) -> Callable[[], int]:
+    return lambda: scale(world.size)
+
+
+def test_lambdas_and_closures_reach_the_ranks_and_come_home() -> None:
+    factor = 21
+    result = forkserver(Topology(num_processes=2)).launch(give_a_closure, lambda size: factor * size)
+    assert result() == 42
+
+
+def test_an_instance_of_a_local_class_comes_home_as_one() -> None:
+    class Local:
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+    result = forkserver(Topology(num_processes=2)).launch(lambda world: Local(world.rank))
+    assert isinstance(result, Local)
+    assert result.rank == 0
 
 
 def give(world: World, kind: str) -> Any:
@@ -171,9 +193,10 @@ def test_arguments_of_any_size_reach_the_ranks() -> None:
     assert run_world(2, take, torch.ones(2_000_000)) == [2_000_000.0] * 2
 
 
-def failure_of(rank: int, at_ms: float, *, lost_peer: bool = False) -> Failure:
+def failure_of(rank: int, at_ms: float, *, lost_peer: bool = False, trace: str = "") -> Failure:
     summary = "RuntimeError: Connection closed by peer" if lost_peer else f"ValueError: {rank}"
-    return Failure(rank=rank, at_ns=int(at_ms * 1e6), summary=summary, lost_peer=lost_peer, traceback=f"trace {rank}")
+    trace = trace or f"trace {rank}"
+    return Failure(rank=rank, at_ns=int(at_ms * 1e6), summary=summary, lost_peer=lost_peer, traceback=trace)
 
 
 def test_a_symptom_is_never_to_blame_while_there_is_a_cause() -> None:
@@ -189,9 +212,76 @@ def test_other_ranks_get_one_line_each_and_the_blamed_one_comes_last() -> None:
     )
 
 
-def test_a_peer_that_left_in_peace_is_mentioned() -> None:
-    text = describe([failure_of(0, 7, lost_peer=True)], 2, ended=[1])
-    assert text.startswith("rank 1 of 2: left with exit code 0 while others still waited for it\n")
+def left(rank: int, at_ms: float) -> Failure:
+    return departure(rank, int(at_ms * 1e6), 0, "", with_result=False)
+
+
+def test_a_rank_that_left_is_to_blame_where_a_collective_lost_its_peer() -> None:
+    noticed = failure_of(0, 7, lost_peer=True, trace="its place: [gloo/transport/tcp/pair.cc:553] closed")
+    assert describe([noticed], 2, [left(1, 3)]) == (
+        "rank 0 of 2, 4 ms later: RuntimeError: Connection closed by peer\n\n"
+        "its place: [gloo/transport/tcp/pair.cc:553] closed\n\n"
+        "rank 1 of 2 failed first: left with exit code 0 while other ranks still communicated with it"
+    )
+    assert first([noticed], [left(2, -60_000), left(1, 8), left(3, 12)]).rank == 1
+
+
+def test_a_rank_that_left_is_not_to_blame_for_an_error_of_another_connection() -> None:
+    upload = failure_of(0, 7, lost_peer=True, trace="requests/adapters.py: Connection refused")
+    assert first([upload], [left(1, 3)]) is upload
+    assert first([failure_of(0, 7)], [left(1, 3)]).rank == 0
+
+
+LEFT = """
+import os, sys
+import torch
+from torch.utils.data import DataLoader
+from fabric import Fabric, WorkerError
+
+def work(fabric, how):
+    loader = DataLoader(list(range(1000)), num_workers=1)  # its worker must not keep the report of a rank open
+    for step, batch in enumerate(loader):
+        fabric.all_reduce(torch.ones(1))
+        if step == 3 and fabric.global_rank == 1:
+            if how == "exit":
+                sys.exit(0)
+            if how == "at once":
+                os._exit(0)
+            return
+
+def main():
+    word, way, how = sys.argv[1:]
+    fabric = Fabric(accelerator="cpu", devices=2, launcher=word)
+    if way == "function":
+        fabric.launch(work, how)
+    else:
+        fabric.launch()
+        work(fabric, how)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("word", "way", "how", "words"),
+    [
+        ("fork", "line", "exit", "left with exit code 0 while other ranks still communicated with it"),
+        ("fork", "line", "at once", "left with exit code 0 while other ranks still communicated with it"),
+        ("script", "line", "return", "left with exit code 0 while other ranks still communicated with it"),
+        ("forkserver", "function", "return", "its function returned while other ranks still communicated with it"),
+        ("forkserver", "function", "at once", "left with exit code 0 before its function returned"),
+    ],
+)
+def test_a_rank_that_leaves_with_code_0_in_mid_training_is_named(
+    tmp_path: Path, word: str, way: str, how: str, words: str
+) -> None:
+    (tmp_path / "script.py").write_text(LEFT)
+    done = run([tmp_path / "script.py", word, way, how])
+    assert done.returncode == 1, done.stderr
+    assert f"rank 1 of 2 failed first: {words}" in done.stderr
+    assert re.search(r"rank 0 of 2, \d+ ms (later|earlier): .*CollectiveError", done.stderr)
 
 
 SCRIPT = """
@@ -247,3 +337,112 @@ def test_the_exit_code_of_a_rank_is_that_of_the_script(tmp_path: Path) -> None:
     done = run([tmp_path / "script.py", "script", "3"])
     assert done.returncode == 3, done.stderr
     assert "rank 1 of 2 failed first: left with exit code 3" in done.stderr
+
+
+CALLED = """
+import os, sys
+from fabric import Fabric, WorkerError
+
+def fail(fabric, how):
+    if fabric.global_rank == 1:
+        if how == "exit":
+            sys.exit(3)
+        if how == "kill":
+            os.kill(os.getpid(), 9)
+        raise KeyError("boom")
+
+if __name__ == "__main__":
+    word, how = sys.argv[1:]
+    fabric = Fabric(accelerator="cpu", devices=2, launcher=word)
+    try:
+        fabric.launch(fail, how)
+    except WorkerError as error:
+        again = error
+    fabric.launch(fail, how)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("word", "how", "code"), [("fork", "exit", 3), ("forkserver", "kill", 137), ("fork", "raise", 1)]
+)
+def test_an_uncaught_worker_error_ends_the_program_with_the_exit_code_of_the_rank(
+    tmp_path: Path, word: str, how: str, code: int
+) -> None:
+    (tmp_path / "script.py").write_text(CALLED)
+    done = run([tmp_path / "script.py", word, how])
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count("rank 1 of 2 failed first") == 1
+    assert done.stderr.count("Traceback") == (how != "kill")
+    assert "launchers/" not in done.stderr
+
+
+WORKERS = """
+import multiprocessing, os, signal, sys
+import torch
+from torch.utils.data import DataLoader
+from fabric import Fabric
+
+def work(fabric, how):
+    loaders = [iter(DataLoader(list(range(1000)), num_workers=2)) for _ in range(3)]
+    for loader in loaders:
+        next(loader)
+    fabric.barrier()
+    if fabric.global_rank == 1:
+        workers = multiprocessing.active_children()
+        if how == "abort":
+            for worker in workers:
+                os.kill(worker.pid, signal.SIGABRT)
+            while True:
+                for loader in loaders:
+                    next(loader)
+        # They die while the report is being made: DataLoader's handler raises once for each loader.
+        raise Dying([worker.pid for worker in workers])
+    fabric.barrier()
+
+class Dying(Exception):
+    def __str__(self):
+        if self.args[0]:
+            os.kill(self.args[0].pop(), signal.SIGKILL)
+        return "a fish"
+
+if __name__ == "__main__":
+    word, how = sys.argv[1:]
+    Fabric(accelerator="cpu", devices=2, launcher=word).launch(work, how)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("word", "how", "words"),
+    [("fork", "report", "Dying: a fish"), ("forkserver", "abort", "RuntimeError: DataLoader worker")],
+)
+def test_data_loader_workers_that_die_neither_replace_nor_garble_a_report(
+    tmp_path: Path, word: str, how: str, words: str
+) -> None:
+    (tmp_path / "script.py").write_text(WORKERS)
+    done = run([tmp_path / "script.py", word, how])
+    assert done.returncode == 1, done.stderr
+    assert re.search(rf"rank 1 of 2 failed first: (__main__\.)?{words}", done.stderr), done.stderr
+
+
+def abort_in_a_thread(world: World) -> None:
+    """As gloo's threads do: the one that aborts runs no Python."""
+    dist.init_process_group("gloo", store=join(world, 60, print), rank=world.rank, world_size=world.size)
+    library = ctypes.CDLL(None)
+    if world.rank == 1:
+        abort = ctypes.cast(library.abort, ctypes.c_void_p)
+        library.pthread_create(ctypes.byref(ctypes.c_ulong()), None, abort, None)
+    dist.all_reduce(torch.ones(1))
+
+
+def test_an_abort_in_a_library_s_thread_shows_where_the_main_thread_was() -> None:
+    with pytest.raises(
+        WorkerError, match=r"rank 1 of 2 failed first: killed by SIGABRT \(it aborted itself\)"
+    ) as caught:
+        run_world(2, abort_in_a_thread)
+    text = str(caught.value)
+    assert "It came from a thread that runs no Python: one of gloo, NCCL, OpenMP or another library." in text
+    main = text.split("Main thread (most recent call last):")[1]
+    assert "in abort_in_a_thread\n    " in main
+    assert "Extension modules" not in text

@@ -1,0 +1,44 @@
+"""Functions, arguments, results and exceptions as bytes: by reference where that works, and by value where it does not.
+
+By reference is `pickle`: a function is its name, and the reader imports its module. By value is `cloudpickle`: a
+lambda, a closure, or a function or class of a notebook is its code and the globals that it refers to. `pickle.loads`
+reads both.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from typing import Any
+
+
+def dumps(found: Any) -> bytes:
+    """The object as bytes for a process that has this one's `__main__`. Raises whatever keeps it from being pickled."""
+    try:
+        return pickle.dumps(found, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception:
+        return _by_value(found, but_for_main=True)
+
+
+def by_value(found: Any) -> bytes:
+    """The object as bytes that refer to nothing in `__main__`."""
+    return _by_value(found, but_for_main=False)
+
+
+def _by_value(found: Any, *, but_for_main: bool) -> bytes:
+    import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, each: Any) -> Any:
+            if but_for_main and isinstance(each, type) and _is_in_main(each):
+                return NotImplemented  # by its name, so that an instance is one of the reader's own class
+            return super().reducer_override(each)
+
+    with io.BytesIO() as file:
+        Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(found)
+        return file.getvalue()
+
+
+def _is_in_main(kind: type) -> bool:
+    return kind.__module__ == "__main__" and vars(sys.modules["__main__"]).get(kind.__qualname__) is kind

@@ -1,0 +1,80 @@
+"""The supervisor's wait, and what it reads of a rank's last moment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from fabric.launchers.fatal_stack import readable
+from fabric.launchers.guardian import Guardian
+from fabric.launchers.launcher import Topology
+from fabric.launchers.supervisor import Child, Supervisor
+
+LEAVE = """
+import os, sys
+status, report = map(int, sys.argv[1:])
+sys.stdin.read()
+os.write(status, b"x")
+os.close(report)
+sys.exit(5)
+"""
+
+
+def test_a_rank_whose_end_is_heard_before_the_end_of_its_pipe_is_reported_with_its_exit_code() -> None:
+    """Both are ready in one wait, the exit first: as where the rank's data-loader workers end after it."""
+    (exit_fd, status), (report_fd, report) = os.pipe(), os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-S", "-c", LEAVE, str(status), str(report)],
+        stdin=subprocess.PIPE,
+        pass_fds=(status, report),
+    )
+    os.close(status)
+    os.close(report)
+    with Supervisor(Topology(num_processes=1), "script", expects_results=False) as supervisor:
+        supervisor.add(Child(rank=0, pid=process.pid, exit_fd=exit_fd, reap=process.wait, report_fd=report_fd))
+        supervisor._after(0, process.communicate)  # between two waits
+        supervisor.wait()
+    assert [failure.summary for failure in supervisor.failures] == ["left with exit code 5"]
+
+
+def test_a_guardian_that_was_killed_does_not_replace_what_is_reported() -> None:
+    guardian = Guardian()
+    guardian._process.kill()
+    guardian._process.wait()
+    guardian.watch(os.getpid())
+    guardian.forget(os.getpid())
+    guardian.close()
+
+
+def test_the_stacks_of_a_dying_process_are_shown_as_tracebacks_with_the_main_thread_last() -> None:
+    text = "\n".join([
+        "Fatal Python error: Segmentation fault",
+        "",
+        "Current thread 0x00007f01 (most recent call first):",
+        '  File "/somewhere/theirs.py", line 7 in inner',
+        '  File "/ours/rank.py", line 3 in run',
+        "",
+        "Thread 0x00007f02 [feeder] (most recent call first):",
+        f'  File "{os.__file__}", line 5 in wait',
+        "",
+        "Thread 0x00007f03 (most recent call first):",
+        f'  File "{__file__}", line 3 in step',
+        '  File "/ours/order.py", line 3 in follow',
+        '  File "/somewhere/main.py", line ??? in main',
+        "",
+        "Extension modules: torch._C (total: 1)",
+    ])  # fmt: skip
+    assert readable(text, leave_out=("/ours",)) == "\n".join([
+        "Fatal Python error: Segmentation fault",
+        "",
+        "1 thread(s) in Python's own library, such as a queue's, are left out.",
+        "",
+        "Current thread 0x00007f01 (most recent call last):",
+        '  File "/somewhere/theirs.py", line 7, in inner',
+        "",
+        "Main thread (most recent call last):",
+        '  File "/somewhere/main.py", line ???, in main',
+        f'  File "{__file__}", line 3, in step',
+        "    from __future__ import annotations",
+    ])  # fmt: skip
