@@ -61,7 +61,9 @@ class CSVLogger(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         rows = self._open()
-        rows.append(prefixed(metrics, self._prefix, self.LOGGER_JOIN_CHAR), rows.num_rows if step is None else step)
+        named = prefixed(metrics, self._prefix, self.LOGGER_JOIN_CHAR)
+        named.pop("step", None)  # the column is what `step=` says
+        rows.append(named, rows.num_rows if step is None else step)
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
