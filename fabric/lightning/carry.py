@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 
-class NotCarriedOver(NotImplementedError):
+class NotCarriedOverError(NotImplementedError):
     """Something of Lightning Fabric that has no counterpart here. The message says what to write instead."""
 
 
-def refuse(written: str, instead: str) -> NotCarriedOver:
+def refuse(written: str, instead: str) -> NotCarriedOverError:
     """The error for what was `written`."""
-    return NotCarriedOver(f"`{written}` is not carried over from Lightning Fabric. {instead}")
+    return NotCarriedOverError(f"`{written}` is not carried over from Lightning Fabric. {instead}")
 
 
 def refuse_said(where: str, said: Mapping[str, Any], instead: Mapping[str, str]) -> None:
-    """Raise NotCarriedOver for the first argument of `instead` that was given a value."""
+    """Raise NotCarriedOverError for the first argument of `instead` that was given a value."""
     for name, sentence in instead.items():
         if said.get(name) is not None:
             raise refuse(f"{where}({name}={said[name]!r})", sentence)

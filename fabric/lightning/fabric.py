@@ -212,7 +212,7 @@ class Fabric:
     def setup_dataloaders(
         self, *dataloaders: Iterable[Any], use_distributed_sampler: bool = True, move_to_device: bool = True
     ) -> Any:
-        """Give each rank its share of the data, on its device: the loader alone, or a list of all in the order given."""
+        """Give each rank its share of the data, on its device: the loader alone, or a list of all in order."""
         result = self.core.setup_dataloaders(
             *dataloaders, use_distributed_sampler=use_distributed_sampler, move_to_device=move_to_device
         )
@@ -281,8 +281,8 @@ class Fabric:
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Give every rank the tensors of all ranks: `(*S)` -> `(W, *S)`; for one rank `(*S)`, as that library does."""
         tensors = self.core.to_device(_tensors(data))
-        size = self.world_size if group is None else _collective(group).size
-        return tensors if size == 1 else self.core.all_gather(tensors, _collective(group), sync_grads)
+        ranks = _collective(group)
+        return tensors if self._size_of(ranks) == 1 else self.core.all_gather(tensors, ranks, sync_grads)
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce tensors over all ranks, in place as that library does, and give them back.
@@ -291,8 +291,10 @@ class Fabric:
         """
         tensors = self.core.to_device(_tensors(data))
         operation = reduction(reduce_op)
-        size = self.world_size if group is None else _collective(group).size
-        return in_place(tensors, operation, size, lambda one: self.core.all_reduce(one, _collective(group), operation))
+        ranks = _collective(group)
+        return in_place(
+            tensors, operation, self._size_of(ranks), lambda one: self.core.all_reduce(one, ranks, operation)
+        )
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
         """Let rank zero (of each node, if `local`) run the block before the others."""
@@ -367,6 +369,9 @@ class Fabric:
     def _validate_launched(self) -> None:
         """Raise RuntimeError where there are to be several ranks, and they do not exist yet."""
         _ = self.core.device
+
+    def _size_of(self, ranks: Collective | None) -> int:
+        return self.core.world_size if ranks is None else ranks.size
 
     def _ends_with_the_function(self) -> bool:
         """Whether ranks cannot go on with the lines after `launch`."""

@@ -52,7 +52,8 @@ class _FabricModule(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
-        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+        keys: _IncompatibleKeys = self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+        return keys
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -65,7 +66,7 @@ class _FabricModule(nn.Module):
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        return self.module.named_modules(*args, **kwargs)
+        yield from self.module.named_modules(*args, **kwargs)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         return self.module.named_children()
@@ -82,7 +83,7 @@ class _FabricModule(nn.Module):
         return self
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> _FabricModule:
-        self.module._apply(fn, recurse)
+        self.module._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -137,9 +138,8 @@ def is_wrapped(obj: object) -> bool:
 
 def prepared(module: nn.Module | None) -> nn.Module | None:
     """What the core knows of a module, wrapped or not, compiled after `setup` or not."""
-    if isinstance(module, nn.Module) and isinstance(uncompiled(module), _FabricModule):
-        return uncompiled(module)._forward_module
-    return module
+    inner = None if module is None else uncompiled(module)
+    return inner._forward_module if isinstance(inner, _FabricModule) else module
 
 
 def unwrap(value: Any) -> Any:

@@ -1,6 +1,9 @@
 """Run one of litgpt's own scripts on a tiny model, over Lightning Fabric or over `fabric.lightning`.
 
-    python litgpt_run.py LIBRARY SCRIPT STRATEGY DEVICES FOLDER
+    LITGPT_RUN="LIBRARY SCRIPT STRATEGY DEVICES FOLDER" python litgpt_run.py tiny
+
+The words are in a variable because litgpt reads the command line again for what it saves, and Lightning runs it again
+in each rank.
 
 `LIBRARY`: lightning or fabric. Over fabric, `import lightning as L; L.Fabric` and every `lightning.fabric.X` for which
 there is a `fabric.lightning.X` are ours before litgpt is imported; what else litgpt takes from Lightning (its data
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import pkgutil
 import sys
 from pathlib import Path
@@ -55,21 +59,15 @@ def put_ours_in_its_place() -> None:
 def choose_strategy(word: str) -> None:
     """Run on the processor, with the strategy of `word` where there are several ranks."""
     import lightning
-    from lightning.fabric.strategies import FSDPStrategy
 
     library_s = lightning.Fabric
 
     class OnProcessor(library_s):  # type: ignore[misc, valid-type]
-        def __init__(self, *, devices: int, strategy: Any, **options: Any) -> None:
+        def __init__(self, *, devices: int, strategy: Any = "auto", **options: Any) -> None:
             strategy = strategy if word == "script" or devices == 1 else word
-            super().__init__(accelerator="cpu", devices=devices, strategy=strategy, **options)
-
-    class AlsoOnProcessor(FSDPStrategy):  # type: ignore[misc]
-        """Lightning Fabric refuses its own class on the processor, where torch's FSDP runs."""
+            super().__init__(**{**options, "accelerator": "cpu", "devices": devices, "strategy": strategy})
 
     lightning.Fabric = OnProcessor
-    for script in ("litgpt.pretrain", "litgpt.finetune.full"):
-        importlib.import_module(script).FSDPStrategy = AlsoOnProcessor  # type: ignore[attr-defined]
 
 
 def tokens_module() -> Any:
@@ -89,6 +87,8 @@ def tokens_module() -> Any:
         def rows(self, seed: int, count: int) -> DataLoader[Any]:
             generator = torch.Generator().manual_seed(seed)
             rows = torch.randint(0, VOCABULARY, (count, self.length + 1), generator=generator)
+            # Of four rows, two ranks take (0, 2) and (1, 3) there, (0, 1) and (2, 3) here: the same losses on each.
+            rows[1::4] = rows[2::4]
             return DataLoader(rows, batch_size=self.batch_size, shuffle=False)  # type: ignore[arg-type]
 
     return Tokens()
@@ -98,6 +98,7 @@ def instructions_module(folder: Path) -> Any:
     """Data for finetuning, in litgpt's own format and a fixed order."""
     from litgpt.data import JSON
     from litgpt.data.base import get_sft_collate_fn
+    from litgpt.prompts import Default
 
     class InOrder(JSON):  # type: ignore[misc]
         def train_dataloader(self) -> DataLoader[Any]:
@@ -107,7 +108,7 @@ def instructions_module(folder: Path) -> Any:
     for split, count in (("train", 24), ("val", 4)):
         rows = [{"instruction": f"w{i % 50} w{i % 7}", "output": f"w{i % 11} w{i % 13} w{i % 3}"} for i in range(count)]
         (folder / f"{split}.json").write_text(json.dumps(rows))
-    return InOrder(folder, prompt_style="default", num_workers=0)
+    return InOrder(folder, prompt_style=Default(), num_workers=0)
 
 
 def make_checkpoint(folder: Path) -> None:
@@ -133,7 +134,7 @@ def run(script: str, devices: int, folder: Path) -> None:
     """Call the script's `setup`, as litgpt's command line does."""
     from litgpt.args import EvalArgs, TrainArgs
 
-    out = folder / "out"
+    out, checkpoint = folder / "out", folder / "checkpoint"
     if script == "pretrain":
         from litgpt import pretrain
         from litgpt.config import Config
@@ -143,6 +144,7 @@ def run(script: str, devices: int, folder: Path) -> None:
             model_config=Config(**MODEL),
             out_dir=out,
             precision="32-true",
+            initial_checkpoint_dir=checkpoint,  # made empty and initialised in shards, weights come in another order
             data=tokens_module(),
             train=TrainArgs(
                 save_interval=2,
@@ -161,7 +163,6 @@ def run(script: str, devices: int, folder: Path) -> None:
         )
         return
     module = importlib.import_module(f"litgpt.finetune.{script}")
-    checkpoint = folder / "checkpoint"
     train = TrainArgs(
         save_interval=2,
         log_interval=1,
@@ -187,11 +188,10 @@ def run(script: str, devices: int, folder: Path) -> None:
 
 def main() -> None:
     """See the module."""
-    library, script, strategy, devices, folder = sys.argv[1:]
+    library, script, strategy, devices, folder = os.environ["LITGPT_RUN"].split()
     if library == "fabric":
         put_ours_in_its_place()
     choose_strategy(strategy)
-    sys.argv[1:] = ["tiny" if script == "pretrain" else folder]  # litgpt reads them again for what it saves
     run(script, int(devices), Path(folder))
 
 

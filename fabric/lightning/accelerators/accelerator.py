@@ -37,4 +37,5 @@ class Accelerator:
 
 def view_of(name: str) -> Accelerator:
     """An accelerator that Lightning Fabric has no class for, such as xpu."""
-    return type(f"{name.upper()}Accelerator", (Accelerator,), {"device_type": name, "__doc__": f"{name} devices."})()
+    kind: type[Accelerator] = type(f"{name.upper()}Accelerator", (Accelerator,), {"device_type": name})
+    return kind()

@@ -1,4 +1,4 @@
-"""The role of a logger, as Lightning Fabric has it: a base class, for `isinstance`, pydantic and loggers of one's own."""
+"""The role of a logger, as Lightning Fabric has it: a base class, for `isinstance` and for loggers of one's own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Logger(ABC):
     """Takes metrics and settings. Every class with a method `log_metrics` counts as one, loggers of Lightning too."""
 
     @classmethod
-    def __subclasshook__(cls, kind: type) -> bool:
+    def __subclasshook__(cls, kind: type) -> Any:
         if cls is Logger:
             return any("log_metrics" in vars(each) for each in kind.__mro__)
         return NotImplemented
@@ -53,10 +53,10 @@ class Logger(ABC):
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Write the settings of a run."""
 
-    def log_graph(self, model: Any, input_array: Any = None) -> None:
+    def log_graph(self, model: Any, input_array: Any = None) -> None:  # noqa: B027
         """Nothing, unless a logger has something to draw a graph with."""
 
-    def save(self) -> None:
+    def save(self) -> None:  # noqa: B027
         """Write what is not written yet."""
 
     def finalize(self, status: str) -> None:

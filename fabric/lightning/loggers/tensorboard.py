@@ -87,7 +87,7 @@ class TensorBoardLogger(Logger):
         compared = metrics if isinstance(metrics, dict) else {"hp_metric": -1 if metrics is None else metrics}
         compared = compared if metrics is not None or self._default_hp_metric else {}
         plain = {name: value if isinstance(value, (bool, int, float)) else str(value) for name, value in _flat(params)}
-        for summary in hparams(plain, compared):
+        for summary in hparams(plain, compared):  # type: ignore[no-untyped-call]
             self.experiment.file_writer.add_summary(summary)
         if compared:
             self.log_metrics(compared, 0 if step is None else step)

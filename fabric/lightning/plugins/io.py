@@ -20,9 +20,9 @@ class XLACheckpointIO(CheckpointIO):
 
 
 def refuse_checkpoint_io(plugin: Any) -> None:
-    """Raise NotCarriedOver for a plugin that writes in a way of its own."""
+    """Raise NotCarriedOverError for a plugin that writes in a way of its own."""
     if type(plugin) not in (TorchCheckpointIO, XLACheckpointIO):
         raise refuse(
             f"Fabric(plugins={type(plugin).__name__}())",
-            "Call it yourself on rank 0, with the state dicts: `if fabric.is_global_zero: plugin.save_checkpoint(...)`.",
+            "Call it yourself on rank 0 with the state dicts: `plugin.save_checkpoint(...)`.",
         )

@@ -46,7 +46,7 @@ class DeepSpeedStrategy(ParallelStrategy):
     `allgather_partitions`, `contiguous_gradients`, `overlap_comm`, `reduce_bucket_size`, `reduce_scatter`,
     `sub_group_size`; and of the scaling of losses under "16-true": `loss_scale` (0: it adapts), `initial_scale_power`,
     `loss_scale_window`, `hysteresis`, `min_loss_scale`. What is not said is DeepSpeed's own default.
-    Raises: NotCarriedOver: an argument that has no counterpart. ValueError: said here and in `config`.
+    Raises: NotCarriedOverError: an argument that has no counterpart. ValueError: said here and in `config`.
     """
 
     def __init__(

@@ -16,7 +16,5 @@ class DataParallelStrategy(ParallelStrategy):
         self, accelerator: Any = None, parallel_devices: Any = None, checkpoint_io: Any = None, precision: Any = None
     ) -> None:
         said = {"accelerator": accelerator, "parallel_devices": parallel_devices}
-        refuse_said(
-            "DataParallelStrategy", {**said, "checkpoint_io": checkpoint_io, "precision": precision}, ELSEWHERE
-        )
+        refuse_said("DataParallelStrategy", {**said, "checkpoint_io": checkpoint_io, "precision": precision}, ELSEWHERE)
         self._core = CoreDataParallel()

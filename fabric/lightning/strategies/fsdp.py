@@ -15,7 +15,7 @@ class FSDPStrategy(ParallelStrategy):
 
     `sharding_strategy`: FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD and _HYBRID_SHARD_ZERO2 (a replica on each node, or
     `device_mesh=(replicas, shards)`), as words or torch's enum. `state_dict_type`: "full".
-    Raises: NotCarriedOver: an option, or a value, that FSDP2 has no counterpart for.
+    Raises: NotCarriedOverError: an option, or a value, that FSDP2 has no counterpart for.
     """
 
     def __init__(
@@ -86,9 +86,7 @@ def _sharding(word: Any, mesh: Any) -> dict[str, Any]:
     if name == "NO_SHARD":
         raise refuse("FSDPStrategy(sharding_strategy='NO_SHARD')", "Write `strategy='ddp'`, which is that.")
     if name not in _SHARDING:
-        raise ValueError(
-            f"`FSDPStrategy(sharding_strategy={word!r})`: write one of {', '.join(map(repr, _SHARDING))}."
-        )
+        raise ValueError(f"`FSDPStrategy(sharding_strategy={word!r})`: write one of {', '.join(map(repr, _SHARDING))}.")
     options = dict(_SHARDING[name])
     if mesh is None:
         return options
@@ -145,6 +143,6 @@ def _policy(policy: Any) -> Any:
         return policy
     raise refuse(
         f"auto_wrap_policy={policy!r}",
-        "Write the classes of the submodules, `auto_wrap_policy={Block}`. A function `(module) -> bool` is an option of "
-        "`fabric.strategies.FSDPStrategy`, which may be passed here, too.",
+        "Write the classes of the submodules, `auto_wrap_policy={Block}`. A function `(module) -> bool` is for "
+        "`fabric.strategies.FSDPStrategy`, which `Fabric(strategy=...)` takes, too.",
     )

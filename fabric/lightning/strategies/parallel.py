@@ -30,13 +30,11 @@ def processes(
 ) -> dict[str, Any]:
     """The core's options for processes. `said`: arguments that belong to `Fabric`; None is not said.
 
-    Raises: ValueError, TypeError: a value is none. NotCarriedOver: one of `said` has a value.
+    Raises: ValueError, TypeError: a value is none. NotCarriedOverError: one of `said` has a value.
     """
     refuse_said(where, said, ELSEWHERE)
     if start_method not in LAUNCHERS:
-        raise ValueError(
-            f"`{where}(start_method={start_method!r})`: write one of {', '.join(map(repr, LAUNCHERS))}."
-        )
+        raise ValueError(f"`{where}(start_method={start_method!r})`: write one of {', '.join(map(repr, LAUNCHERS))}.")
     if timeout is not None and not isinstance(timeout, timedelta):
         raise TypeError(
             f"`{where}(timeout={timeout!r})` is a `{type(timeout).__name__}`. Write a `datetime.timedelta`, such as "

@@ -126,5 +126,5 @@ def measure_flops(
     with FlopCounterMode(display=False) as counter:
         output = forward_fn()
         if loss_fn is not None:
-            loss_fn(output).backward()
-    return counter.get_total_flops()
+            loss_fn(output).backward()  # type: ignore[no-untyped-call]
+    return int(counter.get_total_flops())
