@@ -1,6 +1,9 @@
 """Run one of litgpt's own scripts on a tiny model, over Lightning Fabric or over `fabric.lightning`.
 
-    LITGPT_RUN="LIBRARY SCRIPT STRATEGY DEVICES FOLDER" python litgpt_run.py tiny
+    LITGPT_RUN=CHECKPOINT python litgpt_run.py
+    LITGPT_RUN="CHECKPOINT LIBRARY SCRIPT STRATEGY DEVICES FOLDER" python litgpt_run.py tiny
+
+The first makes random weights, a tokenizer and data in the folder CHECKPOINT; the second trains from there.
 
 The words are in a variable because litgpt reads the command line again for what it saves, and Lightning runs it again
 in each rank.
@@ -105,14 +108,11 @@ def instructions_module(folder: Path) -> Any:
             collate = get_sft_collate_fn(max_seq_length=self.max_seq_length, ignore_index=self.ignore_index)
             return DataLoader(self.train_dataset, batch_size=self.batch_size, shuffle=False, collate_fn=collate)
 
-    for split, count in (("train", 24), ("val", 4)):
-        rows = [{"instruction": f"w{i % 50} w{i % 7}", "output": f"w{i % 11} w{i % 13} w{i % 3}"} for i in range(count)]
-        (folder / f"{split}.json").write_text(json.dumps(rows))
     return InOrder(folder, prompt_style=Default(), num_workers=0)
 
 
 def make_checkpoint(folder: Path) -> None:
-    """Random weights, the same in every run, and a tokenizer of words."""
+    """Random weights, a tokenizer of words, and instructions for finetuning."""
     from litgpt.config import Config
     from litgpt.model import GPT
     from litgpt.utils import save_config
@@ -128,13 +128,15 @@ def make_checkpoint(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     special = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(special))
+    for split, count in (("train", 24), ("val", 4)):
+        rows = [{"instruction": f"w{i % 50} w{i % 7}", "output": f"w{i % 11} w{i % 13} w{i % 3}"} for i in range(count)]
+        (folder / f"{split}.json").write_text(json.dumps(rows))
 
 
-def run(script: str, devices: int, folder: Path) -> None:
+def run(checkpoint: Path, script: str, devices: int, out: Path) -> None:
     """Call the script's `setup`, as litgpt's command line does."""
     from litgpt.args import EvalArgs, TrainArgs
 
-    out, checkpoint = folder / "out", folder / "checkpoint"
     if script == "pretrain":
         from litgpt import pretrain
         from litgpt.config import Config
@@ -188,11 +190,15 @@ def run(script: str, devices: int, folder: Path) -> None:
 
 def main() -> None:
     """See the module."""
-    library, script, strategy, devices, folder = os.environ["LITGPT_RUN"].split()
+    checkpoint, *words = os.environ["LITGPT_RUN"].split()
+    if not words:
+        make_checkpoint(Path(checkpoint))
+        return
+    library, script, strategy, devices, folder = words
     if library == "fabric":
         put_ours_in_its_place()
     choose_strategy(strategy)
-    run(script, int(devices), Path(folder))
+    run(Path(checkpoint), script, int(devices), Path(folder) / "out")
 
 
 if __name__ == "__main__":

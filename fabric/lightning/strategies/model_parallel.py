@@ -47,6 +47,7 @@ class ModelParallelStrategy(ParallelStrategy):
         self._sizes = (data_parallel_size, tensor_parallel_size)
 
     def core(self, num_nodes: int) -> CoreStrategy:
+        """The core's strategy: its axes are "shard" and "tensor"."""
         data, tensor = self._sizes
         if (data, tensor) == ("auto", "auto"):
             data = num_nodes
