@@ -23,13 +23,6 @@ class NamedFields(Protocol):
     _fields: tuple[str, ...]
 
 
-@runtime_checkable
-class AttrsClass(Protocol):
-    """An instance of a class that attrs made."""
-
-    __attrs_attrs__: tuple[Any, ...]
-
-
 def map_leaves(function: Callable[[Any], Any], nest: Any, *, is_leaf: Callable[[Any], bool], keep: bool = False) -> Any:
     """The nest with `function(leaf)` in place of each leaf, in containers of the same types; the nest itself is left.
 
@@ -67,9 +60,8 @@ def fields_of(obj: Any) -> list[str] | None:
     """The names of the fields of a dataclass or of an attrs class that `obj` has; None where it is neither."""
     if dataclasses.is_dataclass(obj):
         return [field.name for field in dataclasses.fields(obj)]
-    if isinstance(obj, AttrsClass):
-        return [field.name for field in obj.__attrs_attrs__]
-    return None
+    of_attrs = getattr(type(obj), "__attrs_attrs__", None)
+    return None if of_attrs is None else [field.name for field in of_attrs]
 
 
 def _unchanged(before: Any, after: list[Any]) -> bool:

@@ -5,6 +5,7 @@ Each rank draws what the others pass as well, and so knows what it must get.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,13 +79,14 @@ def _differences(loop: Loop) -> None:
     """A lone tensor that differs over ranks raises on all of them, and the next call works."""
     rank, size = loop.collective.rank, loop.collective.size
     ones = loop.to_device(torch.ones(3, 4))
-    for name, call in {
+    calls: dict[str, Callable[[], Any]] = {
         "all_gather of shapes": lambda: loop.all_gather(ones if rank else ones.T),
         "all_gather of lengths": lambda: loop.all_gather(ones[: 3 - (rank == 0)]),
         "all_reduce of shapes": lambda: loop.all_reduce(ones if rank else ones.T),
         "all_reduce of dtypes": lambda: loop.all_reduce(ones if rank else ones.int(), reduce_op="sum"),
         "all_reduce of one number": lambda: loop.all_reduce(torch.tensor(1.0) if rank else torch.ones(2)),
-    }.items():
+    }
+    for name, call in calls.items():
         told = ""
         try:
             call()

@@ -77,7 +77,7 @@ class Spec:
 
 
 def groups(specs: Sequence[Spec], by: Callable[[Spec], Hashable]) -> tuple[list[list[int]], list[int]]:
-    """Which tensors travel together, as indices: small ones with equal `by(spec)`; and the large ones, each alone."""
+    """Which tensors travel together, as indices: small ones with equal `by(spec)`; and the others, each alone."""
     alone: list[int] = []
     together: dict[Hashable, list[int]] = {}
     for index, spec in enumerate(specs):
@@ -85,7 +85,8 @@ def groups(specs: Sequence[Spec], by: Callable[[Spec], Hashable]) -> tuple[list[
             alone.append(index)
         else:
             together.setdefault(by(spec), []).append(index)
-    return list(together.values()), alone
+    alone += [indices[0] for indices in together.values() if len(indices) == 1]
+    return [indices for indices in together.values() if len(indices) > 1], alone
 
 
 def split_copies(tensor: Tensor, lengths: list[int]) -> Sequence[Tensor]:

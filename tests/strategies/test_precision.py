@@ -16,6 +16,7 @@ from worlds import run_world
 
 from fabric import Fabric
 from fabric.launchers.world import World
+from fabric.strategies import ModelParallelStrategy
 from fabric.strategies.nest import map_leaves
 from fabric.strategies.precision.forward_precision import DefaultDtype, cast_inputs, cast_module
 from fabric.strategies.precision.precision import Precision
@@ -102,17 +103,25 @@ STRATEGIES = {
     ("fsdp", 2): ("64-true", "bf16-true"),
     ("ddp_sharded", 2): ("64-true",),
     ("ddp_fully_sharded", 2): ("16-true",),
+    ("model_parallel", 2): ("64-true", "bf16-true"),
     ("deepspeed_stage_1", 2): ("bf16-true",),
     ("deepspeed_stage_2", 2): ("bf16-true",),
     ("deepspeed_stage_3", 2): ("bf16-true",),
 }
 
 
+def in_shards(model: nn.Module, mesh: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model, mesh=mesh["shard"])
+
+
 def train(world: World, strategy: str, words: tuple[str, ...]) -> list[tuple[Any, ...]]:
     results: list[tuple[Any, ...]] = []
     for word in words:
         where: dict[str, Any] = {"launcher": "external"} if world.size > 1 else {"devices": 1}
-        with Fabric(accelerator="cpu", strategy=strategy, precision=word, **where) as fabric:
+        made_of = ModelParallelStrategy(parallelize_fn=in_shards, shard=2) if strategy == "model_parallel" else strategy
+        with Fabric(accelerator="cpu", strategy=made_of, precision=word, **where) as fabric:
             fabric.launch()
             model = net()
             made, turns = model.made, model.rotary.turns.clone()
