@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
-from fabric.strategies.data import huggingface
+from fabric.strategies.data import huggingface, webdataset
 from fabric.strategies.data.agreement import SHUFFLED_BY, length_of
 from fabric.strategies.data.randomness import Streams, mix
 
@@ -42,7 +42,7 @@ def describe(items: Iterable[Any], dataset: object, seed: int) -> dict[str, Any]
 def describe_stream(dataset: object) -> dict[str, Any]:
     """What must be equal on all ranks of an iterable dataset."""
     described = {"dataset": dataset_words(dataset), "length": length_of(dataset)}
-    shuffled = huggingface.shuffle_states(dataset)
+    shuffled = huggingface.shuffle_states(dataset) or webdataset.shuffle_states(dataset)
     return described | {SHUFFLED_BY: f"{mix(shuffled):016x}"} if shuffled else described
 
 
