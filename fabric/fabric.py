@@ -352,8 +352,12 @@ class Fabric:
         """Give each rank its share of the data, on its device: the loader alone, or all in the order given.
 
         A loader is never constructed again; the user's own stays as it was. `use` (train by default, validate, test,
-        predict) says what the loader is for. `use_distributed_sampler=False`: every rank reads everything.
-        Ranks: all call it.
+        predict) says what the loader is for. `use_distributed_sampler=False`: every rank reads what its loader gives.
+        Data that is split for this rank already (`DistributedSampler`, `split_dataset_by_node` of a stream,
+        webdataset's `split_by_node`, any sampler with a rank) is not split again. A map-style dataset that was cut
+        before (`datasets.Dataset.shard`, `Subset`) does not say so: ranks whose datasets differ raise.
+        No random generator is drawn from. Ranks: all call it.
+        Raises: ValueError: the data cannot be shared out, it is split for another rank, or ranks differ in it.
         """
         if not loaders:
             raise ValueError("`fabric.setup_dataloaders()` was given no loader. Pass at least one.")

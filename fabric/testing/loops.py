@@ -414,9 +414,11 @@ def loaders_first(loop: Loop, trial: Trial) -> Outcome:
     loader = trial.loader()
     shuffled = DataLoader(loader.dataset, loader.batch_size, shuffle=True)
     weighted = DataLoader(loader.dataset, 1, sampler=WeightedRandomSampler([1.0, 2.0, 3.0, 4.0], 2 * trial.step_size))
+    loop.barrier()  # ranks that are threads have one global generator
     for each in (loader, shuffled, weighted):
         loop.setup_dataloaders(each)
-    drawn = [*torch.rand(3).tolist(), random.random()]
+    loop.barrier()
+    drawn = loop.broadcast([*torch.rand(3).tolist(), random.random()] if loop.is_global_zero else [])
     assert isinstance(loader.generator, torch.Generator)
     return Outcome(losses=[*drawn, *torch.rand(3, generator=loader.generator).tolist()])
 

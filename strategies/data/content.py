@@ -14,10 +14,11 @@ from itertools import islice
 from pathlib import PurePath
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Sampler, StackDataset, Subset, TensorDataset
 
-from fabric.strategies.data import huggingface
+from fabric.strategies.data import huggingface, webdataset
 from fabric.strategies.data.agreement import SHUFFLED_BY, length_of
 from fabric.strategies.data.randomness import Streams, mix
 
@@ -42,7 +43,7 @@ def describe(items: Iterable[Any], dataset: object, seed: int) -> dict[str, Any]
 def describe_stream(dataset: object) -> dict[str, Any]:
     """What must be equal on all ranks of an iterable dataset."""
     described = {"dataset": dataset_words(dataset), "length": length_of(dataset)}
-    shuffled = huggingface.shuffle_states(dataset)
+    shuffled = huggingface.shuffle_states(dataset) or webdataset.shuffle_states(dataset)
     return described | {SHUFFLED_BY: f"{mix(shuffled):016x}"} if shuffled else described
 
 
@@ -71,7 +72,7 @@ def order_words(items: Iterable[Any], dataset: object, seed: int) -> str | None:
     """
     if isinstance(items, (list, tuple, range)):
         return _shown(items, mix(list(items)))
-    if type(items).__module__ in ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler"):
+    if _is_torchs(items):
         return f"{mix(*_fields(items)):016x}"
     try:
         duplicate = copy.deepcopy(items, {id(dataset): dataset})
@@ -95,6 +96,8 @@ def value_words(value: Any, depth: int = 4) -> str:
         return value_words([value.real, value.imag])
     if type(value).__module__ == "numpy" and not _is_array(value):
         return value_words(value.item(), depth - 1) if depth else type(value).__qualname__
+    if isinstance(value, Tensor) and (value.is_meta or value.layout is not torch.strided):
+        return f"{value.dtype}{tuple(value.shape)}"
     if isinstance(value, Tensor) or _is_array(value):
         return f"{value.dtype}{tuple(value.shape)}{value_words(value.reshape(-1)[:NUM_SHOWN].tolist(), depth - 1)}"
     if depth and isinstance(value, Mapping):
@@ -107,14 +110,17 @@ def value_words(value: Any, depth: int = 4) -> str:
 def _fields(sampler: object) -> list[tuple[str, Any]]:
     """The fields of one of torch's samplers without its data and generator, whole."""
     return [
-        (name, value.tolist() if isinstance(value, Tensor) else _fields(value) if _is_sampler(value) else _plain(value))
+        (name, value.tolist() if isinstance(value, Tensor) else _fields(value) if _is_torchs(value) else _plain(value))
         for name, value in sorted(vars(sampler).items())
         if name not in ("data_source", "generator")
     ]
 
 
-def _is_sampler(value: object) -> bool:
-    return type(value).__module__ in ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler")
+def _is_torchs(value: object) -> bool:
+    """Whether this is a sampler of torch or torchdata, and so is what it draws from."""
+    if type(value).__module__ not in ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler"):
+        return False
+    return all(_is_torchs(part) for part in vars(value).values() if isinstance(part, Sampler))
 
 
 def _plain(value: Any) -> Any:

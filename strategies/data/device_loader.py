@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ class Reading:
 def read_as(loader: Iterable[Any], reading: Reading) -> DeviceLoader:
     """The loader, read in this way; it has a state exactly where what it reads has one."""
     stateful = isinstance(reading.source if reading.position is None else reading.position, Stateful)
-    return (StatefulDeviceLoader if stateful else DeviceLoader)(loader, reading)
+    return StatefulDeviceLoader(loader, reading) if stateful else StatelessDeviceLoader(loader, reading)
 
 
 def loader_name(loader: object) -> str:
@@ -74,7 +75,7 @@ def loader_name(loader: object) -> str:
     return type(loader._loader if isinstance(loader, DeviceLoader) else loader).__name__
 
 
-class DeviceLoader:
+class DeviceLoader(ABC):
     """A loader's batches: this rank's share of them, on this rank's device.
 
     Delegates other attributes to the user's loader (`dataset`, `batch_size`, `sampler`, ...), which is left as it was.
@@ -118,8 +119,8 @@ class DeviceLoader:
             )
         return getattr(self._loader, name)
 
-    def __repr__(self) -> str:
-        return f"DeviceLoader({self._loader!r})"
+    @abstractmethod
+    def __repr__(self) -> str: ...
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be epoch `epoch`, for our order and for the user's sampler and dataset.
@@ -163,8 +164,19 @@ class DeviceLoader:
 
 
 @final
+class StatelessDeviceLoader(DeviceLoader):
+    """A `DeviceLoader` whose user's loader does not know its position."""
+
+    def __repr__(self) -> str:
+        return f"StatelessDeviceLoader({self._loader!r})"
+
+
+@final
 class StatefulDeviceLoader(DeviceLoader):
     """A `DeviceLoader` whose user's loader knows its position."""
+
+    def __repr__(self) -> str:
+        return f"StatefulDeviceLoader({self._loader!r})"
 
     @property
     def reads_own_part(self) -> bool:

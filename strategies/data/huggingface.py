@@ -6,7 +6,7 @@ stream (in `split.py`), and `_ex_iterable`, what a stream reads and how it shuff
 
 from __future__ import annotations
 
-import sys
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,7 +32,8 @@ def split(dataset: Any, num_shards: int, index: int) -> tuple[Any, Callable[[], 
 
     By the library's own function: each epoch shuffles all shards, and each reader takes every `num_shards`-th.
     """
-    part = sys.modules["datasets.distributed"].split_dataset_by_node(dataset, rank=index, world_size=num_shards)
+    distributed = importlib.import_module("datasets.distributed")
+    part = distributed.split_dataset_by_node(dataset, rank=index, world_size=num_shards)
     told = dataset.epoch
 
     def follow() -> None:

@@ -7,14 +7,13 @@ nothing; there the ranks find that they hold different data: see `content.py`.
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
+from fabric.strategies.data import webdataset
 from fabric.strategies.data.share import Share
 
 SAYS = (
@@ -88,9 +87,10 @@ def _parts(loader: object) -> Iterator[object]:
 
 
 def _split(part: Any) -> Split | None:
-    splitter = part.func if isinstance(part, functools.partial) else part
-    if getattr(splitter, "__module__", None) == "webdataset.shardlists":
-        return _split_by_webdataset(splitter, part)
+    shards = webdataset.split(part)
+    if shards is not None:
+        world_size, rank = shards
+        return Split(words=f"split_by_node(world_size={world_size}, rank={rank})", count=world_size, index=rank)
     for holder in (part, *(getattr(part, name, None) for name in HOLDERS)):
         for count_name, index_name in SAYS:
             count, index = getattr(holder, count_name, None), getattr(holder, index_name, None)
@@ -98,11 +98,3 @@ def _split(part: Any) -> Split | None:
                 words = f"{type(part).__name__}({count_name}={count}, {index_name}={index})"
                 return Split(words=words, count=count, index=index)
     return None
-
-
-def _split_by_webdataset(splitter: Any, part: Any) -> Split | None:
-    if getattr(splitter, "__name__", None) != "split_by_node":
-        return None
-    keywords = part.keywords if isinstance(part, functools.partial) else {}
-    index, count, *_ = sys.modules["webdataset.utils"].pytorch_worker_info(group=keywords.get("group"))
-    return Split(words=f"split_by_node(world_size={count}, rank={index})", count=count, index=index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,7 +77,8 @@ def test_without_batching_samples_of_indivisible_shards_go_round() -> None:
     assert read(loaders) == [[[i] for i in range(0, SIZE, 2)], [[i] for i in range(1, SIZE, 2)]]
 
 
-def test_shards_that_divide_by_the_ranks_are_each_read_by_one_rank() -> None:
+def test_shards_that_divide_by_the_ranks_are_each_read_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "datasets.distributed")  # `import datasets` does not import it
     loaders = share_out(lambda _: DataLoader(stream(2), 4), 2)
     shares = read(loaders)
     assert [flat([share]) for share in shares] == [list(range(13)), list(range(13, 26))]

@@ -224,6 +224,20 @@ def test_samplers_of_torch_are_compared_without_being_copied() -> None:
         share_out(lambda rank: DataLoader(range(9), 2, sampler=RandomSampler(range(9), rank == 1)), 2)  # type: ignore[arg-type]
 
 
+def test_a_sampler_of_the_users_is_compared_within_one_of_torch() -> None:
+    def make(rank: int) -> DataLoader[int]:
+        batches = BatchSampler(Strided(count=2, index=rank), 2, False)
+        return DataLoader(range(SIZE), sampler=batches, batch_size=None)  # type: ignore[arg-type]
+
+    with pytest.raises(ValueError, match=r"rank 0: first indices \[\[0, 2\], .*\n  rank 1: first indices \[\[1, 3\], "):
+        share_out(make, 2)
+
+
+def test_tensors_that_have_no_numbers_at_hand_are_compared_by_their_shape() -> None:
+    sparse, meta = torch.eye(4).to_sparse(), torch.empty(4, 2, device="meta")
+    assert share_out(lambda _: DataLoader(TensorDataset(sparse, meta), 2), 2)
+
+
 # Random numbers
 
 
