@@ -135,9 +135,9 @@ def refuse_later(optimizer: Optimizer, find: Callable[[], Sequence[Tensor]]) -> 
         if strangers:
             raise RuntimeError(
                 f"The `{type(optimizer).__name__}` was given {len(strangers)} parameters after it was set up (the "
-                f"first of shape {tuple(strangers[0].shape)}) that are in no module that was set up, so their gradients were "
-                "not averaged over the ranks. Make an optimizer of them, and pass it to `fabric.setup_optimizers`, or "
-                "set up the module that they are in."
+                f"first of shape {tuple(strangers[0].shape)}) that are in no module that was set up, so their "
+                "gradients were not averaged over the ranks. Make an optimizer of them, and pass it to "
+                "`fabric.setup_optimizers`, or set up the module that they are in."
             )
         seen = number
 

@@ -215,7 +215,7 @@ def encoder_and_head(loop: Loop, trial: Trial, one_optimizer: bool = False) -> O
 def temperature(loop: Loop, trial: Trial) -> Outcome:
     """A temperature with an optimizer of its own, other on each rank, and a shift in a group beside the model's."""
     net = trial.net()
-    values = (torch.full(shape, 0.3, dtype=trial.dtype) for shape in ((), (2, 1), (1,)))
+    values = (loop.to_device(torch.full(shape, 0.3, dtype=trial.dtype)) for shape in ((), (2, 1), (1,)))
     temperature, shift, unused = map(nn.Parameter, values)
     with torch.no_grad():
         temperature.add_(loop.global_rank)
