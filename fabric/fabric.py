@@ -242,7 +242,8 @@ class Fabric:
         self._refuse_twice(*optimizers)
         strangers = self._outside(optimizers)
         self._open.callback(self.strategy.setup_optimizers(self._connected, optimizers))
-        self._optimizers.update({optimizer: self._state_access(optimizer) for optimizer in optimizers})
+        shared = next((model.state for model in self._models.values()), PLAIN)  # where it holds parameters of no module
+        self._optimizers.update({each: self._state_access(each, otherwise=shared) for each in optimizers})
         self._take_in(strangers, optimizers, move=True)
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
@@ -502,11 +503,11 @@ class Fabric:
             )
         return self._models[module]
 
-    def _state_access(self, obj: nn.Module | Optimizer) -> StateAccess:
+    def _state_access(self, obj: nn.Module | Optimizer, otherwise: StateAccess = PLAIN) -> StateAccess:
         """Through whom the state of a module or an optimizer goes."""
         if isinstance(obj, Optimizer) and obj in self._optimizers:
             return self._optimizers[obj]
-        return next((model.state for model in self._models.values() if model.holds(obj)), PLAIN)
+        return next((model.state for model in self._models.values() if model.holds(obj)), otherwise)
 
     def _refuse_twice(self, *objects: nn.Module | Optimizer) -> None:
         for obj in objects:
