@@ -10,7 +10,8 @@ import atexit
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Concatenate, ParamSpec, TYPE_CHECKING, TypeVar, overload
+from functools import partial
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ from fabric.resolve import resolve
 from fabric.seed import seed_everything
 from fabric.stop import StopRequest
 from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.bare import BareParameters, outside, refuse_later, refuse_shards
 from fabric.strategies.checkpoint import single_file
 from fabric.strategies.checkpoint.state import (
     PLAIN,
@@ -62,6 +64,7 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.recompute import recompute
 from fabric.strategies.replica import backward_through
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.shards import as_sharded
 from fabric.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -125,6 +128,7 @@ class Fabric:
         self._optimizers: dict[Optimizer, StateAccess] = {}
         self._left_out: set[str] = set()
         """Loaders without a state, by the names under which they were left out of a checkpoint."""
+        self._bare: BareParameters | None = None
         self._backward: Callable[..., None] | None = None
         self._stop: StopRequest | None = None
 
@@ -274,13 +278,14 @@ class Fabric:
         """Prepare a model and its optimizers: the module alone, or with the optimizers (and the scheduler) in order.
 
         What comes back are the user's own objects wherever the strategy can keep them. Ranks: all call it.
-        Raises: ValueError: something was set up before, or an optimizer holds a parameter that nobody would average.
+        A parameter that is in no module (a temperature), but in one of the optimizers, is averaged like the others.
+        Raises: ValueError: something was set up before, or the strategy has no place for a parameter of an optimizer.
         """
         check_module(module)
         check_optimizers(*optimizers)
         runtime = self._connected
         self._refuse_twice(module, *optimizers)
-        self._refuse_strangers(optimizers, module)
+        strangers = self._outside(optimizers, module)
         with ExitStack() as stack:  # where the strategy refuses the module, it is left as it was
             stack.callback(recompute(uncompiled(module), self.strategy.activation_checkpointing_policy))
             prepared = self.strategy.setup(runtime, module, optimizers, move_to_device)
@@ -288,7 +293,7 @@ class Fabric:
         self._open.callback(prepared.release)
         self._models[prepared.module] = prepared
         self._optimizers.update(dict.fromkeys(prepared.optimizers, prepared.state))
-        self._backward = self._joint_backward()
+        self._take_in(strangers, prepared.optimizers, move=move_to_device)
         results = (prepared.module, *prepared.optimizers, *(() if scheduler is None else (scheduler,)))
         return results if len(results) > 1 else prepared.module
 
@@ -308,9 +313,11 @@ class Fabric:
             raise ValueError("`fabric.setup_optimizers()` was given no optimizer. Pass at least one.")
         check_optimizers(*optimizers)
         self._refuse_twice(*optimizers)
-        self._refuse_strangers(optimizers)
+        strangers = self._outside(optimizers)
         self._open.callback(self.strategy.setup_optimizers(self._connected, optimizers))
-        self._optimizers.update({optimizer: self._state_access(optimizer) for optimizer in optimizers})
+        shared = next((model.state for model in self._models.values()), PLAIN)  # where it holds parameters of no module
+        self._optimizers.update({each: self._state_access(each, otherwise=shared) for each in optimizers})
+        self._take_in(strangers, optimizers, move=True)
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
     @overload
@@ -416,7 +423,9 @@ class Fabric:
         """Within it, forward and backward of `module` leave gradients where they were computed. For accumulation: the
         last micro-batch runs outside, or with `enabled=False`. Afterwards all is as before."""
         prepared = self._prepared(module, "no_backward_sync")
-        return prepared.unsynced() if enabled else nullcontext()
+        if not enabled:
+            return nullcontext()
+        return self._bare.unsynced_with(prepared.unsynced) if self._bare else prepared.unsynced()
 
     def clip_gradients(
         self,
@@ -635,14 +644,16 @@ class Fabric:
 
     def _forget(self) -> None:
         """Let go of what was set up."""
-        self._models, self._optimizers, self._backward = {}, {}, None
+        self._models, self._optimizers, self._backward, self._bare = {}, {}, None, None
 
     def _joint_backward(self) -> Callable[..., None]:
         models = list(self._models.values())
-        if len(models) == 1:
+        if len(models) == 1 and not self._bare:
             return models[0].backward
         if all(model.joins_backward for model in models):
-            return backward_through(self._connected.loss_scaler, [watch for model in models for watch in model.watches])
+            watches = [watch for model in models for watch in model.watches]
+            bare = [self._bare.watch] if self._bare else []
+            return backward_through(self._connected.loss_scaler, [*watches, *bare])
         return _which_model
 
     def _writer(self, logger: object) -> MetricWriter:
@@ -661,11 +672,11 @@ class Fabric:
             )
         return self._models[module]
 
-    def _state_access(self, obj: nn.Module | Optimizer) -> StateAccess:
+    def _state_access(self, obj: nn.Module | Optimizer, otherwise: StateAccess = PLAIN) -> StateAccess:
         """Through whom the state of a module or an optimizer goes."""
         if isinstance(obj, Optimizer) and obj in self._optimizers:
             return self._optimizers[obj]
-        return next((model.state for model in self._models.values() if model.holds(obj)), PLAIN)
+        return next((model.state for model in self._models.values() if model.holds(obj)), otherwise)
 
     @property
     def _loader_states(self) -> LoaderStates:
@@ -679,18 +690,46 @@ class Fabric:
                     "with what `setup` returned."
                 )
 
-    def _refuse_strangers(self, optimizers: Sequence[Optimizer], *coming: nn.Module) -> None:
-        if self.world_size == 1:
-            return
-        known = {id(parameter) for model in (*self._models, *coming) for parameter in model.parameters()}
-        for optimizer in optimizers:
-            strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
-            if strangers:
-                raise ValueError(
-                    f"The `{type(optimizer).__name__}` holds {len(strangers)} parameters (the first of shape "
-                    f"{tuple(strangers[0].shape)}) that belong to no module set up so far: nobody would average their "
-                    "gradients. Set up every module first, and make parameters of your own part of one."
-                )
+    def _outside(self, optimizers: Sequence[Optimizer], *coming: nn.Module) -> list[Tensor]:
+        """The parameters that are in no module. Raises: ValueError: they cannot be averaged, or came too early."""
+        early = [each for module in coming for each in module.parameters() if self._bare and each in self._bare]
+        if early:
+            raise ValueError(
+                f"An optimizer that was set up before holds {len(early)} parameters of the "
+                f"`{type(coming[0]).__name__}`, which were taken for parameters outside of any module. Set up every "
+                "module before the optimizers of its parameters, or together with them."
+            )
+        strangers = outside(optimizers, (*self._models, *coming))
+        lack = self.strategy.lacks.get("bare_parameters")
+        if lack is not None and self.world_size == 1:
+            return []
+        if strangers and lack is not None:
+            optimizer, parameter = strangers[0]
+            raise ValueError(
+                f"The `{type(optimizer).__name__}` holds {len(strangers)} parameters (the first of shape "
+                f"{tuple(parameter.shape)}) that belong to no module set up so far. {lack}"
+            )
+        refuse_shards(strangers)
+        return [parameter for _, parameter in strangers]
+
+    def _take_in(self, strangers: Sequence[Tensor], optimizers: Sequence[Optimizer], *, move: bool) -> None:
+        """Average parameters that are in no module, and let none come unnoticed later."""
+        if strangers:
+            if self._bare is None:
+                self._bare = BareParameters(self._connected)
+                self._open.callback(self._bare.release)
+            self._bare.add(strangers, move=move)
+        if self.world_size > 1 and "bare_parameters" not in self.strategy.lacks:
+            for optimizer in optimizers:
+                self._open.callback(refuse_later(optimizer, partial(self._unknown, optimizer)))
+        if self._models:
+            self._backward = self._joint_backward()
+
+    def _unknown(self, optimizer: Optimizer) -> list[Tensor]:
+        """The parameters of an optimizer that nothing averages."""
+        strangers = [parameter for _, parameter in outside([optimizer], self._models)]
+        known = () if self._bare is None else self._bare
+        return [each for each in strangers if as_sharded(each) is None and each not in known]
 
     def _stop_request(self) -> StopRequest:
         if self._stop is None:

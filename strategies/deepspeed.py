@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.bare import IN_MODULE
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.collectives.process_group import TorchCollective
 from fabric.strategies.copies import own_hooks, refuse_copies, refuse_pickles
@@ -94,6 +95,7 @@ class DeepSpeedStrategy(Strategy):
             "later_optimizers": LATER,
             "joint_optimizer": LATER,
             "unused": UNUSED,
+            "bare_parameters": IN_MODULE,
         }
         if self._stage != 3:
             return always

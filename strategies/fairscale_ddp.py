@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.bare import IN_MODULE
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.data.share import Use
 from fabric.strategies.fairscale import (
@@ -57,7 +58,12 @@ class FairScaleShardedStrategy(Strategy):
 
     @property
     def lacks(self) -> Mapping[Capability, str]:
-        return {"unused": NEEDS_ALL, "later_optimizers": _LATER, "joint_optimizer": _LATER}
+        return {
+            "unused": NEEDS_ALL,
+            "later_optimizers": _LATER,
+            "joint_optimizer": _LATER,
+            "bare_parameters": IN_MODULE,
+        }
 
     @property
     def launchers(self) -> tuple[str, ...]:

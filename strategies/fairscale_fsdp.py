@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.bare import IN_MODULE
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.data.share import Use
 from fabric.strategies.execution_order import ExecutionOrder
@@ -75,7 +76,12 @@ class FairScaleFSDPStrategy(Strategy):
 
     @property
     def lacks(self) -> Mapping[Capability, str]:
-        always: dict[Capability, str] = {"unused": NEEDS_ALL, "compile": UNCOMPILABLE, "copies": IN_SLICES}
+        always: dict[Capability, str] = {
+            "unused": NEEDS_ALL,
+            "compile": UNCOMPILABLE,
+            "copies": IN_SLICES,
+            "bare_parameters": IN_MODULE,
+        }
         return always if self.wrap is None else {**always, "compile_before": UNCOMPILABLE}
 
     @property

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.bare import IN_MODULE
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.process_group import TorchCollective
@@ -80,7 +81,8 @@ class ManualStrategy(Strategy):
     @property
     def lacks(self) -> Mapping[Capability, str]:
         copies = any(number > 1 and axis not in self._data_axes(1) for axis, number in self._axes(1).items())
-        return {"gather_gradients": COPIES} if copies else {}
+        always: dict[Capability, str] = {"bare_parameters": IN_MODULE}
+        return {**always, "gather_gradients": COPIES} if copies else always
 
     @property
     def launchers(self) -> tuple[str, ...]:

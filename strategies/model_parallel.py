@@ -28,6 +28,7 @@ from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.alone import enter_alone
 from fabric.strategies.averaging import Averaging
+from fabric.strategies.bare import IN_MODULE
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.changes import Additions, GatheredFlags
 from fabric.strategies.checkpoint.state import uncompiled
@@ -116,6 +117,8 @@ class ModelParallelStrategy(Strategy):
     def lacks(self) -> Mapping[Capability, str]:
         copies = self.pipeline is not None or self.context != 1 or self.tensor != 1
         always: dict[Capability, str] = {"copies": IN_SHARDS if self.pipeline is None else IN_STAGES}
+        if self.pipeline is not None:
+            always["bare_parameters"] = IN_MODULE
         return {**always, "gather_gradients": COPIES} if copies else always
 
     @property

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from fabric.launchers.environments.xla import PJRT
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.bare import IN_MODULE
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.changes import Contents
 from fabric.strategies.collectives.agreement import agree
@@ -69,7 +70,8 @@ class XLAStrategy(Strategy):
 
     @property
     def lacks(self) -> Mapping[Capability, str]:
-        return {} if self.find_unused_parameters else {"unused": _UNUSED}
+        always: dict[Capability, str] = {"bare_parameters": IN_MODULE}
+        return always if self.find_unused_parameters else {**always, "unused": _UNUSED}
 
     @property
     def marks_steps(self) -> bool:

@@ -6,7 +6,7 @@ stand around the user's module, in its names, for nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.bare import IN_MODULE
+from fabric.strategies.capabilities import Capability
 from fabric.strategies.data.share import Use
 from fabric.strategies.initialize import new_tensors
 from fabric.strategies.precision.precision import Precision
@@ -43,6 +45,10 @@ class XLAFSDPStrategy(Strategy):
 
     The process is given to SPMD for good: replicas, and a plain XLA device, need another one.
     """
+
+    @property
+    def lacks(self) -> Mapping[Capability, str]:
+        return {"bare_parameters": IN_MODULE}
 
     @property
     def marks_steps(self) -> bool:

@@ -12,7 +12,7 @@ averaged here, no loader is shared out, and no mark can change a number. `xla_sp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,8 @@ from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.bare import IN_MODULE
+from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.data.share import Use
 from fabric.strategies.initialize import new_tensors
@@ -73,6 +75,10 @@ class XLAModelParallelStrategy(Strategy):
     def __post_init__(self) -> None:
         check_function(self, "parallelize_fn", "parallelize_fn(model, mesh)")
         check_written("XLAModelParallelStrategy", self._written())
+
+    @property
+    def lacks(self) -> Mapping[Capability, str]:
+        return {"bare_parameters": IN_MODULE}
 
     @property
     def marks_steps(self) -> bool:

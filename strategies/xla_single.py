@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.bare import IN_MODULE
+from fabric.strategies.capabilities import Capability
 from fabric.strategies.collectives.single import SingleDeviceCollective
 from fabric.strategies.data.share import Use
 from fabric.strategies.initialize import new_tensors
@@ -38,6 +40,10 @@ from fabric.strategies.xla_device import (
 @dataclass(frozen=True, kw_only=True)
 class SingleDeviceXLAStrategy(Strategy):
     """The whole model on one device of XLA, in the calling process. That process can then launch no replicas."""
+
+    @property
+    def lacks(self) -> Mapping[Capability, str]:
+        return {"bare_parameters": IN_MODULE}
 
     @property
     def marks_steps(self) -> bool:

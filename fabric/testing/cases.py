@@ -131,6 +131,12 @@ _CASES = (
         body=partial(loops.encoder_and_head, one_optimizer=True),
         needs=("several_models", "joint_backward", "joint_optimizer", "later_optimizers"),
     ),
+    Case(
+        name="bare_parameters",
+        claim="a temperature and a scale that are in no module, clipped and accumulated",
+        body=loops.temperature,
+        needs=("bare_parameters", "accumulate", "clip_norm", "several_optimizers"),
+    ),
     _trained("compile", "compiled after setup", "compile", compile="after", kinds=("rotary",)),
     _trained("compile_before", "compiled before setup", "compile_before", compile="before", kinds=("rotary",)),
     Case(name="evaluate", claim="a model without optimizer", body=loops.evaluate, needs=("evaluate",)),

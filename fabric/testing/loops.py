@@ -288,6 +288,37 @@ def encoder_and_head(loop: Loop, trial: Trial, one_optimizer: bool = False) -> O
     return finished(loop, trial, {"encoder": encoder, "head": head}, optimizers, losses, inputs=inputs)
 
 
+def temperature(loop: Loop, trial: Trial) -> Outcome:
+    """A temperature with an optimizer of its own, other on each rank, and a shift in a group beside the model's."""
+    net = trial.net()
+    values = (loop.to_device(torch.full(shape, 0.3, dtype=trial.dtype)) for shape in ((), (2, 1), (1,)))
+    temperature, shift, unused = map(nn.Parameter, values)
+    with torch.no_grad():
+        temperature.add_(loop.global_rank)
+    groups: list[dict[str, Any]] = [{"params": list(net.parameters())}, {"params": [shift, unused], "lr": 0.05}]
+    model, first, second = loop.setup(
+        net, make_optimizer(groups, "sgd"), make_optimizer([{"params": [temperature]}], "adamw")
+    )
+    losses, norms = [], []
+    for number, (tokens, targets, _) in enumerate(loop.setup_dataloaders(trial.loader()), start=1):
+        with loop.no_backward_sync(model, enabled=number % 2 == 1):
+            logits = model(tokens).to(trial.dtype) / temperature.exp()
+            loss = cross_entropy(logits + shift.sum() * logits.square(), targets)
+            loop.backward(loss, model=model)
+        losses.append(mean(loop, loss))
+        if number % 2 == 0:
+            for optimizer in (first, second):
+                norm = loop.clip_gradients(model, optimizer, max_norm=0.1)
+                assert norm is not None
+                norms.append(norm.item())
+                optimizer.step()
+                optimizer.zero_grad()
+    assert unused.grad is None
+    found = finished(loop, trial, {"model": model}, {"first": first, "second": second}, losses, norms)
+    found.outputs.update(temperature=temperature.detach(), shift=shift.detach())
+    return found
+
+
 def two_optimizers(loop: Loop, trial: Trial) -> Outcome:
     """Matrices and vectors of one model, an optimizer each."""
     net = trial.net()

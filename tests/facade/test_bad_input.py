@@ -270,11 +270,6 @@ ON_RANKS: dict[str, tuple[Strategy, Callable[[Fabric], tuple[str, str, bool]], s
         foreign_optimizer,
         "ValueError: The `SGD` holds 2 parameters (the first of shape (2, 2)) that ",
     ),
-    "ddp, an optimizer of other parameters": (
-        DDPStrategy(),
-        foreign_optimizer,
-        "that belong to no module set up so far: nobody would average their gradients.",
-    ),
     "fsdp, a policy of another model": (
         FSDPStrategy(auto_wrap_policy={nn.Conv2d}),
         no_such_part,
