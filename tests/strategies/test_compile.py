@@ -17,9 +17,10 @@ from torch.nn.functional import cross_entropy
 import fabric.strategies
 from fabric import Fabric
 from fabric.strategies import FSDPStrategy, Strategy
-from fabric.strategies.registry import make_strategy
 
-Way: TypeAlias = Literal["", "before", "after", "in place", "in a function", "each block", "each block in place", "loss"]
+Way: TypeAlias = Literal[
+    "", "before", "after", "in place", "in a function", "each block", "each block in place", "loss"
+]
 WIDTH, LENGTH, VOCABULARY = 8, 6, 11
 OURS = str(Path(fabric.strategies.__file__).parent)
 
