@@ -164,9 +164,9 @@ def _forget_original(module: nn.Module) -> None:
 # Note [The compiler sees the user's functions alone]
 # `torch.compile` compiles each Python function that is called within what it compiles. Ours must not be: they would be
 # compiled anew for each model, and what they write past autograd, through `.data`, into a tensor that backward has
-# saved would count as a change of it. `torch.compiler.disable` cannot say so: it holds for one function, or for all that
-# is called from it, the user's included. So torch skips `_Method.__call__`, and the compiler is paused for what runs
-# around the user's method. With `fullgraph=True`, the graph is that of the user's method.
+# saved would count as a change of it. `torch.compiler.disable` cannot say so: it is for one function, or for all that
+# it calls, the user's included. So torch skips `_Method.__call__`, and the compiler is paused for what runs around the
+# user's method. With `fullgraph=True`, the graph is that of the user's method.
 
 
 def _paused(run: Around, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -54,8 +54,8 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, function: Parallelize) -> n
     if changed:
         some = ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
         raise ValueError(
-            f"`parallelize_fn` added, removed or renamed parameters: {some}. Checkpoints and optimizers know parameters "
-            "by their names. Do that before `setup`; to compile a submodule, call `submodule.compile()`, which renames "
+            f"`parallelize_fn` added, removed or renamed parameters: {some}. Checkpoints and optimizers know them by "
+            "their names. Do that before `setup`; to compile a submodule, call `submodule.compile()`, which renames "
             "nothing."
         )
     return module if result is None else result

@@ -18,7 +18,9 @@ import fabric.strategies
 from fabric import Fabric
 from fabric.strategies import FSDPStrategy, Strategy
 
-Way: TypeAlias = Literal["", "before", "after", "in place", "in a function", "each block", "each block in place", "loss"]
+Way: TypeAlias = Literal[
+    "", "before", "after", "in place", "in a function", "each block", "each block in place", "loss"
+]
 WIDTH, LENGTH, VOCABULARY = 8, 6, 11
 OURS = str(Path(fabric.strategies.__file__).parent)
 

@@ -196,7 +196,7 @@ def test_a_copy_of_a_prepared_model_is_plain_and_computes_with_its_own_parameter
     net = Net(True)
     model = fabric.setup(net)
     other = copy.deepcopy(model)
-    assert "forward" not in vars(other.blocks[0])
+    assert other.blocks[0].forward == Block.forward.__get__(other.blocks[0])
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.zero_()
@@ -211,7 +211,7 @@ def test_a_policy_that_means_nothing_is_an_error_and_leaves_the_model_as_it_was(
     )
     with pytest.raises(ValueError, match="`activation_checkpointing_policy=Conv2d` matches no part of the `Net`"):
         fabric.setup(Net(True))
-    with pytest.raises(TypeError, match="`activation_checkpointing_policy='Block'` says no parts. Pass classes"):
+    with pytest.raises(TypeError, match=r"`activation_checkpointing_policy='Block'` says no parts\. Pass classes"):
         Fabric(accelerator="cpu", strategy=SingleDeviceStrategy(activation_checkpointing_policy="Block"))  # type: ignore[arg-type]
 
 
@@ -227,3 +227,39 @@ def test_two_backwards_through_one_graph_find_the_buffers_of_its_forward() -> No
         fabric.backward(loss)
         gradients.append([parameter.grad for parameter in model.parameters()])
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
+
+
+def in_wrappers(model: nn.Module, mesh: Any) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.fsdp import fully_shard
+
+    for number, block in enumerate(model.blocks):  # type: ignore[arg-type]
+        model.blocks[number] = fully_shard(checkpoint_wrapper(block), mesh=mesh["shard"])  # type: ignore[index,operator]
+    fully_shard(model, mesh=mesh["shard"])
+
+
+def train_in_wrappers(fabric: Fabric) -> tuple[list[Tensor], list[str], int]:
+    net = Net(False)
+    for block in net.blocks:
+        block.register_buffer("mean", None)
+        block.forward = _plain.__get__(block)
+    names = list(net.state_dict())
+    losses, saved, _ = train(fabric, net)
+    content = fabric._state_access(net).read_module(net)
+    assert list(content) == (names if fabric.is_global_zero else [])
+    fabric._state_access(net).write_module(net, {**content, **net.state_dict()}, strict=True)
+    return losses[:3], names, saved
+
+
+@pytest.mark.slow
+def test_parallelize_fn_may_call_torchs_checkpoint_wrapper_and_names_stay_the_users() -> None:
+    found = [
+        Fabric(accelerator="cpu", devices=2, strategy=ModelParallelStrategy(parallelize_fn=function, shard=2)).launch(
+            train_in_wrappers
+        )
+        for function in (in_shards, in_wrappers)
+    ]
+    (expected, names, saved_all), (losses, names_again, saved) = found
+    torch.testing.assert_close(losses, expected, rtol=0, atol=0)
+    assert names == names_again
+    assert saved < saved_all / 4
