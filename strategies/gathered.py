@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast, final
 import torch
 from torch import Tensor, nn
 
+from fabric.strategies.copies import Hook
 from fabric.strategies.shards import user_class
 
 if TYPE_CHECKING:
@@ -50,10 +51,9 @@ class Gathered:
         if not self._units:
             return
         # Around the hooks of `fully_shard`, which are on the module already.
-        self._hooks.append(module.register_forward_pre_hook(lambda *_: self._enter(), prepend=True))
-        self._hooks.append(
-            module.register_forward_hook(lambda module, args, output: self._leave(output), always_call=True)
-        )
+        enter, leave = Hook(lambda *_: self._enter()), Hook(lambda module, args, output: self._leave(output))
+        self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
+        self._hooks.append(module.register_forward_hook(leave, always_call=True))
         for part in module.modules():
             object.__setattr__(part, "zero_grad", _ZeroGrad(self, part))
             self._parts.append(part)
