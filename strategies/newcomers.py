@@ -9,6 +9,7 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import final
 
+import torch
 from torch import Tensor, nn
 
 from fabric.strategies.changes import Contents
@@ -32,6 +33,8 @@ class Newcomers:
 
     def refuse(self, sentence: str) -> None:
         """Raise RuntimeError where there are any: their names, and the sentence."""
+        if torch.compiler.is_compiling():  # the compiler cannot trace the comparison
+            return
         has_changed = not self._contents.is_as_it_was()
         if not has_changed and not any(map(_requires_grad, self._unknown)):
             return

@@ -126,6 +126,8 @@ class Recipe:
     seed: int
     optimizer: str = "sgd"
     accumulate: int = 1
+    repeated: bool = False
+    """Whether every backward of a window is synchronised, not the last alone."""
     clip: dict[str, float] = field(default_factory=dict)
     masked: bool = False
     frozen: bool = False
@@ -228,7 +230,7 @@ def train(
     losses, norms = [], []
     for step, (tokens, targets, keep) in enumerate(batches(recipe, num_samples, part, shares), start=1):
         is_last = step % recipe.accumulate == 0
-        with fabric.no_backward_sync(model) if not is_last else nullcontext():
+        with nullcontext() if is_last or recipe.repeated else fabric.no_backward_sync(model):
             loss = model(tokens, targets, **({} if keep is None else {"keep": keep}))
             fabric.backward(loss / recipe.accumulate)
         losses.append(fabric.all_reduce(loss.detach()).item())

@@ -71,6 +71,7 @@ def test_losses_norms_weights_moments_and_outputs_equal_those_of_one_process(
     recipes = [
         Recipe(seed, accumulate=2, clip={"max_norm": 0.1}),
         Recipe(seed, optimizer="adamw", clip={"clip_val": 0.01}, masked=True),
+        Recipe(seed, accumulate=3, repeated=True),
         Recipe(seed + 1, clip={"max_norm": 0.05, "norm_type": float("inf")}, frozen=schedule not in SPLIT_BACKWARD),
     ]
     num_samples = 8 * recipes[0].sizes[0]
@@ -102,6 +103,7 @@ def test_stages_in_replicas_in_shards_and_cut_along_tensors_train_as_one_process
     recipes = [
         Recipe(seed, accumulate=2, clip={"max_norm": 0.1}),
         Recipe(seed + 1, optimizer="adamw", masked=True, clip={"clip_val": 0.01}),
+        Recipe(seed + 1, accumulate=3, repeated=True),
     ]
     shares = 1 if "tensor" in others else 2
     strategy = ModelParallelStrategy(pipeline=options, **others)
