@@ -124,14 +124,15 @@ def refuse_shards(strangers: Iterable[tuple[Optimizer, Tensor]]) -> None:
 def refuse_later(optimizer: Optimizer, find: Callable[[], Sequence[Tensor]]) -> Callable[[], None]:
     """Let `optimizer.step` raise RuntimeError where `find` finds parameters in groups that came later. Returns what
     undoes it. `find` is called when the number of parameters has changed."""
-    seen = sum(len(group["params"]) for group in optimizer.param_groups)
+    known = set(parameters_of(optimizer))  # a layer may leave its module, and its parameters stay here
+    seen = len(known)
 
     def check(*_: Any) -> None:
         nonlocal seen
         number = sum(len(group["params"]) for group in optimizer.param_groups)
         if number == seen:
             return
-        strangers = find()
+        strangers = [parameter for parameter in find() if parameter not in known]
         if strangers:
             raise RuntimeError(
                 f"The `{type(optimizer).__name__}` was given {len(strangers)} parameters after it was set up (the "
@@ -139,6 +140,7 @@ def refuse_later(optimizer: Optimizer, find: Callable[[], Sequence[Tensor]]) -> 
                 "gradients were not averaged over the ranks. Make an optimizer of them, and pass it to "
                 "`fabric.setup_optimizers`, or set up the module that they are in."
             )
+        known.update(parameters_of(optimizer))
         seen = number
 
     return optimizer.register_step_pre_hook(check).remove

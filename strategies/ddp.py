@@ -329,5 +329,5 @@ _NOT_AVERAGED = (
 _UNUSED = (
     "Averaging waits for every parameter, and so the gradients of some others are not averaged either. Pass "
     "`find_unused_parameters=True` (`strategy='ddp_find_unused_parameters_true'`), or freeze what takes no part with "
-    "`requires_grad_(False)` before `setup`."
+    "`requires_grad_(False)`."
 )
