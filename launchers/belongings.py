@@ -57,7 +57,7 @@ class Belongings:
 def write_out() -> list[Any]:
     """Write what waits in buffers: of the standard streams, of open files, of log handlers and of C.
 
-    Gives the open temporary files. Python has no list of open files but that of its garbage collector: 15 ms for the
+    Gives the open temporary files. Python has no list of open files but that of its garbage collector: 20 ms for the
     objects of torch.
     """
     for stream in (sys.stdout, sys.stderr):  # objects of anybody's, in a notebook
