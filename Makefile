@@ -7,6 +7,7 @@ RUN  := .venv/run
 LINT := .venv/lint
 HOROVOD := .venv/horovod
 XLA     := .venv/xla
+CLIENTS := .venv/clients
 WHEELS := .venv/wheels
 SAYS := pyproject.toml constraints.txt Makefile
 
@@ -15,7 +16,7 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --constraint c
 # Installing this package writes beside its sources: of targets that run at a time, one after the other does.
 ALONE := $(if $(shell command -v flock),flock .venv)
 
-.PHONY: demo environment slurm test test-clusters test-horovod test-xla lint check bench clean
+.PHONY: demo environment slurm test test-clients test-clusters test-horovod test-xla lint check bench clean
 
 demo: $(RUN)/demo.done  ## A CNN on handwritten digits, in two processes
 	$(RUN)/bin/python examples/digits.py --accelerator cpu --devices 2
@@ -25,7 +26,11 @@ environment: $(RUN)/test.done  ## What the tests run in
 slurm: $(RUN)/slurm.done  ## What tests on several machines need beside it: Debian, as root
 
 test: environment  ## The tests; PYTEST_ARGS='-k seed' for some
-	$(RUN)/bin/python -m pytest --ignore tests/clusters $(PYTEST_ARGS)
+	$(RUN)/bin/python -m pytest --ignore tests/clusters --ignore tests/clients $(PYTEST_ARGS)
+
+# Programs of other people, with models of a few thousand random weights: nothing is downloaded.
+test-clients: $(CLIENTS)/test.done  ## litgpt over fabric.lightning, beside Lightning itself
+	HF_HUB_OFFLINE=1 timeout 1500 $(CLIENTS)/bin/python -m pytest tests/clients $(PYTEST_ARGS)
 
 # A whole SLURM runs in these, and machines made of network namespaces: they need root.
 test-clusters: environment slurm  ## The tests on clusters that are started here; Debian, as root
@@ -41,7 +46,7 @@ test-xla: $(XLA)/test.done  ## Tests over torch_xla and its own torch, on the pr
 	CPU_NUM_DEVICES=2 timeout 1500 $(XLA)/bin/python -m pytest tests/xla $(PYTEST_ARGS)
 	CPU_NUM_DEVICES=4 timeout 600 $(XLA)/bin/python -m pytest tests/xla -k 'xla_collective or xla_device or precision' $(PYTEST_ARGS)
 
-check: test test-xla test-horovod test-clusters lint  ## All of these; --jobs 2 runs two of them at a time
+check: test test-clients test-xla test-horovod test-clusters lint  ## All of these; --jobs 2 runs two of them at a time
 
 bench: $(RUN)/bench.done  ## Ratios against raw PyTorch, and against others where they are installed
 	$(RUN)/bin/python tests/benchmarks $(BENCH_ARGS)
@@ -54,7 +59,7 @@ lint: $(LINT)/copy.done  ## Style, and types of the package as it is installed
 clean:
 	rm -rf .venv build dist *.egg-info
 
-$(RUN)/torch.done $(LINT)/torch.done $(HOROVOD)/torch.done: %/torch.done: constraints.txt
+$(RUN)/torch.done $(LINT)/torch.done $(HOROVOD)/torch.done $(CLIENTS)/torch.done: %/torch.done: constraints.txt
 	$(PYTHON) -m venv --clear $*
 	$*/bin/python $(PIP_INSTALL) torch
 	touch $@
@@ -94,6 +99,13 @@ $(LINT)/lint.done: $(LINT)/torch.done $(SAYS)
 
 $(LINT)/copy.done: $(LINT)/lint.done $(shell find fabric strategies launchers -name '*.py')
 	$(ALONE) $(LINT)/bin/python $(PIP_INSTALL) --no-deps --force-reinstall .
+	touch $@
+
+# Other people's packages are resolved together and once; ours goes beside them.
+$(CLIENTS)/test.done: $(CLIENTS)/torch.done $(SAYS)
+	$(CLIENTS)/bin/python $(PIP_INSTALL) 'datasets>=4,<5' 'lightning>=2.6.6,<2.7' 'litgpt>=0.5.13,<0.6' \
+	    'peft>=0.19,<1' 'pytest>=8' 'pytest-timeout>=2.3' 'rich>=14.1' 'setuptools>=77' 'transformers>=5.3,<6'
+	$(ALONE) $(CLIENTS)/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	touch $@
 
 # CUDA's libraries, 3.7 GB, are what PyPI's torch 2.9 is linked to; nothing here runs them.

@@ -10,7 +10,7 @@ import atexit
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from fabric.callbacks import call
 from fabric.console import print_rank_zero
 from fabric.determinism import determinism
 from fabric.launchers.world import World
-from fabric.loggers.logger import metric_writer
+from fabric.loggers.logger import MetricWriter, metric_writer, record_hyperparams
 from fabric.machine import Machine
 from fabric.progress import progress
 from fabric.request import Request
@@ -46,10 +46,14 @@ from fabric.strategies.data.share import Use
 from fabric.strategies.data.transfer import move
 from fabric.strategies.initialize import new_tensors
 from fabric.strategies.precision.forward_precision import autocast
+from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.replica import backward_through
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.strategy import Strategy
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 
@@ -88,8 +92,8 @@ class Fabric:
         said = {name: value for name, value in locals().items() if name != "self"}
         request = Request.build(said, os.environ)
         self._configuration = resolve(request, Machine.look(os.environ, request))
-        self._callbacks, self._loggers = request.callbacks, request.loggers
-        self._writers = [metric_writer(logger) for logger in self._loggers]
+        self._callbacks, self._loggers = request.callbacks, list(request.loggers)
+        self._writers: list[tuple[object, MetricWriter]] = [(one, metric_writer(one)) for one in self._loggers]
         self._deterministic = request.deterministic
         self._place: World | None = self._configuration.world  # what this process is, once it is a rank, for good
         self._runtime: Runtime | None = None
@@ -142,6 +146,16 @@ class Fabric:
         return self._configuration.accelerator
 
     @property
+    def precision(self) -> Precision:
+        """The dtypes of parameters, of compute and of reductions."""
+        return self._configuration.precision
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The ranks along named axes; None where the strategy has no axes."""
+        return self._connected.mesh
+
+    @property
     def collective(self) -> Collective:
         """How the ranks talk; for parallelism of one's own. `split` makes the `group` of the methods below."""
         return self._connected.collective
@@ -152,8 +166,8 @@ class Fabric:
         return self._loggers[0] if self._loggers else None
 
     @property
-    def loggers(self) -> Sequence[Any]:
-        """The loggers, in the order given."""
+    def loggers(self) -> list[Any]:
+        """The loggers, in the order given. One that is appended here, after `launch` too, takes what is logged next."""
         return self._loggers
 
     # Launching and closing
@@ -428,8 +442,16 @@ class Fabric:
         """Give metrics, numbers or tensors of one element, to every logger, from rank zero."""
         if self.is_global_zero:
             numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
-            for write in self._writers:
-                write(numbers, step)
+            for logger in self._loggers:
+                self._writer(logger)(numbers, step)
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Give the settings of a run to every logger that has `log_hyperparams`, from rank zero.
+
+        Raises: TypeError: there are loggers, and none of them has it.
+        """
+        if self.is_global_zero:
+            record_hyperparams(self._loggers, params)
 
     def call(self, hook: str, *args: Any, **kwargs: Any) -> None:
         """Run the method `hook` of every callback that has it, in the order given."""
@@ -483,6 +505,14 @@ class Fabric:
         if all(model.joins_backward for model in models):
             return backward_through(self._connected.loss_scaler, [watch for model in models for watch in model.watches])
         return _which_model
+
+    def _writer(self, logger: object) -> MetricWriter:
+        """How to give metrics to a logger, which is checked when it is seen for the first time."""
+        for known, write in self._writers:
+            if known is logger:
+                return write
+        self._writers.append((logger, metric_writer(logger)))
+        return self._writers[-1][1]
 
     def _prepared(self, module: nn.Module, method: str) -> Prepared:
         if module not in self._models:

@@ -34,6 +34,7 @@ COLLECTIVES_OUTSIDE = {
 ENVIRONMENT = {
     "fabric/determinism.py": "sets the variable that cuBLAS reads, and gives it back",
     "fabric/fabric.py": "the one place that hands the environment to Request and Machine",
+    "fabric/lightning/utilities/rank_zero.py": "Lightning Fabric's decorator asks for the rank wherever it is called",
     "launchers/inherit.py": "a rank takes over the environment of the process that launched it",
     "launchers/order.py": "a rank's environment is the supervisor's and its place",
     "launchers/rank.py": "a process becomes a rank",
@@ -113,6 +114,16 @@ def test_imports_point_one_way() -> None:
         for module in imports_of(path)
         if (layer := layer_of(module)) is not None
         and LAYERS.index(layer) < LAYERS.index(path.relative_to(ROOT).parts[0])
+    ]
+    assert not wrong
+
+
+def test_the_core_knows_nothing_of_the_package_for_code_of_lightning_fabric() -> None:
+    wrong = [
+        f"{named(path)} imports {module}"
+        for path in sources()
+        for module in imports_of(path)
+        if module.startswith("fabric.lightning") and not named(path).startswith("fabric/lightning/")
     ]
     assert not wrong
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from fabric.loggers.directory import make_run_directory
 
@@ -27,13 +28,12 @@ class CSVLogger:
 
     def __init__(self, root: str | os.PathLike[str], name: str = "", version: int | str | None = None) -> None:
         self.root, self.name, self.version = Path(root), name, version
-        self._file: Path | None = None
-        self._columns = ["step"]
+        self._rows: CSVRows | None = None
 
     @property
     def file(self) -> Path | None:
         """Where the rows are; None before the first."""
-        return self._file
+        return None if self._rows is None else self._rows.file
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Append a row. Only one process writes a run.
@@ -42,25 +42,47 @@ class CSVLogger:
         Raises: ValueError: a metric is named `step`. TypeError: a value is no number. FileExistsError: see `version`.
         """
         _check(metrics)
+        self._open().append(metrics, step)
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Write the settings of the run to `hyperparameters.json` beside the rows; a second call replaces it."""
+        write_hyperparams(self._open().file.parent, params)
+
+    def _open(self) -> CSVRows:
+        if self._rows is None:
+            self._rows = CSVRows(make_run_directory(self.root, self.name, self.version) / "metrics.csv")
+        return self._rows
+
+
+@final
+class CSVRows:
+    """The rows of one CSV file, which the first of them makes, in a directory that exists."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.num_rows = 0
+        self._columns = ["step"]
+
+    def append(self, metrics: Mapping[str, float], step: int | None) -> None:
+        """Write one row, and new columns where there are metrics not seen before.
+
+        Raises: ValueError: a metric is named `step`. TypeError: a value is no number.
+        """
+        _check(metrics)
         added = [name for name in metrics if name not in self._columns]
-        if self._file is None:
-            self._columns += added
-            self._file = self._create()
+        self._columns += added
+        if self.num_rows == 0:
+            _append(self.file, _line(self._columns))
         elif added:
-            self._columns += added
-            self._widen(self._file, len(added))
+            self._widen(len(added))
         cells = {"step": "" if step is None else step, **metrics}
-        _append(self._file, _line(cells.get(column, "") for column in self._columns))
+        _append(self.file, _line(cells.get(column, "") for column in self._columns))
+        self.num_rows += 1
 
-    def _create(self) -> Path:
-        file = make_run_directory(self.root, self.name, self.version) / "metrics.csv"
-        _append(file, _line(self._columns))
-        return file
-
-    def _widen(self, file: Path, num_added: int) -> None:
+    def _widen(self, num_added: int) -> None:
         """Write the file anew with the columns there are now; the new cells of old rows are empty."""
-        beside = file.with_suffix(".csv.new")
-        with file.open(newline="") as old, beside.open("w", newline="") as new:
+        beside = self.file.with_suffix(".csv.new")
+        with self.file.open(newline="") as old, beside.open("w", newline="") as new:
             rows = csv.reader(old)
             next(rows)
             writer = csv.writer(new, lineterminator="\n")
@@ -68,7 +90,14 @@ class CSVLogger:
             writer.writerows([*row, *[""] * num_added] for row in rows)
             new.flush()
             os.fsync(new.fileno())
-        beside.replace(file)
+        beside.replace(self.file)
+
+
+def write_hyperparams(directory: Path, params: Mapping[str, Any]) -> None:
+    """Write `hyperparameters.json`, whole or not at all. What JSON has no form for is written as its `str`."""
+    beside = directory / "hyperparameters.json.new"
+    beside.write_text(json.dumps(dict(params), indent=2, default=str) + "\n", encoding="utf-8")
+    beside.replace(directory / "hyperparameters.json")
 
 
 def _check(metrics: Mapping[str, float]) -> None:

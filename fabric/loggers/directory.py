@@ -15,7 +15,7 @@ def make_run_directory(root: Path, name: str, version: int | str | None) -> Path
         return _make(above / (f"version_{version}" if isinstance(version, int) else version))
     while True:
         try:
-            return _make(above / f"version_{_next_number(above)}")
+            return _make(above / f"version_{next_version(above)}")
         except FileExistsError:
             continue  # another run was faster
 
@@ -31,6 +31,7 @@ def _make(directory: Path) -> Path:
     return directory
 
 
-def _next_number(above: Path) -> int:
+def next_version(above: Path) -> int:
+    """The number after the greatest of the directories `version_N` in `above`; 0 where there is none."""
     numbers = [path.name.removeprefix("version_") for path in above.glob("version_*")]
     return max((int(number) for number in numbers if number.isdecimal()), default=-1) + 1

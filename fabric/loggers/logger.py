@@ -7,7 +7,7 @@ Fabric calls it on rank zero alone, with numbers. Lightning's loggers, Comet's e
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
@@ -37,6 +37,22 @@ def metric_writer(logger: object) -> MetricWriter:
         f"`loggers` holds {logger!r}, a `{type(logger).__name__}`. A logger has `log_metrics(metrics, step=None)` or "
         f"`log(metrics, step=None)`, and it {has}. Write one of the two: the metrics are a dict of numbers by name."
     )
+
+
+def record_hyperparams(loggers: Sequence[object], params: Mapping[str, Any]) -> None:
+    """Give the settings of a run to each logger that has `log_hyperparams(params)`; the others take metrics alone.
+
+    Raises: TypeError: there are loggers, and none of them has it.
+    """
+    methods = [method for logger in loggers if callable(method := getattr(logger, "log_hyperparams", None))]
+    if loggers and not methods:
+        kinds = ", ".join(f"`{type(logger).__name__}`" for logger in loggers)
+        raise TypeError(
+            f"`fabric.log_hyperparams(...)`: of the loggers {kinds}, none has `log_hyperparams(params)`. Add one that "
+            "has it, such as `fabric.CSVLogger`, or write the method."
+        )
+    for method in methods:
+        method(dict(params))
 
 
 def _takes_metrics(method: Any) -> bool:

@@ -25,11 +25,7 @@ class TensorBoardLogger:
     """
 
     def __init__(self, root: str | os.PathLike[str], name: str = "", version: int | str | None = None) -> None:
-        if importlib.util.find_spec("tensorboard") is None:
-            raise ModuleNotFoundError(
-                "`TensorBoardLogger` needs tensorboard, which is not installed. Run `pip install "
-                "'torchfabric[loggers]'`, or write a file of rows with `CSVLogger`."
-            )
+        check_installed()
         self.root, self.name, self.version = Path(root), name, version
         self._writer: Any = None
         self._process_id = 0
@@ -42,6 +38,13 @@ class TensorBoardLogger:
         writer = self._open()
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
+        writer.flush()
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Write the settings of the run, which TensorBoard shows as the text `hyperparameters`."""
+        rows = "".join(f"| {name} | {value} |\n" for name, value in params.items())
+        writer = self._open()
+        writer.add_text("hyperparameters", f"| name | value |\n| --- | --- |\n{rows}")
         writer.flush()
 
     def close(self) -> None:
@@ -61,6 +64,15 @@ class TensorBoardLogger:
             self._process_id = os.getpid()
             weakref.finalize(self, _close, self._writer, self._process_id)
         return self._writer
+
+
+def check_installed() -> None:
+    """Raise ModuleNotFoundError where tensorboard is not installed."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ModuleNotFoundError(
+            "`TensorBoardLogger` needs tensorboard, which is not installed. Run `pip install "
+            "'torchfabric[loggers]'`, or write a file of rows with `CSVLogger`."
+        )
 
 
 def _close(writer: Any, process_id: int) -> None:

@@ -1,0 +1,25 @@
+"""The kinds of devices, under the names of Lightning Fabric."""
+
+from __future__ import annotations
+
+from fabric.lightning.accelerators.accelerator import Accelerator, view_of
+from fabric.lightning.accelerators.cpu import CPUAccelerator
+from fabric.lightning.accelerators.cuda import CUDAAccelerator, find_usable_cuda_devices
+from fabric.lightning.accelerators.mps import MPSAccelerator
+from fabric.lightning.accelerators.xla import XLAAccelerator
+
+__all__ = [
+    "Accelerator",
+    "CPUAccelerator",
+    "CUDAAccelerator",
+    "MPSAccelerator",
+    "XLAAccelerator",
+    "accelerator_of",
+    "find_usable_cuda_devices",
+]
+
+
+def accelerator_of(name: str) -> Accelerator:
+    """The accelerator of a name, of the class that code asks for with `isinstance`."""
+    kinds = {"cpu": CPUAccelerator, "cuda": CUDAAccelerator, "mps": MPSAccelerator, "xla": XLAAccelerator}
+    return kinds[name]() if name in kinds else view_of(name)

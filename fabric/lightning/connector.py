@@ -1,0 +1,52 @@
+"""The arguments of that library's `Fabric`, as the core's."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+from fabric.lightning.accelerators.accelerator import Accelerator
+from fabric.lightning.plugins.environments import ClusterEnvironment
+from fabric.lightning.plugins.io import CheckpointIO, refuse_checkpoint_io
+from fabric.lightning.plugins.precision import Precision
+from fabric.lightning.strategies.strategy import Strategy
+from fabric.strategies.accelerators.registry import available_accelerators
+
+_PRECISION_INPUT_INT: TypeAlias = Literal[64, 32, 16]
+_PRECISION_INPUT_STR_ALIAS: TypeAlias = Literal["64", "32", "16", "bf16"]
+_PRECISION_INPUT_STR: TypeAlias = Literal["16-true", "16-mixed", "bf16-true", "bf16-mixed", "32-true", "64-true"]
+_PRECISION_INPUT: TypeAlias = _PRECISION_INPUT_INT | _PRECISION_INPUT_STR | _PRECISION_INPUT_STR_ALIAS
+_PLUGIN_INPUT: TypeAlias = Precision | ClusterEnvironment | CheckpointIO
+
+
+def core_arguments(
+    accelerator: Any, strategy: Any, devices: Any, num_nodes: Any, precision: Any, plugins: Any, callbacks: Any
+) -> dict[str, Any]:
+    """Keyword arguments of the core's `Fabric`. What is wrong in them is for the core to say."""
+    plugins = plugins if isinstance(plugins, list | tuple) else () if plugins is None else (plugins,)
+    for plugin in plugins:
+        if isinstance(plugin, CheckpointIO):
+            refuse_checkpoint_io(plugin)
+    said_precisions = [plugin.core for plugin in plugins if isinstance(plugin, Precision)]
+    if isinstance(precision, Precision):
+        precision = precision.core
+    if precision is None:
+        precision = "32-true"
+    return {
+        "accelerator": _accelerator(accelerator),
+        "strategy": strategy.core(num_nodes) if isinstance(strategy, Strategy) else strategy,
+        "devices": devices,
+        "num_nodes": num_nodes,
+        "precision": precision,
+        "plugins": [*said_precisions, *(each for each in plugins if not isinstance(each, Precision | CheckpointIO))],
+        "callbacks": callbacks,
+    }
+
+
+def _accelerator(word: Any) -> Any:
+    if isinstance(word, Accelerator):
+        return word.name()
+    if word == "tpu":
+        return "xla"
+    if word == "gpu":
+        return next((name for name in ("cuda", "mps", "xpu") if name in available_accelerators()), "cuda")
+    return word

@@ -1,0 +1,468 @@
+"""`Fabric` as Lightning Fabric has it, over the core's: `fabric.core`.
+
+Each method takes what that library's takes and hands it on. What differs in the results is in
+`docs/from-lightning.md`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from fabric.callbacks import call
+from fabric.fabric import Fabric as CoreFabric
+from fabric.launchers.main_module import is_interactive
+from fabric.lightning.accelerators import Accelerator, accelerator_of
+from fabric.lightning.carry import refuse
+from fabric.lightning.connector import core_arguments
+from fabric.lightning.reductions import in_place, reduction
+from fabric.lightning.strategies import Strategy, strategy_of
+from fabric.lightning.utilities.seed import seed_everything
+from fabric.lightning.wrappers import AfterStep, _FabricModule, is_wrapped, prepared, unwrap
+from fabric.strategies.collectives.collective import Collective
+
+T = TypeVar("T")
+
+
+class Fabric:
+    """Runs a PyTorch loop that was written for Lightning Fabric. Methods of the core that library lacks work, too.
+
+    Arguments are that library's; `core_options` are further ones of `fabric.Fabric` (`launcher`, `deterministic`, ...).
+    `precision=None` is "32-true". `accelerator="gpu"` is the kind of GPU that there is, and "tpu" is "xla".
+    """
+
+    def __init__(
+        self,
+        accelerator: Any = "auto",
+        strategy: Any = "auto",
+        devices: Any = "auto",
+        num_nodes: int = 1,
+        precision: Any = None,
+        plugins: Any = None,
+        callbacks: Any = None,
+        loggers: Any = None,
+        **core_options: Any,
+    ) -> None:
+        arguments = core_arguments(accelerator, strategy, devices, num_nodes, precision, plugins, callbacks)
+        self.core = CoreFabric(**arguments, loggers=loggers, **core_options)
+        known = strategy if isinstance(strategy, Strategy) else strategy_of(self.core.strategy)
+        self._strategy = known.within(self.core)
+        self._callbacks: list[Any] = [*_several(callbacks)]
+        self._models: list[nn.Module] = []
+        self._hooks: list[RemovableHandle] = []
+        self._launched = False
+
+    def __getattr__(self, name: str) -> Any:
+        """What the core has and that library has not: `progress`, `should_stop`, `average_gradients`, ..."""
+        if name.startswith("_") or "core" not in self.__dict__:
+            raise AttributeError(f"`{type(self).__name__}` has no attribute {name!r}.")
+        return getattr(self.core, name)
+
+    def __enter__(self) -> Fabric:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # Who and where
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """The kind of device."""
+        return accelerator_of(self.core.accelerator.name)
+
+    @property
+    def strategy(self) -> Strategy:
+        """How models lie over devices; `strategy.core(1)` is the core's."""
+        return self._strategy
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors live."""
+        return self.core.device
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank over all nodes."""
+        return self.core.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank on its node."""
+        return self.core.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """The rank of this process's node."""
+        return self.core.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are over all nodes, or will be: it may be asked before `launch`."""
+        return self.core._configuration.topology.size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.core.is_global_zero
+
+    @property
+    def loggers(self) -> list[Any]:
+        """The loggers; the list may grow, and be replaced."""
+        return self.core.loggers
+
+    @loggers.setter
+    def loggers(self, loggers: Any) -> None:
+        self.core.loggers[:] = _several(loggers)
+
+    @property
+    def logger(self) -> Any:
+        """The first logger. Raises IndexError where there is none, as that library does."""
+        if not self.core.loggers:
+            raise IndexError("`fabric.logger`: there is no logger. Pass one to `Fabric(loggers=...)`.")
+        return self.core.loggers[0]
+
+    # Launching and closing
+
+    def launch(self, function: Callable[..., T] | None = None, *args: Any, **kwargs: Any) -> T | None:
+        """Start the ranks; a second call without a function does nothing.
+
+        With a function: each rank calls `function(fabric, ...)` and goes on after it, with its own result, as under
+        that library. Under `spawn`, `forkserver` and in a notebook the ranks end with it, and rank 0's result is given
+        back.
+        """
+        if function is None:
+            if not self._launched:
+                self._launched = True
+                self.core.launch()
+            return None
+        if not callable(function):
+            raise TypeError(
+                f"`fabric.launch({function!r})` was given a `{type(function).__name__}`. Pass a function "
+                "`(fabric, ...)`, without calling it."
+            )
+        if not inspect.signature(function).parameters:
+            raise TypeError(
+                f"`fabric.launch({function.__qualname__})`: the function takes no argument, and is given the fabric. "
+                f"Write `def {function.__qualname__}(fabric)`."
+            )
+        if self._launched:
+            return function(self, *args, **kwargs)
+        self._launched = True
+        if self._ends_with_the_function():
+            return self.core.launch(_run, self, function, args, kwargs)
+        self.core.launch()
+        return function(self, *args, **kwargs)
+
+    def close(self) -> None:
+        """Give back the process group, the environment and the user's objects as they were."""
+        for hook in self._hooks:
+            hook.remove()
+        self.core.close()
+        self._models, self._hooks = [], []
+        self._launched = False
+
+    # Preparing
+
+    def setup(
+        self,
+        module: nn.Module,
+        *optimizers: Optimizer,
+        scheduler: Any = None,
+        move_to_device: bool = True,
+        _reapply_compile: bool = True,
+    ) -> Any:
+        """Prepare a model and its optimizers: the module alone, or with the optimizers (and the scheduler) in order."""
+        result = self.core.setup(_to_set_up(self, module), *optimizers, move_to_device=move_to_device)
+        model, *rest = result if isinstance(result, tuple) else (result,)
+        wrapper = _FabricModule(model)
+        self._models.append(model)
+        self._watch(rest)
+        if "_fabric" in vars(wrapper.module):  # a LightningModule, whose `log` and `print` go to its fabric
+            wrapper.module._fabric = self  # type: ignore[assignment]
+            wrapper.module._fabric_optimizers = list(rest)  # type: ignore[assignment]
+            if not any(callback is wrapper.module for callback in self._callbacks):
+                self._callbacks.append(wrapper.module)
+        self.call("on_after_setup", fabric=self, module=wrapper)
+        if not rest:
+            return wrapper
+        return (wrapper, *rest) if scheduler is None else (wrapper, *rest, scheduler)
+
+    def setup_module(
+        self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True
+    ) -> _FabricModule:
+        """Prepare a model without optimizers."""
+        wrapper: _FabricModule = self.setup(module, move_to_device=move_to_device)
+        return wrapper
+
+    def setup_optimizers(self, *optimizers: Optimizer) -> Any:
+        """Prepare optimizers of models that are set up: the optimizer alone, or all in the order given."""
+        result = self.core.setup_optimizers(*optimizers)
+        self._watch(optimizers)
+        return result
+
+    def setup_dataloaders(
+        self, *dataloaders: Iterable[Any], use_distributed_sampler: bool = True, move_to_device: bool = True
+    ) -> Any:
+        """Give each rank its share of the data, on its device: the loader alone, or a list of all in order."""
+        result = self.core.setup_dataloaders(
+            *dataloaders, use_distributed_sampler=use_distributed_sampler, move_to_device=move_to_device
+        )
+        return list(result) if len(dataloaders) > 1 else result
+
+    def is_wrapped(self, obj: object) -> bool:
+        """Whether a fabric prepared the module, optimizer or loader."""
+        return is_wrapped(obj)
+
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+        """Within it, modules are made where the strategy wants them, in the precision's dtype."""
+        return self.core.init_module(empty_init)
+
+    def init_tensor(self) -> AbstractContextManager[None]:
+        """Within it, tensors are made on the device, in the precision's dtype."""
+        return self.core.init_tensor()
+
+    def sharded_model(self) -> AbstractContextManager[None]:
+        """Not carried over: it was `init_module`'s name once."""
+        raise refuse("fabric.sharded_model()", "Write `fabric.init_module()`.")
+
+    def to_device(self, obj: T) -> T:
+        """Move a module (in place) or a nest of tensors to this rank's device."""
+        return self.core.to_device(obj)
+
+    # The step
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision's autocast, for operations outside a prepared model's forward."""
+        return self.core.autocast()
+
+    def backward(self, tensor: Tensor, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
+        """Compute gradients, averaged over the ranks."""
+        self.core.backward(tensor, *args, model=prepared(model), **kwargs)
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
+        """Within it, gradients of `module` stay on the rank that computed them."""
+        inner = prepared(module)
+        assert inner is not None
+        return self.core.no_backward_sync(inner, enabled) if enabled else nullcontext()
+
+    def clip_gradients(
+        self,
+        module: nn.Module | None,
+        optimizer: Optimizer,
+        clip_val: float | None = None,
+        max_norm: float | None = None,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor | None:
+        """Clip each gradient, or their norm over all shards. `module=None`: the one whose parameters are stepped."""
+        return self.core.clip_gradients(
+            self._model_of(module, optimizer), optimizer, clip_val, max_norm, norm_type, error_if_nonfinite
+        )
+
+    # Talking
+
+    def barrier(self, name: str | None = None) -> None:
+        """Return once all ranks have called it."""
+        self.core.barrier(name)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Give every rank the object of rank `src`."""
+        return self.core.broadcast(obj, src)
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Give every rank the tensors of all ranks: `(*S)` -> `(W, *S)`; for one rank `(*S)`, as that library does."""
+        tensors = self.core.to_device(_tensors(data))
+        ranks = _collective(group)
+        return tensors if self._size_of(ranks) == 1 else self.core.all_gather(tensors, ranks, sync_grads)
+
+    def all_reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce tensors over all ranks, in place as that library does, and give them back.
+
+        Raises: TypeError: the mean of integers, which no integer tensor can hold.
+        """
+        tensors = self.core.to_device(_tensors(data))
+        operation = reduction(reduce_op)
+        ranks = _collective(group)
+        return in_place(
+            tensors, operation, self._size_of(ranks), lambda one: self.core.all_reduce(one, ranks, operation)
+        )
+
+    def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
+        """Let rank zero (of each node, if `local`) run the block before the others."""
+        return self.core.rank_zero_first(local)
+
+    # Saving
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        state: Mapping[str, Any],
+        filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Write one file, whatever the strategy. Loaders without a position are left out. Ranks: all."""
+        self.core.save(path, _unwrapped("save", state), filter)
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        state: MutableMapping[str, Any] | None = None,
+        strict: bool = True,
+        *,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Read what `save` wrote into the objects of `state`, in place; what `state` does not name is returned."""
+        _check_weights_only("load", weights_only)
+        if state is None:
+            return self.core.load(path, None, strict)
+        plain = _unwrapped("load", state)
+        before = dict(plain)
+        rest = self.core.load(path, plain, strict)
+        for name, value in plain.items():
+            if value is not before[name]:
+                state[name] = value
+        return rest
+
+    def load_raw(
+        self, path: str | os.PathLike[str], obj: Any, strict: bool = True, *, weights_only: bool | None = None
+    ) -> None:
+        """Load a file that holds the bare state of one module or optimizer."""
+        _check_weights_only("load_raw", weights_only)
+        self.core.load_raw(path, unwrap(obj), strict)
+
+    # Telling
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """`print`, on rank zero alone."""
+        self.core.print(*args, **kwargs)
+
+    def log(self, name: str, value: Any, step: int | None = None) -> None:
+        """Give one metric to every logger, from rank zero."""
+        self.core.log(name, value, step)
+
+    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Give metrics to every logger, from rank zero."""
+        self.core.log_dict(metrics, step)
+
+    def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
+        """Run a method of every callback that has it, with those of the keywords that it takes."""
+        for callback in self._callbacks:
+            method = getattr(callback, hook_name, None)
+            taken = _taken(method, kwargs) if callable(method) else kwargs
+            call([callback], hook_name, *args, **taken)
+
+    @staticmethod
+    def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
+        """Seed Python, NumPy and torch; None is 0."""
+        return seed_everything(seed, workers, verbose)
+
+    # Within
+
+    def _validate_launched(self) -> None:
+        """Raise RuntimeError where there are to be several ranks, and they do not exist yet."""
+        _ = self.core.device
+
+    def _size_of(self, ranks: Collective | None) -> int:
+        return self.core.world_size if ranks is None else ranks.size
+
+    def _ends_with_the_function(self) -> bool:
+        """Whether ranks cannot go on with the lines after `launch`."""
+        chosen = self.core._configuration
+        if chosen.topology.size == 1 or chosen.world is not None:
+            return False
+        return is_interactive() or chosen.launcher in _BY_FUNCTION or "script" not in chosen.strategy.launchers
+
+    def _watch(self, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers:
+            self._hooks.append(optimizer.register_step_post_hook(AfterStep(self)))
+
+    def _model_of(self, module: nn.Module | None, optimizer: Optimizer) -> nn.Module:
+        """The prepared module that is meant, or the first whose parameters the optimizer steps."""
+        inner = prepared(module)
+        if inner is not None and any(model is inner for model in self._models):
+            return inner
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for model in self._models:
+            if any(id(parameter) in stepped for parameter in model.parameters()):
+                return model
+        raise ValueError(
+            f"`clip_gradients`: the `{type(optimizer).__name__}` steps no parameter of a model that was set up. Pass "
+            "the model and the optimizer to `fabric.setup`."
+        )
+
+
+_BY_FUNCTION = ("spawn", "forkserver")
+
+
+def _run(core: CoreFabric, fabric: Fabric, function: Callable[..., T], args: Any, kwargs: Any) -> T:
+    """What a rank runs that ends with the function."""
+    fabric.core = core
+    fabric._strategy = fabric._strategy.within(core)
+    return function(fabric, *args, **kwargs)
+
+
+def _to_set_up(fabric: Fabric, module: nn.Module) -> nn.Module:
+    """A copy of a prepared module is a module that nobody has set up."""
+    inner = prepared(module)
+    return module if inner is None or (inner is not module and fabric.core.is_wrapped(inner)) else inner
+
+
+def _several(objects: Any) -> Sequence[Any]:
+    return () if objects is None else objects if isinstance(objects, list | tuple) else (objects,)
+
+
+def _taken(method: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    try:
+        parameters = inspect.signature(method).parameters
+    except (TypeError, ValueError):  # of a function that is not Python's
+        return kwargs
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return kwargs
+    return {name: value for name, value in kwargs.items() if name in parameters}
+
+
+def _tensors(data: Any) -> Any:
+    """Numbers as tensors, in a nest of the same containers."""
+    if isinstance(data, bool | int | float):
+        return torch.tensor(data, dtype=torch.float32 if isinstance(data, float) else torch.int64)
+    if isinstance(data, dict):
+        return {key: _tensors(value) for key, value in data.items()}
+    if type(data) in (list, tuple):
+        return type(data)(_tensors(value) for value in data)
+    return torch.from_numpy(data) if type(data).__module__ == "numpy" and "shape" in dir(data) else data
+
+
+def _collective(group: Any) -> Collective | None:
+    if group is None or isinstance(group, Collective):
+        return group
+    raise refuse(
+        f"group={group!r}",
+        "Leave it out for all ranks, or pass `fabric.collective.split([0, 1])`, which all ranks call.",
+    )
+
+
+def _unwrapped(method: str, state: Any) -> dict[str, Any]:
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"`fabric.{method}(path, state)` was given a `{type(state).__name__}` as `state`. Pass a dict, such as "
+            "`{'model': model}`."
+        )
+    plain: dict[str, Any] = unwrap(dict(state))
+    return plain
+
+
+def _check_weights_only(method: str, weights_only: bool | None) -> None:
+    if weights_only is False:
+        raise refuse(
+            f"fabric.{method}(weights_only=False)",
+            "Leave it out: a checkpoint that `fabric.save` wrote needs no pickled objects. For a file of another's, "
+            "call `torch.load(path, weights_only=False)` and `load_state_dict` yourself.",
+        )

@@ -1,0 +1,82 @@
+"""`CSVLogger` with the arguments of Lightning Fabric. Each row is on disk once it is logged."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, final
+
+from fabric.lightning.loggers.logger import Logger, prefixed, settings
+from fabric.lightning.utilities.rank_zero import rank_zero_only
+from fabric.loggers.csv_file import CSVRows, write_hyperparams
+from fabric.loggers.directory import next_version
+
+
+@final
+class CSVLogger(Logger):
+    """Writes `root_dir/name/version_N/metrics.csv`, on rank zero alone.
+
+    `name=None`: versions are in `root_dir` itself. `version=None`: the next free number, chosen when it is first asked
+    for. `flush_logs_every_n_steps` is kept to in any case, for every row is written at once.
+    Raises: ValueError: `flush_logs_every_n_steps` is below 1.
+    """
+
+    LOGGER_JOIN_CHAR = "-"
+
+    def __init__(
+        self,
+        root_dir: str | os.PathLike[str],
+        name: str | None = "lightning_logs",
+        version: int | str | None = None,
+        prefix: str = "",
+        flush_logs_every_n_steps: int = 100,
+    ) -> None:
+        if flush_logs_every_n_steps < 1:
+            raise ValueError(f"`flush_logs_every_n_steps={flush_logs_every_n_steps}`: write a number from 1 on.")
+        self._root = Path(root_dir)
+        self._name = name or ""
+        self._version = version
+        self._prefix = prefix
+        self._rows: CSVRows | None = None
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def version(self) -> int | str:
+        if self._version is None:
+            self._version = next_version(self._root / self._name)
+        return self._version
+
+    @property
+    def root_dir(self) -> str:
+        return str(self._root)
+
+    @property
+    def log_dir(self) -> str:
+        version = self.version if isinstance(self.version, str) else f"version_{self.version}"
+        return str(self._root / self._name / version)
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        rows = self._open()
+        named = prefixed(metrics, self._prefix, self.LOGGER_JOIN_CHAR)
+        named.pop("step", None)  # the column is what `step=` says
+        rows.append(named, rows.num_rows if step is None else step)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        write_hyperparams(self._open().file.parent, settings(params))
+
+    def _open(self) -> CSVRows:
+        if self._rows is None:
+            file = Path(self.log_dir) / "metrics.csv"
+            if file.exists():
+                raise FileExistsError(
+                    f"{str(file)!r} exists, and may hold the metrics of another run. Leave `version` out for the next "
+                    "free number, or write one that is free."
+                )
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._rows = CSVRows(file)
+        return self._rows

@@ -1,0 +1,5 @@
+"""How ranks talk: `fabric.collective`."""
+
+from __future__ import annotations
+
+from fabric.strategies.collectives.collective import Collective as Collective

@@ -1,0 +1,36 @@
+"""Cluster environments. They are recognised by themselves; passing one says which it has to be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fabric.launchers.environments.environment import Environment as ClusterEnvironment
+from fabric.launchers.environments.kubeflow import KubeflowEnvironment as KubeflowEnvironment
+from fabric.launchers.environments.lsf import LSFEnvironment as LSFEnvironment
+from fabric.launchers.environments.mpi import MPIEnvironment as MPIEnvironment
+from fabric.launchers.environments.slurm import SlurmEnvironment as SLURMEnvironment
+from fabric.launchers.environments.torchelastic import TorchElasticEnvironment as TorchElasticEnvironment
+from fabric.launchers.environments.xla import XLAEnvironment as XLAEnvironment
+from fabric.lightning.carry import refuse
+
+__all__ = [
+    "ClusterEnvironment",
+    "KubeflowEnvironment",
+    "LSFEnvironment",
+    "LightningEnvironment",
+    "MPIEnvironment",
+    "SLURMEnvironment",
+    "TorchElasticEnvironment",
+    "XLAEnvironment",
+]
+
+
+class LightningEnvironment:
+    """Processes started here, whatever the environment says. Here a launcher's world is the truth."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise refuse(
+            "LightningEnvironment()",
+            "Leave it out: without an external launcher the ranks are started here. Within a job whose variables are "
+            "to be ignored, unset them for the program: `env -u SLURM_PROCID -u SLURM_STEP_ID python train.py`.",
+        )

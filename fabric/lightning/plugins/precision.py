@@ -1,0 +1,114 @@
+"""Precisions: what `fabric.strategy.precision` is, and what may be passed to `Fabric(plugins=...)`."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, final
+
+import torch
+
+from fabric.lightning.carry import refuse
+from fabric.strategies.precision.forward_precision import autocast
+from fabric.strategies.precision.precision import Precision as CorePrecision
+
+
+class Precision:
+    """What numbers are made of. `precision`: the word, such as "bf16-mixed"."""
+
+    precision: str = "32-true"
+    """The word for `Fabric(precision=...)`."""
+
+    @property
+    def core(self) -> CorePrecision:
+        """The same, for the core."""
+        return CorePrecision.parse(self.precision)  # type: ignore[arg-type]
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """The autocast of a mixed precision, on the current device."""
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        return autocast(self.core, device)
+
+
+@final
+class DoublePrecision(Precision):
+    """64-true."""
+
+    precision = "64-true"
+
+
+class HalfPrecision(Precision):
+    """bf16-true or 16-true."""
+
+    def __init__(self, precision: str = "16-true") -> None:
+        self.precision = _one_of(precision, ("bf16-true", "16-true"), "HalfPrecision")
+
+
+class MixedPrecision(Precision):
+    """bf16-mixed or 16-mixed. `scaler` is not carried over."""
+
+    def __init__(self, precision: str, device: str | None = None, scaler: Any = None) -> None:
+        if scaler is not None:
+            raise refuse(
+                "MixedPrecision(scaler=...)",
+                "Pass `dataclasses.replace(fabric.strategies.Precision.parse('16-mixed'), init_scale=2.0**10)` to "
+                "`Fabric(precision=...)` for another first factor.",
+            )
+        self.precision = _one_of(precision, ("bf16-mixed", "16-mixed"), "MixedPrecision")
+
+
+class FSDPPrecision(Precision):
+    """The precision under FSDP: `precision` alone; `scaler` is not carried over."""
+
+    def __init__(self, precision: str, scaler: Any = None) -> None:
+        if scaler is not None:
+            raise refuse("FSDPPrecision(scaler=...)", "Leave it out: '16-mixed' scales losses by itself.")
+        self.precision = CorePrecision.parse(precision).name  # type: ignore[arg-type]
+
+
+class DeepSpeedPrecision(Precision):
+    """The precision under DeepSpeed."""
+
+    def __init__(self, precision: str) -> None:
+        self.precision = CorePrecision.parse(precision).name  # type: ignore[arg-type]
+
+
+class XLAPrecision(Precision):
+    """The precision on XLA devices."""
+
+    def __init__(self, precision: str) -> None:
+        self.precision = CorePrecision.parse(precision).name  # type: ignore[arg-type]
+
+
+class TransformerEnginePrecision(Precision):
+    """Not carried over."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise refuse(
+            "TransformerEnginePrecision(...)",
+            "Write `precision='bf16-mixed'`, or put Transformer Engine's modules into the model yourself.",
+        )
+
+
+class BitsandbytesPrecision(Precision):
+    """Not carried over."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise refuse(
+            "BitsandbytesPrecision(...)",
+            "Put `bitsandbytes.nn.Linear4bit` into the model before `fabric.setup`, or write `precision='bf16-true'`.",
+        )
+
+
+def precision_of(core: CorePrecision) -> Precision:
+    """The precision of a core's, of the class that code asks for with `isinstance`."""
+    if core.name == "64-true":
+        return DoublePrecision()
+    if core.name in ("bf16-mixed", "16-mixed"):
+        return MixedPrecision(core.name)
+    return HalfPrecision(core.name) if core.name in ("bf16-true", "16-true") else Precision()
+
+
+def _one_of(word: str, words: tuple[str, ...], kind: str) -> str:
+    if word not in words:
+        raise ValueError(f"`{kind}({word!r})`: write one of {', '.join(map(repr, words))}.")
+    return word

@@ -1,0 +1,49 @@
+"""Strategies, with the names and arguments of Lightning Fabric. Each holds one of the core: `strategy.core`."""
+
+from __future__ import annotations
+
+from fabric.lightning.strategies.ddp import DDPStrategy
+from fabric.lightning.strategies.deepspeed import DeepSpeedStrategy
+from fabric.lightning.strategies.dp import DataParallelStrategy
+from fabric.lightning.strategies.fsdp import FSDPStrategy
+from fabric.lightning.strategies.model_parallel import ModelParallelStrategy
+from fabric.lightning.strategies.parallel import ParallelStrategy
+from fabric.lightning.strategies.single_device import SingleDeviceStrategy
+from fabric.lightning.strategies.single_xla import SingleDeviceXLAStrategy
+from fabric.lightning.strategies.strategy import Strategy
+from fabric.lightning.strategies.xla import XLAStrategy
+from fabric.lightning.strategies.xla_fsdp import XLAFSDPStrategy
+from fabric.strategies.strategy import Strategy as CoreStrategy
+
+__all__ = [
+    "DDPStrategy",
+    "DataParallelStrategy",
+    "DeepSpeedStrategy",
+    "FSDPStrategy",
+    "ModelParallelStrategy",
+    "ParallelStrategy",
+    "SingleDeviceStrategy",
+    "SingleDeviceXLAStrategy",
+    "Strategy",
+    "XLAFSDPStrategy",
+    "XLAStrategy",
+    "strategy_of",
+]
+
+_KINDS: dict[str, type[Strategy]] = {
+    "DDPStrategy": DDPStrategy,
+    "DataParallelStrategy": DataParallelStrategy,
+    "DeepSpeedStrategy": DeepSpeedStrategy,
+    "FSDPStrategy": FSDPStrategy,
+    "ModelParallelStrategy": ModelParallelStrategy,
+    "SingleDeviceStrategy": SingleDeviceStrategy,
+    "SingleDeviceXLAStrategy": SingleDeviceXLAStrategy,
+    "XLAFSDPStrategy": XLAFSDPStrategy,
+    "XLAStrategy": XLAStrategy,
+}
+"""By the name of the core's class."""
+
+
+def strategy_of(core: CoreStrategy) -> Strategy:
+    """The strategy of a core's, of the class that code asks for with `isinstance`; where there is none, `Strategy`."""
+    return _KINDS.get(type(core).__name__, Strategy).holding(core)

@@ -1,0 +1,49 @@
+"""`DDPStrategy`."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from fabric.lightning.strategies.parallel import ParallelStrategy, processes, unknown
+from fabric.strategies.ddp import DDPStrategy as CoreDDP
+
+
+class DDPStrategy(ParallelStrategy):
+    """The whole model in every process, gradients averaged.
+
+    `start_method="popen"` takes the fastest way that works: a fork, or the script once more. Options of torch's
+    DistributedDataParallel: `bucket_cap_mb`, `find_unused_parameters`, `static_graph`, `gradient_as_bucket_view`,
+    `broadcast_buffers`.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any = None,
+        parallel_devices: Any = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        start_method: str = "popen",
+        **kwargs: Any,
+    ) -> None:
+        options = processes(
+            "DDPStrategy",
+            process_group_backend,
+            timeout,
+            start_method,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+        )
+        unknown("DDPStrategy", kwargs, dict.fromkeys(_OPTIONS))
+        if (megabytes := kwargs.pop("bucket_cap_mb", None)) is not None:
+            options["bucket_bytes"] = int(megabytes * 2**20)
+        self._core = CoreDDP(**options, **kwargs)
+
+
+_OPTIONS = ("broadcast_buffers", "bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")

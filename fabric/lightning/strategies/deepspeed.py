@@ -1,0 +1,132 @@
+"""`DeepSpeedStrategy`: arguments that say DeepSpeed's dictionary, over the core's, which checks its keys."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from fabric.lightning.carry import refuse, refuse_said
+from fabric.lightning.strategies.parallel import ParallelStrategy, processes
+from fabric.strategies.deepspeed import DeepSpeedStrategy as CoreDeepSpeed
+from fabric.strategies.deepspeed_config import read_config
+
+_ZERO = {
+    "allgather_bucket_size": "allgather_bucket_size",
+    "allgather_partitions": "allgather_partitions",
+    "contiguous_gradients": "contiguous_gradients",
+    "overlap_comm": "overlap_comm",
+    "reduce_bucket_size": "reduce_bucket_size",
+    "reduce_scatter": "reduce_scatter",
+    "sub_group_size": "sub_group_size",
+}
+_FP16 = ("hysteresis", "initial_scale_power", "loss_scale", "loss_scale_window", "min_loss_scale")
+_NOWHERE = {
+    "remote_device": "Leave it out: `fabric.init_module(empty_init=True)` makes no values.",
+    "load_full_weights": "Leave it out: checkpoints hold whole weights.",
+    "logging_batch_size_per_gpu": "Leave it out: it served DeepSpeed's own logs alone.",
+    "logging_level": "Call `logging.getLogger('DeepSpeed').setLevel(level)`.",
+    "exclude_frozen_parameters": "Pass `filter` to `fabric.save`.",
+    "nvme_path": "States are offloaded to main memory alone.",
+    "block_size": "States are offloaded to main memory alone.",
+    "queue_depth": "States are offloaded to main memory alone.",
+    "single_submit": "States are offloaded to main memory alone.",
+    "overlap_events": "States are offloaded to main memory alone.",
+    "thread_count": "States are offloaded to main memory alone.",
+    "partition_activations": "Recompute activations with `torch.utils.checkpoint` in the model.",
+    "cpu_checkpointing": "Recompute activations with `torch.utils.checkpoint` in the model.",
+    "contiguous_memory_optimization": "Recompute activations with `torch.utils.checkpoint` in the model.",
+    "synchronize_checkpoint_boundary": "Recompute activations with `torch.utils.checkpoint` in the model.",
+}
+
+
+class DeepSpeedStrategy(ParallelStrategy):
+    """ZeRO by DeepSpeed.
+
+    What is said beside the parameters below goes into DeepSpeed's dictionary: `allgather_bucket_size`,
+    `allgather_partitions`, `contiguous_gradients`, `overlap_comm`, `reduce_bucket_size`, `reduce_scatter`,
+    `sub_group_size`; and of the scaling of losses under "16-true": `loss_scale` (0: it adapts), `initial_scale_power`,
+    `loss_scale_window`, `hysteresis`, `min_loss_scale`. What is not said is DeepSpeed's own default.
+    Raises: NotCarriedOverError: an argument that has no counterpart. ValueError: said here and in `config`.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any = None,
+        zero_optimization: bool = True,
+        stage: int | None = None,
+        *,
+        offload_optimizer: bool = False,
+        offload_parameters: bool = False,
+        offload_params_device: str = "cpu",
+        offload_optimizer_device: str = "cpu",
+        pin_memory: bool = False,
+        zero_allow_untested_optimizer: bool = True,
+        config: Any = None,
+        parallel_devices: Any = None,
+        cluster_environment: Any = None,
+        precision: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        **kwargs: Any,
+    ) -> None:
+        options = processes(
+            "DeepSpeedStrategy",
+            process_group_backend,
+            timeout,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            precision=precision,
+        )
+        refuse_said("DeepSpeedStrategy", kwargs, _NOWHERE)
+        if not zero_optimization or stage == 0:
+            raise refuse("DeepSpeedStrategy(zero_optimization=False)", "Write `strategy='ddp'`, which is that.")
+        if not zero_allow_untested_optimizer:
+            raise refuse(
+                "DeepSpeedStrategy(zero_allow_untested_optimizer=False)",
+                "Leave it out: every optimizer that updates each element by itself is allowed.",
+            )
+        for name, device in (("params", offload_params_device), ("optimizer", offload_optimizer_device)):
+            if device != "cpu":
+                raise refuse(f"DeepSpeedStrategy(offload_{name}_device={device!r})", "Write 'cpu', main memory.")
+        if pin_memory:
+            raise refuse(
+                "DeepSpeedStrategy(pin_memory=True)",
+                "Write it into DeepSpeed's dictionary: `config={'zero_optimization': {'offload_optimizer': {'device': "
+                "'cpu', 'pin_memory': True}}}`.",
+            )
+        self._core = CoreDeepSpeed(
+            **options,
+            stage=stage,
+            offload_optimizer=offload_optimizer,
+            offload_parameters=offload_parameters,
+            config=_merged(read_config(config), kwargs),
+        )
+
+    @property
+    def config(self) -> Any:
+        """DeepSpeed's dictionary, as far as it was said."""
+        return getattr(self._core, "config", {})
+
+
+def _merged(config: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
+    sections: dict[str, dict[str, Any]] = {"zero_optimization": {}, "fp16": {}}
+    for name, value in said.items():
+        if name in _ZERO:
+            sections["zero_optimization"][_ZERO[name]] = value
+        elif name in _FP16:
+            sections["fp16"][name] = value
+        else:
+            raise TypeError(
+                f"`DeepSpeedStrategy({name}=...)`: there is no such option here. Write it into DeepSpeed's dictionary, "
+                "`config={...}`."
+            )
+    for section, values in sections.items():
+        twice = sorted(set(values) & set(config.get(section, {})))
+        if twice:
+            raise ValueError(
+                f"`DeepSpeedStrategy({twice[0]}={values[twice[0]]!r})`, and `config[{section!r}][{twice[0]!r}]` is "
+                f"{config[section][twice[0]]!r}. Leave one of them out."
+            )
+    filled = {section: {**config.get(section, {}), **values} for section, values in sections.items() if values}
+    return {**config, **filled}

@@ -1,0 +1,148 @@
+"""`FSDPStrategy`: the arguments of torch's first FSDP, over its second."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from fabric.lightning.carry import refuse
+from fabric.lightning.strategies.parallel import ParallelStrategy, processes, unknown
+from fabric.strategies.fsdp import FSDPStrategy as CoreFSDP
+
+
+class FSDPStrategy(ParallelStrategy):
+    """Every rank holds a shard of parameters, gradients and optimizer state.
+
+    `sharding_strategy`: FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD and _HYBRID_SHARD_ZERO2 (a replica on each node, or
+    `device_mesh=(replicas, shards)`), as words or torch's enum. `state_dict_type`: "full".
+    Raises: NotCarriedOverError: an option, or a value, that FSDP2 has no counterpart for.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any = None,
+        parallel_devices: Any = None,
+        cluster_environment: Any = None,
+        precision: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        cpu_offload: Any = None,
+        mixed_precision: Any = None,
+        auto_wrap_policy: Any = None,
+        activation_checkpointing: Any = None,
+        activation_checkpointing_policy: Any = None,
+        sharding_strategy: Any = "FULL_SHARD",
+        state_dict_type: str | None = None,
+        device_mesh: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        options = processes(
+            "FSDPStrategy",
+            process_group_backend,
+            timeout,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            precision=precision,
+        )
+        if mixed_precision is not None:
+            raise refuse("FSDPStrategy(mixed_precision=...)", "Write `Fabric(precision='bf16-mixed')`, or 'bf16-true'.")
+        if activation_checkpointing is not None and activation_checkpointing_policy is not None:
+            raise ValueError(
+                "`activation_checkpointing` and `activation_checkpointing_policy` say the same twice. Leave the first "
+                "out."
+            )
+        _check_state_dict_type(state_dict_type)
+        _check_options(kwargs)
+        recomputed = activation_checkpointing if activation_checkpointing is not None else None
+        self._core = CoreFSDP(
+            **options,
+            **_sharding(sharding_strategy, device_mesh),
+            auto_wrap_policy=_policy(auto_wrap_policy),
+            activation_checkpointing_policy=_policy(
+                activation_checkpointing_policy if recomputed is None else recomputed
+            ),
+            cpu_offload=_offload(cpu_offload),
+        )
+
+
+_SHARDING: dict[str, dict[str, Any]] = {
+    "FULL_SHARD": {},
+    "SHARD_GRAD_OP": {"reshard_after_forward": False},
+    "HYBRID_SHARD": {"device_mesh": "nodes"},
+    "_HYBRID_SHARD_ZERO2": {"device_mesh": "nodes", "reshard_after_forward": False},
+}
+_HELD: dict[str, tuple[Any, str]] = {
+    "limit_all_gathers": (True, "FSDP2 needs no limit: it frees gathered parameters before the next are gathered."),
+    "use_orig_params": (True, "FSDP2 keeps the user's parameters. Leave it out."),
+    "sync_module_states": (True, "The weights of rank 0 are what is trained. Leave it out."),
+    "forward_prefetch": (False, "Leave it out: FSDP2 gathers the next parameters while the current ones are used."),
+}
+"""Options whose one value is what holds here."""
+
+
+def _sharding(word: Any, mesh: Any) -> dict[str, Any]:
+    name = word.upper() if isinstance(word, str) else word.name
+    if name == "NO_SHARD":
+        raise refuse("FSDPStrategy(sharding_strategy='NO_SHARD')", "Write `strategy='ddp'`, which is that.")
+    if name not in _SHARDING:
+        raise ValueError(f"`FSDPStrategy(sharding_strategy={word!r})`: write one of {', '.join(map(repr, _SHARDING))}.")
+    options = dict(_SHARDING[name])
+    if mesh is None:
+        return options
+    if not isinstance(mesh, tuple):
+        raise refuse(
+            "FSDPStrategy(device_mesh=DeviceMesh(...))",
+            "Write the numbers, `device_mesh=(replicas, shards)`: the mesh is made once the ranks exist.",
+        )
+    if "device_mesh" not in options:
+        raise ValueError(
+            f"`FSDPStrategy(sharding_strategy={word!r}, device_mesh={mesh})`: replicas and shards are a hybrid. Write "
+            "`sharding_strategy='HYBRID_SHARD'`, or leave `device_mesh` out."
+        )
+    return {**options, "device_mesh": mesh}
+
+
+def _check_state_dict_type(word: str | None) -> None:
+    if word == "sharded":
+        raise refuse(
+            "FSDPStrategy(state_dict_type='sharded')",
+            "Leave it out, or write 'full': `fabric.save` writes one file with whole tensors, which every strategy and "
+            "number of ranks loads. For files of shards call `torch.distributed.checkpoint` on `model.state_dict()`.",
+        )
+    if word not in (None, "full"):
+        raise ValueError(f"`FSDPStrategy(state_dict_type={word!r})`: write 'full', or leave it out.")
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    unknown("FSDPStrategy", options, {**_HELD, "backward_prefetch": None})
+    for name, value in options.items():
+        if name == "backward_prefetch":
+            if value is not None and value.name != "BACKWARD_PRE":
+                raise refuse(
+                    f"FSDPStrategy(backward_prefetch={value})", "Leave it out: FSDP2 gathers before the backward."
+                )
+        elif bool(value) is not _HELD[name][0]:
+            raise refuse(f"FSDPStrategy({name}={value!r})", _HELD[name][1])
+
+
+def _offload(value: Any) -> bool:
+    return bool(value) if value is None or isinstance(value, bool) else bool(value.offload_params)
+
+
+def _policy(policy: Any) -> Any:
+    """Classes, or a function of a module; torch's `ModuleWrapPolicy` and `size_based_auto_wrap_policy` as that."""
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
+
+    if isinstance(policy, ModuleWrapPolicy):
+        return policy._module_classes
+    function, words = getattr(policy, "func", None), getattr(policy, "keywords", {})
+    if function is transformer_auto_wrap_policy and set(words) == {"transformer_layer_cls"}:
+        return words["transformer_layer_cls"]
+    if policy is None or isinstance(policy, (type, set, frozenset, list, tuple)):
+        return policy
+    raise refuse(
+        f"auto_wrap_policy={policy!r}",
+        "Write the classes of the submodules, `auto_wrap_policy={Block}`. A function `(module) -> bool` is for "
+        "`fabric.strategies.FSDPStrategy`, which `Fabric(strategy=...)` takes, too.",
+    )

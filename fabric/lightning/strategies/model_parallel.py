@@ -1,0 +1,85 @@
+"""`ModelParallelStrategy`, with that library's axes: `mesh["data_parallel"]` and `mesh["tensor_parallel"]`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, final
+
+from torch import nn
+
+from fabric.lightning.carry import refuse
+from fabric.lightning.strategies.parallel import ParallelStrategy, processes
+from fabric.strategies.model_parallel import ModelParallelStrategy as CoreModelParallel
+from fabric.strategies.strategy import Strategy as CoreStrategy
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class ModelParallelStrategy(ParallelStrategy):
+    """A mesh of two axes, over which `parallelize_fn(model, mesh)` lays the model.
+
+    A size may be "auto": both, a replica or shard on each node, and its devices along `tensor_parallel`; one, what the
+    other leaves.
+    """
+
+    def __init__(
+        self,
+        parallelize_fn: Callable[[Any, DeviceMesh], Any],
+        data_parallel_size: int | Literal["auto"] = "auto",
+        tensor_parallel_size: int | Literal["auto"] = "auto",
+        save_distributed_checkpoint: bool | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        if save_distributed_checkpoint:
+            raise refuse(
+                "ModelParallelStrategy(save_distributed_checkpoint=True)",
+                "Leave it out: `fabric.save` writes one file with whole tensors, which every strategy and number of "
+                "ranks loads.",
+            )
+        self._options = {
+            **processes("ModelParallelStrategy", process_group_backend, timeout),
+            "parallelize_fn": _WithNames(parallelize_fn),
+        }
+        self._sizes = (data_parallel_size, tensor_parallel_size)
+
+    def core(self, num_nodes: int) -> CoreStrategy:
+        """The core's strategy: its axes are "shard" and "tensor"."""
+        data, tensor = self._sizes
+        if (data, tensor) == ("auto", "auto"):
+            data = num_nodes
+        return CoreModelParallel(shard=data, tensor=tensor, **self._options)
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The ranks along `data_parallel` and `tensor_parallel`."""
+        mesh = self._within.device_mesh
+        return None if mesh is None else with_names(mesh)
+
+
+@final
+@dataclass(frozen=True)
+class _WithNames:
+    """The user's function, given the axes under the names that it knows."""
+
+    function: Callable[[Any, DeviceMesh], Any]
+
+    def __call__(self, model: nn.Module, mesh: DeviceMesh) -> Any:
+        return self.function(model, with_names(mesh))
+
+
+def with_names(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh of two axes over the process groups of the core's mesh. Talks to no rank."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    assert mesh.mesh_dim_names is not None
+    sizes = [mesh.size(mesh.mesh_dim_names.index(axis)) for axis in ("shard", "tensor")]
+    return DeviceMesh.from_group(
+        [mesh.get_group("shard"), mesh.get_group("tensor")],
+        mesh.device_type,
+        mesh=mesh.mesh.reshape(sizes),
+        mesh_dim_names=("data_parallel", "tensor_parallel"),
+    )

@@ -1,0 +1,54 @@
+"""What the strategies for several processes share: the arguments for processes and their connection."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from fabric.lightning.carry import ELSEWHERE, refuse_said
+from fabric.lightning.strategies.strategy import Strategy
+
+LAUNCHERS = {"popen": "auto", "spawn": "spawn", "fork": "fork", "forkserver": "forkserver"}
+
+
+class ParallelStrategy(Strategy):
+    """A strategy of several processes."""
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes there are on this node."""
+        return self._within._configuration.topology.num_processes
+
+
+def processes(
+    where: str,
+    process_group_backend: str | None,
+    timeout: timedelta | None,
+    start_method: str = "popen",
+    **said: Any,
+) -> dict[str, Any]:
+    """The core's options for processes. `said`: arguments that belong to `Fabric`; None is not said.
+
+    Raises: ValueError, TypeError: a value is none. NotCarriedOverError: one of `said` has a value.
+    """
+    refuse_said(where, said, ELSEWHERE)
+    if start_method not in LAUNCHERS:
+        raise ValueError(f"`{where}(start_method={start_method!r})`: write one of {', '.join(map(repr, LAUNCHERS))}.")
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise TypeError(
+            f"`{where}(timeout={timeout!r})` is a `{type(timeout).__name__}`. Write a `datetime.timedelta`, such as "
+            "`timedelta(minutes=30)`."
+        )
+    options: dict[str, Any] = {"launcher": LAUNCHERS[start_method], "backend": process_group_backend}
+    return options if timeout is None else {**options, "timeout_seconds": timeout.total_seconds()}
+
+
+def unknown(where: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Raise TypeError for an option that there is not."""
+    for name in options:
+        if name not in known:
+            raise TypeError(
+                f"`{where}({name}=...)`: there is no such option here. Write one of {', '.join(sorted(known))}, or "
+                "leave it out."
+            )

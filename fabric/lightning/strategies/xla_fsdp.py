@@ -1,0 +1,19 @@
+"""`XLAFSDPStrategy`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fabric.lightning.carry import refuse
+from fabric.lightning.strategies.parallel import ParallelStrategy
+from fabric.strategies.xla_fsdp import XLAFSDPStrategy as CoreXLAFSDP
+
+
+class XLAFSDPStrategy(ParallelStrategy):
+    """Shards over all XLA devices of a host, by one program: the compiler places them, so no option is left."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        for name, value in kwargs.items():
+            if value is not None:
+                raise refuse(f"XLAFSDPStrategy({name}={value!r})", "Leave it out: the compiler places the shards.")
+        self._core = CoreXLAFSDP()

@@ -1,0 +1,68 @@
+"""What runs on rank zero alone, wherever it is called.
+
+The rank is read when a function is called: before `launch` it is what the environment says, as in that library.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from fabric.launchers.environments import detect_world
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_log = logging.getLogger("fabric")
+
+
+class _RankZeroOnly:
+    """The decorator, and the attribute `rank`."""
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process; 0 where it is nobody's."""
+        world = detect_world(os.environ)
+        return 0 if world is None else world.rank
+
+    def __call__(self, function: F, default: Any = None) -> F:
+        @functools.wraps(function)
+        def on_rank_zero(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs) if self.rank == 0 else default
+
+        return on_rank_zero  # type: ignore[return-value]
+
+
+rank_zero_only = _RankZeroOnly()
+"""A function that does nothing, and gives `default`, on every rank but zero."""
+
+
+class LightningDeprecationWarning(DeprecationWarning):
+    """The category of `rank_zero_deprecation`."""
+
+
+@rank_zero_only
+def rank_zero_debug(message: object, **kwargs: Any) -> None:
+    """Log for who looks for errors."""
+    _log.debug(message, **kwargs)
+
+
+@rank_zero_only
+def rank_zero_info(message: object, **kwargs: Any) -> None:
+    """Log by the standard logger `fabric`."""
+    _log.info(message, **kwargs)
+
+
+@rank_zero_only
+def rank_zero_warn(message: Any, stacklevel: int = 4, category: type[Warning] = UserWarning) -> None:
+    """Warn, once for each place in the program."""
+    warnings.warn(message, stacklevel=stacklevel, category=category)
+
+
+@rank_zero_only
+def rank_zero_deprecation(message: Any, stacklevel: int = 5) -> None:
+    """Warn of what will go away."""
+    warnings.warn(message, stacklevel=stacklevel, category=LightningDeprecationWarning)

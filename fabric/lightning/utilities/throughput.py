@@ -1,0 +1,130 @@
+"""Throughput over a window of the latest updates, and the floating-point operations of a step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from fabric.lightning.fabric import Fabric
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Update:
+    time: float
+    batches: int
+    samples: int
+    lengths: int | None
+    flops: float | None
+
+
+class Throughput:
+    """Batches, samples, items and operations per second, of one device and of all.
+
+    `available_flops`: what one device can do in theory; with it there is `device/mfu`, the used share of that.
+    """
+
+    def __init__(
+        self, available_flops: float | None = None, world_size: int = 1, window_size: int = 100, separator: str = "/"
+    ) -> None:
+        if world_size < 1 or window_size < 2:
+            raise ValueError(
+                f"`Throughput(world_size={world_size}, window_size={window_size})`: there is a rank or more, and a "
+                "window holds two updates or more."
+            )
+        self.available_flops = available_flops
+        self.world_size = world_size
+        self.separator = separator
+        self._window: deque[_Update] = deque(maxlen=window_size)
+
+    def update(
+        self, *, time: float, batches: int, samples: int, lengths: int | None = None, flops: float | None = None
+    ) -> None:
+        """Say how much has been done on this device since the beginning; `flops`: since the latest update.
+
+        Raises: ValueError: a count went down, or there are fewer samples than batches.
+        """
+        update = _Update(time=time, batches=batches, samples=samples, lengths=lengths, flops=flops)
+        if samples < batches or (lengths is not None and lengths < samples):
+            raise ValueError(
+                f"`update(batches={batches}, samples={samples}, lengths={lengths})`: a batch has a sample or more, and "
+                "a sample an item or more."
+            )
+        if self._window:
+            for name in ("time", "batches", "samples", "lengths"):
+                before, now = getattr(self._window[-1], name), getattr(update, name)
+                if before is not None and now is not None and now < before:
+                    raise ValueError(
+                        f"`update({name}={now})` after {before}: counts are since the beginning, and grow. Call "
+                        "`reset()` to begin again."
+                    )
+        self._window.append(update)
+
+    def compute(self) -> dict[str, float]:
+        """The metrics by name: counts, and what there is per second once the window is full."""
+        if not self._window:
+            return {}
+        first, last = self._window[0], self._window[-1]
+        metrics: dict[str, float] = {"time": last.time, "batches": last.batches, "samples": last.samples}
+        if last.lengths is not None:
+            metrics["lengths"] = last.lengths
+        seconds = last.time - first.time
+        if len(self._window) < (self._window.maxlen or 0) or seconds <= 0:
+            return metrics
+        rates = {"batches_per_sec": (last.batches - first.batches) / seconds}
+        rates["samples_per_sec"] = (last.samples - first.samples) / seconds
+        if first.lengths is not None and last.lengths is not None:
+            rates["items_per_sec"] = (last.lengths - first.lengths) / seconds
+        done = [update.flops for update in list(self._window)[1:] if update.flops is not None]
+        if done:
+            rates["flops_per_sec"] = sum(done) / seconds
+        for name, rate in rates.items():
+            metrics[f"device{self.separator}{name}"] = rate
+            if self.world_size > 1:
+                metrics[name] = rate * self.world_size
+        if done and self.available_flops is not None:
+            metrics[f"device{self.separator}mfu"] = rates["flops_per_sec"] / self.available_flops
+        return metrics
+
+    def reset(self) -> None:
+        """Begin again."""
+        self._window.clear()
+
+
+class ThroughputMonitor(Throughput):
+    """`Throughput` that knows the number of ranks, and logs. Without `available_flops=` there is no `device/mfu`."""
+
+    def __init__(self, fabric: Fabric, **kwargs: Any) -> None:
+        super().__init__(world_size=fabric.world_size, **kwargs)
+        self._fabric = fabric
+        self.step = -1
+
+    def compute_and_log(self, step: int | None = None, **kwargs: Any) -> dict[str, float]:
+        """Compute the metrics and give them to `fabric.log_dict`."""
+        self.step = self.step + 1 if step is None else step
+        metrics = self.compute(**kwargs)
+        self._fabric.log_dict(metrics, step=self.step)
+        return metrics
+
+
+def measure_flops(
+    model: nn.Module,
+    forward_fn: Callable[[], torch.Tensor],
+    loss_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> int:
+    """Count the floating-point operations of a forward, and of the backward where there is `loss_fn`.
+
+    Source: `torch.utils.flop_counter`; on the device "meta" nothing is computed.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        output = forward_fn()
+        if loss_fn is not None:
+            loss_fn(output).backward()  # type: ignore[no-untyped-call]
+    return int(counter.get_total_flops())

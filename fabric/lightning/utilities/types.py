@@ -1,0 +1,27 @@
+"""Types that programs import, and reductions."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+from torch.distributed import ProcessGroup as ProcessGroup
+from torch.distributed import ReduceOp as ReduceOp
+
+_PATH: TypeAlias = str | os.PathLike[str]
+
+
+@runtime_checkable
+class _Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class Optimizable(Protocol):
+    """Steps, and has groups of parameters."""
+
+    param_groups: list[dict[Any, Any]]
+
+    def step(self, closure: Any = ...) -> Any: ...

@@ -1,0 +1,161 @@
+"""What `setup` returns: `_FabricModule` around a prepared module, and the user's own optimizers.
+
+The wrapper is for code that asks for `model.module` or `isinstance(model, _FabricModule)`. It adds a call, and no name:
+parameters, buffers and submodules have the names of the user's module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabric.strategies.checkpoint.state import uncompiled
+from fabric.strategies.data.device_loader import DeviceLoader as _FabricDataLoader
+
+if TYPE_CHECKING:
+    from torch.nn.modules.module import _IncompatibleKeys
+
+    from fabric.lightning.fabric import Fabric
+
+__all__ = ["_FabricDataLoader", "_FabricModule", "_FabricOptimizer", "is_wrapped"]
+
+
+class _FabricModule(nn.Module):
+    """A prepared module. Attributes are those of the user's module, read and written."""
+
+    _forward_module: nn.Module
+
+    def __init__(self, forward_module: nn.Module) -> None:
+        super().__init__()
+        self._modules["_forward_module"] = forward_module  # for who walks modules; below, for a fast look-up
+        del self.__dict__["training"]  # it is the module's
+        self.__dict__["_forward_module"] = forward_module
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's module."""
+        return uncompiled(self._forward_module)
+
+    @property
+    def _original_module(self) -> nn.Module:
+        return self.module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward_module(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> _IncompatibleKeys:
+        keys: _IncompatibleKeys = self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+        return keys
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        yield from self.module.named_modules(*args, **kwargs)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        return self.module.named_children()
+
+    def get_submodule(self, target: str) -> nn.Module:
+        return self.module.get_submodule(target)
+
+    def train(self, mode: bool = True) -> _FabricModule:
+        self._forward_module.train(mode)
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> _FabricModule:
+        self.module.apply(fn)
+        return self
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> _FabricModule:
+        self.module._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        inner = self.__dict__.get("_forward_module")
+        if inner is None:
+            raise AttributeError(name)
+        return getattr(inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_forward_module" not in self.__dict__ or name in _ITS_OWN:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.module, name)
+
+    def __repr__(self) -> str:
+        return f"_FabricModule({self._forward_module!r})"
+
+
+_ITS_OWN = frozenset(vars(nn.Module())) - {"training"}
+"""What `nn.Module` itself sets on an instance: its hooks, and the tables of what it holds."""
+
+
+@final
+class AfterStep:
+    """The hook on a prepared optimizer: calls `on_after_optimizer_step` of the callbacks that have it."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self._fabric = fabric
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._fabric.call("on_after_optimizer_step", strategy=self._fabric.strategy, optimizer=optimizer)
+
+
+class _PreparedOptimizers(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        hooks = getattr(instance, "_optimizer_step_post_hooks", {})
+        return isinstance(instance, Optimizer) and any(isinstance(hook, AfterStep) for hook in hooks.values())
+
+
+class _FabricOptimizer(metaclass=_PreparedOptimizers):
+    """For `isinstance`: an optimizer that was set up. What `setup` returns is the user's own."""
+
+
+def is_wrapped(obj: object) -> bool:
+    """Whether a fabric of this package prepared the module, optimizer or loader."""
+    inner = uncompiled(obj) if isinstance(obj, nn.Module) else obj
+    return isinstance(inner, (_FabricModule, _FabricOptimizer, _FabricDataLoader))
+
+
+def prepared(module: nn.Module | None) -> nn.Module | None:
+    """What the core knows of a module, wrapped or not, compiled after `setup` or not."""
+    inner = None if module is None else uncompiled(module)
+    return inner._forward_module if isinstance(inner, _FabricModule) else module
+
+
+def unwrap(value: Any) -> Any:
+    """The same containers, every wrapper in them replaced by what it holds, loaders without a position left out."""
+    if isinstance(value, nn.Module):
+        return prepared(value)
+    if isinstance(value, dict):
+        return {key: unwrap(each) for key, each in value.items() if not _has_no_position(each)}
+    if type(value) in (list, tuple):
+        return type(value)(unwrap(each) for each in value if not _has_no_position(each))
+    return value
+
+
+def _has_no_position(value: Any) -> bool:
+    from torch.utils.data import DataLoader
+
+    if isinstance(value, _FabricDataLoader):
+        return not callable(getattr(value._loader, "state_dict", None))
+    return isinstance(value, DataLoader) and not callable(getattr(value, "state_dict", None))

@@ -1,0 +1,75 @@
+"""litgpt's own scripts over `fabric.lightning`: the losses they log are those that they log over Lightning Fabric.
+
+Lightning Fabric has no FSDP on the processor, so sharded runs are compared with its ddp, which computes the same. What
+`torch.compile` would add is minutes of compilation, so it is off in both.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import litgpt_run
+import pytest
+
+Losses = list[tuple[str, float]]
+RUN = Path(litgpt_run.__file__)
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Losses]:
+    """Run a script once, and give what its logger wrote: the name of each loss, and the loss."""
+    known: dict[str, Losses] = {}
+    checkpoint = tmp_path_factory.mktemp("checkpoints") / "tiny"
+    call(str(checkpoint))
+
+    def run(library: str, script: str, strategy: str, devices: int) -> Losses:
+        words = f"{library} {script} {strategy} {devices}"
+        if words not in known:
+            folder = tmp_path_factory.mktemp(words.replace(" ", "-"))
+            call(f"{checkpoint} {words} {folder}")
+            known[words] = list(read(folder / "out" / "logs" / "csv" / "version_0" / "metrics.csv"))
+        return known[words]
+
+    return run
+
+
+def call(words: str) -> None:
+    environ = {**os.environ, "LITGPT_RUN": words, "TORCHDYNAMO_DISABLE": "1"}
+    command = [sys.executable, str(RUN), "tiny"]
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
+
+
+def read(file: Path) -> Losses:
+    with file.open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    found = [(name, float(row[name])) for row in rows for name in ("loss", "val_loss") if row.get(name)]
+    assert len(found) > 6, rows
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("script", ["pretrain", "full", "lora"])
+def test_one_rank_logs_the_losses_of_lightning_fabric_to_the_last_digit(
+    script: str, losses: Callable[..., Losses]
+) -> None:
+    assert losses("fabric", script, "script", 1) == losses("lightning", script, "script", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("strategy", ["ddp", "script"], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("script", ["pretrain", "full"])
+def test_two_ranks_log_the_losses_of_lightning_fabric(
+    script: str, strategy: str, losses: Callable[..., Losses]
+) -> None:
+    ours, theirs = losses("fabric", script, strategy, 2), losses("lightning", script, "ddp", 2)
+    assert [name for name, _ in ours] == [name for name, _ in theirs]
+    for (_, our_loss), (_, their_loss) in zip(ours, theirs, strict=True):
+        assert our_loss == pytest.approx(their_loss, abs=2e-6)

@@ -1,0 +1,283 @@
+"""A loop written for Lightning Fabric, on one rank: what comes back, and what is taken that the core refuses."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader
+
+import fabric as core
+from fabric.lightning import Fabric, is_wrapped, seed_everything
+from fabric.lightning.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
+from fabric.lightning.carry import NotCarriedOverError
+from fabric.lightning.plugins import HalfPrecision, MixedPrecision, Precision
+from fabric.lightning.strategies import SingleDeviceStrategy
+from fabric.lightning.utilities import ThroughputMonitor, measure_flops
+from fabric.lightning.utilities.types import ReduceOp
+from fabric.lightning.wrappers import _FabricModule, _FabricOptimizer
+
+
+@pytest.fixture
+def fabric() -> Iterator[Fabric]:
+    with Fabric("cpu", "auto", 1) as fabric:
+        yield fabric
+
+
+def parts() -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(), nn.Linear(4, 1))
+    return model, SGD(model.parameters(), lr=0.1)
+
+
+def test_what_setup_returns_has_the_module_and_its_attributes_read_and_written(fabric: Fabric) -> None:
+    given, optimizer = parts()
+    model, prepared = fabric.setup(given, optimizer)
+    assert isinstance(model, _FabricModule)
+    assert isinstance(prepared, _FabricOptimizer)
+    assert prepared is optimizer
+    assert model.module is model._forward_module is given
+    assert all(map(is_wrapped, (model, prepared)))
+    assert not any(map(is_wrapped, (given, SGD(given.parameters()))))
+    model.note = "mine"
+    assert given.note == model.note == "mine"  # type: ignore[comparison-overlap]
+    del model.note
+    with pytest.raises(AttributeError, match="no attribute 'note'"):
+        _ = model.note
+
+
+def test_names_of_parameters_buffers_and_submodules_carry_no_prefix(fabric: Fabric) -> None:
+    given = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model = fabric.setup(given)
+    assert list(model.state_dict()) == list(given.state_dict())
+    for names in ("named_parameters", "named_buffers", "named_modules", "named_children"):
+        assert dict(getattr(model, names)()) == dict(getattr(given, names)())
+    model.load_state_dict(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).state_dict())
+
+
+def test_train_eval_and_to_reach_the_module(fabric: Fabric) -> None:
+    given, _ = parts()
+    model = fabric.setup(given)
+    assert model.eval() is model
+    assert not any(part.training for part in given.modules())
+    assert not model.training
+    model.train()
+    assert model.training
+    assert all(part.training for part in given.modules())
+    given.eval()
+    assert not model.training
+    assert next(model.double().parameters()).dtype is torch.float64
+
+
+def test_a_copy_of_the_wrapper_is_a_model_of_its_own(fabric: Fabric) -> None:
+    model = fabric.setup(parts()[0])
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        next(twin.parameters()).zero_()
+    assert next(twin.module.parameters()).sum() == 0
+    assert next(model.parameters()).abs().sum() > 0
+
+
+def test_gradients_are_clipped_without_naming_the_module(fabric: Fabric) -> None:
+    model, optimizer = fabric.setup(*parts())
+    fabric.backward(model(torch.ones(2, 3)).sum() * 100, model=model)
+    assert fabric.clip_gradients(None, optimizer, max_norm=1.0) > 1
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    assert norm.item() == pytest.approx(1.0, rel=1e-3)
+    stranger = SGD(nn.Linear(1, 1).parameters())
+    with pytest.raises(ValueError, match=r"the `SGD` steps no parameter of a model that was set up\. Pass the model"):
+        fabric.clip_gradients(None, stranger, clip_val=1.0)
+
+
+def test_one_rank_gathers_without_a_leading_dimension_and_reduces_in_place(fabric: Fabric) -> None:
+    tensor = torch.arange(3.0)
+    assert torch.equal(fabric.all_gather(tensor), tensor)
+    assert fabric.all_gather({"a": 1.5, "b": [2, True]})["b"][0].shape == ()
+    assert fabric.all_reduce(tensor, reduce_op=ReduceOp.SUM) is tensor
+    assert fabric.all_reduce(3, reduce_op="AVG").item() == 3
+    with pytest.raises(ValueError, match=r"`reduce_op='median'` is no reduction\. Write one of 'avg', 'max', 'mean'"):
+        fabric.all_reduce(tensor, reduce_op="median")
+    with pytest.raises(NotCarriedOverError, match=r"pass `fabric\.collective\.split\(\[0, 1\]\)`"):
+        fabric.all_gather(tensor, group=object())
+
+
+def test_a_checkpoint_takes_wrappers_plain_values_and_loaders_without_a_position(
+    fabric: Fabric, tmp_path: Path
+) -> None:
+    model, optimizer = fabric.setup(*parts())
+    loader = fabric.setup_dataloaders(DataLoader(torch.ones(4, 3)))
+    state = {"model": model, "optimizer": optimizer, "loader": loader, "step": 3}
+    fabric.save(tmp_path / "a.ckpt", state)
+    assert list(torch.load(tmp_path / "a.ckpt")["model"]) == list(model.module.state_dict())
+    fabric.save(tmp_path / "half.ckpt", {"model": model}, filter={"model": lambda name, value: "bias" in name})
+    before = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        next(model.parameters()).zero_()
+    state["step"] = 0
+    assert fabric.load(tmp_path / "a.ckpt", state, weights_only=True) == {}
+    assert state == {"model": model, "optimizer": optimizer, "loader": loader, "step": 3}
+    torch.testing.assert_close(model.state_dict(), before)
+    torch.save(model.state_dict(), tmp_path / "raw.pth")
+    fabric.load_raw(tmp_path / "raw.pth", model)
+    for load in (fabric.load, fabric.load_raw):
+        with pytest.raises(NotCarriedOverError, match=r"`fabric\.load\w*\(weights_only=False\)` .* `load_state_dict`"):
+            load(tmp_path / "a.ckpt", {"model": model}, weights_only=False)
+    with pytest.raises(TypeError, match=r"was given a `_FabricModule` as `state`\. Pass a dict"):
+        fabric.save(tmp_path / "b.ckpt", model)
+
+
+class Callback:
+    """Hooks with other keywords each."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def on_after_setup(self, module: Any) -> None:
+        self.heard.append(("setup", type(module).__name__))
+
+    def on_after_optimizer_step(self, optimizer: Any, strategy: Any) -> None:
+        self.heard.append(("step", type(optimizer).__name__, type(strategy).__name__))
+
+    def on_epoch(self, loss: float) -> None:
+        self.heard.append(loss)
+
+    def on_all(self, **kwargs: Any) -> None:
+        self.heard.append(kwargs)
+
+
+def test_hooks_are_called_by_setup_and_steps_and_get_the_keywords_that_they_take() -> None:
+    callback = Callback()
+    with Fabric("cpu", devices=1, callbacks=callback) as fabric:
+        model, optimizer = fabric.setup(*parts())
+        fabric.backward(model(torch.ones(2, 3)).sum())
+        optimizer.step()
+        fabric.call("on_epoch", loss=0.5, epoch=2)
+        fabric.call("on_all", loss=0.5, epoch=2)
+        fabric.call("on_nothing", loss=0.5)
+    assert callback.heard == [
+        ("setup", "_FabricModule"),
+        ("step", "SGD", "SingleDeviceStrategy"),
+        0.5,
+        {"loss": 0.5, "epoch": 2},
+    ]
+    optimizer.step()
+    assert len(callback.heard) == 4, "a hook outlived `close()`"
+    assert not is_wrapped(optimizer)
+
+
+def test_launch_runs_a_function_with_the_fabric_and_a_second_launch_does_nothing() -> None:
+    with Fabric("cpu", devices=1) as fabric:
+        assert fabric.launch(lambda fabric, number, more=0: (fabric, number + more), 2, more=3) == (fabric, 5)
+        fabric.launch()
+        assert fabric.launch(lambda fabric: fabric.global_rank) == 0
+        with pytest.raises(TypeError, match=r"was given a `int`\. Pass a function `\(fabric, \.\.\.\)`"):
+            fabric.launch(3)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="the function takes no argument, and is given the fabric"):
+            fabric.launch(lambda: None)
+
+
+def test_strategy_and_accelerator_answer_isinstance_and_what_the_loop_asks(fabric: Fabric) -> None:
+    assert isinstance(fabric.strategy, SingleDeviceStrategy)
+    assert isinstance(fabric.accelerator, CPUAccelerator | CUDAAccelerator)
+    assert isinstance(fabric.strategy.accelerator, Accelerator)
+    assert isinstance(fabric.strategy.precision, Precision)
+    assert fabric.strategy.precision.precision == "32-true"
+    assert (fabric.strategy.root_device, fabric.strategy.world_size) == (torch.device("cpu"), 1)
+    assert (fabric.strategy.global_rank, fabric.strategy.is_global_zero) == (0, True)
+    assert fabric.strategy.device_mesh is None
+    assert fabric.strategy.broadcast({"a": 1}) == {"a": 1}
+    assert fabric.strategy.reduce_boolean_decision(True)
+    with pytest.raises(RuntimeError, match=r"was passed to no `Fabric` yet.*Ask `fabric\.strategy`"):
+        _ = SingleDeviceStrategy().root_device
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ({"precision": None}, "32-true"),
+        ({"precision": 16}, "16-mixed"),
+        ({"precision": "bf16-true"}, "bf16-true"),
+        ({"plugins": MixedPrecision("bf16-mixed", "cpu")}, "bf16-mixed"),
+        ({"precision": HalfPrecision("bf16-true")}, "bf16-true"),
+    ],
+)
+def test_a_precision_is_a_word_none_or_a_plugin(arguments: dict[str, Any], word: str) -> None:
+    with Fabric(accelerator=CPUAccelerator(), devices=1, **arguments) as fabric:
+        assert fabric.strategy.precision.precision == word
+        assert fabric.core.precision.name == word
+
+
+def test_gpu_is_the_gpu_that_there_is_and_the_core_says_its_word() -> None:
+    if not torch.accelerator.is_available():
+        with pytest.raises(ValueError, match="`accelerator='cuda'` cannot be used here"):
+            Fabric(accelerator="gpu")
+    words = "`accelerator='gpu'` names several kinds of device. Write '(cuda|mps)' for the GPUs? of .*, or 'auto'"
+    with pytest.raises(ValueError, match=words):
+        core.Fabric(accelerator="gpu")
+
+
+def test_a_seed_may_be_left_out_and_is_said_where_it_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="fabric")
+    assert seed_everything() == 0
+    first = torch.rand(3)
+    assert Fabric.seed_everything(0, workers=False, verbose=False) == 0
+    assert torch.equal(first, torch.rand(3))
+    assert seed_everything("7") == 7  # type: ignore[arg-type]
+    assert caplog.messages == ["Seed set to 0", "Seed set to 7"]
+
+
+def test_what_the_core_has_beyond_that_library_works_too(fabric: Fabric) -> None:
+    assert list(fabric.progress([1, 2])) == [1, 2]
+    assert fabric.should_stop is False
+    with pytest.raises(AttributeError, match="'Fabric' object has no attribute 'mystery'"):
+        _ = fabric.mystery
+
+
+def test_sharded_model_says_what_it_is_called(fabric: Fabric) -> None:
+    with pytest.raises(NotCarriedOverError, match=re.escape("Write `fabric.init_module()`.")):
+        fabric.sharded_model()
+
+
+def test_throughput_is_of_the_window_and_of_all_ranks(fabric: Fabric) -> None:
+    monitor = ThroughputMonitor(fabric, window_size=2, available_flops=100.0)
+    monitor.update(time=1.0, batches=1, samples=4, lengths=40, flops=10)
+    assert monitor.compute() == {"time": 1.0, "batches": 1, "samples": 4, "lengths": 40}
+    monitor.update(time=3.0, batches=3, samples=12, lengths=120, flops=10)
+    rates = monitor.compute_and_log(step=3)
+    assert {name: rate for name, rate in rates.items() if name.startswith("device/")} == {
+        "device/batches_per_sec": 1.0,
+        "device/samples_per_sec": 4.0,
+        "device/items_per_sec": 40.0,
+        "device/flops_per_sec": 5.0,
+        "device/mfu": 0.05,
+    }
+    with pytest.raises(ValueError, match=r"`update\(time=2\.0\)` after 3\.0: counts are since the beginning"):
+        monitor.update(time=2.0, batches=4, samples=16)
+    with torch.device("meta"):
+        net = nn.Linear(4, 8, bias=False)
+        assert measure_flops(net, lambda: net(torch.empty(2, 4))) == 2 * 2 * 4 * 8
+
+
+def test_a_module_that_knows_its_fabric_is_told(fabric: Fabric) -> None:
+    class Module(nn.Linear):
+        """As a LightningModule, whose `log` goes to its fabric."""
+
+        def __init__(self) -> None:
+            super().__init__(2, 1)
+            self._fabric: Any = None
+            self.ended = 0
+
+        def on_epoch_end(self) -> None:
+            self.ended += 1
+
+    given = Module()
+    fabric.setup(given)
+    fabric.call("on_epoch_end")
+    assert (given._fabric, given.ended) == (fabric, 1)
