@@ -57,6 +57,7 @@ class Fabric:
         self._strategy = known.within(self.core)
         self._callbacks: list[Any] = [*_several(callbacks)]
         self._models: list[nn.Module] = []
+        self._stepped: list[tuple[Optimizer, nn.Module]] = []
         self._hooks: list[RemovableHandle] = []
         self._launched = False
 
@@ -167,7 +168,7 @@ class Fabric:
         for hook in self._hooks:
             hook.remove()
         self.core.close()
-        self._models, self._hooks = [], []
+        self._models, self._stepped, self._hooks = [], [], []
         self._launched = False
 
     # Preparing
@@ -185,6 +186,7 @@ class Fabric:
         model, *rest = result if isinstance(result, tuple) else (result,)
         wrapper = _FabricModule(model)
         self._models.append(model)
+        self._stepped += [(optimizer, model) for optimizer in rest]
         self._watch(rest)
         if "_fabric" in vars(wrapper.module):  # a LightningModule, whose `log` and `print` go to its fabric
             wrapper.module._fabric = self  # type: ignore[assignment]
@@ -389,6 +391,9 @@ class Fabric:
         inner = prepared(module)
         if inner is not None and any(model is inner for model in self._models):
             return inner
+        for known, model in self._stepped:  # a backend may exchange what is in the groups
+            if known is optimizer:
+                return model
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for model in self._models:
             if any(id(parameter) in stepped for parameter in model.parameters()):
