@@ -191,6 +191,14 @@ def test_names_are_where_that_library_keeps_them(module: str) -> None:
     assert [name for name in NAMES[module] if name not in vars(found)] == []
 
 
+def test_a_process_is_told_its_share_of_the_cores() -> None:
+    from fabric.lightning.utilities import suggested_max_num_workers
+
+    assert suggested_max_num_workers(1) >= suggested_max_num_workers(2) >= 1
+    with pytest.raises(ValueError, match=r"`suggested_max_num_workers\(0\)`: write a number of processes from 1 on"):
+        suggested_max_num_workers(0)
+
+
 def test_an_attribute_dict_reads_and_writes_entries() -> None:
     from fabric.lightning.utilities import AttributeDict
 

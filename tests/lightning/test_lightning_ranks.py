@@ -127,6 +127,30 @@ def test_two_ranks_under_each_strategy_train_as_one_and_go_on_after_launch(tmp_p
         assert together["local"] == "of the process that launches"
 
 
+BY_FUNCTION = """
+import sys
+from fabric.lightning import Fabric
+from fabric.lightning.strategies import DDPStrategy
+
+def main(fabric, number):
+    assert fabric.strategy.world_size == fabric.world_size == 2
+    return fabric.all_gather(fabric.strategy.global_rank + number)
+
+if __name__ == "__main__":
+    fabric = Fabric("cpu", DDPStrategy(start_method=sys.argv[1]), 2)
+    print("rank 0 gave", fabric.launch(main, 5).tolist())
+"""
+
+
+@pytest.mark.slow
+def test_where_a_start_method_is_said_ranks_end_with_the_function_and_rank_zero_s_result_comes_back(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "program.py").write_text(BY_FUNCTION)
+    done = run([tmp_path / "program.py", "forkserver"])
+    assert (done.returncode, done.stdout) == (0, "rank 0 gave [5, 6]\n"), done.stderr
+
+
 @pytest.mark.slow
 def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)

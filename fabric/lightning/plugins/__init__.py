@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fabric.lightning.plugins.environments import ClusterEnvironment
-from fabric.lightning.plugins.io import CheckpointIO, TorchCheckpointIO
+from fabric.lightning.plugins.io import CheckpointIO, TorchCheckpointIO, XLACheckpointIO
 from fabric.lightning.plugins.precision import (
     BitsandbytesPrecision,
     DeepSpeedPrecision,
@@ -28,5 +28,6 @@ __all__ = [
     "Precision",
     "TorchCheckpointIO",
     "TransformerEnginePrecision",
+    "XLACheckpointIO",
     "XLAPrecision",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fabric.lightning.utilities.apply_func import move_data_to_device
-from fabric.lightning.utilities.data import AttributeDict
+from fabric.lightning.utilities.data import AttributeDict, suggested_max_num_workers
 from fabric.lightning.utilities.rank_zero import (
     rank_zero_deprecation,
     rank_zero_info,
@@ -24,4 +24,5 @@ __all__ = [
     "rank_zero_only",
     "rank_zero_warn",
     "seed_everything",
+    "suggested_max_num_workers",
 ]

@@ -1,7 +1,8 @@
-"""Containers."""
+"""Containers, and how many workers a loader may have."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 
@@ -21,3 +22,14 @@ class AttributeDict(dict[str, Any]):
         if name not in self:
             raise AttributeError(f"There is no entry {name!r}; there are {', '.join(map(repr, self))}.")
         del self[name]
+
+
+def suggested_max_num_workers(local_world_size: int) -> int:
+    """This process's share of the cores it may run on, at least 1, when `local_world_size` processes share them.
+
+    Raises: ValueError: there is no such number of processes.
+    """
+    if local_world_size < 1:
+        raise ValueError(f"`suggested_max_num_workers({local_world_size})`: write a number of processes from 1 on.")
+    cores = len(os.sched_getaffinity(0)) if "sched_getaffinity" in dir(os) else os.cpu_count() or 1
+    return max(1, cores // local_world_size)

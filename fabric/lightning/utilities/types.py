@@ -19,6 +19,13 @@ class _Stateful(Protocol):
 
 
 @runtime_checkable
+class Steppable(Protocol):
+    """Steps."""
+
+    def step(self, closure: Any = ...) -> Any: ...
+
+
+@runtime_checkable
 class Optimizable(Protocol):
     """Steps, and has groups of parameters."""
 
