@@ -33,13 +33,18 @@ def core_arguments(
         precision = "32-true"
     return {
         "accelerator": _accelerator(accelerator),
-        "strategy": strategy.core(num_nodes) if isinstance(strategy, Strategy) else strategy,
+        "strategy": strategy.core(num_nodes) if isinstance(strategy, Strategy) else _strategy(strategy),
         "devices": devices,
         "num_nodes": num_nodes,
         "precision": precision,
         "plugins": [*said_precisions, *(each for each in plugins if not isinstance(each, Precision | CheckpointIO))],
         "callbacks": callbacks,
     }
+
+
+def _strategy(word: Any) -> Any:
+    """That library's words for what is the default are the plain word."""
+    return word.removesuffix("_find_unused_parameters_false") if isinstance(word, str) else word
 
 
 def _accelerator(word: Any) -> Any:

@@ -125,6 +125,7 @@ def test_two_ranks_under_each_strategy_train_as_one_and_go_on_after_launch(tmp_p
         assert together["loss"] == pytest.approx(alone["loss"], rel=1e-4), word
         assert (together["strategy"], together["world_size"], together["steps"]) == (kind, 2, 2)
         assert together["local"] == "of the process that launches"
+        assert word != "mesh" or together["mesh"] == ["data_parallel", "tensor_parallel"]
 
 
 BY_FUNCTION = """

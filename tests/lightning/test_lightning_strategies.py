@@ -28,6 +28,7 @@ from fabric.lightning.strategies import (
     XLAStrategy,
     strategy_of,
 )
+from fabric.strategies import ModelParallelStrategy as CoreModelParallel
 from fabric.strategies import available_strategies
 from fabric.strategies.registry import make_strategy
 
@@ -165,6 +166,19 @@ def test_every_name_of_a_strategy_has_a_class_for_isinstance() -> None:
     kinds = {word: type(strategy_of(make_strategy(word))) for word in available_strategies()}
     assert (kinds["ddp"], kinds["hsdp"], kinds["deepspeed_stage_3"]) == (DDPStrategy, FSDPStrategy, DeepSpeedStrategy)
     assert kinds["manual"] is Strategy
+
+
+def test_the_strategy_of_a_fabric_may_be_passed_to_another() -> None:
+    for strategy in ("ddp_find_unused_parameters_false", ModelParallelStrategy(print, 1, 1), FSDPStrategy()):
+        first = Fabric("cpu", strategy, 1)
+        second = Fabric("cpu", first.strategy, 1)
+        assert second.core.strategy == first.core.strategy
+        assert type(second.strategy) is type(first.strategy)
+    held = strategy_of(CoreModelParallel(parallelize_fn=print, data="auto"))
+    with Fabric("cpu", held, 1) as fabric:
+        mesh = fabric.strategy.device_mesh
+        assert mesh is not None
+        assert mesh.mesh_dim_names == ("pipeline", "data", "shard", "context", "tensor")
 
 
 def test_plugins_for_checkpoints_are_refused_and_environments_are_asked() -> None:

@@ -48,6 +48,8 @@ class ModelParallelStrategy(ParallelStrategy):
 
     def core(self, num_nodes: int) -> CoreStrategy:
         """The core's strategy: its axes are "shard" and "tensor"."""
+        if "_core" in vars(self):
+            return self._core
         data, tensor = self._sizes
         if (data, tensor) == ("auto", "auto"):
             data = num_nodes
@@ -57,7 +59,8 @@ class ModelParallelStrategy(ParallelStrategy):
     def device_mesh(self) -> DeviceMesh | None:
         """The ranks along `data_parallel` and `tensor_parallel`."""
         mesh = self._within.device_mesh
-        return None if mesh is None else with_names(mesh)
+        is_the_core_s = "_sizes" not in vars(self)  # whose function knows the axes by the core's names
+        return mesh if mesh is None or is_the_core_s else with_names(mesh)
 
 
 @final
