@@ -174,9 +174,8 @@ def use_a_parameter_after_forward(fabric: Fabric, x: Tensor) -> None:
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: whole(tensor).detach().clone() for name, tensor in (*module.named_parameters(), *module.named_buffers())
-    }
+    named = {**module.state_dict(), **dict(module.named_buffers())}
+    return {name: whole(tensor).detach().clone() for name, tensor in named.items()}
 
 
 def close(actual: Any, expected: Any) -> None:
