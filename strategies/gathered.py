@@ -54,6 +54,9 @@ class Gathered:
         self._hooks.append(
             module.register_forward_hook(lambda module, args, output: self._leave(output), always_call=True)
         )
+        for unit in cast("Sequence[nn.Module]", units):
+            if unit is not module:
+                self._hooks.append(unit.register_forward_pre_hook(lambda unit, _: self._renew(unit), prepend=True))
         for part in module.modules():
             object.__setattr__(part, "zero_grad", _ZeroGrad(self, part))
             self._parts.append(part)
@@ -107,6 +110,12 @@ class Gathered:
                 unit.reshard()
             kept = []
         self._gathered = kept
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _renew(self, unit: nn.Module) -> None:
+        """A unit is called by itself: it is gathered anew, for its shards may have changed."""
+        if self._depth == 0 and torch._C._current_graph_task_id() == -1:
+            cast("FSDPModule", unit).reshard()
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _leave(self, output: Any) -> None:
