@@ -87,8 +87,8 @@ class Unfilled:
         if name in part._non_persistent_buffers_set and _is_marked(getattr(part, name)):
             raise ValueError(
                 f"The buffer `{self._name(part, name)}` is in no checkpoint (`persistent=False`), and making the "
-                f"model empty lost its values. Give `{user_class(part).__name__}` a `reset_parameters` that computes it, or "
-                "make the model without `empty_init=True`."
+                f"model empty lost its values. Give `{user_class(part).__name__}` a `reset_parameters` that computes "
+                "it, or make the model without `empty_init=True`."
             )
 
     def _other_ways(self, empty: list[str]) -> str:
