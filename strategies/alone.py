@@ -33,6 +33,9 @@ def enter_alone(
         cast(Any, path.module)._get_fsdp_state()._lazy_init()
     inner = set(cast("Sequence[nn.Module]", units))
     for unit in inner:
+        if unit is not path.module:  # gathers by itself, and what it calls has nothing to gather
+            entries.append((unit, vars(unit).get("forward")))
+            object.__setattr__(unit, "forward", _Entry(path, unit, unit.forward, around))
         for part in dict.fromkeys(_own_parts(unit, inner)):
             entries.append((part, vars(part).get("forward")))
             object.__setattr__(part, "forward", _Entry(path, part, _gathering(unit, part, gathered), around))

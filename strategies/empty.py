@@ -12,6 +12,7 @@ the device let the functions of `torch.nn.init` write the mark, and look for it 
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
@@ -71,6 +72,8 @@ class Unfilled:
         self._model = user_class(root).__name__
         self._names = {part: name for name, part in root.named_modules()}
         self._tensors: list[tuple[nn.Module, str]] = []
+        uses = Counter(tensor for part in root.modules() for tensor in _own_tensors(part).values())
+        self._tied = {tensor for tensor, number in uses.items() if number > 1}
         self._made: dict[Tensor, Tensor] = {}
         self.was_empty = False
 
@@ -79,9 +82,12 @@ class Unfilled:
         empty = [name for name, tensor in _own_tensors(part).items() if tensor.is_meta]
         for name in empty:
             tensor = getattr(part, name)
-            if tensor not in self._made:
-                self._made[tensor] = _marked(tensor, device)
-            setattr(part, name, self._made[tensor])
+            made = self._made.get(tensor)
+            if made is None:
+                made = _marked(tensor, device)
+            if tensor in self._tied:  # the others are not kept: they are whole, and about to be cut
+                self._made[tensor] = made
+            setattr(part, name, made)
         if not empty:
             return
         self.was_empty = True
@@ -89,16 +95,12 @@ class Unfilled:
             if not any(_call(part, method) for method in _RESET):
                 self._tensors += [(part, name) for name in empty]
 
-    def forget_tied(self) -> None:
-        """Parts to come share no tensor with those before."""
-        self._made.clear()
-
     def finish(self, root: nn.Module | None, device: torch.device, collective: Collective) -> None:
         """After all parts: let the model, if it is all there, fill what it fills by itself. Ranks: all of `collective`.
 
         Raises: ValueError: a buffer that no checkpoint holds is empty still.
         """
-        self.forget_tied()
+        self._made.clear()
         if self.was_empty and root is not None:
             with WholeDraws(device, collective):
                 _call(root, "init_weights")
@@ -120,8 +122,8 @@ class Unfilled:
         if name in part._non_persistent_buffers_set and _is_marked(getattr(part, name)):
             raise ValueError(
                 f"The buffer `{self._name(part, name)}` is in no checkpoint (`persistent=False`), and making the "
-                f"model empty lost its values. Give `{type(part).__name__}` a `reset_parameters` that computes it, or "
-                "make the model without `empty_init=True`."
+                f"model empty lost its values. Give `{user_class(part).__name__}` a `reset_parameters` that computes "
+                "it, or make the model without `empty_init=True`."
             )
 
     def _other_ways(self, empty: list[str]) -> str:

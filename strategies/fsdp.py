@@ -155,7 +155,6 @@ class FSDPStrategy(Strategy):
                 unfilled.fill(part, runtime.device, runtime.collective)
                 if part in units:
                     self._shard(runtime, part, units)
-                    unfilled.forget_tied()
             unfilled.finish(inner, runtime.device, runtime.collective)
             if unfilled.was_empty and runtime.world.size > 1:
                 follow_rank_zero(runtime.collective, inner.buffers())

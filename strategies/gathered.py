@@ -54,6 +54,10 @@ class Gathered:
         enter, leave = Hook(lambda *_: self._enter()), Hook(lambda module, args, output: self._leave(output))
         self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
         self._hooks.append(module.register_forward_hook(leave, always_call=True))
+        renew = Hook(lambda unit, _: self._renew(unit))
+        for unit in cast("Sequence[nn.Module]", units):
+            if unit is not module:
+                self._hooks.append(unit.register_forward_pre_hook(renew, prepend=True))
         for part in module.modules():
             object.__setattr__(part, "zero_grad", _ZeroGrad(self, part))
             self._parts.append(part)
@@ -107,6 +111,12 @@ class Gathered:
                 unit.reshard()
             kept = []
         self._gathered = kept
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _renew(self, unit: nn.Module) -> None:
+        """A unit is called by itself: it is gathered anew, for its shards may have changed."""
+        if self._depth == 0 and torch._C._current_graph_task_id() == -1:
+            cast("FSDPModule", unit).reshard()
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _leave(self, output: Any) -> None:
