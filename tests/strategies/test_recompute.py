@@ -247,7 +247,7 @@ def train_in_wrappers(fabric: Fabric) -> tuple[list[Tensor], list[str], int]:
     losses, saved, _ = train(fabric, net)
     content = fabric._state_access(net).read_module(net)
     assert list(content) == (names if fabric.is_global_zero else [])
-    fabric._state_access(net).write_module(net, {**content, **net.state_dict()}, strict=True)
+    fabric._state_access(net).write_module(net, fabric.broadcast(content), strict=True)
     return losses[:3], names, saved
 
 
