@@ -181,7 +181,15 @@ def hooks_outside_of_graphs(module: nn.Module) -> Iterator[None]:
     yield
     for hooks in _forward_hooks(module):
         for number in hooks.keys() - before.get(id(hooks), set()):
-            hooks[number] = torch._disable_dynamo(hooks[number])  # type: ignore[attr-defined]
+            hooks[number] = _uncompiled(hooks[number])
+
+
+def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def uncompiled(*args: Any, **kwargs: Any) -> Any:  # one of our own, for torch leaves an attribute on it
+        return hook(*args, **kwargs)
+
+    return uncompiled  # type: ignore[no-any-return]
 
 
 def _forward_hooks(module: nn.Module) -> Iterator[dict[int, Callable[..., Any]]]:
