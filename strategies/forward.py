@@ -189,7 +189,7 @@ def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
     def uncompiled(*args: Any, **kwargs: Any) -> Any:  # one of our own, for torch leaves an attribute on it
         return hook(*args, **kwargs)
 
-    return uncompiled  # type: ignore[no-any-return]
+    return uncompiled
 
 
 def _forward_hooks(module: nn.Module) -> Iterator[dict[int, Callable[..., Any]]]:
