@@ -172,12 +172,17 @@ def _forget_original(module: nn.Module) -> None:
 def _paused(run: Around, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`run(function, args, kwargs)`, uncompiled but for `function`."""
     compiler = eval_frame.set_eval_frame(None)
+    called = function
+    if type(getattr(function, "__self__", None)).__module__.startswith("torch."):  # its functions are compiled inlined
+        from torch._dynamo.external_utils import wrap_inline
+
+        called = wrap_inline(function)
 
     @functools.wraps(function)
     def compiled(*args: Any, **kwargs: Any) -> Any:
         before = eval_frame.set_eval_frame(compiler)
         try:
-            return function(*args, **kwargs)
+            return called(*args, **kwargs)
         finally:
             eval_frame.set_eval_frame(before)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fabric import Fabric
+from fabric.conflicts import accelerator_against_the_strategy
 from fabric.strategies import (
     FairScaleFSDPStrategy,
     FSDPStrategy,
@@ -20,8 +21,11 @@ from fabric.strategies import (
     ManualStrategy,
     ModelParallelStrategy,
     SingleDeviceStrategy,
+    SingleDeviceXLAStrategy,
     Strategy,
 )
+from fabric.strategies.accelerators.xla import XLAAccelerator
+from fabric.strategies.recompute import rebind_copies, recompute
 from fabric.strategies.registry import make_strategy
 
 WIDTH = 8
@@ -205,6 +209,27 @@ def test_a_copy_of_a_prepared_model_is_plain_and_computes_with_its_own_parameter
     assert "forward" not in vars(net.blocks[0])
 
 
+def test_a_replica_of_data_parallel_computes_with_its_own_parameters() -> None:
+    block = Block(True)
+    undo = recompute(block, Block)
+    replica = block._replicate_for_data_parallel()  # what DataParallel makes for each further device
+    replica._modules["down"] = nn.Linear(WIDTH * 4, WIDTH)
+    nn.init.zeros_(replica.down.weight)
+    nn.init.zeros_(replica.down.bias)
+    rebind_copies(replica)
+    torch.testing.assert_close(replica(torch.ones(3, WIDTH), gain=1.0), torch.ones(3, WIDTH))
+    undo()
+    assert "forward" not in vars(block)
+
+
+def test_xla_has_no_activation_checkpointing_of_torchs_and_says_what_to_call() -> None:
+    strategy = SingleDeviceXLAStrategy(activation_checkpointing_policy=Block)
+    said = accelerator_against_the_strategy(XLAAccelerator(), strategy, "'single_xla'")
+    assert said is not None
+    assert "`activation_checkpointing_policy` with `accelerator='xla'`: torch's activation checkpointing knows" in said
+    assert "call `torch_xla.utils.checkpoint.checkpoint` in the model's own forward." in said
+
+
 def test_a_policy_that_means_nothing_is_an_error_and_leaves_the_model_as_it_was() -> None:
     fabric = Fabric(
         accelerator="cpu", devices=1, strategy=SingleDeviceStrategy(activation_checkpointing_policy=nn.Conv2d)
@@ -247,7 +272,7 @@ def train_in_wrappers(fabric: Fabric) -> tuple[list[Tensor], list[str], int]:
     losses, saved, _ = train(fabric, net)
     content = fabric._state_access(net).read_module(net)
     assert list(content) == (names if fabric.is_global_zero else [])
-    fabric._state_access(net).write_module(net, {**content, **net.state_dict()}, strict=True)
+    fabric._state_access(net).write_module(net, fabric.broadcast(content), strict=True)
     return losses[:3], names, saved
 
 
