@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast, final
 import torch
 from torch import nn
 
-from fabric.strategies.forward import Around, ForwardPath
+from fabric.strategies.forward import Around, ForwardPath, leave_uncompiled
 from fabric.strategies.gathered import Gathered, mark_gathering
 
 if TYPE_CHECKING:
@@ -79,6 +79,9 @@ class _Entry:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._part, "forward")  # of a copy: there it finds the method of the class
+
+
+leave_uncompiled(_Entry.__call__)
 
 
 def _gathering(unit: nn.Module, part: nn.Module, gathered: Gathered) -> Callable[..., Any]:

@@ -192,10 +192,14 @@ def _paused(run: Around, function: Callable[..., Any], args: tuple[Any, ...], kw
         eval_frame.set_eval_frame(compiler)
 
 
-for _code in (_Method.__call__.__code__, _paused.__code__):
-    eval_frame.set_code_exec_strategy(
-        _code, eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
-    )
+def leave_uncompiled(function: Callable[..., Any]) -> None:
+    """Let torch's compiler skip a function of ours, and go on in what it calls."""
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+    eval_frame.set_code_exec_strategy(function.__code__, skip)
+
+
+leave_uncompiled(_Method.__call__)
+leave_uncompiled(_paused)
 
 
 # torch's own lazy form, as its DistributedDataParallel uses it: `torch.compiler.disable` imports the compiler, 1 s.

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fabric.strategies.copies import Hook
+from fabric.strategies.forward import leave_uncompiled
 from fabric.strategies.shards import user_class
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class Gathered:
                 self._leave(output)
             return output
 
+        leave_uncompiled(entered)
         return entered if self._units else function
 
     def watch(self) -> Callable[[], None] | None:

@@ -37,6 +37,18 @@ FOREIGN = ("tqdm_monitor",)
 """Threads of others that last as long as the process: tqdm's, which torch's compiler imports where it is installed."""
 
 
+@pytest.fixture(autouse=True, scope="session")
+def ranks_come_from_a_fork_server() -> None:
+    """`launch(function)` forks a process that has computed nothing. This one has, so its ranks do not begin with the
+    modules, the warning filters and the plugins of whichever tests ran before."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.zeros(4_000_000).add_(1)
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True)
 def nothing_outlives_a_test() -> Iterator[None]:
     """No process, thread, process group or environment variable of a test is there after it."""
