@@ -17,6 +17,7 @@ Note [Traps of FairScale closed here]
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -30,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from fabric.strategies.fairscale import LATE, UNUSED, name_some, root_logger_untouched
 from fabric.strategies.fairscale_cpu import fully_sharded_on_cpu
 from fabric.strategies.fairscale_slices import holds_local
-from fabric.strategies.forward import ForwardPath
+from fabric.strategies.forward import ForwardPath, leave_uncompiled
 from fabric.strategies.newcomers import Newcomers
 from fabric.strategies.rank_zero import buffers_of, follow_rank_zero
 from fabric.strategies.runtime import Runtime
@@ -97,20 +98,37 @@ class Slices:
             for wrapper in self.wrappers:  # the root first: a part that was called before it would take itself for one
                 wrapper._lazy_init()
         self.names = {parameter: name for name, parameter in module.named_parameters()}
+        self.num_running = 0
+        """Forwards under way that have gathered parameters."""
         self.paths = [
-            ForwardPath(part, partial(_through, wrapper), uncompilable=UNCOMPILABLE)
+            ForwardPath(part, partial(self._through, wrapper), uncompilable=UNCOMPILABLE)
             for part, wrapper in wrapped.items()
         ]
+        inner = [part for part in module.modules() if part is not module and part not in wrapped]
+        self.given = {part: vars(part).get("forward") for part in inner if part._parameters}
+        for part in self.given:
+            object.__setattr__(part, "forward", _Inner(self, part))
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Around a forward: parameters are gathered before, slices after, and buffers follow rank 0. Ranks: all."""
         if torch.is_grad_enabled():
             self.newcomers.refuse(LATE)
         self._drop_stale()
-        output = _through(self.root, function, args, kwargs)
+        output = self._through(self.root, function, args, kwargs)
         if torch.is_grad_enabled() and self.root._require_backward_grad_sync:
             follow_rank_zero(self.collective, buffers_of(self.buffered))
         return output
+
+    def _through(
+        self, wrapper: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        call = _Call(function, args, kwargs)
+        self.num_running += 1
+        try:
+            wrapper(call)
+        finally:
+            self.num_running -= 1
+        return call.output
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:
@@ -152,6 +170,38 @@ class Slices:
         """Take our part of each forward off. The parameters stay slices: to put them together takes all ranks."""
         for path in self.paths:
             path.release()
+        for part, given in self.given.items():
+            if given is None:
+                vars(part).pop("forward", None)
+            else:
+                object.__setattr__(part, "forward", given)
+
+
+@final
+class _Inner:
+    """`forward` of a submodule with parameters, which are in slices unless a forward of the model has gathered them."""
+
+    def __init__(self, slices: Slices, part: nn.Module) -> None:
+        functools.update_wrapper(self, part.forward)
+        self._slices, self._part, self._forward = slices, part, part.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._slices.num_running or torch.compiler.is_compiling():
+            return self._forward(*args, **kwargs)
+        if torch._C._current_graph_task_id() == -1:  # else activation checkpointing computes it again in backward
+            raise RuntimeError(
+                _BY_ITSELF.format(part=type(self._part).__name__, model=type(self._slices.module).__name__)
+            )
+        return self._forward(*args, **kwargs)
+
+
+leave_uncompiled(_Inner.__call__)
+
+_BY_ITSELF = (
+    "`{part}` of `{model}` was called by itself, and `strategy='ddp_fully_sharded'` gathers its parameters only within "
+    "a forward of the model. Call it in a method of the model, and write `model.mark_forward_method('name')` once "
+    "after `setup`, with the name of that method; or pass `strategy='fsdp'`, whose submodules can be called by themselves."
+)
 
 
 def _wrapper(runtime: Runtime, reduced: Callable[[Tensor], None]) -> Callable[..., Any]:
@@ -224,12 +274,6 @@ def _take_back(parameters: Sequence[Any], rank: int, size: int) -> None:
             continue
         own = parameter.grad.view(-1)[rank * average.numel() : (rank + 1) * average.numel()]
         own.add_(average[: own.numel()], alpha=size)
-
-
-def _through(wrapper: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    call = _Call(function, args, kwargs)
-    wrapper(call)
-    return call.output
 
 
 def _tensors(output: Any) -> list[Tensor]:

@@ -58,6 +58,9 @@ class Custom(nn.Module):
     def forward(self, x: Tensor) -> Output:
         return Output(self.linear(x))
 
+    def encode(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
     def loss(self, x: Tensor) -> Tensor:
         return self(x).value.square().sum()
 
@@ -130,3 +133,25 @@ def test_ranks_that_leave_out_different_parameters_raise(strategy: str) -> None:
     said = Fabric(accelerator="cpu", strategy=strategy, devices=2, launcher="forkserver").launch(leave_one_out)
     assert said is not None
     assert "RuntimeError: 2 parameters of `ModuleDict` ('b.weight', 'b.bias') got no gradient" in said
+
+
+def call_a_submodule(fabric: Fabric) -> tuple[str, Tensor, str]:
+    torch.manual_seed(0)
+    net = Custom()
+    expected = net.linear(torch.ones(2, 3))
+    model = fabric.setup(net)
+    said = sentence(lambda: model.linear(torch.ones(2, 3)))
+    model.mark_forward_method("encode")
+    difference = (model.encode(torch.ones(2, 3)) - expected).abs().max().detach()
+    return said, difference, sentence(lambda: model.linear(torch.ones(2, 3)))
+
+
+@pytest.mark.slow
+def test_a_submodule_called_by_itself_says_which_method_to_mark() -> None:
+    said, difference, again = Fabric(accelerator="cpu", devices=2, strategy=STRATEGY).launch(call_a_submodule)
+    assert said.startswith(
+        "RuntimeError: `Linear` of `Custom` was called by itself, and `strategy='ddp_fully_sharded'`"
+    )
+    assert "write `model.mark_forward_method('name')` once after `setup`" in said
+    assert difference < 1e-6
+    assert again == said
