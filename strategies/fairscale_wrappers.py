@@ -200,7 +200,8 @@ leave_uncompiled(_Inner.__call__)
 _BY_ITSELF = (
     "`{part}` of `{model}` was called by itself, and `strategy='ddp_fully_sharded'` gathers its parameters only within "
     "a forward of the model. Call it in a method of the model, and write `model.mark_forward_method('name')` once "
-    "after `setup`, with the name of that method; or pass `strategy='fsdp'`, whose submodules can be called by themselves."
+    "after `setup`, with the name of that method; or pass `strategy='fsdp'`, whose submodules can be called by "
+    "themselves."
 )
 
 
