@@ -21,6 +21,9 @@ SUFFIXES = ("", "64_")
 PREFIXES = ("", "scipy_")
 NOTEBOOK = ("ipykernel", "IPython", "zmq", "tornado")
 """Packages whose threads a notebook's kernel has always. A rank uses none of them."""
+SAFE_THREADS = ("ZMQbg", "jemalloc_bg_thd")
+"""Names of native threads that a fork does not break: a notebook's message queue, and the one that jemalloc frees memory
+in, which `import pyarrow` starts (and pandas, and Hugging Face's datasets): jemalloc prepares for forks by itself."""
 ENDING_S = 0.25
 """Seconds for which a thread that was joined may still be listed: it answers the join before the kernel forgets it."""
 
@@ -76,12 +79,12 @@ def _native_threads() -> int:
 
 
 def _num_threads() -> int:
-    """Threads of this process, as the kernel counts them, without those of a notebook's message queue."""
+    """Threads of this process, as the kernel counts them, without those that a fork does not break."""
     names = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since it was listed
             names.append((task / "comm").read_text())
-    return sum(not name.startswith("ZMQbg") for name in names)
+    return sum(not name.startswith(SAFE_THREADS) for name in names)
 
 
 def _openblas_threads() -> Iterator[int]:

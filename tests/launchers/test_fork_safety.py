@@ -39,6 +39,7 @@ assert os.waitpid(pid, 0)[1] == 0
         "",
         "import numpy",
         "import sklearn.linear_model",
+        "import pyarrow; pyarrow.array(range(1_000_000)).to_pylist()",
         "torch.zeros(3) + 1",
         "model = torch.nn.Linear(4, 4); torch.optim.SGD(model.parameters())",
         "torch.cuda.is_available()",
