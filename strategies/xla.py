@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import is_not
 from typing import Any, final
 
@@ -38,14 +37,12 @@ from fabric.strategies.runtime import Runtime, connect
 from fabric.strategies.strategy import Strategy
 from fabric.strategies.xla_device import (
     XLAState,
-    each,
-    mark_steps,
     marked_batches,
     place,
+    prepare_module,
     prepare_optimizers,
     refuse_accelerator,
     seed_device,
-    unbias_statistics,
 )
 
 
@@ -120,7 +117,7 @@ class XLAStrategy(Strategy):
             raise ValueError(_SYNC_BATCH_NORM)
         place(runtime, module, optimizers, to_device=move)
         averaging = _Averaging(self, runtime.collective, module)
-        undo = [mark_steps(optimizers), unbias_statistics(module)]
+        undo = prepare_module(module, optimizers)
         prepared = replica(
             runtime,
             module,
@@ -128,7 +125,7 @@ class XLAStrategy(Strategy):
             around=averaging.forward if runtime.world.size > 1 else None,
             unsynced=averaging.unsynced,
             watches=(averaging.watch,),
-            end=partial(each, undo),
+            end=undo,
         )
         return replace(prepared, state=XLAState(runtime.world.rank))
 

@@ -6,7 +6,7 @@ each batch of a loader, so the loop is that of any other device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, final
@@ -20,7 +20,7 @@ from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint.state import StateAccess
 from fabric.strategies.copies import Hook
 from fabric.strategies.data.transfer import move
-from fabric.strategies.gradients import move_state
+from fabric.strategies.gradients import move_state, parameters_of
 from fabric.strategies.precision.forward_precision import cast_module
 from fabric.strategies.replica import attach_scaler
 from fabric.strategies.runtime import Runtime
@@ -68,7 +68,56 @@ def _move_parameter(parameter: nn.Parameter, device: torch.device) -> None:
     torch.utils.swap_tensors(parameter, there)  # type: ignore[no-untyped-call]
 
 
-def unbias_statistics(module: nn.Module) -> Callable[[], None]:
+def prepare_module(module: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+    """What every `Strategy.setup` over XLA does to a placed module and its optimizers. Returns what undoes it."""
+    owners = [_own_gradients(module.parameters()), *(_own_gradients(parameters_of(one)) for one in optimizers)]
+    return partial(each, [_mark_steps(optimizers), _unbias_statistics(module), _keep_apart(module), *owners])
+
+
+def _keep_apart(module: nn.Module) -> Callable[[], None]:
+    """Give each tensor of the module a buffer of its own, now and after each `load_state_dict`. Returns what undoes it.
+
+    Between tensors of one device, torch_xla 2.9 lets `copy_` and `clone` share the buffer; an optimizer that then
+    changes one of the two in place deletes it ("buffer has been deleted or donated").
+    """
+    _take_buffers(module)
+    after_loading = Hook(lambda part, _: _take_buffers(part))
+    handle = module.register_load_state_dict_post_hook(after_loading)  # type: ignore[no-untyped-call]
+    return partial(each, [handle.remove])
+
+
+def _take_buffers(module: nn.Module) -> None:
+    import torch_xla
+
+    for tensor in (*module.parameters(), *module.buffers()):
+        # One that SPMD divides among devices would lose its mark, and its buffers are not deleted.
+        if tensor.device.type == "xla" and "devices" not in torch_xla._XLAC._get_xla_sharding_spec(tensor):
+            tensor.data = tensor.data * True  # computed, and so new; it is the same to the last bit
+
+
+def _own_gradients(parameters: Iterable[Tensor]) -> Callable[[], None]:
+    """Let no gradient be a view. Returns what undoes it.
+
+    The gradient of `parameter.sum()` is one number, expanded. PyTorch copies it; torch_xla 2.9 leaves `.grad` a view of
+    the number, and what then changes it in place goes wrong: of two backwards the sum is 3 instead of 2, and clipped it
+    is 0.
+    """
+    handles = []
+    for parameter in parameters:
+        is_trained = parameter.requires_grad
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            continue
+        parameter.requires_grad_(True)  # torch takes no hook otherwise; one that is frozen now may be trained later
+        handles.append(parameter.register_hook(_own))  # type: ignore[no-untyped-call]
+        parameter.requires_grad_(is_trained)
+    return partial(each, [handle.remove for handle in handles])
+
+
+def _own(gradient: Tensor) -> Tensor:
+    return gradient.clone() if gradient._is_view() else gradient
+
+
+def _unbias_statistics(module: nn.Module) -> Callable[[], None]:
     """Let each BatchNorm keep the variances that PyTorch keeps. Returns what undoes it.
 
     XLA normalises by the variance of the batch, divided by n, and torch_xla 2.9 keeps that as the running one, too;
@@ -95,7 +144,7 @@ def unbias_statistics(module: nn.Module) -> Callable[[], None]:
     return partial(each, [handle.remove for handle in handles])
 
 
-def mark_steps(optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+def _mark_steps(optimizers: Sequence[Optimizer]) -> Callable[[], None]:
     """Let each optimizer run what was recorded once it has stepped. Returns what undoes it."""
     handles = [optimizer.register_step_post_hook(_mark) for optimizer in optimizers]
     return partial(each, [handle.remove for handle in handles])
@@ -109,7 +158,8 @@ def each(actions: Sequence[Callable[[], None]]) -> None:
 
 def prepare_optimizers(runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
     """What `Strategy.setup_optimizers` does over XLA."""
-    return partial(each, [attach_scaler(runtime.loss_scaler, optimizers), mark_steps(optimizers)])
+    owners = [_own_gradients(parameters_of(one)) for one in optimizers]
+    return partial(each, [attach_scaler(runtime.loss_scaler, optimizers), _mark_steps(optimizers), *owners])
 
 
 def _mark(*_: Any) -> None:

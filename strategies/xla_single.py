@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, final
 
 from torch import nn
@@ -25,14 +24,12 @@ from fabric.strategies.runtime import Runtime, connect
 from fabric.strategies.strategy import Strategy
 from fabric.strategies.xla_device import (
     XLAState,
-    each,
-    mark_steps,
     marked_batches,
     place,
+    prepare_module,
     prepare_optimizers,
     refuse_accelerator,
     seed_device,
-    unbias_statistics,
 )
 
 
@@ -74,8 +71,8 @@ class SingleDeviceXLAStrategy(Strategy):
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         place(runtime, module, optimizers, to_device=move)
-        undo = [mark_steps(optimizers), unbias_statistics(module)]
-        return replace(replica(runtime, module, optimizers, end=partial(each, undo)), state=XLAState(rank=0))
+        undo = prepare_module(module, optimizers)
+        return replace(replica(runtime, module, optimizers, end=undo), state=XLAState(rank=0))
 
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
         return prepare_optimizers(runtime, optimizers)

@@ -29,12 +29,11 @@ from fabric.strategies.runtime import Runtime, connect
 from fabric.strategies.xla_device import (
     XLAState,
     each,
-    mark_steps,
     marked_batches,
+    prepare_module,
     prepare_optimizers,
     refuse_accelerator,
     seed_device,
-    unbias_statistics,
 )
 
 
@@ -87,7 +86,7 @@ def mesh_of_devices(degrees: Mapping[str, int]) -> Any:
 
 def prepare_program(runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
     """Prepare a module whose parameters are on the device, and marked; their optimizers' states will lie as they do."""
-    undo = [_lay_states(optimizers), mark_steps(optimizers), unbias_statistics(module)]
+    undo = [_lay_states(optimizers), prepare_module(module, optimizers)]
     return replace(replica(runtime, module, optimizers, end=partial(each, undo)), state=XLAState(rank=0))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch_xla
 from cpu_replicas import launch_replicas
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -70,6 +71,43 @@ def test_a_step_runs_what_was_recorded(fabric: Fabric) -> None:
     fabric.close()
     optimizer.step()
     assert metrics.counter_value("MarkStep") == marks + 1, "a hook outlived the fabric"
+
+
+class Summed(nn.Module):
+    """Its gradient is one number, expanded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight.sum() * x
+
+
+def test_the_gradient_of_a_sum_is_accumulated_and_clipped_also_where_it_was_frozen_at_setup(fabric: Fabric) -> None:
+    model = Summed().requires_grad_(False)
+    bare = nn.Parameter(torch.ones(2, device=fabric.device))
+    model, optimizer = fabric.setup(model, torch.optim.SGD([*model.parameters(), bare], lr=1.0))
+    model.requires_grad_(True)
+    for _ in range(2):
+        fabric.backward(model(1.0) + bare.sum())
+    assert model.weight.grad is not None
+    assert bare.grad is not None
+    assert (model.weight.grad.tolist(), bare.grad.tolist()) == ([2.0] * 4, [2.0] * 2)
+    fabric.clip_gradients(model, optimizer, clip_val=0.5)
+    assert (model.weight.grad.tolist(), bare.grad.tolist()) == ([0.5] * 4, [0.5] * 2)
+
+
+def test_a_model_that_was_loaded_from_another_is_trained_apart_from_it(fabric: Fabric) -> None:
+    model, other = fabric.setup_module(nn.Linear(3, 2)), nn.Linear(3, 2)
+    other, optimizer = fabric.setup(other, torch.optim.SGD(other.parameters(), lr=1.0))
+    other.load_state_dict(model.state_dict())
+    torch_xla.sync()
+    before = model.weight.tolist()
+    fabric.backward(other(torch.ones(1, 3, device=fabric.device)).sum())
+    optimizer.step()
+    assert model.weight.tolist() == before
+    torch.testing.assert_close(other.weight.detach().cpu(), torch.tensor(before) - 1)
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])

@@ -61,7 +61,7 @@ def alone() -> dict[str, Finding]:
 
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_replicas_give_the_numbers_of_one_process(of_replicas: dict[str, Finding], case: Case) -> None:
-    expected = "raised" if "unused" in case.needs else "equal"
+    expected = "raised" if {"unused", "bare_parameters"}.intersection(case.needs) else "equal"
     assert of_replicas[case.name].seen == expected, of_replicas[case.name]
 
 
