@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.flat import exchange
+from fabric.strategies.gradients import NONE, kind_of, refuse_sparse
 from fabric.strategies.layout import DATA_AXES, fsdp_modules, layout_of
 from fabric.strategies.mesh import along, degree
 from fabric.strategies.rank_zero import buffers_of, follow_rank_zero
@@ -176,28 +177,14 @@ def _present_anywhere(collective: Collective, parameters: Iterable[nn.Parameter]
     parameters = list(parameters)
     if not parameters:
         return []
-    mine = torch.tensor([_kind(parameter.grad) for parameter in parameters], dtype=torch.int8, device="cpu")
+    mine = torch.tensor([kind_of(parameter.grad) for parameter in parameters], dtype=torch.int8, device="cpu")
     anywhere = collective.all_reduce(mine, "max").tolist()
-    present = [parameter for parameter, kind in zip(parameters, anywhere, strict=True) if kind != _NONE]
-    sparse = [parameter for parameter, kind in zip(parameters, anywhere, strict=True) if kind == _SPARSE]
-    if sparse:
-        raise RuntimeError(
-            f"A gradient of shape {tuple(sparse[0].shape)} is sparse, and ranks average dense ones here. Make the "
-            "layer with `sparse=False`, or pass `strategy='ddp'`, which averages both."
-        )
+    present = [parameter for parameter, kind in zip(parameters, anywhere, strict=True) if kind != NONE]
+    refuse_sparse(parameters, anywhere)
     for parameter in present:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     return present
-
-
-_NONE, _DENSE, _SPARSE = range(3)
-
-
-def _kind(gradient: Tensor | None) -> int:
-    if gradient is None:
-        return _NONE
-    return _DENSE if gradient.layout == torch.strided else _SPARSE
 
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.gradients import parameters_of
+from fabric.strategies.gradients import on_gradient, parameters_of
 from fabric.strategies.rank_zero import follow_rank_zero
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.shards import as_sharded
@@ -47,9 +47,9 @@ class BareParameters:
         if self._runtime.world.size > 1:
             follow_rank_zero(self._runtime.collective, new)
             self._hooks += [
-                parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+                on_gradient(parameter, self._arrived)
                 for parameter in new
-                if parameter.requires_grad
+                if parameter.is_floating_point() or parameter.is_complex()
             ]
 
     def watch(self) -> Callable[[], None] | None:

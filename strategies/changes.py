@@ -57,6 +57,16 @@ class Contents:
         """Those that require gradients now."""
         return [parameter for parameter in self.parameters if parameter.requires_grad]
 
+    def new_since(self, before: Contents | None) -> list[Tensor]:
+        """Parameters, and buffers of modules, that were not in the model at an earlier moment; None: all.
+
+        Not the buffers of modules that were: a forward may have assigned others, which hold what this rank has seen.
+        """
+        known = set() if before is None else {id(each) for each in (*before.parameters, *before.modules)}
+        new = [part for part in self.modules if id(part) not in known]
+        buffers = [buffer for part in new for buffer in part._buffers.values() if buffer is not None]
+        return [*(each for each in self.parameters if id(each) not in known), *dict.fromkeys(buffers)]
+
     def tensors(self) -> Iterator[Tensor]:
         """Parameters, and the buffers that the modules have now."""
         yield from self.parameters

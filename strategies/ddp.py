@@ -185,7 +185,7 @@ class _Averaging:
         self.flags: list[bool] = []  # of those that `parallel` was made for
         self.parameters: list[nn.Parameter] = []
         self.parallel: DistributedDataParallel | None = None
-        self.alike: set[Tensor] = set()  # these started from rank 0's values
+        self.alike: Contents | None = None  # these started from rank 0's values
         if any(self.contents.flags()):
             self._arrange(self.contents.flags())
 
@@ -238,7 +238,7 @@ class _Averaging:
         return True
 
     def _arrange(self, flags: list[bool]) -> None:
-        again, names = self.parallel is not None or bool(self.alike), dict(self.module.named_parameters())
+        again, names = self.alike is not None, dict(self.module.named_parameters())
         if self.parallel is not None:
             lines = [f"{name}: {Spec.of(each)}" for name, each in names.items() if each.requires_grad]
             agree(self.collective, "\n".join([f"forward of `{type(self.module).__name__}`, which trains", *lines]))
@@ -255,9 +255,8 @@ class _Averaging:
         )
         if options.comm_hook is not None:
             register(self.parallel, options.comm_hook)
-        tensors = list(self.contents.tensors())
-        follow_rank_zero(self.collective, [tensor for tensor in tensors if tensor not in self.alike])
-        self.alike, self.flags, self.parameters = set(tensors), flags, self.contents.trainable()
+        follow_rank_zero(self.collective, self.contents.new_since(self.alike))
+        self.alike, self.flags, self.parameters = self.contents, flags, self.contents.trainable()
 
     def watch(self) -> Callable[[], None] | None:
         # Note [Gradients that nobody averaged]

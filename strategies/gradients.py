@@ -1,4 +1,6 @@
-"""Clipping, whether each rank holds whole gradients, shards of them, or both in one model.
+"""Gradients: hearing of them, their kinds, and clipping.
+
+What is clipped may be whole on each rank, in shards, or both in one model.
 
 # Note [Norms over several meshes]
 torch's own clipping raises where gradients lie on different meshes, or some in shards and some not. So gradients are
@@ -10,12 +12,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.precision.loss_scaler import LossScaler
@@ -149,3 +152,32 @@ def move_state(optimizer: Optimizer, device: torch.device) -> None:
             # A step count lies where its optimizer put it: on the CPU, unless fused or capturable.
             if isinstance(value, Tensor) and name != "step":
                 state[name] = value.to(device)
+
+
+NONE, DENSE, SPARSE = range(3)
+
+
+def kind_of(gradient: Tensor | None) -> int:
+    """NONE, DENSE or SPARSE. Ranks that exchange gradients tell each other first."""
+    if gradient is None:
+        return NONE
+    return DENSE if gradient.layout == torch.strided else SPARSE
+
+
+def refuse_sparse(parameters: Sequence[Tensor], kinds: Sequence[int]) -> None:
+    """Raise RuntimeError where one of the parameters has a sparse gradient. `kinds`: the highest of all ranks."""
+    for parameter, kind in zip(parameters, kinds, strict=True):
+        if kind == SPARSE:
+            raise RuntimeError(
+                f"A gradient of shape {tuple(parameter.shape)} is sparse, and ranks average dense ones here. Make the "
+                "layer with `sparse=False`, or pass `strategy='ddp'`, which averages both."
+            )
+
+
+def on_gradient(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call `hook` for each gradient that has changed, also where the parameter is frozen now and unfrozen later."""
+    before = parameter.requires_grad
+    parameter.requires_grad_()
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    parameter.requires_grad_(before)
+    return handle

@@ -27,6 +27,7 @@ from fabric.strategies.collectives.horovod import HorovodCollective
 from fabric.strategies.collectives.packing import Spec
 from fabric.strategies.data.share import Use
 from fabric.strategies.flat import exchange
+from fabric.strategies.gradients import NONE, kind_of, on_gradient, refuse_sparse
 from fabric.strategies.initialize import new_tensors
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
@@ -75,6 +76,7 @@ class HorovodStrategy(Strategy):
             optimizers,
             around=averaging.forward,
             unsynced=averaging.unsynced,
+            watches=(averaging.watch,),
             end=averaging.end,
         )
 
@@ -98,9 +100,9 @@ class _Averaging:
     def __init__(self, collective: Collective, module: nn.Module, broadcast_buffers: bool) -> None:
         self.collective, self.name, self.number = collective, type(module).__name__, _number(collective)
         self.module, self.broadcast_buffers = module, broadcast_buffers
-        self.changed: set[nn.Parameter] = set()
+        self.changed: set[Tensor] = set()
         self.is_due = self.is_unsynced = False
-        self.alike: set[Tensor] = set()  # these started from rank 0's values
+        self.alike: Contents | None = None  # these started from rank 0's values
         self.hooks: list[RemovableHandle] = []
         self._arrange("setup")
 
@@ -117,6 +119,10 @@ class _Averaging:
         finally:
             self.is_unsynced = before
 
+    def watch(self) -> Callable[[], None] | None:
+        """See `Prepared.watches`: where all that the loss is made of is new, no hook of ours is called."""
+        return None if self.is_unsynced or self.contents.is_as_it_was() else self._refuse_unmet
+
     def end(self) -> None:
         for hook in self.hooks:
             hook.remove()
@@ -128,21 +134,23 @@ class _Averaging:
         self.buffered = self.contents.modules if self.broadcast_buffers else []
         lines = [f"{name}: {Spec.of(tensor)}" for name, tensor in _tensors(self.module)]
         agree(self.collective, "\n".join([f"{moment} of `{self.name}`", *lines]))
-        tensors = [tensor for _, tensor in _tensors(self.module)]
-        follow_rank_zero(self.collective, [tensor for tensor in tensors if tensor not in self.alike])
-        self.alike = set(tensors)
+        follow_rank_zero(self.collective, self.contents.new_since(self.alike))
+        self.alike = self.contents
         self.end()
-        self.hooks = [self._watched(parameter) for parameter in self.parameters]
+        self.hooks = [on_gradient(parameter, self._note) for parameter in self.parameters]
 
-    def _watched(self, parameter: nn.Parameter) -> RemovableHandle:
-        """Hear of its gradients, also of those that it has only once somebody unfreezes it."""
-        before = parameter.requires_grad
-        parameter.requires_grad_()
-        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
-        parameter.requires_grad_(before)
-        return handle
+    def _refuse_unmet(self) -> None:
+        """Raise RuntimeError where parameters have gradients that no forward has met: nothing averages those."""
+        if self.contents.is_as_it_was():
+            return
+        known = set(self.contents.parameters)
+        named = self.module.named_parameters()
+        names = [name for name, each in named if each.grad is not None and each not in known]
+        if names:
+            some = ", ".join(map(repr, names[:5]))
+            raise RuntimeError(_UNMET.format(model=self.name, names=some))
 
-    def _note(self, parameter: nn.Parameter) -> None:
+    def _note(self, parameter: Tensor) -> None:
         """Called by torch, within a backward, for each gradient that has just changed."""
         self.changed.add(parameter)
         if not self.is_unsynced:
@@ -155,7 +163,8 @@ class _Averaging:
         if not self.is_due:
             return
         self.is_due = False
-        mine = [parameter in self.changed and parameter.grad is not None for parameter in self.parameters]
+        self._refuse_unmet()
+        mine = [kind_of(each.grad) if each in self.changed else NONE for each in self.parameters]
         self.changed.clear()
         words = torch.tensor([self.number, -self.number, *mine], device="cpu")
         highest, lowest, *anywhere = self.collective.all_reduce(words, "max").tolist()
@@ -165,7 +174,8 @@ class _Averaging:
                 f"those set up; the numbers go from {-lowest} to {highest}. Make every rank compute the same loss.",
                 rank=self.collective.rank,
             )
-        gradients = [_gradient(parameter) for parameter, there in zip(self.parameters, anywhere, strict=True) if there]
+        refuse_sparse(self.parameters, anywhere)
+        gradients = [_gradient(each) for each, kind in zip(self.parameters, anywhere, strict=True) if kind != NONE]
         exchange(gradients, partial(self.collective.all_reduce, op="mean"))
         follow_rank_zero(self.collective, buffers_of(self.buffered))
 
@@ -203,6 +213,13 @@ def _why_not(device_type: str) -> str | None:
         "where it was built with HOROVOD_GPU_OPERATIONS=NCCL. Pass `accelerator='cpu'`, or use 'ddp'."
     )
 
+
+_UNMET = (
+    "This backward computed gradients of parameters that came to `{model}` after `fabric.setup` and that no forward "
+    "has met, so they were not averaged over the ranks: {names}. Where the loss comes from a method other than "
+    "`forward`, call `model.mark_forward_method('name')` once after `setup`. The weights are unchanged; "
+    "`optimizer.zero_grad()` discards the gradients."
+)
 
 INSTALL = (
     "Release 0.28.1 does not compile against today's torch by itself. In torchfabric's repository, run "

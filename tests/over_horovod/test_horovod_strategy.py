@@ -167,3 +167,60 @@ def keep_buffers(fabric: Fabric) -> list[float]:
 def test_buffers_follow_rank_zero_unless_they_are_to_stay() -> None:
     assert ranks().launch(keep_buffers) == [2.0, 2.0]
     assert ranks(broadcast_buffers=False).launch(keep_buffers) == [2.0, 4.0]
+
+
+class Counting(nn.Module):
+    """A layer, layers that are added later, and a buffer that ranks assign, or not, whenever they like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.later = nn.Linear(2, 1), nn.ModuleList()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor, assign: bool = True) -> Tensor:
+        if assign:
+            self.seen = self.seen + x.detach().sum()
+        return self.loss(self.linear(x))
+
+    def loss(self, x: Tensor) -> Tensor:
+        for layer in self.later:
+            x = layer(x)
+        return x.sum()
+
+
+def add_layers(fabric: Fabric) -> list[float]:
+    """The buffer stays this rank's; a loss that meets a new layer before forward does is refused, however it is run."""
+    net = fabric.setup_module(Counting())
+    fabric.backward(net(mine(fabric), assign=fabric.global_rank == 1))
+    net.later.append(nn.Linear(1, 1))
+    net.zero_grad()
+    for loss in (net.loss(net.linear(mine(fabric))), net.loss(torch.ones(1, 1))):
+        with pytest.raises(RuntimeError, match=r"`Counting`.* 'later.0.weight', 'later.0.bias'.*mark_forward_method"):
+            fabric.backward(loss)
+        net.zero_grad()
+    net.mark_forward_method("loss")  # type: ignore[operator]
+    fabric.backward(net.loss(mine(fabric)[:, :1]))
+    assert net.later[0].weight.grad.tolist() == [[1.5]]
+    net.later.append(nn.Linear(1, 1))
+    fabric.backward(net(mine(fabric)))
+    torch.testing.assert_close(*fabric.all_gather(net.later[1].weight.grad))
+    values: list[float] = fabric.all_gather(net.seen)[:, 0].tolist()
+    return values
+
+
+def test_a_new_layer_is_averaged_or_refused_and_leaves_the_buffers_of_others_alone() -> None:
+    assert ranks(broadcast_buffers=False).launch(add_layers) == [2.0, 8.0]
+
+
+def use_sparse(fabric: Fabric) -> None:
+    """On one rank, where another has a dense gradient, and on both. They are told together, and go on."""
+    net = fabric.setup_module(nn.Embedding(5, 2, sparse=True))
+    for is_dense_here in (fabric.global_rank == 1, False):
+        loss = net.weight.sum() if is_dense_here else net(torch.tensor([fabric.global_rank])).sum()
+        net.zero_grad()
+        with pytest.raises(RuntimeError, match=r"A gradient of shape \(5, 2\) is sparse.*pass `strategy='ddp'`"):
+            fabric.backward(loss)
+
+
+def test_a_sparse_gradient_of_any_rank_is_refused_on_all() -> None:
+    ranks().launch(use_sparse)

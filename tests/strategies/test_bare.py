@@ -39,6 +39,11 @@ def temperatures(fabric: Fabric) -> None:
     with pytest.raises(RuntimeError, match=r"parameter of shape \(\) that is in no module, and `fabric.backward\(loss"):
         (mine * temperature).backward()
     later.zero_grad()
+    frozen = nn.Parameter(torch.tensor(mine), requires_grad=False)
+    fabric.setup_optimizers(SGD([frozen], lr=1.0))
+    with pytest.raises(RuntimeError, match=r"Call that"):
+        (mine * frozen.requires_grad_()).backward()
+    frozen.grad = None
     # A group that comes later is refused before it is stepped; one of the model's own parameters is not.
     later.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     with pytest.raises(
