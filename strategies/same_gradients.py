@@ -55,7 +55,7 @@ def _mark(gradient: Tensor | None) -> _Mark:
 
 def _is_as_before(gradient: Tensor | None, mark: _Mark) -> bool:
     if gradient is None or mark is None:
-        return gradient is mark
+        return gradient is None and mark is None
     return gradient is mark[0] and local_part(gradient)._version == mark[1]
 
 

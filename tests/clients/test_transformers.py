@@ -1,4 +1,4 @@
-"""Models of transformers with random weights: under every strategy, what they become in one process of plain PyTorch.
+"""Models of transformers with random weights, trained under every strategy as in one process of plain PyTorch.
 
 One launch for each strategy trains all of them, one after the other.
 """
@@ -26,6 +26,8 @@ from fabric.strategies import (
 from fabric.strategies.registry import make_strategy
 
 ALL = ("gpt2", "llama", "llama_lora", "vit", "t5", "mixtral", "switch")
+"""`switch_apart` runs where ranks may use different parameters, and under ddp, which raises. Under others, messages
+of different sizes meet before anything is compared, and gloo aborts the process."""
 NEEDS = {"switch": "unused", "switch_apart": "unused"}
 """What a model asks of a strategy that some strategies lack."""
 TOLERANCE = 1e-5
@@ -130,11 +132,13 @@ def test_only_adapters_of_peft_are_trained(name: str, launched: Callable[[str], 
     assert len(adapters) == 8
 
 
-@pytest.mark.parametrize("name", ["fsdp", "fsdp_blocks", "ddp"])
-def test_generate_gives_the_tokens_of_plain_pytorch_once_it_is_marked(name: str) -> None:
+@pytest.mark.parametrize("name", ["fsdp", "fsdp_blocks"])
+def test_generate_gives_the_tokens_of_plain_pytorch_whether_it_is_marked_or_not(name: str) -> None:
     fabric = Fabric(accelerator="cpu", strategy=ROWS[name].strategy, devices=2)
-    found = fabric.launch(training.generate)
-    assert torch.equal(found, training.continue_prompts(training.make_model("llama").eval()))
+    before, after = fabric.launch(training.generate)
+    expected = training.continue_prompts(training.make_model("llama").eval())
+    assert torch.equal(before, expected)
+    assert torch.equal(after, expected)
 
 
 def test_a_compiled_model_is_trained_under_ddp_as_in_one_process(

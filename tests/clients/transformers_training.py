@@ -185,10 +185,11 @@ def train_each(fabric: Fabric, names: Sequence[str], folder: str) -> dict[str, T
 
 
 def generate(fabric: Fabric) -> Tensor:
-    """Tokens that follow others, by a method which calls forward many times."""
+    """Tokens that follow others, by a method that calls forward for each: before and after it is marked."""
     model = fabric.setup_module(make_model("llama").eval())
+    before = continue_prompts(model)
     model.mark_forward_method("generate")
-    return continue_prompts(model)
+    return torch.stack([before, continue_prompts(model)])
 
 
 def continue_prompts(model: Any) -> Tensor:
