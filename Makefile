@@ -29,7 +29,7 @@ test: environment  ## The tests; PYTEST_ARGS='-k seed' for some
 	$(RUN)/bin/python -m pytest --ignore tests/clusters --ignore tests/clients --ignore tests/type_checking $(PYTEST_ARGS)
 
 # Programs of other people, with models of a few thousand random weights: nothing is downloaded.
-test-clients: $(CLIENTS)/test.done  ## litgpt over fabric.lightning, beside Lightning itself
+test-clients: $(CLIENTS)/test.done  ## litgpt over fabric.lightning, and transformers under every strategy
 	HF_HUB_OFFLINE=1 timeout 1500 $(CLIENTS)/bin/python -m pytest tests/clients $(PYTEST_ARGS)
 
 # A whole SLURM runs in these, and machines made of network namespaces: they need root.
@@ -106,7 +106,7 @@ $(LINT)/copy.done: $(LINT)/lint.done $(shell find fabric strategies launchers -n
 $(CLIENTS)/test.done: $(CLIENTS)/torch.done $(SAYS)
 	$(CLIENTS)/bin/python $(PIP_INSTALL) 'datasets>=4,<5' 'lightning>=2.6.6,<2.7' 'litgpt>=0.5.13,<0.6' \
 	    'peft>=0.19,<1' 'pytest>=8' 'pytest-timeout>=2.3' 'rich>=14.1' 'setuptools>=77' 'transformers>=5.3,<6'
-	$(ALONE) $(CLIENTS)/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	$(ALONE) $(CLIENTS)/bin/python $(PIP_INSTALL) --no-build-isolation --editable '.[deepspeed,fairscale]'
 	touch $@
 
 # CUDA's libraries, 3.7 GB, are what PyPI's torch 2.9 is linked to; nothing here runs them.

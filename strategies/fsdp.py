@@ -45,6 +45,7 @@ from fabric.strategies.rank_zero import buffers_of, follow_rank_zero
 from fabric.strategies.rebind import follow
 from fabric.strategies.replica import attach_scaler, backward_through, share_loader, with_precision
 from fabric.strategies.runtime import Runtime, connect
+from fabric.strategies.same_gradients import SameGradients
 from fabric.strategies.shards import ShardedState
 from fabric.strategies.strategy import Strategy
 from fabric.strategies.whole_draws import draw_whole
@@ -165,7 +166,8 @@ class FSDPStrategy(Strategy):
         path = ForwardPath(inner, order.around(with_precision(runtime, model.forward)), model.mark)
         undo.append(enter_alone(path, sharded, gathered, path.around))
         undo += [path.release, order.release, gathered.release, attach_scaler(runtime.loss_scaler, optimizers)]
-        watches = (order.watch, gathered.watch)
+        same = SameGradients(runtime, inner, gathered)
+        watches = (order.watch, same.watch, gathered.watch)
         undo.append(refuse_copies(inner, IN_SHARDS))
         return Prepared(
             module=module,

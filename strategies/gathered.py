@@ -63,6 +63,10 @@ class Gathered:
             object.__setattr__(part, "zero_grad", _ZeroGrad(self, part))
             self._parts.append(part)
 
+    def params(self) -> Iterator[Any]:
+        """Each parameter as torch keeps it."""
+        return _params(self._units)
+
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, which gathers by itself, as another way into the model."""
 

@@ -53,6 +53,7 @@ from fabric.strategies.rank_zero import follow_rank_zero
 from fabric.strategies.rebind import follow
 from fabric.strategies.replica import attach_scaler, backward_through, share_loader, with_precision
 from fabric.strategies.runtime import Runtime, connect
+from fabric.strategies.same_gradients import SameGradients
 from fabric.strategies.shards import ShardedState, as_sharded
 from fabric.strategies.strategy import Strategy
 from fabric.strategies.whole_draws import draw_whole
@@ -192,7 +193,8 @@ class ModelParallelStrategy(Strategy):
             detach()
             averaging.end()
 
-        watches = (order.watch, averaging.watch, gathered.watch)
+        same = SameGradients(runtime, inner, gathered)
+        watches = (order.watch, same.watch, averaging.watch, gathered.watch)
         return Prepared(
             module=module if result is inner else result,
             optimizers=tuple(optimizers),
