@@ -23,7 +23,7 @@ NOTEBOOK = ("ipykernel", "IPython", "zmq", "tornado")
 """Packages whose threads a notebook's kernel has always. A rank uses none of them."""
 SAFE_THREADS = ("ZMQbg", "jemalloc_bg_thd")
 """Names of native threads that a fork does not break: a notebook's message queue, and the one in which jemalloc frees
-memory. `import pyarrow` starts it (so do pandas, and Hugging Face's datasets); jemalloc prepares for forks by itself."""
+memory. `import pyarrow` starts that one (so does Hugging Face's datasets), and jemalloc prepares for forks."""
 ENDING_S = 0.25
 """Seconds for which a thread that was joined may still be listed: it answers the join before the kernel forgets it."""
 
