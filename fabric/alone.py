@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fabric.cli.spelling import OUR_LAUNCHERS
 from fabric.machine import Machine
 from fabric.request import Request
+from fabric.spelling import OUR_LAUNCHERS
 
 
 def world_of_its_own(request: Request, machine: Machine) -> Machine:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-from fabric.cli.spelling import OUR_LAUNCHERS, STARTING_LAUNCHERS
 from fabric.machine import Machine
 from fabric.request import Request
+from fabric.spelling import OUR_LAUNCHERS, STARTING_LAUNCHERS
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.strategy import Strategy

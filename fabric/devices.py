@@ -6,10 +6,10 @@ Where a world exists already, `auto` takes as many as make its processes. On the
 
 from __future__ import annotations
 
-from fabric.cli.spelling import OUR_LAUNCHERS
 from fabric.conflicts import describe_world
 from fabric.machine import Found, Machine
 from fabric.request import Request
+from fabric.spelling import OUR_LAUNCHERS
 from fabric.strategies.strategy import Strategy
 
 

@@ -38,7 +38,6 @@ from fabric.resolve import resolve
 from fabric.seed import seed_everything
 from fabric.stop import StopRequest
 from fabric.strategies.accelerators.accelerator import Accelerator
-from fabric.strategies.bare import BareParameters, outside, refuse_later, refuse_shards
 from fabric.strategies.checkpoint import single_file
 from fabric.strategies.checkpoint.state import (
     PLAIN,
@@ -57,14 +56,15 @@ from fabric.strategies.collectives.rank_zero_first import rank_zero_first
 from fabric.strategies.data.device_loader import DeviceLoader
 from fabric.strategies.data.share import Use
 from fabric.strategies.data.transfer import move
-from fabric.strategies.initialize import new_tensors
+from fabric.strategies.module.activation_checkpointing import recompute
+from fabric.strategies.module.bare_parameters import BareParameters, outside, refuse_later, refuse_shards
+from fabric.strategies.module.initialization import new_tensors
+from fabric.strategies.module.prepare import backward_through
 from fabric.strategies.precision.forward_precision import autocast
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
-from fabric.strategies.recompute import recompute
-from fabric.strategies.replica import backward_through
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.shards import as_sharded
+from fabric.strategies.sharding.dtensor import as_sharded
 from fabric.strategies.strategy import Strategy
 
 if TYPE_CHECKING:

@@ -16,14 +16,14 @@ from typing import Literal, TypeAlias
 import torch
 import torch.distributed
 
-from fabric.cli import spelling
-from fabric.cli.words import place_by_hand
+from fabric import spelling
 from fabric.launchers.environments import detect_world
 from fabric.launchers.world import World
 from fabric.request import Request
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.accelerators.cpu import CPUAccelerator
 from fabric.strategies.accelerators.registry import accelerators, make_accelerator
+from fabric.words import place_by_hand
 
 Program: TypeAlias = Literal["script", "command", "interactive", "notebook"]
 """A file or module; `python -c` or standard input; a prompt; a notebook's kernel. Only the first can be run again."""
@@ -68,7 +68,7 @@ class Machine:
     current_device: int | None = None
     """The index of the device that a rank works on, once it has opened one."""
     own_device: int | None = None
-    """In a world of one process inside a rank: the device that `devices=1` means. See `alone.py`."""
+    """In a world of one process inside a rank: the device that `devices=1` means. See `submodules.py`."""
     node_rank: int | None = None
     """NODE_RANK, MASTER_ADDR and MASTER_PORT, set by whoever starts each node by hand. Read for several nodes only."""
     main_address: str | None = None

@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from fabric.cli import spelling
-from fabric.cli.spelling import Devices, LauncherWord
-from fabric.cli.words import words
+from fabric import spelling
 from fabric.launchers.environments.environment import Environment
 from fabric.launchers.environments.ours import OursEnvironment
 from fabric.launchers.world import World
+from fabric.spelling import Devices, LauncherWord
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.strategy import Strategy
+from fabric.words import words
 
 _PRECISION = Precision.parse("32-true")
 

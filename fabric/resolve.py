@@ -4,12 +4,12 @@ A pure function of two values (and of the tables of names), so that every rule i
 `auto` it chooses; where a word is said it is honoured or refused, never exchanged:
 
 - A world in the environment is the truth: `auto` takes its sizes, and a number that differs from them is an error.
-  One device inside a rank may be a world of its own; `alone.py` tells when.
+  One device inside a rank may be a world of its own; `submodules.py` tells when.
 - Without one, `devices='auto'` is one process on the CPU, and elsewhere every device that the strategy takes.
 - `accelerator='auto'` is the one torch reports, else the CPU. `strategy='auto'` is `single_device` for one process
   and `ddp` for more.
 - A strategy may be another class on devices that need another way to the same: `ddp` on XLA is `XLAStrategy`. The
-  strategy says so itself (`Strategy.on`), and `fabric.strategy` shows it.
+  registry has these variants, and `fabric.strategy` shows the one that runs.
 - One process needs no launcher, whatever the word: the calling process is it.
 """
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fabric.alone import world_of_its_own
-from fabric.cli.spelling import DEFAULT_MAX_RESTARTS, STARTING_LAUNCHERS
 from fabric.conflicts import (
     CONFLICTS,
     accelerator_against_the_precision,
@@ -32,10 +31,11 @@ from fabric.launchers.launcher import Topology
 from fabric.launchers.world import World
 from fabric.machine import Found, Machine
 from fabric.request import Request
+from fabric.spelling import DEFAULT_MAX_RESTARTS, STARTING_LAUNCHERS
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.options import check_options
 from fabric.strategies.precision.precision import Precision
-from fabric.strategies.registry import make_strategy
+from fabric.strategies.registry import make_strategy, variant_for
 from fabric.strategies.strategy import Strategy
 
 
@@ -75,7 +75,7 @@ def resolve(request: Request, machine: Machine) -> Resolved:
     found = _found(request, machine)
     strategy, word = _strategy(request, machine, found)
     check_options(strategy)
-    strategy = strategy.on(found.accelerator, word=word)
+    strategy = variant_for(strategy, found.accelerator.name, word=word)
     _refuse(strategy_against_the_launcher(strategy, word, request, machine))
     _refuse(accelerator_against_the_precision(found.accelerator, request.precision))
     _refuse(accelerator_against_the_strategy(found.accelerator, strategy, word))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fabric.strategies.data.randomness import Rng, mix, process_rngs
+from fabric.strategies.data.rng import Rng, mix, process_rngs
 
 _NUM_SEEDS = 2**32
 """NumPy takes 32 bits."""
@@ -45,7 +45,7 @@ def seed_everything(seed: int, workers: bool = True) -> int:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
     if "torch_xla" in sys.modules:
-        from fabric.strategies.xla_device import seed_device
+        from fabric.strategies.xla.device import seed_device
 
         seed_device()
     return seed

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, final
 
-from fabric.launchers.rendezvous import join
+from fabric.launchers.rendezvous.join import join
 from fabric.launchers.world import World
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if name in dir(signal)]

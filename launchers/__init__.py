@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from fabric.launchers.choose import choose_launcher as choose_launcher
     from fabric.launchers.environments import Environment as Environment
     from fabric.launchers.environments import detect_world as detect_world
-    from fabric.launchers.fork_safety import fork_is_safe as fork_is_safe
     from fabric.launchers.launcher import Launcher as Launcher
     from fabric.launchers.launcher import Topology as Topology
     from fabric.launchers.launcher import WorkerError as WorkerError
-    from fabric.launchers.rendezvous import join as join
+    from fabric.launchers.rank.fork_safety import fork_is_safe as fork_is_safe
+    from fabric.launchers.rendezvous.join import join as join
     from fabric.launchers.world import Rendezvous as Rendezvous
     from fabric.launchers.world import World as World
 
@@ -29,8 +29,8 @@ _HOME = {
     "World": "world",
     "choose_launcher": "choose",
     "detect_world": "environments",
-    "fork_is_safe": "fork_safety",
-    "join": "rendezvous",
+    "fork_is_safe": "rank.fork_safety",
+    "join": "rendezvous.join",
 }
 
 __all__ = [

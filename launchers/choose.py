@@ -13,11 +13,11 @@ from typing import Any
 from fabric.launchers.elastic import Elastic
 from fabric.launchers.external import External
 from fabric.launchers.fork import Fork
-from fabric.launchers.fork_safety import fork_is_safe
 from fabric.launchers.inline import Inline
 from fabric.launchers.launcher import Launcher, Topology
-from fabric.launchers.main_module import this_program
 from fabric.launchers.processes import forkserver, spawn
+from fabric.launchers.rank.fork_safety import fork_is_safe
+from fabric.launchers.rank.program import this_program
 from fabric.launchers.script import Script
 from fabric.launchers.world import World
 from fabric.launchers.xla import XLA

@@ -15,13 +15,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar, final
 
-from fabric.launchers import ending, order
-from fabric.launchers.failure import describe
 from fabric.launchers.launcher import Launcher, Topology
-from fabric.launchers.order import RunScript
 from fabric.launchers.processes import forkserver
+from fabric.launchers.rank import task as order
+from fabric.launchers.rank.task import RunScript
 from fabric.launchers.script import Script, start_interpreter
-from fabric.launchers.supervisor import Child, Supervisor
+from fabric.launchers.supervision import ending
+from fabric.launchers.supervision.failure import describe
+from fabric.launchers.supervision.supervisor import Child, Supervisor
 from fabric.launchers.world import World
 
 R = TypeVar("R")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, final
 
 from fabric.launchers.launcher import Launcher
-from fabric.launchers.rank import check_not_importing, run_and_end, take_awaited
+from fabric.launchers.rank.rank import check_not_importing, run_and_end, take_awaited
 from fabric.launchers.world import World
 
 R = TypeVar("R")

@@ -32,14 +32,14 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar, final
 
-from fabric.launchers import ending
-from fabric.launchers.belongings import Belongings
-from fabric.launchers.kernel import exit_fd
 from fabric.launchers.launcher import Launcher, Topology
-from fabric.launchers.rank import become_rank, run_and_end
-from fabric.launchers.report import Reporter
-from fabric.launchers.signals import ENDING, PASSED_ON
-from fabric.launchers.supervisor import Child, Supervisor
+from fabric.launchers.rank.belongings import Belongings
+from fabric.launchers.rank.rank import become_rank, run_and_end
+from fabric.launchers.supervision import ending
+from fabric.launchers.supervision.os_process import exit_fd
+from fabric.launchers.supervision.report import Reporter
+from fabric.launchers.supervision.signals import ENDING, PASSED_ON
+from fabric.launchers.supervision.supervisor import Child, Supervisor
 from fabric.launchers.world import World
 
 R = TypeVar("R")

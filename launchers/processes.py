@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, NoReturn, TypeVar, final
 
-from fabric.launchers import ending, order
-from fabric.launchers.fork_server import fork_server
 from fabric.launchers.launcher import Launcher, Topology
-from fabric.launchers.main_module import this_program
-from fabric.launchers.order import CallFunction
+from fabric.launchers.rank import task as order
+from fabric.launchers.rank.fork_server import fork_server
+from fabric.launchers.rank.program import this_program
+from fabric.launchers.rank.task import CallFunction
 from fabric.launchers.script import start_interpreter
-from fabric.launchers.supervisor import Child, Supervisor
+from fabric.launchers.supervision import ending
+from fabric.launchers.supervision.supervisor import Child, Supervisor
 from fabric.launchers.world import World
 
 R = TypeVar("R")

@@ -13,17 +13,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, final
 
-from fabric.launchers import ending, order
 from fabric.launchers.fork import child_of
 from fabric.launchers.launcher import Launcher, Topology
-from fabric.launchers.main_module import Program, this_program
-from fabric.launchers.order import CallFunction, RunScript
-from fabric.launchers.supervisor import Child, Supervisor
+from fabric.launchers.rank import task as order
+from fabric.launchers.rank.program import Program, this_program
+from fabric.launchers.rank.task import CallFunction, RunScript
+from fabric.launchers.supervision import ending
+from fabric.launchers.supervision.supervisor import Child, Supervisor
 from fabric.launchers.world import World
 
 R = TypeVar("R")
 
-BOOT = str(Path(__file__).with_name("boot.py"))
+BOOT = str(Path(__file__).parent / "rank" / "boot.py")
 
 # Note [The script's first launch]
 # A rank that runs the script again takes the first `launch(function)` that it reaches for its own. A second one of the

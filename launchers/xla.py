@@ -15,10 +15,10 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar, final
 
-from fabric.launchers import pickling
 from fabric.launchers.environments.xla import PJRT
 from fabric.launchers.launcher import Launcher, Topology
 from fabric.launchers.processes import forkserver
+from fabric.launchers.rank import pickling
 from fabric.launchers.world import Rendezvous, World
 
 R = TypeVar("R")

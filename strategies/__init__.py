@@ -9,54 +9,54 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fabric.strategies.collectives.route import Route as Route
-    from fabric.strategies.ddp import DDPStrategy as DDPStrategy
-    from fabric.strategies.ddp_hooks import PowerSGD as PowerSGD
-    from fabric.strategies.deepspeed import DeepSpeedStrategy as DeepSpeedStrategy
+    from fabric.strategies.collectives.row_exchange import Route as Route
+    from fabric.strategies.ddp.comm_hooks import PowerSGD as PowerSGD
+    from fabric.strategies.ddp.strategy import DDPStrategy as DDPStrategy
+    from fabric.strategies.deepspeed.strategy import DeepSpeedStrategy as DeepSpeedStrategy
     from fabric.strategies.dp import DataParallelStrategy as DataParallelStrategy
-    from fabric.strategies.fairscale_ddp import FairScaleShardedStrategy as FairScaleShardedStrategy
-    from fabric.strategies.fairscale_fsdp import FairScaleFSDPStrategy as FairScaleFSDPStrategy
-    from fabric.strategies.fsdp import FSDPStrategy as FSDPStrategy
-    from fabric.strategies.horovod import HorovodStrategy as HorovodStrategy
-    from fabric.strategies.manual import ManualContext as ManualContext
-    from fabric.strategies.manual import ManualStrategy as ManualStrategy
-    from fabric.strategies.manual import Parallelized as Parallelized
-    from fabric.strategies.mesh import along as along
-    from fabric.strategies.model_parallel import ModelParallelStrategy as ModelParallelStrategy
-    from fabric.strategies.pipeline import Pipeline as Pipeline
+    from fabric.strategies.fairscale.fsdp import FairScaleFSDPStrategy as FairScaleFSDPStrategy
+    from fabric.strategies.fairscale.sharded_ddp import FairScaleShardedStrategy as FairScaleShardedStrategy
+    from fabric.strategies.fsdp.strategy import FSDPStrategy as FSDPStrategy
+    from fabric.strategies.horovod.strategy import HorovodStrategy as HorovodStrategy
+    from fabric.strategies.manual.strategy import ManualContext as ManualContext
+    from fabric.strategies.manual.strategy import ManualStrategy as ManualStrategy
+    from fabric.strategies.manual.strategy import Parallelized as Parallelized
+    from fabric.strategies.model_parallel.pipeline.options import Pipeline as Pipeline
+    from fabric.strategies.model_parallel.strategy import ModelParallelStrategy as ModelParallelStrategy
     from fabric.strategies.precision.precision import Precision as Precision
     from fabric.strategies.registry import available_strategies as available_strategies
     from fabric.strategies.registry import register_strategy as register_strategy
-    from fabric.strategies.single import SingleDeviceStrategy as SingleDeviceStrategy
+    from fabric.strategies.sharding.mesh import along as along
+    from fabric.strategies.single_device import SingleDeviceStrategy as SingleDeviceStrategy
     from fabric.strategies.strategy import Strategy as Strategy
-    from fabric.strategies.xla import XLAStrategy as XLAStrategy
-    from fabric.strategies.xla_fsdp import XLAFSDPStrategy as XLAFSDPStrategy
-    from fabric.strategies.xla_model_parallel import XLAModelParallelStrategy as XLAModelParallelStrategy
-    from fabric.strategies.xla_single import SingleDeviceXLAStrategy as SingleDeviceXLAStrategy
+    from fabric.strategies.xla.fsdp import XLAFSDPStrategy as XLAFSDPStrategy
+    from fabric.strategies.xla.model_parallel import XLAModelParallelStrategy as XLAModelParallelStrategy
+    from fabric.strategies.xla.replicas import XLAStrategy as XLAStrategy
+    from fabric.strategies.xla.single_device import SingleDeviceXLAStrategy as SingleDeviceXLAStrategy
 
 _HOME = {
-    "DDPStrategy": "ddp",
+    "DDPStrategy": "ddp.strategy",
     "DataParallelStrategy": "dp",
-    "DeepSpeedStrategy": "deepspeed",
-    "FSDPStrategy": "fsdp",
-    "FairScaleFSDPStrategy": "fairscale_fsdp",
-    "FairScaleShardedStrategy": "fairscale_ddp",
-    "HorovodStrategy": "horovod",
-    "ManualContext": "manual",
-    "ManualStrategy": "manual",
-    "ModelParallelStrategy": "model_parallel",
-    "Parallelized": "manual",
-    "Pipeline": "pipeline",
-    "PowerSGD": "ddp_hooks",
+    "DeepSpeedStrategy": "deepspeed.strategy",
+    "FSDPStrategy": "fsdp.strategy",
+    "FairScaleFSDPStrategy": "fairscale.fsdp",
+    "FairScaleShardedStrategy": "fairscale.sharded_ddp",
+    "HorovodStrategy": "horovod.strategy",
+    "ManualContext": "manual.strategy",
+    "ManualStrategy": "manual.strategy",
+    "ModelParallelStrategy": "model_parallel.strategy",
+    "Parallelized": "manual.strategy",
+    "Pipeline": "model_parallel.pipeline.options",
+    "PowerSGD": "ddp.comm_hooks",
     "Precision": "precision.precision",
-    "Route": "collectives.route",
-    "SingleDeviceStrategy": "single",
-    "SingleDeviceXLAStrategy": "xla_single",
+    "Route": "collectives.row_exchange",
+    "SingleDeviceStrategy": "single_device",
+    "SingleDeviceXLAStrategy": "xla.single_device",
     "Strategy": "strategy",
-    "XLAFSDPStrategy": "xla_fsdp",
-    "XLAModelParallelStrategy": "xla_model_parallel",
-    "XLAStrategy": "xla",
-    "along": "mesh",
+    "XLAFSDPStrategy": "xla.fsdp",
+    "XLAModelParallelStrategy": "xla.model_parallel",
+    "XLAStrategy": "xla.replicas",
+    "along": "sharding.mesh",
     "available_strategies": "registry",
     "register_strategy": "registry",
 }

@@ -19,11 +19,11 @@ from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.collectives.single import SingleDeviceCollective
 from fabric.strategies.data.share import Use
-from fabric.strategies.initialize import new_tensors
+from fabric.strategies.module.activation_checkpointing import rebind_copies
+from fabric.strategies.module.initialization import new_tensors
+from fabric.strategies.module.prepare import attach_scaler, place, replica, share_loader
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
-from fabric.strategies.recompute import rebind_copies
-from fabric.strategies.replica import attach_scaler, place, replica, share_loader
 from fabric.strategies.runtime import Runtime, connect
 from fabric.strategies.strategy import Strategy
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from fabric.strategies.policy import check_policy
+from fabric.strategies.module.wrap_policy import check_policy
 from fabric.strategies.strategy import Strategy
 
 S = TypeVar("S", bound=Strategy)

@@ -55,64 +55,93 @@ def _built_in(name: str, path: str, description: str, **options: Any) -> Registr
 
 
 _TABLE = (
-    _built_in("single_device", "single:SingleDeviceStrategy", "one process, one device"),
+    _built_in("single_device", "single_device:SingleDeviceStrategy", "one process, one device"),
     _built_in("dp", "dp:DataParallelStrategy", "one process, several devices; ddp is faster"),
-    _built_in("ddp", "ddp:DDPStrategy", "a process per device, gradients averaged"),
-    _built_in("ddp_spawn", "ddp:DDPStrategy", "ddp, processes started by spawn", launcher="spawn"),
-    _built_in("ddp_fork", "ddp:DDPStrategy", "ddp, processes started by fork", launcher="fork"),
-    _built_in("ddp_notebook", "ddp:DDPStrategy", "ddp from a notebook: by fork", launcher="fork"),
+    _built_in("ddp", "ddp.strategy:DDPStrategy", "a process per device, gradients averaged"),
+    _built_in("ddp_spawn", "ddp.strategy:DDPStrategy", "ddp, processes started by spawn", launcher="spawn"),
+    _built_in("ddp_fork", "ddp.strategy:DDPStrategy", "ddp, processes started by fork", launcher="fork"),
+    _built_in("ddp_notebook", "ddp.strategy:DDPStrategy", "ddp from a notebook: by fork", launcher="fork"),
     _built_in(
         "ddp_find_unused_parameters_true",
-        "ddp:DDPStrategy",
+        "ddp.strategy:DDPStrategy",
         "ddp for models that leave out some parameters in some steps",
         find_unused_parameters=True,
     ),
-    _built_in("fsdp", "fsdp:FSDPStrategy", "parameters, gradients and optimizer state in shards (FSDP2)"),
-    _built_in("fsdp_cpu_offload", "fsdp:FSDPStrategy", "fsdp, shards in the CPU's memory", cpu_offload=True),
-    _built_in("hsdp", "fsdp:FSDPStrategy", "fsdp within each node, replicas over nodes", device_mesh="nodes"),
-    _built_in("model_parallel", "model_parallel:ModelParallelStrategy", "a mesh, and your parallelize_fn(model, mesh)"),
-    _built_in("manual", "manual:ManualStrategy", "whatever your parallelize(module, context) does"),
-    _built_in("ddp_sharded", "fairscale_ddp:FairScaleShardedStrategy", "FairScale: gradients, optimizer state split"),
+    _built_in("fsdp", "fsdp.strategy:FSDPStrategy", "parameters, gradients and optimizer state in shards (FSDP2)"),
+    _built_in("fsdp_cpu_offload", "fsdp.strategy:FSDPStrategy", "fsdp, shards in the CPU's memory", cpu_offload=True),
+    _built_in("hsdp", "fsdp.strategy:FSDPStrategy", "fsdp within each node, replicas over nodes", device_mesh="nodes"),
+    _built_in(
+        "model_parallel",
+        "model_parallel.strategy:ModelParallelStrategy",
+        "a mesh, and your parallelize_fn(model, mesh)",
+    ),
+    _built_in("manual", "manual.strategy:ManualStrategy", "whatever your parallelize(module, context) does"),
+    _built_in(
+        "ddp_sharded", "fairscale.sharded_ddp:FairScaleShardedStrategy", "FairScale: gradients, optimizer state split"
+    ),
     _built_in(
         "ddp_sharded_spawn",
-        "fairscale_ddp:FairScaleShardedStrategy",
+        "fairscale.sharded_ddp:FairScaleShardedStrategy",
         "ddp_sharded, processes started by spawn",
         launcher="spawn",
     ),
-    _built_in("ddp_fully_sharded", "fairscale_fsdp:FairScaleFSDPStrategy", "FairScale: everything in slices; see fsdp"),
-    _built_in("horovod", "horovod:HorovodStrategy", "a process per device, gradients averaged by Horovod"),
-    _built_in("deepspeed", "deepspeed:DeepSpeedStrategy", "DeepSpeed's ZeRO, stage 2"),
-    _built_in("deepspeed_stage_1", "deepspeed:DeepSpeedStrategy", "ZeRO: optimizer states in shards", stage=1),
-    _built_in("deepspeed_stage_2", "deepspeed:DeepSpeedStrategy", "ZeRO: gradients in shards, too", stage=2),
-    _built_in("deepspeed_stage_3", "deepspeed:DeepSpeedStrategy", "ZeRO: weights in shards, too", stage=3),
-    _built_in("xla", "xla:XLAStrategy", "a replica for each TPU device, gradients averaged (torch_xla)"),
-    _built_in("xla_fsdp", "xla_fsdp:XLAFSDPStrategy", "one program over all TPU devices of a host, in shards"),
-    _built_in("single_xla", "xla_single:SingleDeviceXLAStrategy", "one process, one TPU device"),
+    _built_in("ddp_fully_sharded", "fairscale.fsdp:FairScaleFSDPStrategy", "FairScale: everything in slices; see fsdp"),
+    _built_in("horovod", "horovod.strategy:HorovodStrategy", "a process per device, gradients averaged by Horovod"),
+    _built_in("deepspeed", "deepspeed.strategy:DeepSpeedStrategy", "DeepSpeed's ZeRO, stage 2"),
+    _built_in("deepspeed_stage_1", "deepspeed.strategy:DeepSpeedStrategy", "ZeRO: optimizer states in shards", stage=1),
+    _built_in("deepspeed_stage_2", "deepspeed.strategy:DeepSpeedStrategy", "ZeRO: gradients in shards, too", stage=2),
+    _built_in("deepspeed_stage_3", "deepspeed.strategy:DeepSpeedStrategy", "ZeRO: weights in shards, too", stage=3),
+    _built_in("xla", "xla.replicas:XLAStrategy", "a replica for each TPU device, gradients averaged (torch_xla)"),
+    _built_in("xla_fsdp", "xla.fsdp:XLAFSDPStrategy", "one program over all TPU devices of a host, in shards"),
+    _built_in("single_xla", "xla.single_device:SingleDeviceXLAStrategy", "one process, one TPU device"),
     _built_in(
         "deepspeed_stage_1_offload",
-        "deepspeed:DeepSpeedStrategy",
+        "deepspeed.strategy:DeepSpeedStrategy",
         "deepspeed_stage_1, optimizer states in main memory",
         stage=1,
         offload_optimizer=True,
     ),
     _built_in(
         "deepspeed_stage_2_offload",
-        "deepspeed:DeepSpeedStrategy",
+        "deepspeed.strategy:DeepSpeedStrategy",
         "deepspeed_stage_2, optimizer states in main memory",
         stage=2,
         offload_optimizer=True,
     ),
     _built_in(
         "deepspeed_stage_3_offload",
-        "deepspeed:DeepSpeedStrategy",
+        "deepspeed.strategy:DeepSpeedStrategy",
         "deepspeed_stage_3, optimizer states and weights in main memory",
         stage=3,
         offload_optimizer=True,
         offload_parameters=True,
     ),
 )
+_VARIANTS: Mapping[tuple[str, str], str] = {
+    # torch_xla 2.9 loses gradients reduced in place: see Note [Averages are new tensors] in `xla/replicas.py`.
+    ("fabric.strategies.ddp.strategy:DDPStrategy", "xla"): "fabric.strategies.xla.replicas:XLAStrategy",
+    ("fabric.strategies.model_parallel.strategy:ModelParallelStrategy", "xla"): (
+        "fabric.strategies.xla.model_parallel:XLAModelParallelStrategy"
+    ),
+}
+"""The class that does the same on an accelerator that needs another way to do it."""
 _BUILT_IN: Mapping[str, Registration] = {registration.name: registration for registration in _TABLE}
 _REGISTERED: dict[str, Registration] = {}
+
+
+def variant_for(strategy: Strategy, accelerator: str, *, word: str) -> Strategy:
+    """The variant of a strategy for an accelerator: the strategy itself, unless the table has another one.
+
+    `word`: what was written for it, for the error. Raises: ValueError: it has an option that the variant has not.
+    """
+    from fabric.strategies.options import carry_over
+
+    made = type(strategy)
+    path = _VARIANTS.get((f"{made.__module__}:{made.__qualname__}", accelerator))
+    if path is None:
+        return strategy
+    module, attribute = path.split(":")
+    return carry_over(strategy, getattr(import_module(module), attribute), word=word, accelerator=accelerator)  # type: ignore[no-any-return]
 
 
 def available_strategies() -> tuple[str, ...]:

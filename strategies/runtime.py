@@ -13,11 +13,11 @@ import torch
 
 from fabric.launchers.world import World
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.data.agreement import LoaderNumbers
+from fabric.strategies.data.loader_check import LoaderNumbers
 from fabric.strategies.precision.forward_precision import dtype_of_new_tensors
 from fabric.strategies.precision.loss_scaler import LossScaler, loss_scaler_for
 from fabric.strategies.precision.precision import Precision
-from fabric.strategies.shards import local_part
+from fabric.strategies.sharding.dtensor import local_part
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

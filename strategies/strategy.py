@@ -20,7 +20,7 @@ from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.data.share import Use
-from fabric.strategies.policy import Policy
+from fabric.strategies.module.wrap_policy import Policy
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
@@ -43,14 +43,6 @@ class Strategy(ABC):
     def marks_steps(self) -> bool:
         """Whether it marks where a step ends, which devices need that record operations and run them as one graph."""
         return False
-
-    def on(self, accelerator: Accelerator, *, word: str) -> Strategy:
-        """The strategy that is this one on devices of this kind: itself, unless they need another way to do the same.
-
-        `word`: what was written for this one, for the error.
-        Raises: ValueError: an option that means nothing there.
-        """
-        return self
 
     @property
     @abstractmethod

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import Store
 
-from fabric.strategies.collectives.agreement import agree
+from fabric.strategies.collectives.call_check import agree
 from fabric.strategies.collectives.collective import (
     CollectiveError,
     ReduceOp,
@@ -24,9 +24,9 @@ from fabric.strategies.collectives.collective import (
     check_slices,
     check_split,
 )
+from fabric.strategies.collectives.dtypes import from_wire, to_wire
 from fabric.strategies.collectives.objects import CarriesObjects
 from fabric.strategies.collectives.packing import check_dense
-from fabric.strategies.collectives.reductions import from_wire, to_wire
 
 R = TypeVar("R")
 

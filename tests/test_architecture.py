@@ -17,30 +17,34 @@ LAYERS = ("fabric", "strategies", "launchers")
 PARTS = ("accelerators", "checkpoint", "collectives", "data", "precision")
 """Of `strategies/`: each may import its own folder and `fabric.launchers.world`."""
 
+COMPOSED = ("gradients", "module", "sharding")
+"""Of `strategies/`: these compose parts, and know no technique."""
+TECHNIQUES = ("ddp", "deepspeed", "fairscale", "fsdp", "horovod", "manual", "model_parallel", "xla")
+"""Of `strategies/`: a folder each, and none imports another."""
+
 # What breaks a rule, and why it may. An entry that is not needed any more fails a test.
 PART_IMPORTS = {
     ("strategies/checkpoint/single_file.py", "fabric.strategies.collectives.collective"): "the role, no member of it",
-    ("strategies/collectives/horovod.py", "fabric.launchers.environments.horovod"): "tells Horovod its place",
-    ("strategies/collectives/horovod.py", "fabric.launchers.network"): "tells Horovod which interface",
-    ("strategies/collectives/horovod.py", "fabric.launchers.rendezvous"): "goes where the launcher said to meet",
     ("strategies/data/transfer.py", "fabric.strategies.nest"): "containers, as the precision walks them",
     ("strategies/precision/forward_precision.py", "fabric.strategies.nest"): "containers, as batches are moved in them",
     ("strategies/accelerators/xla.py", "fabric.launchers.environments.xla"): "PJRT's devices are what variables say",
-    ("strategies/collectives/process_group.py", "fabric.launchers.rendezvous"): "goes where the launcher said to meet",
-    ("strategies/collectives/xla.py", "fabric.launchers.rendezvous"): "goes where the launcher said to meet",
+    (
+        "strategies/collectives/process_group.py",
+        "fabric.launchers.rendezvous.join",
+    ): "goes where the launcher said to meet",
 }
 COLLECTIVES_OUTSIDE = {
-    "strategies/ddp_hooks.py": "DistributedDataParallel waits for a future of torch's own all-reduce",
-    "strategies/deepspeed_backend.py": "hands torch's renamed functions to DeepSpeed, which looks for the old names",
+    "strategies/ddp/comm_hooks.py": "DistributedDataParallel waits for a future of torch's own all-reduce",
+    "strategies/deepspeed/library.py": "hands torch's renamed functions to DeepSpeed, which looks for the old names",
 }
 ENVIRONMENT = {
     "fabric/determinism.py": "sets the variable that cuBLAS reads, and gives it back",
     "fabric/fabric.py": "the one place that hands the environment to Request and Machine",
     "fabric/lightning/utilities/rank_zero.py": "Lightning Fabric's decorator asks for the rank wherever it is called",
-    "launchers/inherit.py": "a rank takes over the environment of the process that launched it",
-    "launchers/order.py": "a rank's environment is the supervisor's and its place",
-    "launchers/rank.py": "a process becomes a rank",
-    "strategies/deepspeed_backend.py": "takes back what DeepSpeed writes",
+    "launchers/rank/inherit.py": "a rank takes over the environment of the process that launched it",
+    "launchers/rank/task.py": "a rank's environment is the supervisor's and its place",
+    "launchers/rank/rank.py": "a process becomes a rank",
+    "strategies/deepspeed/library.py": "takes back what DeepSpeed writes",
 }
 
 COLLECTIVE = re.compile(
@@ -145,6 +149,35 @@ def part_imports() -> set[tuple[str, str]]:
 
 def test_a_part_imports_no_other_part_and_no_strategy() -> None:
     assert part_imports() == set(PART_IMPORTS)
+
+
+def test_every_folder_of_strategies_is_a_part_or_a_technique() -> None:
+    folders = {path.parent.relative_to(ROOT / "strategies").parts[0] for path in (ROOT / "strategies").rglob("*/*.py")}
+    assert folders == {*PARTS, *COMPOSED, *TECHNIQUES}
+
+
+def test_no_technique_is_imported_but_by_itself_and_by_the_tables_of_names() -> None:
+    wrong = [
+        f"{named(path)} imports {module}"
+        for path in (ROOT / "strategies").rglob("*.py")
+        for module in imports_of(path)
+        if module.startswith("fabric.strategies.")
+        and (technique := module.split(".")[2]) in TECHNIQUES
+        and technique != path.relative_to(ROOT / "strategies").parts[0]
+        and path != ROOT / "strategies/__init__.py"
+    ]
+    assert not wrong
+
+
+def test_nothing_in_the_package_imports_the_command_line() -> None:
+    wrong = [
+        f"{named(path)} imports {module}"
+        for path in sources()
+        if path.parent != ROOT / "fabric/cli" and path != ROOT / "fabric/__main__.py"
+        for module in imports_of(path)
+        if f"{module}.".startswith("fabric.cli.")
+    ]
+    assert not wrong
 
 
 def test_only_the_collectives_talk_to_other_ranks() -> None:

@@ -40,8 +40,8 @@ import torch
 from fabric.strategies import Strategy
 from fabric.strategies.accelerators import Accelerator
 from fabric.strategies.collectives.process_group import TorchCollective
-from fabric.strategies.initialize import new_tensors
-from fabric.strategies.replica import attach_scaler, place, replica, share_loader
+from fabric.strategies.module.initialization import new_tensors
+from fabric.strategies.module.prepare import attach_scaler, place, replica, share_loader
 from fabric.strategies.runtime import connect
 
 

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fabric.launchers.environments import ENVIRONMENTS
-from fabric.strategies.horovod import INSTALL as INSTALL_HOROVOD
+from fabric.strategies.horovod.strategy import INSTALL as INSTALL_HOROVOD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from fabric.cli.clusters import clusters
-from fabric.cli.spelling import OUR_LAUNCHERS
 from fabric.cli.strategies import describe_strategy, show_strategies
 from fabric.conflicts import why_not_launch_by
 from fabric.machine import Found, Machine
 from fabric.request import Request
+from fabric.spelling import OUR_LAUNCHERS
 from fabric.strategies.accelerators.registry import accelerators
 from fabric.strategies.registry import Registration, strategy_registrations
 

@@ -12,8 +12,8 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 
-from fabric.cli import spelling
-from fabric.cli.words import Program, carry, module_main
+from fabric import spelling
+from fabric.words import Program, carry, module_main
 
 _CHECKS: Mapping[str, Callable[[object, str], object]] = {
     "accelerator": spelling.read_word,

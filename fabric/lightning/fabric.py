@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fabric.callbacks import call
 from fabric.fabric import Fabric as CoreFabric
-from fabric.launchers.main_module import is_interactive
+from fabric.launchers.rank.program import is_interactive
 from fabric.lightning.accelerators import Accelerator, accelerator_of
 from fabric.lightning.carry import refuse
 from fabric.lightning.connector import core_arguments

@@ -5,7 +5,7 @@ Nothing else in the code calls a collective of torch. Shapes follow one law for 
 
 Every method is called by all ranks of the collective, in the same order, unless it says otherwise. What the caller
 passed is left as it was, but for `fill`; results are new tensors, but for `broadcast`, which gives rank `src` its own
-back. Gradients stop here. Tensors are dense, of any dtype that `reductions.py` allows for the operation, on the
+back. Gradients stop here. Tensors are dense, of any dtype that `dtypes.py` allows for the operation, on the
 collective's device or on the CPU: small decisions always travel there.
 """
 
@@ -117,7 +117,7 @@ class Collective(ABC):
         """Give every rank the elementwise reduction of all ranks' tensors: `(*S)` -> `(*S)`.
 
         The dtype is kept, with one exception: the mean of integers and booleans is computed and given in the
-        default floating-point dtype. See `reductions.py` for the dtypes that an `op` refuses.
+        default floating-point dtype. See `dtypes.py` for the dtypes that an `op` refuses.
         """
 
     @abstractmethod

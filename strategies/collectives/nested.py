@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fabric.strategies.collectives.agreement import agree, agree_and_add
+from fabric.strategies.collectives.call_check import agree, agree_and_add
 from fabric.strategies.collectives.collective import Collective, ReduceOp, check_reduce_op
+from fabric.strategies.collectives.dtypes import from_number, is_added_as_number, to_number, wire_dtype
 from fabric.strategies.collectives.nest import map_tensors
 from fabric.strategies.collectives.packing import Packing, Spec, check_dense, groups, split_copies
-from fabric.strategies.collectives.reductions import from_number, is_added_as_number, to_number, wire_dtype
 
 T = TypeVar("T")
 

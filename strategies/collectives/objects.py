@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from fabric.strategies.collectives.agreement import agree, all_gather_bytes, to_bytes, to_tensor
+from fabric.strategies.collectives.call_check import agree, all_gather_bytes, to_bytes, to_tensor
 from fabric.strategies.collectives.collective import Collective, CollectiveError, check_peer
 from fabric.strategies.collectives.packing import Packing, Spec, groups
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fabric.strategies.collectives.agreement import agree
+from fabric.strategies.collectives.call_check import agree
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.nest import map_tensors
 from fabric.strategies.collectives.packing import Spec, check_dense

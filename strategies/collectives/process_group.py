@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from fabric.launchers.rendezvous import join
+from fabric.launchers.rendezvous.join import join
 from fabric.launchers.world import World
-from fabric.strategies.collectives.agreement import agree
+from fabric.strategies.collectives.call_check import agree
 from fabric.strategies.collectives.collective import (
     CollectiveError,
     ReduceOp,
@@ -29,9 +29,9 @@ from fabric.strategies.collectives.collective import (
     check_slices,
     check_split,
 )
+from fabric.strategies.collectives.dtypes import from_wire, to_wire
 from fabric.strategies.collectives.objects import CarriesObjects
 from fabric.strategies.collectives.packing import Spec, as_bytes
-from fabric.strategies.collectives.reductions import from_wire, to_wire
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import ProcessGroup, Store

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fabric.strategies.collectives.collective import Collective, ReduceOp, check_peer, check_slices, check_split
+from fabric.strategies.collectives.dtypes import from_wire, to_wire
 from fabric.strategies.collectives.objects import CarriesObjects
 from fabric.strategies.collectives.packing import check_dense
-from fabric.strategies.collectives.reductions import from_wire, to_wire
 
 
 @final

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Sampler, StackDataset, Subset, TensorDataset
 
 from fabric.strategies.data import huggingface, webdataset
-from fabric.strategies.data.agreement import SHUFFLED_BY, length_of
-from fabric.strategies.data.randomness import Streams, mix
+from fabric.strategies.data.loader_check import SHUFFLED_BY, length_of
+from fabric.strategies.data.rng import Streams, mix
 
 NUM_COMPARED = 256
 """Items of a sampler whose equality is taken for the equality of orders."""

@@ -10,10 +10,10 @@ from typing import Any, Protocol, final, runtime_checkable
 
 import torch
 
-from fabric.strategies.data.indices import IndexSource
-from fabric.strategies.data.order import Epoch, Order
+from fabric.strategies.data.batch_sampler import IndexSource
+from fabric.strategies.data.epochs import Epoch, Order
+from fabric.strategies.data.iterable import SharedStream, without_left_out
 from fabric.strategies.data.share import Share
-from fabric.strategies.data.streams import SharedStream, without_left_out
 from fabric.strategies.data.transfer import Carry, one_by_one
 from fabric.strategies.data.workers import WorkerStart
 

@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from fabric.strategies.data.advice import advice, loading_of
-from fabric.strategies.data.agreement import LoaderNumbers, Ranks, agree_on_loader, agree_on_seed, length_of
+from fabric.strategies.data.batch_sampler import MAX_CHUNKS, IndexSource, index_source
 from fabric.strategies.data.content import describe, describe_stream
-from fabric.strategies.data.cut import Cut, LeaveOut, SampleCut, TurnCut
 from fabric.strategies.data.device_loader import DeviceLoader, Epochal, Reading, Stateful, read_as
-from fabric.strategies.data.indices import MAX_CHUNKS, IndexSource, index_source
-from fabric.strategies.data.order import Order
-from fabric.strategies.data.randomness import own_rngs
+from fabric.strategies.data.epochs import Order
+from fabric.strategies.data.hints import advice, loading_of
+from fabric.strategies.data.iterable import Collate, SharedStream, SplitStream, split_stream
+from fabric.strategies.data.loader_check import LoaderNumbers, Ranks, agree_on_loader, agree_on_seed, length_of
+from fabric.strategies.data.partition import Cut, LeaveOut, SampleCut, TurnCut
+from fabric.strategies.data.rng import own_rngs
 from fabric.strategies.data.share import Share, Use
 from fabric.strategies.data.split import Split, refuse_pipe, split_of
-from fabric.strategies.data.streams import Collate, SharedStream, SplitStream, split_stream
 from fabric.strategies.data.transfer import Carry, has_streams, one_ahead, one_by_one
 from fabric.strategies.data.workers import WorkerStart
 

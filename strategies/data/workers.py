@@ -15,8 +15,8 @@ from typing import Any, final
 
 from torch.utils.data import get_worker_info
 
-from fabric.strategies.data.randomness import mix, process_rngs
-from fabric.strategies.data.streams import SharedStream
+from fabric.strategies.data.iterable import SharedStream
+from fabric.strategies.data.rng import mix, process_rngs
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

@@ -129,7 +129,7 @@ def deepspeed_engine(stage: int, **offload: Any) -> Callable[[Fabric, Size], Ste
     """`deepspeed.initialize`, `engine.backward` and `engine.step`."""
 
     def make(fabric: Fabric, size: Size) -> Step:
-        from fabric.strategies.deepspeed_backend import undisturbed
+        from fabric.strategies.deepspeed.library import undisturbed
 
         model, optimizer = size.make()
         config = {
@@ -163,7 +163,7 @@ def oss(fabric: Fabric, size: Size) -> Step:
 
 def fairscale_fsdp(fabric: Fabric, size: Size) -> Step:
     """FairScale's FullyShardedDataParallel, parameter by parameter, as the strategy has it; on the CPU by our patch."""
-    from fabric.strategies.fairscale_cpu import fully_sharded_on_cpu
+    from fabric.strategies.fairscale.fsdp_cpu import fully_sharded_on_cpu
 
     wrap = fully_sharded_on_cpu()
     model, _ = size.make()

@@ -19,7 +19,7 @@ from fabric.launchers.world import World
 from fabric.machine import Found, Machine
 from fabric.strategies import DDPStrategy, available_strategies
 from fabric.strategies.accelerators import CPUAccelerator, TorchAccelerator
-from fabric.strategies.horovod import INSTALL
+from fabric.strategies.horovod.strategy import INSTALL
 from fabric.strategies.registry import Registration, strategy_registrations
 
 CPU = Found(accelerator=CPUAccelerator(), num_devices=1)

@@ -11,7 +11,7 @@ import pytest
 
 TELL = """
 import json, os, subprocess, sys
-from fabric.cli.words import words
+from fabric.words import words
 
 def tell(depth=0):
     print(json.dumps([words(os.environ), sys.argv[1:]]), flush=True)

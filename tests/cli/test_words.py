@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fabric.cli.spelling import PRECISIONS
-from fabric.cli.words import Program, carry, words
+from fabric.spelling import PRECISIONS
 from fabric.strategies.precision.precision import Precision
+from fabric.words import Program, carry, words
 
 TRAIN = Program(arguments=("train.py", "--lr", "3"), main="/home/train.py")
 ENVIRON = carry({"devices": "2"}, TRAIN)

@@ -15,7 +15,7 @@ from worlds import run_world
 from fabric.launchers.world import World
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.process_group import TorchCollective
-from fabric.strategies.collectives.route import Route
+from fabric.strategies.collectives.row_exchange import Route
 from fabric.strategies.collectives.single import SingleDeviceCollective
 
 

@@ -22,9 +22,9 @@ from worlds import run_world
 
 from fabric.launchers.world import World
 from fabric.strategies.collectives.collective import Collective, CollectiveError, ReduceOp
-from fabric.strategies.collectives.key_value import StoreCollective
 from fabric.strategies.collectives.process_group import TorchCollective
 from fabric.strategies.collectives.single import SingleDeviceCollective
+from fabric.strategies.collectives.store import StoreCollective
 
 Body = Callable[[Collective, random.Random], None]
 

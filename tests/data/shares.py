@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fabric.strategies.data.agreement import LoaderNumbers, Ranks
+from fabric.strategies.data.loader_check import LoaderNumbers, Ranks
 from fabric.strategies.data.loaders import DeviceLoader, Share, Use, process_dataloader
 
 

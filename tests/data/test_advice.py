@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.utils.data import DataLoader
 
-from fabric.strategies.data.advice import Loading, advice, loading_of
+from fabric.strategies.data.hints import Loading, advice, loading_of
 
 LOADING = Loading(
     num_workers=2,

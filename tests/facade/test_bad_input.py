@@ -24,7 +24,7 @@ from fabric.strategies import (
     ModelParallelStrategy,
     Strategy,
 )
-from fabric.strategies.fairscale_fsdp import FairScaleFSDPStrategy
+from fabric.strategies.fairscale.fsdp import FairScaleFSDPStrategy
 
 Row: TypeAlias = tuple[Callable[[], Any], type[Exception], str]
 

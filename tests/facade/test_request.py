@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from fabric.cli.words import Program, carry
 from fabric.launchers.environments.environment import Environment
 from fabric.launchers.environments.local import LocalEnvironment
 from fabric.launchers.environments.ours import variables_of
@@ -16,6 +15,7 @@ from fabric.launchers.world import Rendezvous, World
 from fabric.request import Request
 from fabric.strategies import DDPStrategy, Precision
 from fabric.strategies.accelerators import CPUAccelerator
+from fabric.words import Program, carry
 
 
 def build(environ: Mapping[str, str] | None = None, **arguments: Any) -> Request:

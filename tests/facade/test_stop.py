@@ -11,7 +11,7 @@ import time
 import pytest
 from worlds import run_world
 
-from fabric.launchers.rendezvous import join
+from fabric.launchers.rendezvous.join import join
 from fabric.launchers.world import World
 from fabric.stop import StopRequest
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from processes import run
 
-from fabric.launchers import interpreter
+from fabric.launchers.rank import interpreter
 
 PROGRAM = """
 import atexit, ctypes, gc, logging, logging.handlers, multiprocessing, os, signal, sys, tempfile, weakref

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fabric.launchers.main_module import Program, parse
+from fabric.launchers.rank.program import Program, parse
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ import pytest
 from processes import free_port
 from worlds import run_world
 
-from fabric.launchers import Rendezvous, WorkerError, World, join, rendezvous
+from fabric.launchers import Rendezvous, WorkerError, World, join
 from fabric.launchers.launcher import Topology
-from fabric.launchers.meeting_point import MeetingPoint
+from fabric.launchers.rendezvous import join as rendezvous
+from fabric.launchers.rendezvous.store_server import MeetingPoint
 
 
 def world(rank: int, port: int, *, hosted: bool = True, size: int = 2) -> World:

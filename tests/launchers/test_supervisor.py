@@ -6,10 +6,10 @@ import os
 import subprocess
 import sys
 
-from fabric.launchers.fatal_stack import readable
-from fabric.launchers.guardian import Guardian
 from fabric.launchers.launcher import Topology
-from fabric.launchers.supervisor import Child, Supervisor
+from fabric.launchers.supervision.fatal_stack import readable
+from fabric.launchers.supervision.guardian import Guardian
+from fabric.launchers.supervision.supervisor import Child, Supervisor
 
 LEAVE = """
 import os, sys

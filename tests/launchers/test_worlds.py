@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from worlds import run_world
 
-from fabric.launchers.rendezvous import join
+from fabric.launchers.rendezvous.join import join
 from fabric.launchers.world import World
 
 

@@ -15,7 +15,7 @@ from worlds import run_world
 
 from fabric.launchers.world import World
 from fabric.strategies.collectives.collective import CollectiveError
-from fabric.strategies.collectives.horovod import HorovodCollective
+from fabric.strategies.horovod.collective import HorovodCollective
 
 pytestmark = pytest.mark.slow
 

@@ -23,7 +23,7 @@ from fabric.strategies import (
     Parallelized,
     Strategy,
 )
-from fabric.strategies.changes import Contents
+from fabric.strategies.module.changes import Contents
 
 Steps = Callable[[int], None]
 Change = Callable[[Any, Optimizer, Steps], None]

@@ -16,8 +16,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from fabric import Fabric
 from fabric.strategies import FSDPStrategy
-from fabric.strategies.copies import Hook
-from fabric.strategies.forward import ForwardPath
+from fabric.strategies.module.copies import Hook
+from fabric.strategies.module.forward import ForwardPath
 
 
 def twice(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch.optim import SGD
 from fabric import Fabric
 from fabric.strategies import DDPStrategy
 from fabric.strategies.accelerators.cpu import CPUAccelerator
-from fabric.strategies.ddp_hooks import PowerSGD
+from fabric.strategies.ddp.comm_hooks import PowerSGD
 from fabric.strategies.precision.precision import Precision
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from fabric import Fabric
 from fabric.strategies import DDPStrategy, Strategy
 from fabric.strategies.precision.precision import Precision
-from fabric.strategies.shards import whole
+from fabric.strategies.sharding.dtensor import whole
 
 ZERO = DDPStrategy(shard_optimizer=True)
 

@@ -25,7 +25,7 @@ from worlds import run_world
 
 from fabric import Fabric
 from fabric.launchers.world import World
-from fabric.strategies.deepspeed import DeepSpeedStrategy
+from fabric.strategies.deepspeed.strategy import DeepSpeedStrategy
 
 SHARDED = {"stage3_param_persistence_threshold": 0}  # small weights are cut as well
 BUCKET = 10_000

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from fabric import Fabric
-from fabric.strategies.deepspeed import DeepSpeedStrategy
-from fabric.strategies.deepspeed_backend import why_not
-from fabric.strategies.deepspeed_config import KEYS, OFFLOAD_KEYS, ZERO_KEYS, engine_config, read_config
+from fabric.strategies.deepspeed.config import KEYS, OFFLOAD_KEYS, ZERO_KEYS, engine_config, read_config
+from fabric.strategies.deepspeed.library import why_not
+from fabric.strategies.deepspeed.strategy import DeepSpeedStrategy
 from fabric.strategies.precision.precision import Precision
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -139,7 +139,7 @@ def test_every_key_that_passes_is_a_word_of_deepspeed() -> None:
 
 def test_making_a_strategy_imports_no_deepspeed() -> None:
     code = (
-        "import sys; from fabric import Fabric; from fabric.strategies.deepspeed import DeepSpeedStrategy;"
+        "import sys; from fabric import Fabric; from fabric.strategies.deepspeed.strategy import DeepSpeedStrategy;"
         "Fabric(accelerator='cpu', strategy=DeepSpeedStrategy(), devices=2);"
         "assert 'deepspeed' not in sys.modules"
     )

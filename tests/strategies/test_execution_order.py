@@ -89,7 +89,8 @@ def hooks_of_ours(module: nn.Module) -> int:
     found = [hook for part in module.modules() for hook in part._forward_pre_hooks.values()]
     hooks = [getattr(hook, "_function", hook) for hook in found]
     return sum(
-        getattr(getattr(hook, "func", hook), "__module__", "") == "fabric.strategies.execution_order" for hook in hooks
+        getattr(getattr(hook, "func", hook), "__module__", "") == "fabric.strategies.sharding.execution_order"
+        for hook in hooks
     )
 
 

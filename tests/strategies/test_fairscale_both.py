@@ -19,8 +19,8 @@ from torch.optim import SGD, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from fabric import Fabric
-from fabric.strategies.fairscale_ddp import FairScaleShardedStrategy
-from fabric.strategies.fairscale_fsdp import FairScaleFSDPStrategy
+from fabric.strategies.fairscale.fsdp import FairScaleFSDPStrategy
+from fabric.strategies.fairscale.sharded_ddp import FairScaleShardedStrategy
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.strategy import Strategy
 

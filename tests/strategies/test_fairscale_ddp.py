@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW
 from fabric import Fabric
 from fabric.strategies.accelerators.cpu import CPUAccelerator
 from fabric.strategies.accelerators.torch_accelerator import TorchAccelerator
-from fabric.strategies.fairscale_ddp import FairScaleShardedStrategy
+from fabric.strategies.fairscale.sharded_ddp import FairScaleShardedStrategy
 from fabric.strategies.precision.precision import Precision
 
 STRATEGY = FairScaleShardedStrategy(launcher="forkserver")

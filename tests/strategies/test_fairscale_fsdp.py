@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW
 
 from fabric import Fabric
 from fabric.strategies.accelerators.cpu import CPUAccelerator
-from fabric.strategies.fairscale_fsdp import FairScaleFSDPStrategy
+from fabric.strategies.fairscale.fsdp import FairScaleFSDPStrategy
 from fabric.strategies.precision.precision import Precision
 
 STRATEGY = FairScaleFSDPStrategy(launcher="forkserver")

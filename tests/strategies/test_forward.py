@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from fabric.strategies.forward import ForwardPath
+from fabric.strategies.module.forward import ForwardPath
 
 
 class Net(nn.Module):

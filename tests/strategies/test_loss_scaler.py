@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from fabric.strategies.gradients import clip_norm, clip_value
+from fabric.strategies.gradients.clipping import clip_norm, clip_value
 from fabric.strategies.precision.loss_scaler import LossScaler
 
 

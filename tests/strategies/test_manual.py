@@ -23,7 +23,7 @@ from fabric import Fabric
 from fabric.strategies import DDPStrategy, ManualContext, ManualStrategy, Parallelized
 from fabric.strategies.accelerators.torch_accelerator import TorchAccelerator
 from fabric.strategies.precision.precision import Precision
-from fabric.strategies.shards import whole
+from fabric.strategies.sharding.dtensor import whole
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from recommender import Recommender, SplitEmbedding, split_tables

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from fabric import Fabric, WorkerError
 from fabric.strategies import ModelParallelStrategy
 from fabric.strategies.collectives.collective import CollectiveError
-from fabric.strategies.pipeline import Pipeline
-from fabric.strategies.pipeline_split import cut, drop_others
+from fabric.strategies.model_parallel.pipeline.options import Pipeline
+from fabric.strategies.model_parallel.pipeline.split import cut, drop_others
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fabric.strategies.rebind import follow
+from fabric.strategies.module.parameter_rebinding import follow
 
 
 def replace_parameters(module: nn.Module) -> None:

@@ -25,7 +25,7 @@ from fabric.strategies import (
     Strategy,
 )
 from fabric.strategies.accelerators.xla import XLAAccelerator
-from fabric.strategies.recompute import rebind_copies, recompute
+from fabric.strategies.module.activation_checkpointing import rebind_copies, recompute
 from fabric.strategies.registry import make_strategy
 
 WIDTH = 8

@@ -141,6 +141,6 @@ def test_reading_the_names_imports_no_strategy() -> None:
 import sys
 from fabric.strategies import available_strategies
 available_strategies()
-print([name for name in ("torch", "fabric.strategies.ddp") if name in sys.modules])
+print([name for name in ("torch", "fabric.strategies.ddp.strategy") if name in sys.modules])
 """)
     assert said == "[]\n"

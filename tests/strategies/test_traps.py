@@ -19,7 +19,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from fabric import Fabric
 from fabric.strategies import DDPStrategy, ManualStrategy, ModelParallelStrategy, Strategy
 from fabric.strategies.accelerators.cpu import CPUAccelerator
-from fabric.strategies.manual_context import ManualContext, Parallelized
+from fabric.strategies.manual.context import ManualContext, Parallelized
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.registry import available_strategies, make_strategy
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from fabric import Fabric
-from fabric.strategies.deepspeed import DeepSpeedStrategy
-from fabric.strategies.fairscale_ddp import FairScaleShardedStrategy
-from fabric.strategies.fairscale_fsdp import FairScaleFSDPStrategy
+from fabric.strategies.deepspeed.strategy import DeepSpeedStrategy
+from fabric.strategies.fairscale.fsdp import FairScaleFSDPStrategy
+from fabric.strategies.fairscale.sharded_ddp import FairScaleShardedStrategy
 from fabric.strategies.strategy import Strategy
 
 

@@ -16,7 +16,7 @@ from cpu_replicas import run_replicas
 from fabric.launchers.world import World
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.collective import CollectiveError
-from fabric.strategies.collectives.xla import XLACollective
+from fabric.strategies.xla.collective import XLACollective
 
 SIZE = int(os.environ["CPU_NUM_DEVICES"])
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from fabric import Fabric
-from fabric.strategies.ddp import DDPStrategy
-from fabric.strategies.xla import XLAStrategy
+from fabric.strategies.ddp.strategy import DDPStrategy
+from fabric.strategies.xla.replicas import XLAStrategy
 
 SIZE = int(os.environ["CPU_NUM_DEVICES"])
 

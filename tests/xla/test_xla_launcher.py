@@ -24,7 +24,7 @@ import cpu_replicas
 from fabric import Fabric
 from fabric.launchers.launcher import Topology, WorkerError
 from fabric.launchers.xla import XLA
-from fabric.strategies.xla import XLAStrategy
+from fabric.strategies.xla.replicas import XLAStrategy
 
 size = int(sys.argv[1])
 

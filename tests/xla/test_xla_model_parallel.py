@@ -16,7 +16,7 @@ import pytest
 
 from fabric import Fabric
 from fabric.strategies import ModelParallelStrategy, XLAModelParallelStrategy
-from fabric.strategies.pipeline import Pipeline
+from fabric.strategies.model_parallel.pipeline.options import Pipeline
 
 SIZE = int(os.environ["CPU_NUM_DEVICES"])
 OF_DEVICES = 4

@@ -11,10 +11,10 @@ import pytest
 from cpu_replicas import launch_replicas
 
 from fabric import Fabric
-from fabric.strategies.accelerators.xla import XLAAccelerator
-from fabric.strategies.ddp import DDPStrategy
+from fabric.strategies.ddp.strategy import DDPStrategy
 from fabric.strategies.precision.precision import Precision
-from fabric.strategies.xla import XLAStrategy
+from fabric.strategies.registry import variant_for
+from fabric.strategies.xla.replicas import XLAStrategy
 from fabric.testing import Case, Finding, cases
 from fabric.testing.checks import SCALE, examine
 
@@ -44,7 +44,7 @@ def findings(strategy: str | XLAStrategy, some: list[Case], precision: str = "32
 
 def by_ddp(**options: Any) -> XLAStrategy:
     """What `DDPStrategy(...)` is over XLA, on the processor too."""
-    made = DDPStrategy(**options).on(XLAAccelerator(), word="DDPStrategy(...)")
+    made = variant_for(DDPStrategy(**options), "xla", word="DDPStrategy(...)")
     assert isinstance(made, XLAStrategy)
     return replace(made, cpu_replicas=True)
 

@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from fabric.lightning.strategies.parallel import ParallelStrategy, processes, unknown
-from fabric.strategies.ddp import DDPStrategy as CoreDDP
+from fabric.strategies.ddp.strategy import DDPStrategy as CoreDDP
 
 
 class DDPStrategy(ParallelStrategy):

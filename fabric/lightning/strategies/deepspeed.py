@@ -7,8 +7,8 @@ from typing import Any
 
 from fabric.lightning.carry import refuse, refuse_said
 from fabric.lightning.strategies.parallel import ParallelStrategy, processes
-from fabric.strategies.deepspeed import DeepSpeedStrategy as CoreDeepSpeed
-from fabric.strategies.deepspeed_config import read_config
+from fabric.strategies.deepspeed.config import read_config
+from fabric.strategies.deepspeed.strategy import DeepSpeedStrategy as CoreDeepSpeed
 
 _ZERO = {
     "allgather_bucket_size": "allgather_bucket_size",

@@ -7,7 +7,7 @@ from typing import Any
 
 from fabric.lightning.carry import refuse
 from fabric.lightning.strategies.parallel import ParallelStrategy, processes, unknown
-from fabric.strategies.fsdp import FSDPStrategy as CoreFSDP
+from fabric.strategies.fsdp.strategy import FSDPStrategy as CoreFSDP
 
 
 class FSDPStrategy(ParallelStrategy):

@@ -11,7 +11,7 @@ from torch import nn
 
 from fabric.lightning.carry import refuse
 from fabric.lightning.strategies.parallel import ParallelStrategy, processes
-from fabric.strategies.model_parallel import ModelParallelStrategy as CoreModelParallel
+from fabric.strategies.model_parallel.strategy import ModelParallelStrategy as CoreModelParallel
 from fabric.strategies.strategy import Strategy as CoreStrategy
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Any
 
 from fabric.lightning.carry import ELSEWHERE, refuse_said
 from fabric.lightning.strategies.strategy import Strategy
-from fabric.strategies.single import SingleDeviceStrategy as CoreSingleDevice
+from fabric.strategies.single_device import SingleDeviceStrategy as CoreSingleDevice
 
 
 class SingleDeviceStrategy(Strategy):

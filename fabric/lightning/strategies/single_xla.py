@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fabric.lightning.strategies.strategy import Strategy
-from fabric.strategies.xla_single import SingleDeviceXLAStrategy as CoreSingleXLA
+from fabric.strategies.xla.single_device import SingleDeviceXLAStrategy as CoreSingleXLA
 
 
 class SingleDeviceXLAStrategy(Strategy):

@@ -6,7 +6,7 @@ from typing import Any
 
 from fabric.lightning.carry import ELSEWHERE, refuse, refuse_said
 from fabric.lightning.strategies.parallel import ParallelStrategy
-from fabric.strategies.xla import XLAStrategy as CoreXLA
+from fabric.strategies.xla.replicas import XLAStrategy as CoreXLA
 
 
 class XLAStrategy(ParallelStrategy):

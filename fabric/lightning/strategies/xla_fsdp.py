@@ -6,7 +6,7 @@ from typing import Any
 
 from fabric.lightning.carry import refuse
 from fabric.lightning.strategies.parallel import ParallelStrategy
-from fabric.strategies.xla_fsdp import XLAFSDPStrategy as CoreXLAFSDP
+from fabric.strategies.xla.fsdp import XLAFSDPStrategy as CoreXLAFSDP
 
 
 class XLAFSDPStrategy(ParallelStrategy):

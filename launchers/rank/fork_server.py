@@ -1,0 +1,201 @@
+"""A process that has imported torch, done nothing else, and forks itself into ranks on request: 25-50 ms each time.
+
+It is started by the first launch that needs it and stays for the next ones. It ends when its one client does, because
+its socket ends; its ranks end with it, because the kernel tells them.
+
+Ours and not `multiprocessing`'s: the ranks get the standard streams of the launch and not of the server, the exit
+code is known to the supervisor, no resource tracker stays behind, and nobody else decides what is preloaded.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from fabric.launchers.rank.task import CallFunction
+    from fabric.launchers.supervision.supervisor import Child
+    from fabric.launchers.world import World
+
+NUMBER = struct.Struct("!i")
+MAX_REQUEST_BYTES = 1 << 18
+
+# Note [One fork server per process]
+# What makes it worth having is that the next launch finds it: it belongs to the process, not to a launcher.
+_servers: list[ForkServer] = []
+_servers_lock = threading.Lock()
+
+
+def fork_server() -> ForkServer:
+    """The fork server of this process; a new one where there is none, or where it has died."""
+    with _servers_lock:
+        if not _servers or not _servers[-1].is_usable:
+            _servers[:] = [ForkServer()]
+        return _servers[-1]
+
+
+class ForkServer:
+    """The client's side."""
+
+    def __init__(self) -> None:
+        self._socket, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with server:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(server.fileno())], pass_fds=(server.fileno(),), start_new_session=True
+            )
+        self._lock, self._owner = threading.Lock(), os.getpid()
+        atexit.register(self.close)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it lives, and is this process's own and not that of the one it was forked from."""
+        return self._owner == os.getpid() and self._process.poll() is None
+
+    def start(self, world: World, task: CallFunction, preload: tuple[str, ...]) -> Child:
+        """Fork one rank."""
+        from fabric.launchers.rank import task as order
+        from fabric.launchers.supervision.supervisor import Child
+
+        report_reader, report_writer = os.pipe()
+        status_reader, status_writer = os.pipe()
+        request = pickle.dumps((sys.path, preload))
+        with order.write(world, task) as file, _standard_streams() as streams, self._lock:
+            socket.send_fds(self._socket, [request], [file.fileno(), report_writer, status_writer, *streams])
+            answer = self._socket.recv(NUMBER.size)
+        os.close(report_writer)
+        os.close(status_writer)
+        if not answer:
+            raise RuntimeError(
+                f"The fork server ended with exit code {self._process.wait()} while it imported {', '.join(preload)}. "
+                "Its words are on stderr; `launcher='spawn'` does without it."
+            )
+
+        def reap() -> int:
+            status = os.read(status_reader, NUMBER.size)
+            # No status: the server died, and its ranks with it.
+            return int(NUMBER.unpack(status)[0]) if status else -signal.SIGKILL
+
+        return Child(
+            rank=world.rank,
+            pid=NUMBER.unpack(answer)[0],
+            exit_fd=status_reader,
+            reap=reap,
+            report_fd=report_reader,
+        )
+
+    def close(self) -> None:
+        """End the server, and its ranks with it."""
+        if self._owner != os.getpid():
+            return
+        self._socket.close()
+        self._process.wait()
+        atexit.unregister(self.close)
+
+
+@contextlib.contextmanager
+def _standard_streams() -> Any:
+    """Descriptors 0, 1 and 2 of this process as they are now, with nothing in the place of a closed one."""
+    with open(os.devnull, "r+b") as nothing:
+        yield [fd if _is_open(fd) else nothing.fileno() for fd in range(3)]
+
+
+def _is_open(fd: int) -> bool:
+    with contextlib.suppress(OSError):
+        os.fstat(fd)
+        return True
+    return False
+
+
+class Server:
+    """The server's side: one thread, which imports and forks."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._statuses: dict[int, int] = {}
+        """For each rank, where to write how it ended."""
+        self._wake, self._woken = os.pipe()
+        for fd in (self._wake, self._woken):
+            os.set_blocking(fd, False)
+
+    def serve(self) -> NoReturn:
+        """Answer requests until the client has gone."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._connection, selectors.EVENT_READ)
+            selector.register(self._wake, selectors.EVENT_READ)
+            while True:
+                ready = [key.fd for key, _ in selector.select()]
+                if self._wake in ready:
+                    self._reap()
+                if self._connection.fileno() in ready and not self._answer():
+                    os._exit(0)
+
+    def _answer(self) -> bool:
+        """Fork one rank; False at the end of the requests."""
+        request, fds, _, _ = socket.recv_fds(self._connection, MAX_REQUEST_BYTES, 6)
+        if not request:
+            return False
+        sys.path[:], preload = pickle.loads(request)
+        for name in ("fabric.launchers.rank.task", *preload):
+            import_module(name)
+        order_fd, report_fd, status_fd, *streams = fds
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._become_rank(order_fd, report_fd, streams, parent)
+        self._statuses[pid] = status_fd
+        for fd in (order_fd, report_fd, *streams):
+            os.close(fd)
+        self._connection.send(NUMBER.pack(pid))
+        return True
+
+    def _become_rank(self, order_fd: int, report_fd: int, streams: list[int], parent: int) -> NoReturn:
+        from fabric.launchers.rank.task import follow
+
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for fd in (self._connection.fileno(), self._wake, self._woken, *self._statuses.values()):
+            os.close(fd)
+        for number, fd in enumerate(streams):
+            os.dup2(fd, number)
+            os.close(fd)
+        try:
+            with open(order_fd, "rb") as order:
+                pickle.load(order)  # the import path, which the request has brought already
+                follow(order, report_fd, parent, sys.path)
+        finally:
+            os._exit(1)
+
+    def _reap(self) -> None:
+        """Take the exit codes of the ranks that have ended, and end what they left running."""
+        from fabric.launchers.supervision.os_process import kill_group
+
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake, 4096)
+        for pid in list(self._statuses):
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                continue
+            kill_group(pid, signal.SIGKILL)  # before it is reaped, while its number is still its own
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            status_fd = self._statuses.pop(pid)
+            with contextlib.suppress(BrokenPipeError):
+                os.write(status_fd, NUMBER.pack(code))
+            os.close(status_fd)
+
+
+if __name__ == "__main__":
+    Server(socket.socket(fileno=int(sys.argv[1]))).serve()

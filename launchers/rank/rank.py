@@ -1,0 +1,167 @@
+"""What a process does once it is a rank of ours: take its place, run, tell the supervisor how it went, and end.
+
+# Note [One supervisor per process]
+A process becomes a rank once, and has one supervisor until it ends. What is pending between the two belongs to the
+process and not to an object, since the user's script, which knows neither, runs in between.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, NoReturn
+
+from fabric.launchers.environments.ours import variables_of
+from fabric.launchers.rank import interpreter
+from fabric.launchers.rank.belongings import close_files
+from fabric.launchers.rank.inherit import num_cores
+from fabric.launchers.rank.network import interface_for
+from fabric.launchers.supervision.os_process import die_with_parent
+from fabric.launchers.supervision.report import NUM_REPEATS, Reporter
+from fabric.launchers.supervision.uncaught import hook_of_the_program
+from fabric.launchers.world import World
+
+_awaited: list[Reporter] = []  # Note [One supervisor per process]
+_importing: list[str] = []
+
+
+def take_awaited() -> Reporter | None:
+    """The supervisor that waits for the result of this process's first `launch(function)`; None from the second on.
+
+    Only where the script runs again on every rank: there the rank has to walk to that line by itself.
+    """
+    return _awaited.pop() if _awaited and _awaited[-1].is_own else None
+
+
+@contextlib.contextmanager
+def importing_main(name: str) -> Iterator[None]:
+    """While the user's script is imported for the functions in it: it must not launch."""
+    _importing.append(name)
+    try:
+        yield
+    finally:
+        _importing.pop()
+
+
+def check_not_importing() -> None:
+    """Raise RuntimeError where a script launches although it is only being imported."""
+    if _importing:
+        raise RuntimeError(
+            f"{_importing[-1]} launches while a rank imports it: the rank needs the functions in it, and reached "
+            "`launch` instead. Put what runs the script under `if __name__ == '__main__':`."
+        )
+
+
+def become_rank(world: World, report_fd: int, parent: int, *, awaits_function: bool = False) -> Reporter:
+    """Take the place of a rank: own session, own environment, a supervisor that hears of every uncaught exception."""
+    with contextlib.suppress(PermissionError):  # it leads a session already
+        os.setsid()
+    die_with_parent(parent)
+    os.environ.update(rank_environ(world, dict(os.environ)))
+    _share_cores(int(os.environ["OMP_NUM_THREADS"]))
+    link = Reporter(world.rank, report_fd)
+    if awaits_function:
+        _awaited.append(link)
+    # Registered first and so run last, while connections are still open.
+    atexit.register(_tell_the_end, link, vars(sys).get("last_value"))
+    before = hook_of_the_program()
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not link.is_own:
+            before(kind, error, trace)
+            return
+        link.failure(error.with_traceback(trace))
+        if before is not sys.__excepthook__:  # the user's own; Python's would print what the supervisor will print
+            before(kind, error, trace)
+
+    sys.excepthook = report
+    return link
+
+
+def _tell_the_end(link: Reporter, before: BaseException | None) -> None:
+    """Tell of the exception that ended the interpreter, where no hook has, or that it ended without one."""
+    if link.has_told_the_end:
+        return
+    error: BaseException | None = vars(sys).get("last_value")
+    if error is not None and error is not before:
+        link.failure(error)
+    else:
+        link.leaving()
+
+
+def rank_environ(world: World, environ: dict[str, str]) -> dict[str, str]:
+    """The variables that a rank has beyond those of its supervisor."""
+    variables = variables_of(world, environ, num_cores())
+    if "GLOO_SOCKET_IFNAME" not in environ:
+        interface = interface_for(world)
+        if interface is not None:
+            variables["GLOO_SOCKET_IFNAME"] = interface
+    return variables
+
+
+def run_and_end(link: Reporter, everyone: bool, worker: Callable[..., Any], world: World, *args: Any) -> NoReturn:
+    """Run the function as this rank, report its result, and end the process. `everyone`: not only the first rank's."""
+
+    def report() -> None:
+        result = worker(world, *args)
+        link.result(result if everyone or world.local_rank == 0 else None)
+
+    run_to_the_end(link, report)
+
+
+def run_to_the_end(link: Reporter, program: Callable[[], Any]) -> NoReturn:
+    """Run what this process is for, and end it with the exit code that Python would give it.
+
+    The interpreter's own shutdown is left out. It takes 350-500 ms (15-26 ms without it), and the destructors of a
+    process group whose peers are gone hang or abort in it. Threads are joined, what was registered with `atexit` runs.
+    """
+    code = 1
+    try:
+        with contextlib.suppress(Exception):  # of a hook of the user's
+            code = _run(link, program)
+        for step in (interpreter.join_threads, interpreter.run_exit_functions, close_files):
+            with contextlib.suppress(BaseException):  # a signal's handler; as at any exit of Python, the rest goes on
+                step()
+    finally:
+        os._exit(code)
+
+
+def _run(link: Reporter, program: Callable[[], Any]) -> int:
+    """The exit code of the program, once the supervisor knows how it ended."""
+    try:
+        program()
+    except SystemExit as error:
+        code = _exit_code(error)
+        link.leaving(code, error)
+        return code
+    except BaseException as error:
+        for _ in range(NUM_REPEATS):  # Note [Signal handlers that raise]
+            with contextlib.suppress(BaseException):
+                link.failure(error)  # only the first is sent
+                break
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    link.leaving(0)
+    return 0
+
+
+def _exit_code(leaving: SystemExit) -> int:
+    """The exit code that Python gives a `SystemExit`; a message goes to stderr, as Python does."""
+    if leaving.code is None:
+        return 0
+    if isinstance(leaving.code, int):
+        return leaving.code & 0xFF
+    print(leaving.code, file=sys.stderr)
+    return 1
+
+
+def _share_cores(num_threads: int) -> None:
+    """Where torch is loaded already it has read OMP_NUM_THREADS, before it was ours."""
+    if "torch" in sys.modules:
+        import torch
+
+        torch.set_num_threads(num_threads)

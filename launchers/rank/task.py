@@ -1,0 +1,122 @@
+"""What a supervisor tells a process that is to become a rank: who it is, and what to run.
+
+An order is two pickles in a file without a name: the import path, which needs nothing but builtins to be read, and the
+rest. A file and not a pipe, so that a large argument never blocks the supervisor before all ranks are started.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import IO, Any, NoReturn
+
+from fabric.launchers.rank import pickling
+from fabric.launchers.rank import program as main_module
+from fabric.launchers.rank.inherit import Inheritance
+from fabric.launchers.rank.rank import become_rank, importing_main, rank_environ, run_and_end, run_to_the_end
+from fabric.launchers.world import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallFunction:
+    """Call a function, report its result, and end."""
+
+    inheritance: Inheritance
+    call: bytes
+    """`(worker, args)`, pickled."""
+    main_file: str | None
+    """The script to import first, where the call refers to something that is defined in it."""
+    main_module: str | None
+    """Its name, where it was started as `python -m name`."""
+    everyone: bool
+    """Whether the results of all ranks travel, or only that of the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunScript:
+    """Run the user's program again, as a rank."""
+
+    program: main_module.Program
+    awaits_function: bool
+    """Whether the rank ends with its first `launch(function)`, or with the script."""
+
+
+def write(world: World, task: CallFunction | RunScript) -> IO[bytes]:
+    """The order as an open file, at its start."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115  the caller closes it
+    pickle.dump([entry or os.getcwd() for entry in sys.path], file)
+    pickle.dump((world, task), file)
+    file.flush()
+    file.seek(0)
+    return file
+
+
+def call_function(worker: Callable[..., Any], args: tuple[Any, ...], *, everyone: bool, launcher: str) -> CallFunction:
+    """The task of calling a function. Raises TypeError where function or arguments cannot be pickled, also by value."""
+    main_file = main_module.file_of_main()
+    try:
+        call, needs_main = _pickle_call((worker, args), has_main_file=main_file is not None)
+    except Exception as error:
+        raise TypeError(
+            f"`launcher={launcher!r}` sends the function and its arguments to new processes, and they cannot be "
+            f"pickled, nor by `cloudpickle`: {error}. Make in the function what cannot be pickled, or pass "
+            "`launcher='fork'`."
+        ) from error
+    spec = sys.modules["__main__"].__spec__
+    return CallFunction(
+        inheritance=Inheritance.take(),
+        call=call,
+        main_file=main_file if needs_main else None,
+        main_module=spec.name if spec is not None else None,
+        everyone=everyone,
+    )
+
+
+def _pickle_call(call: tuple[Callable[..., Any], tuple[Any, ...]], *, has_main_file: bool) -> tuple[bytes, bool]:
+    """The call as bytes, and whether they refer to what is defined in `__main__`."""
+    try:
+        pickled = pickle.dumps(call, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception:
+        return pickling.by_value(call), False
+    needs_main = b"__main__" in pickled
+    return (pickled, needs_main) if has_main_file or not needs_main else (pickling.by_value(call), False)
+
+
+def follow(order: IO[bytes], report_fd: int, parent: int, own_path: list[str]) -> NoReturn:
+    """Become the rank, do the task, and end.
+
+    `own_path`: the import path of this process before the order's was known; its first entry is our own folder's.
+    """
+    world, task = pickle.load(order)
+    if isinstance(task, RunScript):
+        link = become_rank(world, report_fd, parent, awaits_function=task.awaits_function)
+        run_to_the_end(link, lambda: _run_script(task.program, own_path))
+    task.inheritance.give_surroundings()
+    link = become_rank(world, report_fd, parent)
+    run_and_end(link, task.everyone, _call, world, task)
+
+
+def _call(world: World, task: CallFunction) -> Any:
+    if task.main_file is not None:
+        with importing_main(task.main_file):
+            main_module.import_main(task.main_file, task.main_module)
+    worker, args = pickle.loads(task.call)
+    task.inheritance.give_randomness()
+    return worker(world, *args)
+
+
+def _run_script(program: main_module.Program, own_path: list[str]) -> None:
+    safe_path = getattr(sys.flags, "safe_path", False) or sys.flags.isolated
+    first = os.getcwd() if program.kind == "module" else os.path.dirname(os.path.realpath(program.target))
+    sys.path[:] = own_path if safe_path else [first, *own_path[1:]]
+    main_module.run_again(program)
+
+
+def environ_of(world: World) -> dict[str, str]:
+    """The variables a fresh interpreter starts with, before torch reads them."""
+    environ = dict(os.environ)
+    return {**environ, **rank_environ(world, environ)}

@@ -1,0 +1,118 @@
+"""Which rank failed first, in words: the others in a line each, then the one to blame with its own traceback, last."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+from collections.abc import Sequence
+
+from fabric.launchers.launcher import WorkerError
+from fabric.launchers.supervision.report import Failure
+
+REASONS = {
+    signal.SIGKILL: "somebody's `kill -9`, or the kernel when memory ran out",
+    signal.SIGSEGV: "segmentation fault",
+    signal.SIGABRT: "it aborted itself",
+    signal.SIGBUS: "bus error: often a full /dev/shm",
+}
+
+RECENT_NS = 1_500_000_000
+"""How long before a failure a rank may have left to have brought it about. Unmeasured: peers notice within
+milliseconds unless they compute."""
+
+OF_COLLECTIVES = ("gloo", "NCCL", "c10d", "torch/distributed", "ProcessGroup", "TCPStore", "Horovod", "horovod")
+"""Words that are in the traceback of a collective which lost a peer, and not in that of an upload which timed out."""
+
+
+def death(rank: int, at_ns: int, code: int, stack: str, *, without_result: bool) -> Failure:
+    """The failure of a rank that ended with `code` (negative: a signal's number) and reported nothing itself."""
+    if code < 0:
+        reason = REASONS.get(signal.Signals(-code))
+        summary = f"killed by {signal.Signals(-code).name}" + (f" ({reason})" if reason else "")
+    else:
+        summary = f"left with exit code {code}" + (" before its function returned" if without_result else "")
+    return Failure(
+        rank=rank,
+        at_ns=at_ns,
+        summary=summary,
+        traceback=stack,
+        exit_code=code if code >= 0 else None,
+        signal=-code if code < 0 else None,
+    )
+
+
+def departure(rank: int, at_ns: int, code: int | None, trace: str, *, with_result: bool) -> Failure:
+    """A rank's end without an error, as the failure that it is where others still communicated with the rank.
+
+    `code`: None where the rank has come to its end, but has not ended yet.
+    """
+    how = "came to its end" if code is None else f"left with exit code {code}"
+    return Failure(
+        rank=rank,
+        at_ns=at_ns,
+        summary=f"{'its function returned' if with_result else how} while other ranks still communicated with it",
+        traceback=trace,
+        exit_code=code or 0,
+    )
+
+
+def first(failures: Sequence[Failure], left: Sequence[Failure] = ()) -> Failure:
+    """The one to blame: the earliest that does not merely say that another rank went away.
+
+    `left`: the departures of ranks that ended without an error. Where every failure only says that a peer went away,
+    and says so in the words of a collective, the rank that left last before is to blame.
+    """
+    earliest = min(failures, key=lambda failure: (failure.lost_peer, failure.at_ns))
+    if not left or not earliest.lost_peer or not any(words in earliest.traceback for words in OF_COLLECTIVES):
+        return earliest
+    # A rank that left long before had nothing to do with it; one that left a moment after may have been noticed late.
+    recent = departed_recently(failures, left)
+    return min(recent, key=_at) if recent else max(left, key=_at)
+
+
+def departed_recently(failures: Sequence[Failure], left: Sequence[Failure]) -> list[Failure]:
+    """The departures that may have brought about the first of these failures."""
+    return [departed for departed in left if departed.at_ns > min(map(_at, failures)) - RECENT_NS]
+
+
+def describe(failures: Sequence[Failure], size: int, left: Sequence[Failure] = ()) -> str:
+    """The failures of one launch in words. `left`: the departures of ranks that ended without an error."""
+    root = first(failures, left)
+    lines = []
+    for other in sorted(failures, key=_at):
+        if other is not root:
+            apart_ms = (other.at_ns - root.at_ns) / 1e6
+            when = f"{abs(apart_ms):.0f} ms {'later' if apart_ms >= 0 else 'earlier'}"
+            lines.append(f"rank {other.rank} of {size}, {when}: {_one_line(other.summary)}")
+    if root not in failures:
+        lines += ["", min(failures, key=_at).traceback, ""]
+    summary = _one_line(root.summary) if root.traceback else root.summary
+    lines.append(f"rank {root.rank} of {size} failed first: {summary}")
+    if root.traceback:
+        lines += ["", root.traceback]
+    return "\n".join(lines)
+
+
+def _at(failure: Failure) -> int:
+    return failure.at_ns
+
+
+def worker_error(failures: Sequence[Failure], size: int, left: Sequence[Failure]) -> WorkerError:
+    """The failures of one launch as the exception that `launch(function)` raises; its cause is attached."""
+    root = first(failures, left)
+    cause = None
+    if root.exception is not None:
+        try:
+            cause = pickle.loads(root.exception)
+        except Exception:  # it could be made again in the rank, but not in here: the words remain
+            cause = None
+    error = WorkerError(
+        describe(failures, size, left), rank=root.rank, exit_code=root.exit_code, signal=root.signal, cause=cause
+    )
+    error.__cause__ = cause
+    return error
+
+
+def _one_line(summary: str) -> str:
+    line, *more = summary.splitlines() or [""]
+    return line[:200] + (" ..." if more or len(line) > 200 else "")

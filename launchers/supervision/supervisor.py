@@ -1,0 +1,255 @@
+"""Wait for the ranks of this node, whoever started them: hear them, pass signals on, end all when one fails.
+
+One wait on descriptors, without polling: the exit of each rank, its reports, and our own signals. Knows processes;
+knows neither how they were started nor what they run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+
+from fabric.launchers.launcher import Topology
+from fabric.launchers.rendezvous.store_server import MeetingPoint
+from fabric.launchers.supervision import failure
+from fabric.launchers.supervision.guardian import Guardian
+from fabric.launchers.supervision.os_process import kill_group, signal_rank
+from fabric.launchers.supervision.report import Failure, Inbox, Leaving, Result
+from fabric.launchers.supervision.signals import ENDING, Signals
+from fabric.launchers.world import World
+
+REPORT_SECONDS = 0.1
+"""After a first failure, how long the others may tell what they saw. A peer's report takes 1-10 ms."""
+CAUSE_SECONDS = 1.5
+"""After a first failure that only says that a peer went away, how long we wait to hear of that peer: an interpreter
+that ends with `sys.exit(3)` closes its connections 350-500 ms before it has ended."""
+TERMINATE_SECONDS = 1.0
+"""How long ranks have after SIGTERM because another failed."""
+GRACE_SECONDS = 30.0
+"""How long ranks have after a signal of ours that ends them: they may be saving."""
+PATIENCE_SECONDS = 2.0
+"""After that long of such a wait we say that we wait."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Child:
+    """One rank, as its supervisor sees it."""
+
+    rank: int
+    pid: int
+    exit_fd: int
+    """Readable once the rank has ended."""
+    reap: Callable[[], int]
+    """Its exit code, or minus the signal that killed it. Called once, after the rank has ended."""
+    report_fd: int
+    inbox: Inbox = field(default_factory=Inbox)
+    leaving: Leaving | None = None
+    """Sent by a rank whose program has come to its end."""
+
+
+class Supervisor:
+    """Everything around the ranks of one launch. Whatever happens within it, no rank outlives it."""
+
+    def __init__(self, topology: Topology, launcher: str, *, expects_results: bool) -> None:
+        self.topology, self.launcher, self.expects_results = topology, launcher, expects_results
+        self.results: dict[int, bytes] = {}
+        self.failures: list[Failure] = []
+        self.departures: list[Failure] = []
+        """Of ranks that ended without an error: what is to blame where another one still communicated with them."""
+        self.signals = Signals()
+        self._running: dict[int, Child] = {}
+        self._deadlines: list[tuple[float, Callable[[], None]]] = []
+        self._stopping = False
+        """Set once ranks have been told to end: what happens to them from then on is no failure of theirs."""
+        self._abandoned = False
+        self._heeded = 0
+        """How many of the received signals have been acted on."""
+
+    def __enter__(self) -> Supervisor:
+        self._point = MeetingPoint(self.topology)
+        self._guardian = Guardian()
+        self._selector = selectors.DefaultSelector()
+        self.signals.__enter__()
+        self._selector.register(self.signals.wake_fd, selectors.EVENT_READ, self._heed)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._abandoned:
+            return
+        for child in self._running.values():
+            kill_group(child.pid, signal.SIGKILL)
+        while self._running:
+            self._turn()
+        self._point.close(failed=error is not None or bool(self.failures))
+        self._guardian.close()
+        self._selector.close()
+        self.signals.restore()
+
+    def abandon(self) -> None:
+        """In a rank that was forked from here: let go of everything that belongs to the supervisor."""
+        self._abandoned = True
+        self.signals.restore()
+        self._guardian.abandon()
+        self._selector.close()
+        self._point.abandon()
+        for child in self._running.values():
+            os.close(child.report_fd)
+            os.close(child.exit_fd)
+
+    def world(self, local_rank: int) -> World:
+        """Who the rank at `local_rank` of this node is."""
+        return self.topology.world(local_rank, port=self._point.port, launcher=self.launcher)
+
+    def add(self, child: Child) -> None:
+        """Look after a rank that was just started."""
+        self._guardian.watch(child.pid)
+        os.set_blocking(child.report_fd, False)
+        self._running[child.rank] = child
+
+    def wait(self) -> None:
+        """Return once every rank has ended, and the results, failures and ended ranks are known."""
+        self._point.open()
+        for child in list(self._running.values()):
+            self._selector.register(child.report_fd, selectors.EVENT_READ, partial(self._hear, child))
+            self._selector.register(child.exit_fd, selectors.EVENT_READ, partial(self._bury, child))
+        self._heed()
+        while self._running:
+            self._turn()
+
+    @property
+    def ended_by(self) -> int | None:
+        """The signal of ours that brought the ranks to a bad end, where it was not a failure of their own."""
+        if not self.signals.received or not self.failures:
+            return None
+        root = failure.first(self.failures, self.departures)
+        for number in self.signals.received:
+            if number in ENDING or root.signal == number:
+                return number
+        return None
+
+    def _turn(self) -> None:
+        """Wait for the next thing to happen, and let it."""
+        timeout = max(0.0, self._deadlines[0][0] - time.monotonic()) if self._deadlines else None
+        for key, _ in self._selector.select(timeout):
+            # What came before it in the same batch may have closed it, or have put another one in its place.
+            if self._selector.get_map().get(key.fd) is key:
+                key.data()
+        while self._deadlines and self._deadlines[0][0] <= time.monotonic():
+            self._deadlines.pop(0)[1]()
+
+    def _after(self, seconds: float, action: Callable[[], None]) -> None:
+        self._deadlines.append((time.monotonic() + seconds, action))
+        self._deadlines.sort(key=lambda deadline: deadline[0])
+
+    def _hear(self, child: Child) -> None:
+        """Read what a rank has written; at the end of file leave the pipe alone."""
+        while True:
+            try:
+                data = os.read(child.report_fd, 1 << 20)
+            except BlockingIOError:
+                break
+            if not data:
+                self._selector.unregister(child.report_fd)
+                break
+            child.inbox.feed(data)
+        for report in child.inbox.reports():
+            if isinstance(report, Result):
+                self.results[child.rank] = report.pickled
+            elif isinstance(report, Leaving):
+                child.leaving = report
+            else:
+                self._fail(report)
+
+    def _bury(self, child: Child) -> None:
+        """A rank has ended: hear its last words, end what it left running, and take its exit code."""
+        at_ns = time.monotonic_ns()
+        if child.report_fd in self._selector.get_map():
+            self._hear(child)
+        if child.report_fd in self._selector.get_map():
+            self._selector.unregister(child.report_fd)
+        self._selector.unregister(child.exit_fd)
+        kill_group(child.pid, signal.SIGKILL)  # before it is reaped, while its number is still its own
+        code = child.reap()
+        self._guardian.forget(child.pid)
+        os.close(child.report_fd)
+        os.close(child.exit_fd)
+        del self._running[child.rank]
+        without_result = self.expects_results and child.rank not in self.results
+        if code == 0 and not without_result:
+            self.departures.append(self._departure(child, at_ns, code))
+            if self.failures and not self._stopping:
+                self._after(REPORT_SECONDS, self._terminate)
+        elif not any(known.rank == child.rank for known in self.failures):
+            stack = child.leaving.traceback if child.leaving else child.inbox.fatal_stack
+            self._fail(failure.death(child.rank, at_ns, code, stack, without_result=without_result))
+
+    def _departure(self, child: Child, at_ns: int, code: int | None) -> Failure:
+        trace = ""
+        if child.leaving is not None:
+            at_ns, trace = child.leaving.at_ns, child.leaving.traceback
+        return failure.departure(child.rank, at_ns, code, trace, with_result=child.rank in self.results)
+
+    def _fail(self, report: Failure) -> None:
+        """Note a failure. The first one ends the other ranks."""
+        if self._stopping and not self.signals.received:
+            return
+        self.failures.append(report)
+        if not self._stopping:
+            self._after(CAUSE_SECONDS if self._lacks_cause else REPORT_SECONDS, self._terminate)
+
+    @property
+    def _lacks_cause(self) -> bool:
+        is_lost = all(known.lost_peer for known in self.failures)
+        return is_lost and not failure.departed_recently(self.failures, self.departures)
+
+    def _terminate(self) -> None:
+        if self._stopping:
+            return
+        self._stopping = True
+        failed = [known.rank for known in self.failures]
+        for child in self._running.values():
+            if child.leaving is not None:  # it would have left, had it had more time
+                self.departures.append(self._departure(child, child.leaving.at_ns, child.leaving.exit_code))
+            elif child.rank not in failed:  # one that has failed is ending already, and may be writing its files
+                signal_rank(child.pid, signal.SIGTERM)
+        self._after(TERMINATE_SECONDS, self._kill)
+
+    def _kill(self) -> None:
+        self._stopping = True
+        for child in self._running.values():
+            kill_group(child.pid, signal.SIGKILL)
+
+    def _heed(self) -> None:
+        """Act on the signals that have come: pass them on, the first that ends with a grace; at the second, kill."""
+        self.signals.drain()
+        for number in self.signals.received[self._heeded :]:
+            self._heeded += 1
+            if number in ENDING and self._stopping:
+                self._kill()
+                continue
+            for child in self._running.values():
+                signal_rank(child.pid, number)
+            if number in ENDING:
+                self._stopping = True
+                self._after(PATIENCE_SECONDS, partial(self._say_we_wait, number))
+                self._after(GRACE_SECONDS, self._kill)
+
+    def _say_we_wait(self, number: int) -> None:
+        ranks = ", ".join(str(rank) for rank in sorted(self._running))
+        with contextlib.suppress(OSError):
+            print(
+                f"Got {signal.Signals(number).name}: rank {ranks} may take up to {GRACE_SECONDS:g} s to end. "
+                "Send it again to end them now.",
+                file=sys.stderr,
+                flush=True,
+            )

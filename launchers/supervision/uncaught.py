@@ -1,0 +1,53 @@
+"""An uncaught `WorkerError` ends the process that launched with the exit code of the rank, and with the rank's words.
+
+`launch()` without a function ends the same way. Python ends with 1 after any exception, unless its hook raises
+`SystemExit`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeAlias, final
+
+from fabric.launchers.launcher import WorkerError
+from fabric.launchers.rank.program import is_interactive
+
+Hook: TypeAlias = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+
+
+def exit_code(signal: int | None, code: int | None) -> int:
+    """The exit code that tells of a rank which was killed by `signal` or left with `code`: never 0."""
+    return 128 + signal if signal is not None else code or 1
+
+
+@final
+class ExitAsTheRank:
+    """A hook for uncaught exceptions in the place of `before`, which still hears of all others."""
+
+    def __init__(self, before: Hook) -> None:
+        self.before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, WorkerError):
+            self.before(kind, error, trace)
+            return
+        if self.before is sys.__excepthook__:
+            print(error, file=sys.stderr, flush=True)
+        else:
+            self.before(kind, error, trace)
+        raise SystemExit(exit_code(error.signal, error.exit_code))
+
+
+def exit_as_the_rank() -> None:
+    """From now on an uncaught `WorkerError` has the exit code of its rank; not at a prompt, which goes on."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and not is_interactive() and not isinstance(sys.excepthook, ExitAsTheRank):
+        sys.excepthook = ExitAsTheRank(sys.excepthook)
+
+
+def hook_of_the_program() -> Hook:
+    """The hook that the program itself has, or Python's own."""
+    return sys.excepthook.before if isinstance(sys.excepthook, ExitAsTheRank) else sys.excepthook

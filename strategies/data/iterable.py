@@ -1,0 +1,122 @@
+"""A stream of samples that every rank reads, and of which each keeps its share.
+
+An iterable dataset has no indices to exchange, so the copy of the loader gets another dataset: this one reads the
+user's, makes the batches itself, and yields those of its rank. It runs where the user's would, in each worker, on
+the part of the stream that the user's code gives that worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, final, runtime_checkable
+
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from fabric.strategies.data import huggingface
+from fabric.strategies.data.epochs import Drawn, Reads
+from fabric.strategies.data.partition import Cut
+from fabric.strategies.data.rng import Streams, mix
+from fabric.strategies.data.share import Share
+
+
+@runtime_checkable
+class Shardable(Protocol):
+    """An iterable dataset that can read a part of itself."""
+
+    def shard(self, num_shards: int, index: int) -> Iterable[Any]:
+        """The part `index` of `num_shards`: together all samples, each once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitStream:
+    """The part of an iterable dataset that one rank reads."""
+
+    words: str
+    """What split it off."""
+    part: Iterable[Any]
+    follow: Callable[[], None] = lambda: None
+    """Brings the part to the epoch that the user has set on the whole."""
+
+
+def split_stream(dataset: IterableDataset[Any], share: Share) -> SplitStream | str:
+    """The part of `dataset` that a rank reads; where it cannot be read in equal parts, a sentence that says so."""
+    name, count = type(dataset).__name__, share.count
+    if huggingface.is_iterable(dataset):
+        num_shards: int = dataset.num_shards  # type: ignore[attr-defined]
+        if num_shards % count == 0:
+            part, follow = huggingface.split(dataset, count, share.index)
+            return SplitStream(words="split_dataset_by_node", part=part, follow=follow)
+        return (
+            f"`{name}` has num_shards={num_shards}, which {count} ranks cannot share evenly, so each of them reads all "
+            f"of it and keeps its share. Give it a multiple of {count} shards to read each sample once."
+        )
+    if isinstance(dataset, Shardable):
+        return SplitStream(words=f"{name}.shard", part=dataset.shard(num_shards=count, index=share.index))
+    return (
+        f"`{name}` cannot be read in parts, so each of the {count} ranks reads all of it and keeps its share. Give it "
+        "`shard(num_shards, index)`, which returns a part, to read each sample once."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Yielded last, in place of a batch: how many items at the end of the stream were too few for all ranks."""
+
+    num_items: int
+
+
+@final
+class SharedStream(IterableDataset[Any]):
+    """The batches that one rank reads of the user's iterable dataset, uncollated.
+
+    The stream's randomness follows from seed, epoch and worker, so that all ranks read one stream.
+    """
+
+    def __init__(self, dataset: IterableDataset[Any], cut: Cut, seed: int) -> None:
+        self.dataset, self.cut, self.seed = dataset, cut, seed
+        self.epoch = 0
+        """The epoch that an iteration reads."""
+        self.live_epoch: Tensor | None = None
+        """The same, in shared memory: for workers that outlive an iteration."""
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch = self.epoch if self.live_epoch is None else int(self.live_epoch)
+        info = get_worker_info()
+        streams = Streams(mix(self.seed, epoch, "stream", info.id if info else 0), [])
+        return self._batches(streams)
+
+    def announce(self, epoch: int) -> None:
+        """Say which epoch the next iteration reads. In the process that iterates, not in a worker."""
+        self.epoch = epoch
+        if self.live_epoch is not None:
+            self.live_epoch.fill_(epoch)
+
+    def _batches(self, streams: Streams) -> Iterator[Any]:
+        first, step = self.cut.reads
+        left_out: list[int] = []
+        items = Drawn(self.dataset, streams, Reads(first=first, step=step, largest=step))
+        yield from self.cut(iter(items), left_out.append)
+        for num_items in left_out:
+            yield LeftOut(num_items)
+
+
+@final
+@dataclass(frozen=True)
+class Collate:
+    """The user's `collate_fn`, for what comes from the user's dataset."""
+
+    collate: Callable[[Any], Any]
+
+    def __call__(self, batch: Any) -> Any:
+        return batch if isinstance(batch, LeftOut) else self.collate(batch)
+
+
+def without_left_out(batches: Iterator[Any], leave_out: Callable[[int], None]) -> Iterator[Any]:
+    """The batches of a loader over a `SharedStream`; what its end had too few of is reported, not yielded."""
+    for batch in batches:
+        if isinstance(batch, LeftOut):
+            leave_out(batch.num_items)
+        else:
+            yield batch

@@ -1,0 +1,166 @@
+"""Optimizer state dealt out over ranks that each hold the whole model and its averaged gradients (ZeRO, stage 1).
+
+The optimizer stays the user's own: during its `step` a rank sees the gradients of the parameters that it owns, and so
+steps, and keeps state for, exactly those; then every rank takes their new values from their owner. Torch's
+ZeroRedundancyOptimizer deals out the same way, but is an optimizer around one it makes itself, which schedulers, hooks
+and `isinstance` would meet instead of the user's. Source: Rajbhandari et al., SC 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from fabric.strategies.checkpoint.state import PLAIN, StateAccess
+from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.collectives.flat import follow
+from fabric.strategies.gradients.clipping import parameters_of
+
+
+def refuse_whole(optimizers: Sequence[Optimizer]) -> None:
+    """Raise ValueError for an optimizer that computes a parameter's step from more than its own gradient."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise ValueError(
+                f"`shard_optimizer=True` cannot run `{type(optimizer).__name__}`: it computes each step from all "
+                "gradients, and a rank steps a part of the parameters. Leave `shard_optimizer` out."
+            )
+
+
+def deal_out(collective: Collective, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+    """Let each rank step, and keep state for, its share of the parameters. Returns what takes the hooks off again.
+
+    Ranks: all call it, and from then on `step` of each optimizer; state stays with its owners afterwards.
+    """
+    handles = [handle for optimizer in optimizers for handle in _Share(collective, optimizer).attach()]
+
+    def release() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return release
+
+
+@final
+class _Share:
+    """Who owns which parameter of one optimizer, and the gradients that are out of its sight right now."""
+
+    def __init__(self, collective: Collective, optimizer: Optimizer) -> None:
+        self.collective, self.optimizer = collective, optimizer
+        self.owner: dict[Tensor, int] = {}
+        self.hidden: list[tuple[Tensor, Tensor]] = []
+        self._deal()
+
+    def attach(self) -> list[Any]:
+        for parameter in [one for one in self.optimizer.state if self._is_others(one)]:
+            del self.optimizer.state[parameter]
+        return [
+            self.optimizer.register_step_pre_hook(self._before_step),
+            self.optimizer.register_step_post_hook(self._after_step),
+            self.optimizer.register_state_dict_pre_hook(self._refuse_part),
+            self.optimizer.register_load_state_dict_pre_hook(self._keep_owned),
+        ]
+
+    def _deal(self) -> None:
+        """Give each parameter that is new, the largest first, to the rank that has the fewest numbers so far."""
+        new = [parameter for parameter in parameters_of(self.optimizer) if parameter not in self.owner]
+        loads = [0] * self.collective.size
+        for parameter, rank in self.owner.items():
+            loads[rank] += parameter.numel()
+        for parameter in sorted(new, key=Tensor.numel, reverse=True):
+            self.owner[parameter] = loads.index(min(loads))
+            loads[self.owner[parameter]] += parameter.numel()
+
+    def _is_others(self, key: Any) -> bool:
+        return self.owner.get(key, self.collective.rank) != self.collective.rank
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if len(self.owner) != sum(len(group["params"]) for group in optimizer.param_groups):
+            self._deal()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        if closure is None:
+            self._hide()
+            return None
+        seeing = partial(self._seeing_all, closure)
+        return ((optimizer, seeing, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": seeing})
+
+    def _seeing_all(self, closure: Callable[[], Any]) -> Any:
+        """The user's closure, which computes all gradients anew, in the middle of a step."""
+        self._show()
+        loss = closure()
+        self._hide()
+        return loss
+
+    def _hide(self) -> None:
+        """Optimizers pass over a parameter without gradient."""
+        self.hidden = [(p, p.grad) for p in self.owner if p.grad is not None and self._is_others(p)]
+        for parameter, _ in self.hidden:
+            parameter.grad = None
+
+    def _show(self) -> None:
+        for parameter, gradient in self.hidden:
+            parameter.grad = gradient
+        self.hidden = []
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._show()
+        moved = [parameter for parameter in self.owner if parameter.requires_grad or parameter.grad is not None]
+        follow(self.collective, ((parameter, self.owner[parameter]) for parameter in moved))
+        # Written past autograd, which is to know: a backward through a forward from before is wrong on every rank.
+        torch.autograd.graph.increment_version(moved)
+
+    def _refuse_part(self, optimizer: Optimizer) -> None:
+        own = sum(not self._is_others(parameter) for parameter in self.owner)
+        raise RuntimeError(
+            f"`{type(optimizer).__name__}.state_dict()` under `shard_optimizer=True`: this rank has the state of {own} "
+            f"of {len(self.owner)} parameters. `fabric.save(path, {{'optimizer': optimizer}})`, called by every rank, "
+            "writes that of all."
+        )
+
+    def _keep_owned(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Of a whole state, what belongs to this rank's parameters."""
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        others = {i for i, p in zip(indices, parameters_of(optimizer), strict=False) if self._is_others(p)}
+        return {**state_dict, "state": {key: one for key, one in state_dict["state"].items() if key not in others}}
+
+
+@final
+class OwnersState(StateAccess):
+    """Modules are whole on every rank; the state of an optimizer comes from whoever has it, a parameter at a time."""
+
+    def __init__(self, collective: Collective) -> None:
+        self.collective = collective
+
+    def read_module(self, module: nn.Module) -> dict[str, Any]:
+        return PLAIN.read_module(module)
+
+    def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
+        PLAIN.write_module(module, content, strict=strict)
+
+    def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Rank 0 has it whole, on the CPU."""
+        parameters, state = parameters_of(optimizer), optimizer.state
+        held = self.collective.all_gather_object([i for i, p in enumerate(parameters) if p in state])
+        owner = {index: rank for rank, indices in enumerate(held) for index in indices}
+        states: dict[Any, Any] = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+        for index in sorted(owner):
+            entries = self.collective.broadcast_object(state.get(parameters[index]), src=owner[index])
+            if self.collective.rank == 0:
+                states[index] = {name: _on_cpu(value) for name, value in entries.items()}
+        place = {parameter: index for index, parameter in enumerate(parameters)}
+        groups = [{**group, "params": [place[one] for one in group["params"]]} for group in optimizer.param_groups]
+        return {"state": states, "param_groups": groups} if self.collective.rank == 0 else {}
+
+    def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
+        PLAIN.write_optimizer(optimizer, content)
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().to("cpu") if isinstance(value, Tensor) else value

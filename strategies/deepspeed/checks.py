@@ -1,0 +1,71 @@
+"""What an engine of DeepSpeed cannot do, said when a model is set up, before anything has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fabric.strategies.checkpoint.state import uncompiled
+from fabric.strategies.deepspeed.config import refuse_by_name
+from fabric.strategies.runtime import Runtime
+
+
+def refuse_setup(
+    runtime: Runtime,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    *,
+    stage: int,
+    move: bool,
+    config: Mapping[str, Any],
+) -> None:
+    """Raise ValueError where an engine would do something else than was asked."""
+    name = type(module).__name__
+    if not move and runtime.device.type != "cpu":
+        raise ValueError(
+            f"`setup(..., move_to_device=False)` under `strategy='deepspeed'`: DeepSpeed moves `{name}` to "
+            f"{runtime.device} itself. Leave `move_to_device` out."
+        )
+    if stage == 3 and uncompiled(module) is not module:
+        raise ValueError(COMPILED)
+    if len(optimizers) > 1:
+        raise ValueError(f"`setup` was given {len(optimizers)} optimizers for `{name}`, and {ONE_OPTIMIZER}")
+    for optimizer in optimizers:
+        if "optimizer" in config:
+            raise ValueError(
+                f"`setup` was given a `{type(optimizer).__name__}`, and DeepSpeed's configuration names "
+                f"{config['optimizer'].get('type')!r}. Leave one out."
+            )
+        own = {id(parameter) for parameter in module.parameters()}
+        foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+        if foreign:
+            raise ValueError(
+                f"The `{type(optimizer).__name__}` holds {len(foreign)} parameters (the first of shape "
+                f"{tuple(foreign[0].shape)}) that are not those of `{name}`. Make it from `model.parameters()` of "
+                "the very model that is passed to `setup`, after anything that replaces them."
+            )
+        for kind in type(optimizer).__mro__:
+            refuse_by_name(kind.__name__, "`setup`")
+        if type(optimizer).__module__.split(".")[0] not in ("torch", "deepspeed"):
+            runtime.report(_FLAT.format(name=type(optimizer).__name__))
+
+
+COMPILED = (
+    "`setup(torch.compile(model))` at ZeRO stage 3: DeepSpeed's hooks gather the weights around each part of the model "
+    "as it was before. Compile what `setup` returns, or use stage 2."
+)
+LATER = (
+    "`setup_optimizers` under `strategy='deepspeed'`: an engine is made of a model and its optimizer at once. Call "
+    "`fabric.setup(model, optimizer)`."
+)
+ONE_OPTIMIZER = (
+    "a DeepSpeed engine has one. Make one optimizer with several parameter groups, or set up each part of the model "
+    "with its own."
+)
+_FLAT = (
+    "ZeRO shows `{name}` slices of one flat tensor. That is right for an optimizer that updates each element by "
+    "itself, and wrong, without an error, for one that looks at whole tensors or their shapes."
+)

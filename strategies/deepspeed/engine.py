@@ -1,0 +1,496 @@
+"""One model under ZeRO: how its engine runs backward, clips, and steps when the user's own optimizer is stepped.
+
+The engine is told that no backward is the last of a window. So gradients add up over any number of them, as in plain
+PyTorch; what remains of the reduction happens once, when they are first needed: in `clip_gradients` or in `step()`.
+Reads DeepSpeed's gradient shards where release 0.19 keeps them, for its own clipping knows one norm and one moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import is_dataclass
+from types import MethodType
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from fabric.strategies.collectives.packing import Spec
+from fabric.strategies.deepspeed.gradients import Shown
+from fabric.strategies.module.added_parameters import Newcomers
+from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
+from fabric.strategies.module.copies import Hook
+from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.execution_order import ExecutionOrder, start_comparing
+
+
+@final
+class Engine:
+    """A DeepSpeed engine with an optimizer, as the pieces of a `Prepared`."""
+
+    def __init__(
+        self, runtime: Runtime, module: nn.Module, engine: Any, stage: int, *, broadcast_buffers: bool
+    ) -> None:
+        self.runtime = runtime
+        self.module = module
+        self.engine = engine
+        self.zero = engine.optimizer
+        self.stage = stage
+        self.trained = [parameter for group in self._groups() for parameter in group]
+        self.buffered = list(module.modules()) if broadcast_buffers and runtime.world.size > 1 else []
+        follow_rank_zero(runtime.collective, buffers_of(self.buffered))
+        self.order = ExecutionOrder(runtime, module, gathered_parts(module) if stage == 3 else ())
+        self._has_gradients = self._is_reduced = self._is_called = self._is_started = False
+        names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+        self.shown = Shown(names)
+        self.newcomers = Newcomers(module, unfrozen=True, frozen=stage == 3)
+        self._reached: set[Tensor] = set()
+        self._added_up: set[Tensor] = set()  # since the window began
+        self._stepped: set[Tensor] = set()
+        self._hooks: list[RemovableHandle] = [
+            module.register_forward_pre_hook(Hook(self._enter)),
+            *(each.register_post_accumulate_grad_hook(self._reached_by_backward) for each in self.trained),  # type: ignore[no-untyped-call]
+        ]
+        self._places: dict[Tensor, tuple[int, int]] = {}
+        self.engine.set_gradient_accumulation_boundary(False)
+        if stage == 3:
+            self._step_from_accumulated()
+        elif self.zero.cpu_offload:
+            self._accumulate_in_place(self.zero._finalize_cpu_offload_gradient_accumulation)
+        if stage == 2 and runtime.world.size > 1:
+            self._compare_before(self.zero.reduce_ipg_grads)
+        if stage == 2:
+            for group, parameters in enumerate(self.zero.params_in_partition):
+                self._places.update({parameter: (group, place) for place, parameter in enumerate(parameters)})
+        self.discard()
+
+    # Forward and backward
+
+    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a method of the module; a backward through its outputs will be the engine's."""
+        if self.stage == 3 and not self._is_called:
+            raise RuntimeError(f"`{getattr(function, '__name__', '?')}` was called directly, and {NOT_GATHERED}")
+        self._is_called = False
+        if torch.is_grad_enabled():
+            self.newcomers.refuse(NEVER_TRAINED)
+        output = function(*args, **kwargs)
+        if torch.is_grad_enabled():
+            follow_rank_zero(self.runtime.collective, buffers_of(self.buffered))
+            start = self._starts_backward()
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(start)  # type: ignore[no-untyped-call]
+        return output
+
+    def watch(self) -> Callable[[], None]:
+        """Before a backward: forget which parameters the one before it reached. Gives what to call after it."""
+        self._follow_zero_grad()
+        self._is_started = False
+        self.zero.clear_backward_seen_flag()
+        check = self.order.watch()
+
+        def finish() -> None:
+            if check is not None:
+                check()
+            self._show()
+
+        return finish
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Add gradients to the shards."""
+        finish = self.watch()
+        (self.engine.scale(loss) if self.zero.needs_scaler() else loss).backward(*args, **kwargs)
+        finish()
+
+    def _reached_by_backward(self, parameter: Tensor) -> None:
+        self._reached.add(parameter)
+        self._added_up.add(parameter)
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._is_called = True
+
+    def _starts_backward(self) -> Callable[[Tensor], None]:
+        """For the outputs of one forward: what runs when a backward reaches the first of them."""
+        was_run = False
+
+        def start(_: Tensor) -> None:
+            nonlocal was_run
+            if self._is_started:
+                return
+            if was_run and self.stage == 3:
+                raise RuntimeError(_RUN_TWICE.format(name=type(self.module).__name__))
+            self._is_started = was_run = True
+            self._start_backward()
+
+        return start
+
+    def _start_backward(self) -> None:
+        if self._is_reduced:
+            raise RuntimeError(
+                f"A backward of `{type(self.module).__name__}` between `clip_gradients` and `optimizer.step()`: under "
+                "DeepSpeed, clipping closes the window of accumulated gradients. Clip after the last backward."
+            )
+        self._has_gradients = True
+        self.engine._backward_prologue()
+
+    # Gradients
+
+    def clip_norm(self, _: Optimizer, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """Scale the gradients so that their norm over all shards is at most `max_norm`; the norm from before."""
+        self._follow_zero_grad()
+        shards = self._shards()
+        order = float(norm_type)
+        norms = [torch.linalg.vector_norm(shard, order, dtype=torch.float32) for shard in shards if shard.numel()]
+        local = torch.stack(norms) if norms else torch.zeros(1, device=self.runtime.device)
+        all_reduce = self.runtime.collective.all_reduce
+        if order == float("inf"):
+            total = all_reduce(local.max(), "max")
+        else:
+            total = all_reduce((local**order).sum(), "sum") ** (1.0 / order)
+        total = total / float(self.zero.loss_scale)
+        if not total.isfinite() and error_if_nonfinite and not self.zero.needs_scaler():
+            raise RuntimeError(
+                f"The gradients of `{type(self.module).__name__}` have a norm (order {order:g}) of {total.item()}, so "
+                "they cannot be clipped. Pass `error_if_nonfinite=False` to go on: DeepSpeed then skips the step."
+            )
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        for shard in shards:
+            shard.mul_(factor.to(shard.device))
+        self._show()
+        return total
+
+    def clip_value(self, _: Optimizer, clip_val: float) -> None:
+        """Clamp each gradient to `[-clip_val, clip_val]`."""
+        self._follow_zero_grad()
+        bound = clip_val * float(self.zero.loss_scale)
+        for shard in self._shards():
+            shard.clamp_(-bound, bound)
+        self._show()
+
+    def discard(self) -> None:
+        """No gradient is left, and every buffer is zero."""
+        if self.stage == 3 or self.zero.cpu_offload:
+            for buffer in self._buffers():
+                buffer.zero_()
+        self._end_window()
+
+    def _end_window(self) -> None:
+        """The next backward overwrites what is in buffers. `_refuse_left_out` lets no other parameter step with it."""
+        self.shown.drop()
+        self.zero.zero_grad(set_to_none=True)
+        self.engine.set_gradient_accumulation_boundary(False)
+        if self.stage == 3:
+            self.zero._offload_boundary_param_ids = set()
+        else:
+            self.zero.micro_step_id = -1
+            self.zero.averaged_gradients = dict.fromkeys(self.zero.averaged_gradients)
+            self.zero.all_grad_tensors = {}
+            if self.zero.cpu_offload:
+                self.zero._offload_accumulated_param_ids = set()
+                self.zero.reset_cpu_buffers()
+        self._has_gradients = self._is_reduced = False
+        self._added_up = set()
+
+    def _follow_zero_grad(self) -> None:
+        """Discard the gradients that the user has zeroed otherwise than by the optimizer since the last backward."""
+        if not self._has_gradients:
+            return
+        gone = [each for each in self._added_up if each.grad is None]
+        zeroed: list[Tensor] = []
+        if not self._are_in_parameters():
+            gone, zeroed = self.shown.take()
+        if not gone and not zeroed:
+            return
+        if len(gone) == len(self._reached):
+            self.discard()
+            self._reached = set()
+            return
+        if self._is_reduced:
+            raise RuntimeError(_CLIPPED.format(name=type(self.module).__name__, count=len(gone) + len(zeroed)))
+        self._reached.difference_update(gone)
+        self._added_up.difference_update(gone)
+        if not self._are_in_parameters():
+            for parameter in (*gone, *zeroed):
+                self._zero(parameter)
+
+    def _are_in_parameters(self) -> bool:
+        """Whether `parameter.grad` is where gradients add up, as in plain PyTorch."""
+        return self.stage == 1 and not self._is_reduced
+
+    def _show(self) -> None:
+        """Let `zero_grad` find gradients that DeepSpeed has taken out of the parameters."""
+        if self._has_gradients and not self._are_in_parameters():
+            self.shown.show(self._reached)
+
+    def _zero(self, parameter: Tensor) -> None:
+        """Set this rank's part of a gradient to zero, where it adds up."""
+        zero = self.zero
+        if self.stage == 3:
+            zero._get_fp32_grad_state_partition(parameter, True)[0].zero_()
+            return
+        index = zero.get_param_id(parameter)
+        if zero.cpu_offload:
+            if index in zero.accumulated_grads_in_cpu:  # this rank has a part of it
+                zero.accumulated_grads_in_cpu[index].zero_()
+        elif parameter in self._places:
+            group, place = self._places[parameter]
+            if zero._use_compact_grad_partition_buffer(group):
+                rank = torch.distributed.get_rank(zero.real_dp_process_group[group])
+                start = int(zero.grad_partition_insertion_offset[group][rank][index])
+                offset = int(zero.grad_start_offset[group][rank][index])
+                length = min(parameter.numel() - offset, int(zero.partition_size[group]) - start)
+                zero._get_compact_grad_partition_slice(group, rank, index, length).zero_()
+            else:
+                zero.all_grad_tensors[group][place].zero_()
+
+    def _shards(self) -> list[Tensor]:
+        """This rank's shards of the averaged gradients, to be changed in place."""
+        if not self._has_gradients:
+            return []
+        self._reduce()
+        if self.stage == 3 or self.zero.cpu_offload:
+            return self._buffers()
+        return [shard for group in self.zero.averaged_gradients.values() for shard in group]
+
+    def _buffers(self) -> list[Tensor]:
+        if self.stage == 3:
+            return [self.zero._get_fp32_grad_state_partition(parameter, True)[0] for parameter in self.trained]
+        return [shard.grad for shard in self.zero.single_partition_of_fp32_groups]
+
+    def _accumulate_in_place(self, finish: Callable[[], None]) -> None:
+        """Let offloaded gradients add up where the step reads them: DeepSpeed 0.19 would hold each a second time.
+
+        Then nothing of them is left to move when a window ends, only to measure. A parameter that ranks share, or
+        whose gradient is kept in another dtype, still has a buffer of its own, which DeepSpeed moves in `finish`.
+        """
+        in_place: dict[int, Tensor] = {}
+        for parameter in (each for group in self.zero.params_in_partition for each in group):
+            index = self.zero.get_param_id(parameter)
+            group, _, start, length = self.zero.grad_position[index]
+            kept = self.zero.single_partition_of_fp32_groups[group].grad
+            if length == parameter.numel() and kept.dtype == parameter.dtype:
+                in_place[index] = kept.view(-1).narrow(0, start, length)
+        self.zero.accumulated_grads_in_cpu.update(in_place)
+
+        def measure() -> None:
+            self.zero._wait_for_offload_copies()
+            reached = self.zero._offload_accumulated_param_ids
+            for index in in_place.keys() & reached:
+                self.zero.norm_for_param_grads[index] = in_place[index].norm(2, dtype=torch.float64)
+                self.zero.update_offload_overflow_tracker(in_place[index])
+            reached.difference_update(in_place)
+            finish()
+
+        self.zero._finalize_cpu_offload_gradient_accumulation = measure
+
+    def _step_from_accumulated(self) -> None:
+        """As `_accumulate_in_place`, for stage 3: there, gradients lie in one buffer, in the order of the groups."""
+        end = 0
+        for group, shard in zip(self.zero.fp16_groups, self.zero.fp32_partitioned_groups_flat, strict=True):
+            start, end = end, end + sum(parameter.partition_numel() for parameter in group)
+            gradients = self.zero.grad_partitions_flat_buffer[start:end]
+            if shard.grad is not None and Spec.of(shard.grad) == Spec.of(gradients):
+                shard.grad = gradients
+
+    def _compare_before(self, reduce: Callable[..., None]) -> None:
+        """Let DeepSpeed add up a bucket of gradients only where all ranks have the same parameters in it, in one order.
+
+        At stage 2 a bucket is filled in the order of backward, and DeepSpeed pairs what lies at one place: gradients of
+        others would be added where sizes are the same, and gloo aborts where they are not.
+        """
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        sentence = _PAIRED.format(name=type(self.module).__name__)
+
+        def compare(comm_dtype: torch.dtype | None = None) -> None:
+            buckets = self.zero.ipg_buckets if comm_dtype is None else (comm_dtype,)
+            filled = [
+                names[self.zero.bit16_groups[group][index]]
+                for dtype in buckets
+                for group, index, _ in self.zero.ipg_buckets[dtype].params
+            ]
+            start_comparing(self.runtime, filled, sentence)()
+            reduce(comm_dtype=comm_dtype)
+
+        self.zero.reduce_ipg_grads = compare
+
+    def _reduce(self) -> None:
+        """Average what was added up, once per window."""
+        if self._is_reduced:
+            return
+        self._refuse_left_out()
+        self.engine.set_gradient_accumulation_boundary(True)
+        if self.stage == 1:
+            self.engine.allreduce_gradients()
+        else:
+            self.zero.finalize_gradient_accumulation_boundary()
+        self._is_reduced = True
+
+    def _refuse_left_out(self) -> None:
+        """Raise RuntimeError where a parameter has no gradient on this rank: in plain PyTorch it would not move.
+
+        Without a message: where other ranks have one, release 0.19 reduces messages of different lengths, and aborts.
+        """
+        left = set(self.trained) - self._reached
+        if left:
+            names = [name for parameter, name in self.shown.names.items() if parameter in left]
+            some = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
+            raise RuntimeError(
+                f"{len(names)} parameters of `{type(self.module).__name__}` ({some}) got no gradient since the "
+                f"last `step` or `zero_grad`. {UNUSED}"
+            )
+
+    # Steps
+
+    def step(self) -> None:
+        """Step all shards, and give every rank the new weights. Without a gradient it does nothing, as in PyTorch."""
+        self._follow_zero_grad()
+        if not self._has_gradients:
+            return
+        self._reduce()
+        self.engine.step()
+        if self.zero.overflow:
+            self.runtime.report(
+                f"DeepSpeed skipped a step of `{type(self.module).__name__}`: its gradients are not finite. Weights, "
+                "momentum and step counts are unchanged."
+            )
+            self.discard()
+        else:
+            self._end_window()
+        self._stepped, self._reached = self._reached, set()
+
+    def drive(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Let `optimizer.step()` and `zero_grad()` do the engine's. Returns what undoes it."""
+        # Note [The user's optimizer, inside and outside]
+        # DeepSpeed steps the very object that the user has, once per slice of the weights, from within its own step.
+        # So `step` of the object has two sides: outside it runs the hooks, once, and the engine; inside, the class's
+        # bare update. Torch keeps the bare function behind the one that runs hooks.
+        num_groups = len(optimizer.param_groups)
+        bare = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
+        running = False
+
+        def whole(self_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            nonlocal running
+            if len(self_.param_groups) != num_groups:
+                raise RuntimeError(LATE_GROUP.format(optimizer=type(self_).__name__))
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self_._opt_called = True  # type: ignore[attr-defined]  # for schedulers: the order of steps was right
+            running = True
+            try:
+                self.step()
+            finally:
+                running = False
+            return loss
+
+        outside = Optimizer.profile_hook_step(whole)
+
+        def step(self_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return bare(self_) if running else outside(self_, closure) if closure is not None else outside(self_)
+
+        def zero_grad(self_: Optimizer, set_to_none: bool = True) -> None:
+            if self._has_gradients or not set_to_none:
+                self.discard()
+            # As in PyTorch, a gradient that is set to zero is there: its parameter goes on by momentum.
+            self._reached = set() if set_to_none else self._reached | self._stepped
+            self._stepped = set()
+
+        def add_param_group(self_: Optimizer, param_group: dict[str, Any]) -> None:
+            raise RuntimeError(LATE_GROUP.format(optimizer=type(self_).__name__))
+
+        ours = {function.__name__: MethodType(function, optimizer) for function in (step, zero_grad, add_param_group)}
+        given = {name: vars(optimizer).get(name) for name in ours}
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        optimizer.__dict__.update(ours)
+
+        def undo() -> None:
+            del optimizer.param_groups[num_groups:]  # DeepSpeed looks for shards of all there are
+            for name, value in given.items():
+                del optimizer.__dict__[name]
+                if value is not None:
+                    optimizer.__dict__[name] = value
+
+        return undo
+
+    def release(self) -> None:
+        """Take DeepSpeed's hooks off the module, and ours."""
+        self.shown.drop()
+        self.order.release()
+        for hook in self._hooks:
+            hook.remove()
+        close(self.engine)
+
+    def _groups(self) -> list[list[nn.Parameter]]:
+        return self.zero.fp16_groups if self.stage == 3 else self.zero.bit16_groups  # type: ignore[no-any-return]
+
+
+def remember(objects: Iterable[Any]) -> Callable[[], None]:
+    """Give what takes off the objects all attributes that they do not have now."""
+    before = [(each, set(vars(each))) for each in objects]
+
+    def forget() -> None:
+        for each, names in before:
+            for name in set(vars(each)) - names:
+                del each.__dict__[name]
+
+    return forget
+
+
+def gathered_parts(module: nn.Module) -> list[nn.Module]:
+    """The parts that stage 3 gathers one by one: all that have parameters of their own."""
+    return [part for part in module.modules() if any(each is not None for each in part._parameters.values())]
+
+
+def close(engine: Any) -> None:
+    """Take the hooks of an engine off its module."""
+    engine.module_forward_pre_hook.remove()
+    engine.module_forward_post_hook.remove()
+    engine.destroy()
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf):
+            yield from _tensors(list(vars(leaf).values()))
+
+
+_RUN_TWICE = (
+    "A second backward through one forward of `{name}`: at ZeRO stage 3 the weights were released after the first. Add "
+    "the losses and call `fabric.backward` once, or use stage 2."
+)
+NEVER_TRAINED = (
+    "DeepSpeed trains the shards that it cut then, and these would never move. Before `fabric.setup`, add all layers, "
+    "and let all that is ever to be trained require gradients; or set up the model again in a new `Fabric`, or pass "
+    "`strategy='ddp'`."
+)
+LATE_GROUP = (
+    "A parameter group was added to `{optimizer}` after `fabric.setup`: DeepSpeed steps the shards that it cut then, "
+    "and this group would never be trained. Add it before `fabric.setup`, with `lr=0` for as long as it is not to "
+    "move; or set up the model again in a new `Fabric`, or pass `strategy='ddp'`."
+)
+_CLIPPED = (
+    "{count} gradients of `{name}` were zeroed between `clip_gradients` and `optimizer.step()`, and others were not. "
+    "Under DeepSpeed, clipping closes the window of accumulated gradients: zero some before clipping, or all after it."
+)
+_PAIRED = (
+    "Ranks computed gradients of different parameters of `{name}`, or in another order, and DeepSpeed adds up those "
+    "at one place. Use the same parameters in the same order on every rank, or pass "
+    "`strategy='ddp_find_unused_parameters_true'`."
+)
+UNUSED = (
+    "DeepSpeed would step them as if it were zero: momentum and weight decay would go on, where PyTorch leaves such "
+    "parameters alone. Freeze what is never used with `requires_grad_(False)` before `setup`; for what some steps "
+    "leave out, keep gradients of zero (`optimizer.zero_grad(set_to_none=False)`), or pass `strategy='fsdp'`."
+)
+NOT_GATHERED = (
+    "at ZeRO stage 3 the weights are gathered around `forward` alone. Call the model itself, and let its `forward` "
+    "call the method; or use stage 2, which keeps the weights whole."
+)

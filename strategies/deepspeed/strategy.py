@@ -1,0 +1,325 @@
+"""DeepSpeed's ZeRO: optimizer states, gradients and weights in shards over the ranks (Rajbhandari et al., SC 2020).
+
+Each model gets an engine of its own, kept beside the user's module and behind the user's own optimizer, so a loop is
+written as for any strategy. What surprises: a parameter that took part in no backward of a window raises, for DeepSpeed
+would step it all the same; at stage 3 the weights live in shards that end with the fabric, so save before `close()`,
+and all ranks run the same parts in the same order, as under `fsdp`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fabric.launchers.world import World
+from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.capabilities import Capability
+from fabric.strategies.collectives.process_group import TorchCollective
+from fabric.strategies.data.share import Use
+from fabric.strategies.deepspeed.checks import COMPILED, LATER, ONE_OPTIMIZER, refuse_setup
+from fabric.strategies.deepspeed.config import (
+    PRECISIONS,
+    choose_offload,
+    choose_stage,
+    engine_config,
+    read_config,
+)
+from fabric.strategies.deepspeed.engine import NOT_GATHERED, UNUSED, Engine, close, gathered_parts, remember
+from fabric.strategies.deepspeed.library import installed, join, local_rank, undisturbed, why_not
+from fabric.strategies.deepspeed.state import ZeroState, is_sharded
+from fabric.strategies.module.bare_parameters import IN_MODULE
+from fabric.strategies.module.buffers import follow_rank_zero
+from fabric.strategies.module.copies import own_hooks, refuse_copies, refuse_pickles
+from fabric.strategies.module.deferred_init import refuse_empty
+from fabric.strategies.module.forward import ForwardPath
+from fabric.strategies.module.initialization import new_tensors
+from fabric.strategies.module.prepare import place, share_loader, with_precision
+from fabric.strategies.precision.precision import Precision
+from fabric.strategies.prepared import Prepared
+from fabric.strategies.runtime import Runtime, connect
+from fabric.strategies.sharding.execution_order import ExecutionOrder
+from fabric.strategies.strategy import Strategy
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedStrategy(Strategy):
+    """ZeRO by DeepSpeed: one process per device, each with a shard of what `stage` says and its share of the data.
+
+    The model's loss may run through several models at once. `no_backward_sync` changes no number: at stage 1 gradients
+    travel once per step in any case, at stages 2 and 3 in every backward, for a rank has no room for whole ones.
+    """
+
+    stage: int | None = None
+    """1: optimizer states in shards. 2 (where nothing is said): gradients too. 3: weights too."""
+    offload_optimizer: bool = False
+    """Keep optimizer states, and the step, in main memory."""
+    offload_parameters: bool = False
+    """Keep weights in main memory between uses. Stage 3 only."""
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None
+    """DeepSpeed's dictionary, or a JSON file that holds it, read here and now. Keys are checked."""
+    launcher: str = "auto"
+    """How processes come to be: auto, script, fork, forkserver or spawn. auto leaves it to `Fabric(launcher=...)`."""
+    backend: str | None = None
+    """The torch.distributed backend; None takes the accelerator's own (gloo on CPU, nccl on CUDA)."""
+    timeout_seconds: float = 1800.0
+    """How long a collective waits for the other ranks before it raises."""
+    broadcast_buffers: bool = True
+    """Buffers (the statistics of BatchNorm) follow rank 0 after every forward that computes gradients."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "config", read_config(self.config))
+        stage, offload = self._stage, self._offload
+        if stage != 3 and offload.get("offload_param", {}).get("device", "none") != "none":
+            raise ValueError(
+                f"Parameters can be offloaded where they are sharded: at stage 3, and this is stage {stage}. "
+                "Write `stage=3`, or offload the optimizer alone."
+            )
+        if stage == 1 and self._zero.get("overlap_comm"):
+            raise ValueError(
+                "`overlap_comm` at stage 1: the gradients of a window are averaged once, in `step()`, when there is no "
+                "backward left to overlap with. Leave it out, or write `stage=2`."
+            )
+
+    @property
+    def lacks(self) -> Mapping[Capability, str]:
+        always: dict[Capability, str] = {
+            "several_optimizers": ONE_OPTIMIZER,
+            "later_optimizers": LATER,
+            "joint_optimizer": LATER,
+            "unused": UNUSED,
+            "bare_parameters": IN_MODULE,
+        }
+        if self._stage != 3:
+            return always
+        return {**always, "compile_before": COMPILED, "methods": NOT_GATHERED, "copies": _IN_SHARDS}
+
+    @property
+    def launchers(self) -> tuple[str, ...]:
+        return ("script", "fork", "forkserver", "spawn") if self.launcher == "auto" else (self.launcher,)
+
+    def num_processes(self, num_devices: int) -> int:
+        return num_devices
+
+    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
+        missing = why_not(installed())
+        if missing is not None:
+            return missing
+        if precision.name not in PRECISIONS:
+            return (
+                f"`precision={precision.name!r}` with `strategy='deepspeed'`: DeepSpeed keeps float32 weights and "
+                f"computes in float32, bfloat16 or float16. Write one of {', '.join(map(repr, PRECISIONS))}."
+            )
+        if precision.name == "16-true" and accelerator.name == "cpu":
+            return (
+                "`precision='16-true'` with `strategy='deepspeed'` on CPU: DeepSpeed has no float16 there. "
+                "Write 'bf16-true' or 'bf16-mixed'."
+            )
+        if "fp16" in self._config and precision.name != "16-true":
+            return (
+                f"`fp16` in DeepSpeed's configuration is for `precision='16-true'`, and the precision is "
+                f"{precision.name!r}. Leave one out."
+            )
+        if accelerator.name == "mps" and num_devices * num_nodes > 1:
+            return (
+                f"`accelerator='mps'` has one device and no torch.distributed backend, but {num_devices * num_nodes} "
+                "processes were asked for. Pass `devices=1`, or `accelerator='cpu'`."
+            )
+        return None
+
+    def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
+        accelerator.connect(devices[world.local_rank])
+        device = accelerator.device(devices[world.local_rank])
+        backend = self.backend or accelerator.backend
+        collective = TorchCollective(world, backend, device=device, timeout_seconds=self.timeout_seconds)
+        runtime = connect(world, [device], collective, precision)
+        join(world, device.type)
+        return runtime
+
+    def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
+        """At stage 3 each parameter is cut into shards as soon as it is made, from rank 0's values."""
+        if self._stage != 3:
+            return new_tensors(runtime.device, runtime.precision, empty=empty)
+        with undisturbed(runtime.world, runtime.device.type) as deepspeed:
+            # Without `dtype`: where there is no float16, release 0.19 takes any dtype that is named for bfloat16.
+            return deepspeed.zero.Init(  # type: ignore[no-any-return]
+                config_dict_or_path=self._engine_config(runtime), mem_efficient_linear=False
+            )
+
+    def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
+        refuse_setup(runtime, module, optimizers, stage=self._stage, move=move, config=self._config)
+        with ExitStack() as stack:
+            stack.enter_context(local_rank(runtime.world))
+            if optimizers or "optimizer" in self._config:
+                return self._trained(runtime, module, optimizers, move, stack)
+            return self._untrained(runtime, module, move, stack)
+
+    def _trained(
+        self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool, stack: ExitStack
+    ) -> Prepared:
+        """A model with its optimizer, in an engine."""
+        before = optimizers[0].state_dict() if optimizers and optimizers[0].state else None
+        groups = [list(group["params"]) for group in optimizers[0].param_groups] if optimizers else None
+        forget = remember((*module.modules(), *module.parameters()))
+        engine = self._initialize(runtime, module, optimizers[0] if optimizers else None, move)
+        optimizer: Optimizer = engine.basic_optimizer
+        pieces = Engine(runtime, module, engine, self._stage, broadcast_buffers=self.broadcast_buffers)
+        state = ZeroState(runtime.world, self._stage, engine.optimizer, groups or [pieces.trained])
+        if self._stage != 3:  # there the weights stay in shards, and what knows of them with them
+            stack.callback(_give_back, optimizer, state.groups, forget)
+        stack.callback(pieces.release)
+        stack.callback(pieces.drive(optimizer))
+        around = with_precision(runtime, pieces.order.around(pieces.forward))
+        stack.callback(ForwardPath(module, refuse_empty(module, around)).release)
+        optimizer.state.clear()  # of the parameters before they were cut
+        if before is not None:
+            state.write_optimizer(optimizer, before)
+
+        return Prepared(
+            module=module,
+            optimizers=(optimizer,),
+            backward=pieces.backward,
+            joins_backward=not engine.optimizer.needs_scaler(),
+            watches=(pieces.watch,),
+            unsynced=nullcontext,
+            clip_norm=pieces.clip_norm,
+            clip_value=pieces.clip_value,
+            release=stack.pop_all().close,
+            state=state,
+        )
+
+    def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+        raise RuntimeError(LATER)
+
+    def process_dataloader(
+        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
+    ) -> Iterable[Any]:
+        return share_loader(runtime, loader, use, distribute=distribute, move=move)
+
+    @property
+    def _config(self) -> dict[str, Any]:
+        assert isinstance(self.config, dict)  # read by __post_init__
+        return self.config
+
+    @property
+    def _zero(self) -> dict[str, Any]:
+        return self._config.get("zero_optimization", {})  # type: ignore[no-any-return]
+
+    @property
+    def _stage(self) -> int:
+        return choose_stage(self.stage, self._config)
+
+    @property
+    def _offload(self) -> dict[str, Any]:
+        return {
+            **choose_offload("offload_optimizer", self.offload_optimizer, "offload_optimizer", self._config),
+            **choose_offload("offload_param", self.offload_parameters, "offload_parameters", self._config),
+        }
+
+    def _engine_config(self, runtime: Runtime) -> dict[str, Any]:
+        return engine_config(self._config, stage=self._stage, offload=self._offload, precision=runtime.precision)
+
+    def _initialize(self, runtime: Runtime, module: nn.Module, optimizer: Optimizer | None, move: bool) -> Any:
+        if not any(is_sharded(parameter) for parameter in module.parameters()):
+            place(runtime, module, (), move=move)
+        with (
+            undisturbed(runtime.world, runtime.device.type) as deepspeed,
+            own_hooks(module),
+            _scalars_broadcast(runtime, module, self._stage),
+        ):
+            engine, *_ = deepspeed.initialize(
+                model=module,
+                optimizer=optimizer,
+                model_parameters=[parameter for parameter in module.parameters() if parameter.requires_grad],
+                config=self._engine_config(runtime),
+                dist_init_required=False,
+            )
+        if self._stage == 3:
+            refuse_copies(module, _IN_SHARDS)
+        else:
+            refuse_pickles(module, _UNPICKLABLE)  # `_give_back` undoes it
+        return engine
+
+    def _untrained(self, runtime: Runtime, module: nn.Module, move: bool, stack: ExitStack) -> Prepared:
+        """A model without an optimizer: whole on every rank, at stage 3 in shards. It has no backward."""
+        name = type(module).__name__
+
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError(_NO_OPTIMIZER.format(name=name))
+
+        around = with_precision(runtime, None)
+        if self._stage == 3:
+            stack.callback(close, self._initialize(runtime, module, None, move))
+            order = ExecutionOrder(runtime, module, gathered_parts(module))
+            stack.callback(order.release)
+            around = order.around(around)
+        else:
+            place(runtime, module, (), move=move)
+        stack.callback(ForwardPath(module, refuse_empty(module, around)).release)
+
+        return Prepared(
+            module=module,
+            optimizers=(),
+            backward=refuse,
+            joins_backward=True,
+            watches=(),
+            unsynced=nullcontext,
+            clip_norm=refuse,
+            clip_value=refuse,
+            release=stack.pop_all().close,
+            state=ZeroState(runtime.world, self._stage, None, ()),
+        )
+
+
+@contextmanager
+def _scalars_broadcast(runtime: Runtime, module: nn.Module, stage: int) -> Iterator[None]:
+    """Within it, DeepSpeed 0.19 can set up parameters without dimensions, such as CLIP's `logit_scale`.
+
+    It broadcasts each parameter as bytes, and torch cannot view a tensor without dimensions so. Ranks: all.
+    """
+    scalars: list[Any] = [parameter for parameter in module.parameters() if parameter.ndim == 0]
+    follow_rank_zero(runtime.collective, scalars)
+    for parameter in scalars:
+        parameter.ds_optim_param = True  # where it keeps whole parameters, it does not broadcast these
+        if stage == 3:
+            parameter.data = parameter.data.view(1)
+    try:
+        yield
+    finally:
+        for parameter in scalars:
+            del parameter.ds_optim_param
+            if stage == 3:
+                parameter.ds_shape = torch.Size(())
+                if parameter.numel() == 1:  # small ones are kept whole
+                    parameter.data = parameter.data.view(())
+
+
+def _give_back(optimizer: Optimizer, groups: Sequence[Sequence[torch.Tensor]], forget: Callable[[], None]) -> None:
+    """Parameters and optimizer as they were; states go with the fabric, for no rank has them whole."""
+    forget()
+    for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = list(parameters)
+    optimizer.state.clear()
+
+
+_IN_SHARDS = (
+    "Stage 3 keeps the parameters of a prepared module in shards, so it cannot be copied or pickled: this rank has a "
+    "part of each. Copy the module before it is set up; `fabric.save` and `fabric.load` carry weights from one to the "
+    "other. For a target network or an average of weights that follows every step, pass "
+    "`strategy='deepspeed_stage_2'` or 'fsdp'."
+)
+_UNPICKLABLE = (
+    "The parameters of a prepared module refer to DeepSpeed's process groups, so it cannot be pickled. Pickle a copy, "
+    "`copy.deepcopy(model)`, or write `fabric.save(path, {'model': model})`."
+)
+_NO_OPTIMIZER = (
+    "`{name}` was set up without an optimizer, to be evaluated: under `strategy='deepspeed'` its gradients would have "
+    "no engine. Call `fabric.setup(model, optimizer)`."
+)

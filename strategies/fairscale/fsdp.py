@@ -1,0 +1,219 @@
+"""Parameters, gradients and optimizer state in slices, gathered around forward and backward (ZeRO-3), by FairScale.
+
+The first fully sharded module (Baines et al., 2021), for code that relies on it; `fsdp` is its successor. It is kept
+beside the user's module, not around it: parameters stay the same objects, under the same names, and so optimizers
+made before `setup` follow them. Between forwards a parameter is this rank's slice of itself: one dimension, padded to
+equal lengths. `state_dict()` of the module, of its parts and of the optimizers is a collective that gives whole, plain
+tensors, and `load_state_dict` takes those.
+
+Every forward gathers parameters, so all ranks call it together, evaluations too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabric.launchers.world import World
+from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.capabilities import Capability
+from fabric.strategies.data.share import Use
+from fabric.strategies.fairscale.fsdp_state import IN_SLICES, attach_module, attach_optimizer, holds_local
+from fabric.strategies.fairscale.fsdp_wrappers import UNCOMPILABLE, Slices
+from fabric.strategies.fairscale.library import (
+    NEEDS_ALL,
+    NOT_AVERAGED,
+    clip_norm,
+    clip_value,
+    meet,
+    refuse_optimizers,
+    start_alike,
+    why_not,
+)
+from fabric.strategies.gradients.clipping import parameters_of
+from fabric.strategies.module.bare_parameters import IN_MODULE
+from fabric.strategies.module.initialization import new_tensors
+from fabric.strategies.module.prepare import attach_scaler, place, replica, share_loader
+from fabric.strategies.module.wrap_policy import Policy, check_policy, matching
+from fabric.strategies.precision.precision import Precision
+from fabric.strategies.prepared import Prepared
+from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.execution_order import ExecutionOrder
+from fabric.strategies.strategy import Strategy
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FairScaleFSDPStrategy(Strategy):
+    """Fully sharded data parallel, by FairScale: each rank keeps a slice of every parameter."""
+
+    launcher: str = "auto"
+    """How processes come to be: auto, script, fork, forkserver or spawn. auto leaves it to `Fabric(launcher=...)`."""
+    backend: str | None = None
+    """The torch.distributed backend; None takes the accelerator's own (gloo on CPU, nccl on CUDA)."""
+    timeout_seconds: float = 1800.0
+    """How long a collective waits for the other ranks before it raises."""
+    wrap: Policy | None = None
+    """The parts whose parameters are gathered when the part runs, and dropped after: classes, or a function that is
+    true of the modules meant. What lies in none is gathered for the whole of forward and backward. None: all is."""
+    reshard_after_forward: bool = True
+    """Parts drop their parameters after forward, and gather them again for backward. False: more memory, fewer
+    messages."""
+    bucket_bytes: int = 25 * 2**20
+    """Gradients that travel in one reduce-scatter. Each rank allocates as much during backward, whatever the model."""
+    broadcast_buffers: bool = True
+    """Buffers (the statistics of BatchNorm) follow rank 0 after every forward that computes gradients."""
+
+    def __post_init__(self) -> None:
+        check_policy(self.wrap, "wrap")
+
+    @property
+    def lacks(self) -> Mapping[Capability, str]:
+        always: dict[Capability, str] = {
+            "unused": NEEDS_ALL,
+            "compile": UNCOMPILABLE,
+            "copies": IN_SLICES,
+            "bare_parameters": IN_MODULE,
+        }
+        return always if self.wrap is None else {**always, "compile_before": UNCOMPILABLE}
+
+    @property
+    def launchers(self) -> tuple[str, ...]:
+        return ("script", "fork", "forkserver", "spawn") if self.launcher == "auto" else (self.launcher,)
+
+    def num_processes(self, num_devices: int) -> int:
+        return num_devices
+
+    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
+        if precision.param_dtype not in _DTYPES:
+            return (
+                f"`precision={precision.name!r}` keeps parameters in {precision.param_dtype}, and FairScale's fully "
+                "sharded module keeps them in torch.float32 or torch.float16. Pass `precision='32-true'`, "
+                "`'bf16-mixed'` or `'16-mixed'`, or `strategy='fsdp'`."
+            )
+        return why_not("ddp_fully_sharded", accelerator)
+
+    def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
+        return meet(world, accelerator, devices, precision, backend=self.backend, timeout_seconds=self.timeout_seconds)
+
+    def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
+        return new_tensors(runtime.device, runtime.precision, empty=empty)
+
+    def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
+        parts = [part for part in matching(module, self.wrap, "wrap") if part is not module]
+        _refuse_shared(module, parts)
+        place(runtime, module, optimizers, move=move)
+        if runtime.world.size == 1:
+            return replica(runtime, module, optimizers)
+        _refuse_dtypes(module, runtime.precision)
+        refuse_optimizers("ddp_fully_sharded", optimizers, _WHOLE_MATRICES)
+        start_alike(runtime.collective, module)
+        slices = Slices(
+            runtime,
+            module,
+            parts,
+            reshard_after_forward=self.reshard_after_forward,
+            bucket_bytes=self.bucket_bytes,
+            broadcast_buffers=self.broadcast_buffers,
+        )
+        order = ExecutionOrder(runtime, module, parts)
+        hooks = [
+            order.release,
+            attach_module(runtime.collective, module),
+            *(attach_optimizer(runtime.collective, optimizer, owned) for optimizer in optimizers),
+        ]
+        prepared = replica(
+            runtime,
+            module,
+            optimizers,
+            around=order.around(slices.forward),
+            unsynced=slices.unsynced,
+            watches=(order.watch, slices.watch),
+            uncompilable=UNCOMPILABLE,
+        )
+
+        def release() -> None:
+            prepared.release()
+            slices.release()
+            for undo in hooks:
+                undo()
+
+        return replace(
+            prepared,
+            clip_norm=partial(clip_norm, owned=owned, collective=runtime.collective, scaler=runtime.loss_scaler),
+            clip_value=partial(clip_value, owned=owned, scaler=runtime.loss_scaler),
+            release=release,
+        )
+
+    def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+        if runtime.world.size == 1:
+            return attach_scaler(runtime.loss_scaler, optimizers)
+        refuse_optimizers("ddp_fully_sharded", optimizers, _WHOLE_MATRICES)
+        undo = [attach_optimizer(runtime.collective, optimizer, owned) for optimizer in optimizers]
+        detach = attach_scaler(runtime.loss_scaler, optimizers)
+
+        def release() -> None:
+            for each in (*undo, detach):
+                each()
+
+        return release
+
+    def process_dataloader(
+        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
+    ) -> Iterable[Any]:
+        return share_loader(runtime, loader, use, distribute=distribute, move=move)
+
+
+_DTYPES = (torch.float32, torch.float16)
+_WHOLE_MATRICES = tuple(
+    kind for name in ("Adafactor", "Muon") if (kind := getattr(torch.optim, name, None)) is not None
+)
+"""Optimizers whose step needs a parameter's rows and columns. Muon came with torch 2.9."""
+
+
+def owned(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of an optimizer, each rank's slices. Raises RuntimeError where a gradient is not averaged."""
+    parameters = parameters_of(optimizer)
+    if any(map(holds_local, parameters)):
+        raise RuntimeError(NOT_AVERAGED.format(optimizer=type(optimizer).__name__))
+    return parameters
+
+
+def _refuse_shared(module: nn.Module, parts: Sequence[nn.Module]) -> None:
+    """Raise ValueError where a parameter lies in two parts: it would be gathered for one, and a slice in the other."""
+    owners: dict[Tensor, nn.Module] = {}
+    for part in (*reversed(parts), module):
+        inner = [other for other in parts if other is not part and any(other is each for each in part.modules())]
+        for name, parameter in _own_parameters(part, inner):
+            owner = owners.setdefault(parameter, part)
+            if owner is not part:
+                raise ValueError(
+                    f"`wrap` puts {name!r} of `{type(part).__name__}` and of `{type(owner).__name__}` into two parts, "
+                    "but it is one parameter, tied. Choose parts so that both uses are in the same one."
+                )
+
+
+def _own_parameters(part: nn.Module, inner: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Every use of a parameter in a part and not in a part within it."""
+    hidden = {id(each) for other in inner for each in other.modules()}
+    for prefix, each in part.named_modules():
+        if id(each) not in hidden:
+            for name, parameter in each.named_parameters(recurse=False):
+                yield f"{prefix}.{name}".lstrip("."), parameter
+
+
+def _refuse_dtypes(module: nn.Module, precision: Precision) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.dtype != precision.param_dtype:
+            raise ValueError(
+                f"{name!r} of `{type(module).__name__}` is of {parameter.dtype}, and FairScale's fully sharded module "
+                f"keeps all parameters in one dtype, here {precision.param_dtype}. Convert the model before "
+                "`fabric.setup`, or pass `strategy='fsdp'`."
+            )

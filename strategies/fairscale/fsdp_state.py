@@ -1,0 +1,177 @@
+"""Slices of parameters, and whole tensors again: what FairScale's fully sharded module makes of a model's state.
+
+A slice is one dimension, and equally long on every rank: the last ones are padded with zeros. FairScale notes the
+size of the whole on the parameter, as `_orig_size`. With the hooks of this file `state_dict()` of a module, of its
+parts and of optimizers gives whole tensors, copied to the CPU, on every rank; `load_state_dict` takes them. Ranks: all
+call `state_dict()`; each loads alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.gradients.clipping import parameters_of
+
+_NUMBERS = ("step", "mu_product", "mu", "eta")
+"""State of torch's optimizers that is one number, also where the parameter is one."""
+
+
+def holds_local(parameter: Any) -> bool:
+    """Whether the gradient is whole, and was not averaged. Shapes do not tell: `(1,)` is that of a slice as well."""
+    return parameter.grad is not None and getattr(parameter, "_is_local", False)
+
+
+def slice_of(whole: Tensor, rank: int, size: int) -> Tensor:
+    """This rank's slice, in memory of its own."""
+    flat = whole.detach().reshape(-1)
+    length = -(-flat.numel() // size)
+    own = flat.new_zeros(length)
+    part = flat[rank * length : (rank + 1) * length]
+    own[: part.numel()] = part
+    return own
+
+
+def whole_of(collective: Collective, own: Tensor, shape: torch.Size) -> Tensor:
+    """The whole tensor, on the CPU, from the slices of all ranks. Ranks: all."""
+    return collective.all_gather(own.detach()).view(-1)[: shape.numel()].view(shape).to("cpu", copy=True)
+
+
+def attach_module(collective: Collective, module: nn.Module) -> Callable[[], None]:
+    """Let `state_dict` and `load_state_dict` of a module and its parts deal in whole tensors. Gives what undoes it."""
+    handles: list[RemovableHandle] = []
+    for part in module.modules():
+        handles.append(part.register_state_dict_post_hook(_Hook(_gather, collective)))  # type: ignore[no-untyped-call]
+        handles.append(part.register_load_state_dict_pre_hook(_Hook(_slice, collective)))  # type: ignore[no-untyped-call]
+    handles.append(module.register_state_dict_post_hook(_Hook(_tie)))  # type: ignore[no-untyped-call]  # after the others
+    return partial(_remove, handles)
+
+
+def attach_optimizer(
+    collective: Collective, optimizer: Optimizer, check: Callable[[Optimizer], Any]
+) -> Callable[[], None]:
+    """Slice the state the optimizer has, and let its `state_dict` and `load_state_dict` deal in whole tensors.
+
+    `check` looks at the gradients before each step. Returns what undoes it.
+    """
+    rank, size = collective.rank, collective.size
+
+    def gather(optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
+        parameters = parameters_of(optimizer)
+        state = {
+            index: {name: _whole_entry(collective, name, value, parameters[index]) for name, value in entries.items()}
+            for index, entries in sorted(content["state"].items())
+        }
+        return {**content, "state": state}
+
+    def slice_all(optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
+        indices = chain.from_iterable(group["params"] for group in content["param_groups"])
+        by_index = dict(zip(indices, parameters_of(optimizer), strict=False))  # torch names a difference in length
+        state = {
+            index: {name: _sliced_entry(name, value, by_index[index], rank, size) for name, value in entries.items()}
+            for index, entries in content["state"].items()
+            if index in by_index
+        }
+        return {**content, "state": state}
+
+    def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        check(optimizer)
+
+    for parameter, entries in optimizer.state.items():
+        entries.update({name: _sliced_entry(name, value, parameter, rank, size) for name, value in entries.items()})
+    handles = [
+        optimizer.register_step_pre_hook(before_step),
+        optimizer.register_state_dict_post_hook(gather),
+        optimizer.register_load_state_dict_pre_hook(slice_all),
+    ]
+    return partial(_remove, handles)
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _whole_entry(collective: Collective, name: str, value: Any, parameter: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if name not in _NUMBERS and value.shape == parameter.shape:
+        return whole_of(collective, value, parameter._orig_size)
+    return value.to("cpu", copy=True)
+
+
+def _sliced_entry(name: str, value: Any, parameter: Any, rank: int, size: int) -> Any:
+    if isinstance(value, Tensor) and name not in _NUMBERS and value.shape == parameter._orig_size:
+        return slice_of(value, rank, size)
+    return value
+
+
+@final
+class _Hook:
+    """A hook on a module in slices. With it no copy can be made: it would have slices that nobody gathers."""
+
+    def __init__(self, function: Callable[..., None], *first: Any) -> None:
+        self._function, self._first = function, first
+
+    def __call__(self, *args: Any) -> None:
+        self._function(*self._first, *args)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(IN_SLICES)
+
+
+IN_SLICES = (
+    "A module under `strategy='ddp_fully_sharded'` cannot be copied or pickled: each rank has slices of its "
+    "parameters. Copy it before `fabric.setup`, or load `module.state_dict()`, which is whole, into another."
+)
+
+
+def _gather(collective: Collective, part: nn.Module, content: dict[str, Any], prefix: str, _: Any) -> None:
+    for name, parameter in _in_slices(part):
+        if prefix + name in content:
+            content[prefix + name] = whole_of(collective, parameter, parameter._orig_size)
+
+
+def _tie(module: nn.Module, content: dict[str, Any], prefix: str, _: Any) -> None:
+    """Names of one parameter share one tensor, as they do in a plain module's state."""
+    first: dict[Tensor, str] = {}
+    for name, parameter in module.named_parameters(prefix=prefix.rstrip("."), remove_duplicate=False):
+        if name in content:
+            content[name] = content[first.setdefault(parameter, name)]
+
+
+def _slice(
+    collective: Collective,
+    part: nn.Module,
+    content: dict[str, Any],
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    for name, parameter in _in_slices(part):
+        whole = content.get(prefix + name)
+        if not isinstance(whole, Tensor):
+            continue
+        if whole.shape == parameter._orig_size:
+            content[prefix + name] = slice_of(whole, collective.rank, collective.size)
+        else:
+            content[prefix + name] = parameter  # so that torch does not speak of slices
+            errors.append(
+                f"{prefix + name!r} is {tuple(whole.shape)} in the state, and {tuple(parameter._orig_size)} in the "
+                "module."
+            )
+
+
+def _in_slices(part: nn.Module) -> Sequence[tuple[str, Any]]:
+    return [(name, parameter) for name, parameter in part._parameters.items() if parameter is not None]

@@ -1,0 +1,288 @@
+"""FairScale's wrappers beside the modules they gather parameters for: the engine of `ddp_fully_sharded`.
+
+Note [Traps of FairScale closed here]
+- Ranks start from whatever each has: they start from rank 0.
+- The memory of the parameters given to it is freed, also under views of it: they move to memory of their own before.
+- Parameters that changed since they were gathered are used as they were: what was gathered is dropped when they did.
+- A parameter without gradient shifts what others are added to: that raises.
+- `gather_full_optim_state_dict` overwrites state on the CPU, and turns step counts into numbers: not used.
+- A gradient of shape `(1,)` has the shape of its slice, and FairScale takes one that is averaged for one that is not:
+  which of the two it is, is noted on the parameter.
+- A gradient that is averaged is put aside while others are added without synchronisation, and `zero_grad` would miss
+  it: it is added to those.
+- A second backward after one forward, and a second output, find parameters dropped: they are gathered again.
+- Outputs come back as copies in plain containers: the user's own object is given out.
+- A process group is kept for ever, also after it was destroyed: the present one is passed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from fabric.strategies.fairscale.fsdp_cpu import fully_sharded_on_cpu
+from fabric.strategies.fairscale.fsdp_state import holds_local
+from fabric.strategies.fairscale.library import LATE, UNUSED, name_some, root_logger_untouched
+from fabric.strategies.module.added_parameters import Newcomers
+from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
+from fabric.strategies.module.forward import ForwardPath, leave_uncompiled
+from fabric.strategies.runtime import Runtime
+
+UNCOMPILABLE = (
+    "`torch.compile` under `strategy='ddp_fully_sharded'`: FairScale gathers parameters in code that the compiler "
+    "cannot trace. Leave it out, or pass `strategy='fsdp'`."
+)
+
+
+@final
+class _Call:
+    """A method of the user's on its way through FairScale, which would copy what it returns."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.function, self.args, self.kwargs = function, args, kwargs
+        self.output: Any = None
+
+
+@final
+class _Unit(nn.Module):
+    """What FairScale wraps: a module of the user's, and the wrappers of the parts within it."""
+
+    def __init__(self, module: nn.Module, within: Sequence[nn.Module] = ()) -> None:
+        super().__init__()
+        self.module = module
+        self.within = nn.ModuleList(within)
+
+    def forward(self, call: _Call) -> list[Tensor]:
+        call.output = call.function(*call.args, **call.kwargs)
+        return _tensors(call.output)
+
+
+@final
+class Slices:
+    """One model in slices: FairScale's wrappers, beside the modules they gather parameters for."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        module: nn.Module,
+        parts: Sequence[nn.Module],
+        *,
+        reshard_after_forward: bool,
+        bucket_bytes: int,
+        broadcast_buffers: bool,
+    ) -> None:
+        self.collective, self.module = runtime.collective, module
+        self.buffered = list(module.modules()) if broadcast_buffers else []
+        self.newcomers = Newcomers(module, unfrozen=False)
+        self.reduced: set[Tensor] = set()
+        self.versions: list[int] = []
+        for parameter in module.parameters():
+            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+        wrap = partial(
+            _wrapper(runtime, self.reduced.add),
+            reshard_after_forward=reshard_after_forward,
+            bucket_cap_mb=bucket_bytes / 2**20,
+        )
+        with root_logger_untouched():
+            wrapped = {part: wrap(_Unit(part)) for part in reversed(parts)}  # inner before outer
+            self.root = wrap(_Unit(module, list(wrapped.values())))
+            self.wrappers = (self.root, *wrapped.values())
+            for wrapper in self.wrappers:  # the root first: a part that was called before it would take itself for one
+                wrapper._lazy_init()
+        self.names = {parameter: name for name, parameter in module.named_parameters()}
+        self.num_running = 0
+        """Forwards under way that have gathered parameters."""
+        self.paths = [
+            ForwardPath(part, partial(self._through, wrapper), uncompilable=UNCOMPILABLE)
+            for part, wrapper in wrapped.items()
+        ]
+        inner = [part for part in module.modules() if part is not module and part not in wrapped]
+        self.given = {part: vars(part).get("forward") for part in inner if part._parameters}
+        for part in self.given:
+            object.__setattr__(part, "forward", _Inner(self, part))
+
+    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Around a forward: parameters are gathered before, slices after, and buffers follow rank 0. Ranks: all."""
+        if torch.is_grad_enabled():
+            self.newcomers.refuse(LATE)
+        self._drop_stale()
+        output = self._through(self.root, function, args, kwargs)
+        if torch.is_grad_enabled() and self.root._require_backward_grad_sync:
+            follow_rank_zero(self.collective, buffers_of(self.buffered))
+        return output
+
+    def _through(
+        self, wrapper: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        call = _Call(function, args, kwargs)
+        self.num_running += 1
+        try:
+            wrapper(call)
+        finally:
+            self.num_running -= 1
+        return call.output
+
+    @contextmanager
+    def unsynced(self) -> Iterator[None]:
+        """Within it, a backward leaves whole gradients on the rank that computed them. On exit all is as before."""
+        before = self.root._require_backward_grad_sync
+        for wrapper in self.wrappers:
+            wrapper._require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            for wrapper in self.wrappers:
+                wrapper._require_backward_grad_sync = before
+
+    def watch(self) -> Callable[[], None] | None:
+        """Before a backward; what is given out raises where a parameter was left out of it."""
+        return self._check if self.root._require_backward_grad_sync else None
+
+    def _check(self) -> None:
+        took_part = bool(self.reduced)
+        missing = [
+            name for parameter, name in self.names.items() if parameter.requires_grad and parameter not in self.reduced
+        ]
+        self.reduced.clear()
+        if took_part and missing:
+            raise RuntimeError(
+                UNUSED.format(count=len(missing), name=type(self.module).__name__, some=name_some(missing))
+            )
+
+    def _drop_stale(self) -> None:
+        """Gather parameters anew that were changed since: by a step, by loading, by the user."""
+        versions = [parameter._version for parameter in self.names]
+        if versions != self.versions:
+            self.versions = versions
+            for wrapper in self.wrappers:
+                wrapper._free_full_params()
+                wrapper._use_fp32_param_shard()
+
+    def release(self) -> None:
+        """Take our part of each forward off. The parameters stay slices: to put them together takes all ranks."""
+        for path in self.paths:
+            path.release()
+        for part, given in self.given.items():
+            if given is None:
+                vars(part).pop("forward", None)
+            else:
+                object.__setattr__(part, "forward", given)
+
+
+@final
+class _Inner:
+    """`forward` of a submodule with parameters, which are in slices unless a forward of the model has gathered them."""
+
+    def __init__(self, slices: Slices, part: nn.Module) -> None:
+        functools.update_wrapper(self, part.forward)
+        self._slices, self._part, self._forward = slices, part, part.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._slices.num_running or torch.compiler.is_compiling():
+            return self._forward(*args, **kwargs)
+        if torch._C._current_graph_task_id() == -1:  # else activation checkpointing computes it again in backward
+            raise RuntimeError(
+                _BY_ITSELF.format(part=type(self._part).__name__, model=type(self._slices.module).__name__)
+            )
+        return self._forward(*args, **kwargs)
+
+
+leave_uncompiled(_Inner.__call__)
+
+_BY_ITSELF = (
+    "`{part}` of `{model}` was called by itself, and `strategy='ddp_fully_sharded'` gathers its parameters only within "
+    "a forward of the model. Call it in a method of the model, and write `model.mark_forward_method('name')` once "
+    "after `setup`, with the name of that method; or pass `strategy='fsdp'`, whose submodules can be called by "
+    "themselves."
+)
+
+
+def _wrapper(runtime: Runtime, reduced: Callable[[Tensor], None]) -> Callable[..., Any]:
+    """FairScale's class, which tells of each gradient it has reduced, and runs any backward."""
+    import torch.distributed
+
+    if runtime.device.type == "cpu":
+        fully_sharded = fully_sharded_on_cpu()
+    else:
+        from fairscale.nn.data_parallel import FullyShardedDataParallel
+
+        fully_sharded = FullyShardedDataParallel
+
+    class Sharded(fully_sharded):  # type: ignore[misc, valid-type]
+        def _post_backward_hook(self, param: Any, *unused: Any) -> None:
+            super()._post_backward_hook(param, *unused)
+            if not self._require_backward_grad_sync:
+                param._is_local = param.grad is not None
+
+        def _post_reduction_hook(self, param: Any, reduced_grad: Tensor) -> None:
+            super()._post_reduction_hook(param, reduced_grad)
+            param._is_local = False
+            reduced(param)
+
+        def _use_full_params(self) -> None:
+            """Before backward. What another backward dropped, or this one from another output, is gathered again."""
+            self._rebuild_full_params()
+
+        def _prep_grads_for_backward(self) -> None:
+            """Before backward. Gradients that are averaged are put aside, each rank's slice."""
+            for param in self.params:
+                if param.grad is not None and param.grad.shape == param._fp32_shard.shape and not holds_local(param):
+                    param._saved_grad_shard = param.grad.data
+                    param.grad = None
+            super()._prep_grads_for_backward()
+
+        def _wait_for_post_backward(self) -> None:
+            """After backward. With several outputs, the last may have left whole parameters behind."""
+            if self._require_backward_grad_sync:
+                self._free_full_params()
+                self._use_fp32_param_shard()
+            else:
+                for part in self.modules():
+                    if isinstance(part, fully_sharded):
+                        _take_back(part.params, self.rank, self.world_size)
+            super()._wait_for_post_backward()
+
+    return partial(
+        Sharded,
+        process_group=torch.distributed.group.WORLD,
+        process_group_reduce_scatter=torch.distributed.group.WORLD,
+        flatten_parameters=False,  # so that parameters stay the user's, each with its group and its requires_grad
+        compute_dtype=runtime.precision.param_dtype,
+        compute_device=runtime.device,
+    )
+
+
+@torch.no_grad()
+def _take_back(parameters: Sequence[Any], rank: int, size: int) -> None:
+    """Add the averages that were put aside to the gradients of this rank.
+
+    Each rank adds its slice alone, so that the sum over the ranks, divided by their number, has it once.
+    """
+    for parameter in parameters:
+        average = vars(parameter).pop("_saved_grad_shard", None)
+        if average is None:
+            continue
+        if parameter.grad is None:
+            parameter.grad = average
+            continue
+        own = parameter.grad.view(-1)[rank * average.numel() : (rank + 1) * average.numel()]
+        own.add_(average[: own.numel()], alpha=size)
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """The tensors of a nest, also within dataclasses: those that a backward may start from."""
+    found: list[Tensor] = []
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            found += _tensors([getattr(leaf, field.name) for field in fields(leaf)])
+    return found

@@ -1,0 +1,163 @@
+"""What both strategies of FairScale share: whether it is here, how ranks meet, and clipping of gradients in shards.
+
+FairScale 0.4.13 is the last release there will be, so what is its private matter stays as it is, and is used.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from fabric.launchers.world import World
+from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.collectives.process_group import TorchCollective
+from fabric.strategies.module.buffers import follow_rank_zero
+from fabric.strategies.precision.loss_scaler import LossScaler
+from fabric.strategies.precision.precision import Precision
+from fabric.strategies.runtime import Runtime, connect
+
+Owned = Callable[[Optimizer], list[Tensor]]
+"""The parameters of an optimizer that this rank holds averaged gradients for."""
+
+
+def why_not(strategy: str, accelerator: Accelerator) -> str | None:
+    """None where FairScale can run; otherwise the sentence that says what to install, or to write."""
+    if find_spec("fairscale") is None:
+        return (
+            f"`strategy={strategy!r}` is FairScale's, and the package `fairscale` is not installed here. "
+            "`pip install 'torchfabric[fairscale]'` adds it; `strategy='fsdp'` needs no further package."
+        )
+    if accelerator.name not in ("cpu", "cuda"):
+        return (
+            f"`strategy={strategy!r}` is FairScale's, which runs on cpu and cuda, and not on {accelerator.name!r}. "
+            "Pass `strategy='fsdp'`."
+        )
+    return None
+
+
+@contextmanager
+def root_logger_untouched() -> Iterator[None]:
+    """Within it, `logging.info(...)` of FairScale installs no handler on the root logger, which it would for good."""
+    handler = logging.NullHandler()
+    logging.root.addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.root.removeHandler(handler)
+
+
+def meet(
+    world: World,
+    accelerator: Accelerator,
+    devices: Sequence[int],
+    precision: Precision,
+    *,
+    backend: str | None,
+    timeout_seconds: float,
+) -> Runtime:
+    """Take the device of this rank, and meet the others. A step that overflows on one rank is skipped on all."""
+    accelerator.connect(devices[world.local_rank])
+    device = accelerator.device(devices[world.local_rank])
+    collective = TorchCollective(world, backend or accelerator.backend, device=device, timeout_seconds=timeout_seconds)
+    return connect(world, [device], collective, precision, in_shards=True)
+
+
+def start_alike(collective: Collective, module: nn.Module) -> None:
+    """Give parameters and buffers of every rank the values of rank 0, in place.
+
+    Ranks: all call it. Raises: ValueError: on every rank, if two have other names, shapes or dtypes.
+    """
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    described = {name: f"{tuple(tensor.shape)} of {tensor.dtype}" for name, tensor in tensors.items()}
+    for rank, other in enumerate(collective.all_gather_object(described)):
+        for name in [*described, *other]:
+            mine, theirs = described.get(name, "missing"), other.get(name, "missing")
+            if mine != theirs:
+                raise ValueError(
+                    f"`{type(module).__name__}` differs between ranks: {name!r} is {mine} on rank {collective.rank}, "
+                    f"and {theirs} on rank {rank}. Make the same model on every rank."
+                )
+    follow_rank_zero(collective, tensors.values())
+
+
+def refuse_optimizers(strategy: str, optimizers: Sequence[Optimizer], refused: Sequence[type[Optimizer]]) -> None:
+    """Raise ValueError for an optimizer that needs more of the gradients than a rank of this strategy has."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, (LBFGS, *refused)):
+            raise ValueError(
+                f"`strategy={strategy!r}` cannot run `{type(optimizer).__name__}`: each rank has a part of the "
+                "gradients, and this optimizer computes a parameter's step from more than that part. Use an "
+                "elementwise one, such as AdamW, or `strategy='ddp'`."
+            )
+
+
+def clip_norm(
+    optimizer: Optimizer,
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    *,
+    owned: Owned,
+    collective: Collective,
+    scaler: LossScaler | None,
+) -> Tensor:
+    """Scale gradients of which each rank holds a part, so that the norm of all is at most `max_norm`.
+
+    Ranks: all call it. With a loss scaler, a norm that is not finite skips the coming step, and nothing raises.
+    """
+    if not norm_type > 0:
+        raise ValueError(
+            f"`norm_type={norm_type:g}` of gradients in shards: write a positive number, or `float('inf')`."
+        )
+    parameters = owned(optimizer)
+    if scaler is not None and not scaler.unscale(optimizer):
+        error_if_nonfinite = False
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    dtype = parameters[0].dtype if parameters else torch.float32
+    # In float64 on every rank: one without gradients cannot know the others' dtype, and gloo aborts where they differ.
+    own = torch.nn.utils.get_total_norm(gradients, norm_type).to("cpu", torch.float64)
+    total: Tensor = torch.linalg.vector_norm(collective.all_gather(own), norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"The norm of order {norm_type:g} of the gradients over all ranks is {total.item()}: some are not finite. "
+            "Pass `error_if_nonfinite=False` to clip nevertheless."
+        )
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    return total.to(dtype)
+
+
+def clip_value(optimizer: Optimizer, clip_val: float, *, owned: Owned, scaler: LossScaler | None) -> None:
+    """Clamp each gradient to `[-clip_val, clip_val]`."""
+    parameters = owned(optimizer)
+    if scaler is not None:
+        scaler.unscale(optimizer)
+    torch.nn.utils.clip_grad_value_(parameters, clip_val)
+
+
+NOT_AVERAGED = (
+    "`{optimizer}` holds gradients that were not averaged over the ranks: the last backward ran within "
+    "`no_backward_sync`. Run the last micro-batch outside of it, or with `enabled=False`; `optimizer.zero_grad()` "
+    "discards the gradients."
+)
+
+NEEDS_ALL = (
+    "FairScale pairs the ranks' gradients by their order, so each parameter takes part in every synchronised backward. "
+    "Freeze those with `requires_grad_(False)`, or pass `strategy='ddp_find_unused_parameters_true'`."
+)
+LATE = (
+    "FairScale dealt out to the ranks what there was then, and on these they would drift apart. Add layers before "
+    "`fabric.setup`, or pass `strategy='ddp'`."
+)
+UNUSED = "{count} parameters of `{name}` ({some}) got no gradient in this backward, while others did. " + NEEDS_ALL
+
+
+def name_some(names: Sequence[str]) -> str:
+    """The first three names, and whether there are more."""
+    return ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")

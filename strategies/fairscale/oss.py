@@ -1,0 +1,228 @@
+"""One model's parameters dealt out over the ranks: gradients and optimizer state are with a parameter's owner.
+
+The engine of `ddp_sharded`: it drives FairScale's OSS and ShardedDataParallel, and the hooks on the user's optimizer.
+
+Note [Traps of FairScale closed here]
+- Reduce buffers lose track of `zero_grad(set_to_none=True)`, torch's default, and train wrongly: none are used.
+- A second backward after one forward is not reduced: reduction is primed before every backward.
+- A gradient that is averaged already is averaged again, hence too small, when another backward adds to it: it is put
+  aside meanwhile.
+- A parameter without gradient shifts the order in which ranks pair theirs: that raises.
+- `OSS.clip_grad_norm` remembers for ever which parameters had gradients at its first call: not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.fairscale.library import LATE, NOT_AVERAGED, UNUSED, name_some, root_logger_untouched
+from fabric.strategies.gradients.clipping import parameters_of
+from fabric.strategies.module.added_parameters import Newcomers
+from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
+
+
+@final
+class _Forward(nn.Module):
+    """What ShardedDataParallel wraps: it holds the user's module, and calls the method that was asked for."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return function(*args, **kwargs)
+
+
+@final
+class Owners:
+    """Who owns which parameter of one model, and which gradients are averages by now."""
+
+    def __init__(
+        self, collective: Collective, module: nn.Module, optimizers: Sequence[Optimizer], *, broadcast_buffers: bool
+    ) -> None:
+        from fairscale.nn.data_parallel import ShardedDataParallel
+        from fairscale.optim import OSS
+
+        self.collective, self.module = collective, module
+        self.buffered = list(module.modules()) if broadcast_buffers else []
+        with root_logger_untouched():
+            self.shards = {
+                # The optimizer of a shard is the user's own. OSS makes its group dictionaries from these.
+                optimizer: OSS(
+                    [{"params": list(group["params"])} for group in optimizer.param_groups],
+                    optim=lambda groups, optimizer=optimizer: _ShardOf(optimizer, groups),
+                )
+                for optimizer in optimizers
+            }
+            self.parallel = ShardedDataParallel(
+                _Forward(module),
+                list(self.shards.values()),
+                broadcast_buffers=False,  # done after forward, so that an evaluation finds equal ones
+                sync_models_at_startup=False,
+                reduce_buffer_size=0,  # see Note [Traps of FairScale closed here]
+                auto_refresh_trainable=False,
+            )
+        self.owner: dict[Tensor, int] = {}
+        for shard in self.shards.values():
+            self.owner.update(shard._param_to_rank)
+        self.names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+        self.newcomers = Newcomers(module, unfrozen=False)
+        self.averages: set[Tensor] = set()
+        self.places: dict[Tensor, int] = {}
+        self.trainable: list[bool] = []
+        self._follow_trainable()
+        self.handles = [handle for optimizer in optimizers for handle in self._attach(optimizer)]
+
+    # Around forward and backward
+
+    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Around a forward: with gradients it runs through ShardedDataParallel, and buffers follow rank 0."""
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        self.newcomers.refuse(LATE)
+        self._follow_trainable()
+        output = self.parallel(function, args, kwargs)
+        if not self.parallel._should_accumulate_grads:
+            follow_rank_zero(self.collective, buffers_of(self.buffered))
+        return output
+
+    @contextmanager
+    def unsynced(self) -> Iterator[None]:
+        """Within it, a backward leaves whole gradients on the rank that computed them. On exit all is as before."""
+        before = self.parallel._should_accumulate_grads
+        self.parallel._should_accumulate_grads = True
+        try:
+            yield
+        finally:
+            self.parallel._should_accumulate_grads = before
+
+    def watch(self) -> Callable[[], None]:
+        """Prime the reduction of the coming backward; what is given out looks at what came of it."""
+        self.parallel._clear_counters()
+        aside = [(parameter, parameter.grad) for parameter in self.averages if parameter.grad is not None]
+        self.averages = {parameter for parameter, _ in aside}  # the others' were discarded since
+        for parameter, _ in aside:
+            parameter.grad = None
+        if self.parallel._should_accumulate_grads:
+            return partial(self._check_unsynced, aside)
+        self.parallel._bucket_flush_callback_set = True  # FairScale need not wait for the messages: the check does
+        return partial(self._check_synced, aside)
+
+    @torch.no_grad()
+    def _check_synced(self, aside: list[tuple[Tensor, Tensor]]) -> None:
+        waiting = self.parallel._grad_to_be_reduced
+        reduced = [p for p, waits in zip(self.parallel._trainable_params, waiting, strict=True) if not waits]
+        if reduced and any(waiting):  # said before waiting for messages: another rank may have sent other ones
+            self.parallel._work_handles.clear()
+            missing = [
+                n for p, n in self.names.items() if p in self.owner and p.requires_grad and p not in set(reduced)
+            ]
+            word = type(self.module).__name__
+            raise RuntimeError(UNUSED.format(count=len(missing), name=word, some=name_some(missing)))
+        self.parallel._consume_work_handles()
+        for parameter, average in aside:
+            parameter.grad = average if parameter.grad is None else parameter.grad.add_(average)
+        self.averages.update(parameter for parameter in reduced if self.owner[parameter] == self.collective.rank)
+
+    @torch.no_grad()
+    def _check_unsynced(self, aside: list[tuple[Tensor, Tensor]]) -> None:
+        for parameter, average in aside:
+            if parameter.grad is None:
+                parameter.grad = average
+            else:  # the sum over ranks, divided by their number, is then the average and the mean of what came now
+                parameter.grad.add_(average, alpha=self.collective.size)
+                self.averages.discard(parameter)
+
+    def _follow_trainable(self) -> None:
+        """Reduce the gradients of those parameters that require any now."""
+        trainable = [parameter.requires_grad for parameter in self.owner]
+        if trainable != self.trainable:
+            self.trainable = trainable
+            self.parallel._grad_to_be_reduced = []
+            with root_logger_untouched(), torch.enable_grad():
+                self.parallel.refresh_trainable()
+            self.places = {parameter: parameter.data_ptr() for parameter in self.owner}
+
+    # Around the optimizer
+
+    def owned(self, optimizer: Optimizer) -> list[Tensor]:
+        """What this rank owns of an optimizer's parameters. Raises RuntimeError where a gradient is not averaged."""
+        parameters = parameters_of(optimizer)
+        mine = [parameter for parameter in parameters if self.owner.get(parameter) == self.collective.rank]
+        if any(p.grad is not None for p in parameters if self.owner.get(p) != self.collective.rank):
+            raise RuntimeError(NOT_AVERAGED.format(optimizer=type(optimizer).__name__))
+        return mine
+
+    def _attach(self, optimizer: Optimizer) -> list[Any]:
+        for parameter in list(optimizer.state):
+            if self.owner[parameter] != self.collective.rank:
+                del optimizer.state[parameter]
+        return [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_state_dict_post_hook(self._gather_state),
+            optimizer.register_load_state_dict_pre_hook(self._keep_owned_state),
+        ]
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        strangers = [parameter for parameter in parameters_of(optimizer) if parameter not in self.owner]
+        if strangers:
+            raise RuntimeError(
+                f"`{type(optimizer).__name__}` was given {len(strangers)} parameters after `fabric.setup`, which no "
+                "rank owns. Add all parameter groups before `fabric.setup(model, optimizer)`."
+            )
+        moved = [self.names[parameter] for parameter, place in self.places.items() if parameter.data_ptr() != place]
+        if moved:
+            raise RuntimeError(
+                f"{len(moved)} parameters of `{type(self.module).__name__}` ({name_some(moved)}) were given other "
+                "memory after `fabric.setup`, and the ranks would no longer hear of their steps. Call `.to(...)`, "
+                "`.half()` and the like before `setup`."
+            )
+        self.owned(optimizer)
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.shards[optimizer]._broadcast_params()
+
+    def _gather_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The state of all ranks in torch's own format, as copies on the CPU. Ranks: all."""
+        own = tree_map_only(Tensor, lambda tensor: tensor.to("cpu", copy=True), state_dict["state"])
+        parts = [
+            self.collective.broadcast_object(own if rank == self.collective.rank else None, src=rank)
+            for rank in range(self.collective.size)
+        ]
+        whole = {index: state for part in parts for index, state in part.items()}
+        return {**state_dict, "state": dict(sorted(whole.items()))}
+
+    def _keep_owned_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        owners = {index: self.owner[p] for index, p in zip(indices, parameters_of(optimizer), strict=False)}
+        own = {
+            index: state for index, state in state_dict["state"].items() if owners.get(index) == self.collective.rank
+        }
+        return {**state_dict, "state": own}
+
+    def release(self) -> None:
+        """Take the hooks off, and give each parameter memory of its own again. State stays with its owners."""
+        for handle in (*self.handles, *self.parallel._grad_hooks):
+            handle.remove()
+        for parameter in self.owner:
+            parameter.data = parameter.data.clone()
+
+
+@final
+class _ShardOf:
+    """What OSS takes for the optimizer of this rank's shard: the user's own steps it."""
+
+    def __init__(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+        self.optimizer = optimizer
+        self.param_groups = groups

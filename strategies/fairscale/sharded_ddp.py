@@ -1,0 +1,172 @@
+"""The whole model in every process; gradients and optimizer state of each parameter on one rank only (ZeRO-2).
+
+FairScale's OSS deals the parameters out, ShardedDataParallel reduces each gradient to its owner during backward (Xu et
+al., 2020; Rajbhandari et al., SC 2020). The optimizer stays the user's own: after a synchronised backward a rank has
+gradients for what it owns and None for the rest, so the optimizer steps, and keeps state for, exactly that; a hook on
+its `step` then gives the new values to all. `optimizer.state_dict()` is a collective that gathers the whole state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabric.launchers.world import World
+from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.capabilities import Capability
+from fabric.strategies.data.share import Use
+from fabric.strategies.fairscale.library import (
+    NEEDS_ALL,
+    clip_norm,
+    clip_value,
+    meet,
+    name_some,
+    refuse_optimizers,
+    start_alike,
+    why_not,
+)
+from fabric.strategies.fairscale.oss import Owners
+from fabric.strategies.gradients.clipping import parameters_of
+from fabric.strategies.module.bare_parameters import IN_MODULE
+from fabric.strategies.module.initialization import new_tensors
+from fabric.strategies.module.prepare import place, replica, share_loader
+from fabric.strategies.precision.precision import Precision
+from fabric.strategies.prepared import Prepared
+from fabric.strategies.runtime import Runtime
+from fabric.strategies.strategy import Strategy
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FairScaleShardedStrategy(Strategy):
+    """Data parallel, with gradients and optimizer state split over the ranks by whole parameters."""
+
+    launcher: str = "auto"
+    """How processes come to be: auto, script, fork, forkserver or spawn. auto leaves it to `Fabric(launcher=...)`."""
+    backend: str | None = None
+    """The torch.distributed backend; None takes the accelerator's own (gloo on CPU, nccl on CUDA)."""
+    timeout_seconds: float = 1800.0
+    """How long a collective waits for the other ranks before it raises."""
+    broadcast_buffers: bool = True
+    """Buffers (the statistics of BatchNorm) follow rank 0 after every forward that computes gradients."""
+
+    @property
+    def lacks(self) -> Mapping[Capability, str]:
+        return {
+            "unused": NEEDS_ALL,
+            "later_optimizers": _LATER,
+            "joint_optimizer": _LATER,
+            "bare_parameters": IN_MODULE,
+        }
+
+    @property
+    def launchers(self) -> tuple[str, ...]:
+        return ("script", "fork", "forkserver", "spawn") if self.launcher == "auto" else (self.launcher,)
+
+    def num_processes(self, num_devices: int) -> int:
+        return num_devices
+
+    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
+        return why_not("ddp_sharded", accelerator)
+
+    def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
+        return meet(world, accelerator, devices, precision, backend=self.backend, timeout_seconds=self.timeout_seconds)
+
+    def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
+        return new_tensors(runtime.device, runtime.precision, empty=empty)
+
+    def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
+        _refuse_parameters(module, optimizers)
+        place(runtime, module, optimizers, move=move)
+        if runtime.world.size == 1:
+            return replica(runtime, module, optimizers)
+        refuse_optimizers("ddp_sharded", optimizers, ())
+        start_alike(runtime.collective, module)
+        if not optimizers:
+            return replica(runtime, module, optimizers, watches=(partial(_watch_without_optimizer, module),))
+        sharding = Owners(runtime.collective, module, optimizers, broadcast_buffers=self.broadcast_buffers)
+        prepared = replica(
+            runtime, module, optimizers, around=sharding.forward, unsynced=sharding.unsynced, watches=(sharding.watch,)
+        )
+
+        def release() -> None:
+            prepared.release()
+            sharding.release()
+
+        return replace(
+            prepared,
+            clip_norm=partial(
+                clip_norm, owned=sharding.owned, collective=runtime.collective, scaler=runtime.loss_scaler
+            ),
+            clip_value=partial(clip_value, owned=sharding.owned, scaler=runtime.loss_scaler),
+            release=release,
+        )
+
+    def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+        raise ValueError(_LATER)
+
+    def process_dataloader(
+        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
+    ) -> Iterable[Any]:
+        return share_loader(runtime, loader, use, distribute=distribute, move=move)
+
+
+def _refuse_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Raise ValueError where parameters cannot be dealt out: not the module's, in two optimizers, of several dtypes."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+    seen: set[Tensor] = set()
+    for optimizer in optimizers:
+        parameters, word = parameters_of(optimizer), type(optimizer).__name__
+        strangers = sum(parameter not in names for parameter in parameters)
+        if strangers:
+            raise ValueError(
+                f"`{word}` holds {strangers} parameters that are not of `{type(module).__name__}`. Under "
+                "`strategy='ddp_sharded'` an optimizer is set up with the one model whose parameters it holds: make "
+                "one for each model, and write `fabric.setup(model, optimizer)` for each."
+            )
+        twice = [names[parameter] for parameter in parameters if parameter in seen]
+        if twice:
+            raise ValueError(
+                f"{len(twice)} parameters of `{type(module).__name__}` ({name_some(twice)}) are in two optimizers. "
+                "Under `strategy='ddp_sharded'` each parameter has one: leave it in one of them, or pass "
+                "`strategy='ddp'`."
+            )
+        dtypes = sorted({str(parameter.dtype) for parameter in parameters if parameter.requires_grad})
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"`{word}` holds parameters of {' and '.join(dtypes)}. FairScale lays those of one optimizer side by "
+                "side in memory, which takes one dtype: make an optimizer for each, or pass `strategy='ddp'`."
+            )
+        seen.update(parameters)
+
+
+def _watch_without_optimizer(module: nn.Module) -> Callable[[], None]:
+    """A model without optimizer has no owners: its gradients would stay where they were computed."""
+    before = [(parameter, parameter.grad, _version(parameter.grad)) for parameter in module.parameters()]
+
+    def check() -> None:
+        if any(p.grad is not gradient or _version(p.grad) != version for p, gradient, version in before):
+            raise RuntimeError(
+                f"This backward computed gradients of `{type(module).__name__}`, set up without an "
+                "optimizer: under `strategy='ddp_sharded'` nobody averages them. Write "
+                "`fabric.setup(model, optimizer)`, or freeze it with `requires_grad_(False)`."
+            )
+
+    return check
+
+
+def _version(gradient: Tensor | None) -> int:
+    return -1 if gradient is None else gradient._version
+
+
+_LATER = (
+    "`fabric.setup_optimizers(...)` under `strategy='ddp_sharded'`: which rank owns a parameter is decided when its "
+    "model is set up, from the optimizer that holds it. Make the optimizer first, and write `model, optimizer = "
+    "fabric.setup(model, optimizer)`."
+)

@@ -1,0 +1,363 @@
+"""Every rank holds a shard of parameters, gradients and optimizer state; parameters are whole while they are used.
+
+Torch's `fully_shard` (FSDP2; Zhao et al., VLDB 2023; ZeRO-3: Rajbhandari et al., SC 2020) does the sharding, in place:
+the module stays the user's own object, of a subclass of the user's class, with its own names, and its parameters become
+`DTensor`s. What surprises: every forward talks to all ranks, evaluation included, so all run the same parts in the same
+order (another one raises, or waits until the timeout where shapes differ); and `state_dict()` gives shards:
+`fabric.save` writes whole tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, cast, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from fabric.launchers.world import World
+from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.capabilities import Capability
+from fabric.strategies.checkpoint.state import uncompiled
+from fabric.strategies.collectives.process_group import TorchCollective
+from fabric.strategies.data.share import Use
+from fabric.strategies.gradients.clipping import clip_norm, clip_value
+from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
+from fabric.strategies.module.changes import Additions, GatheredFlags
+from fabric.strategies.module.copies import IN_SHARDS, refuse_copies
+from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
+from fabric.strategies.module.forward import ForwardPath
+from fabric.strategies.module.initialization import new_tensors
+from fabric.strategies.module.parameter_rebinding import follow
+from fabric.strategies.module.prepare import attach_scaler, backward_through, share_loader, with_precision
+from fabric.strategies.module.wrap_policy import Policy, check_policy, matching, whole_at_once
+from fabric.strategies.precision.forward_precision import cast_module
+from fabric.strategies.precision.precision import Precision
+from fabric.strategies.prepared import Prepared
+from fabric.strategies.runtime import Runtime, connect
+from fabric.strategies.sharding.dtensor import ShardedState
+from fabric.strategies.sharding.execution_order import ExecutionOrder
+from fabric.strategies.sharding.gathered import Gathered, mark_gathering
+from fabric.strategies.sharding.layout import fsdp_modules, refuse_cut
+from fabric.strategies.sharding.mesh import check_degrees, device_mesh
+from fabric.strategies.sharding.same_gradients import SameGradients
+from fabric.strategies.sharding.submodules import enter_alone
+from fabric.strategies.sharding.whole_draws import draw_whole
+from fabric.strategies.strategy import Strategy
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FSDPStrategy(Strategy):
+    """Fully sharded data parallel: one process per device, each with a shard of the model and a share of the data.
+
+    The weights of rank 0 are what is trained. `Fabric.close` takes off what is ours; the parameters stay in shards.
+    """
+
+    launcher: str = "auto"
+    """How processes come to be: auto, script, fork, forkserver or spawn. auto leaves it to `Fabric(launcher=...)`."""
+    backend: str | None = None
+    """The torch.distributed backend; None takes the accelerator's own (gloo on CPU, nccl on CUDA)."""
+    timeout_seconds: float = 1800.0
+    """How long a collective waits for the other ranks before it raises."""
+    auto_wrap_policy: Policy | None = None
+    """The parts whose parameters are gathered together and freed again: classes, or a function of a module. What is in
+    no such part is gathered with the root. None: the model is gathered all at once, which saves no memory in forward;
+    name the class of its blocks. A weight that is tied lies in one part with all who share it."""
+    reshard_after_forward: bool | int | None = None
+    """Whether gathered parameters are freed after forward (True: less memory; False: no second gather in backward), or
+    how many ranks hold them together meanwhile. None: freed, but for those of the root."""
+    device_mesh: tuple[int, int] | Literal["nodes"] | None = None
+    """(replicas, shards), which multiply to the number of ranks: shards lie on neighbouring ranks, and replicas average
+    gradients among them. "nodes": a replica on each node. None: one replica, over all ranks."""
+    cpu_offload: bool = False
+    """Shards, gradients and optimizer state lie in the CPU's memory, and steps run there."""
+    broadcast_buffers: bool = True
+    """Buffers (the statistics of BatchNorm) follow rank 0 after every forward that computes gradients."""
+
+    def __post_init__(self) -> None:
+        check_policy(self.auto_wrap_policy, "auto_wrap_policy")
+        _check_mesh(self.device_mesh)
+        keeps = self.reshard_after_forward
+        if keeps is not None and not isinstance(keeps, int):
+            raise TypeError(
+                f"`reshard_after_forward={keeps!r}` is a `{type(keeps).__name__}`. Write True, False, or a number of "
+                "ranks."
+            )
+
+    @property
+    def lacks(self) -> Mapping[Capability, str]:
+        return {"copies": IN_SHARDS, "scalars": _SCALARS}
+
+    @property
+    def launchers(self) -> tuple[str, ...]:
+        return ("script", "fork", "forkserver", "spawn") if self.launcher == "auto" else (self.launcher,)
+
+    def num_processes(self, num_devices: int) -> int:
+        return num_devices
+
+    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
+        if accelerator.name == "mps":
+            return (
+                "`accelerator='mps'` has no torch.distributed backend, which sharding needs. Pass `accelerator='cpu'`, "
+                "or `strategy='single_device'`."
+            )
+        if self.cpu_offload and accelerator.name == "cpu":
+            return (
+                "`cpu_offload=True` (`strategy='fsdp_cpu_offload'`) moves shards from a device to the CPU, but "
+                "`accelerator='cpu'` has them there already. Pass `strategy='fsdp'`, or another accelerator."
+            )
+        try:
+            num_shards = self._degrees(num_devices * num_nodes, num_nodes)["shard"]
+        except ValueError as error:
+            return str(error)
+        together = self.reshard_after_forward
+        if together is not None and not isinstance(together, bool) and (together < 1 or num_shards % together):
+            return (
+                f"`reshard_after_forward={together}` ranks hold gathered parameters together, but there are "
+                f"{num_shards} shards. Write True, False, or a number that divides {num_shards}."
+            )
+        return None
+
+    def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
+        degrees = self._degrees(world.size, world.num_nodes)
+        accelerator.connect(devices[world.local_rank])
+        device = accelerator.device(devices[world.local_rank])
+        backend = self.backend or accelerator.backend
+        collective = TorchCollective(world, backend, device=device, timeout_seconds=self.timeout_seconds)
+        runtime = connect(world, [device], collective, precision, in_shards=True)
+        return replace(runtime, mesh=device_mesh(device, degrees))
+
+    def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
+        return new_tensors(torch.device("meta") if empty else runtime.device, runtime.precision)
+
+    def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
+        inner = uncompiled(module)
+        refuse_cut(inner, _LEAVE_OUT)
+        if not move:
+            _refuse_to_stay(inner, runtime.device)
+        units = self._units(inner, runtime.precision)
+        _refuse_tied_apart(inner, units)
+        _refuse_scalars(inner)
+        if self.auto_wrap_policy is None and runtime.world.size > 1 and (advice := whole_at_once(inner)) is not None:
+            runtime.report(advice)
+        unfilled = Unfilled(inner)
+        with follow(inner, optimizers):
+            cast_module(runtime.precision, inner)
+            for part in in_order_of_apply(inner):
+                unfilled.fill(part, runtime.device, runtime.collective)
+                if part in units:
+                    self._shard(runtime, part, units)
+            unfilled.finish(inner, runtime.device, runtime.collective)
+            if unfilled.was_empty and runtime.world.size > 1:
+                follow_rank_zero(runtime.collective, inner.buffers())
+        undo = [draw_whole(inner, runtime.device, runtime.collective)]
+        gathered = Gathered(inner, (sharded := fsdp_modules(inner)))
+        model = _Sharded(self, runtime, cast("FSDPModule", inner), unfilled, gathered)
+        order = ExecutionOrder(runtime, inner, units)
+        path = ForwardPath(inner, order.around(with_precision(runtime, model.forward)), model.mark)
+        undo.append(enter_alone(path, sharded, gathered, path.around))
+        undo += [path.release, order.release, gathered.release, attach_scaler(runtime.loss_scaler, optimizers)]
+        same = SameGradients(runtime, inner, gathered)
+        watches = (order.watch, same.watch, gathered.watch)
+        undo.append(refuse_copies(inner, IN_SHARDS))
+        return Prepared(
+            module=module,
+            optimizers=tuple(optimizers),
+            backward=backward_through(runtime.loss_scaler, watches),
+            joins_backward=True,
+            watches=watches,
+            unsynced=model.unsynced,
+            clip_norm=partial(clip_norm, scaler=runtime.loss_scaler),
+            clip_value=partial(clip_value, scaler=runtime.loss_scaler),
+            release=partial(_each, undo[::-1]),
+            state=ShardedState(runtime.world.rank),
+        )
+
+    def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+        return attach_scaler(runtime.loss_scaler, optimizers)
+
+    def process_dataloader(
+        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
+    ) -> Iterable[Any]:
+        return share_loader(runtime, loader, use, distribute=distribute, move=move)
+
+    def _degrees(self, size: int, num_nodes: int) -> dict[str, int]:
+        """The axes of the mesh. Raises ValueError where they do not multiply to `size`."""
+        if self.device_mesh is None:
+            return {"shard": size}
+        if self.device_mesh == "nodes":
+            degrees = {"replicate": num_nodes, "shard": size // num_nodes}
+        else:
+            degrees = dict(zip(("replicate", "shard"), self.device_mesh, strict=True))
+        check_degrees(degrees, size, written=f"device_mesh={self.device_mesh!r}")
+        return degrees
+
+    def _units(self, module: nn.Module, precision: Precision) -> set[nn.Module]:
+        """The parts that are gathered one by one; the root is one of them."""
+        chosen = matching(module, self.auto_wrap_policy, "auto_wrap_policy")
+        if precision.is_mixed:
+            # Statistics stay in full precision, and BatchNorm wants its weights in the same.
+            chosen += [part for part in module.modules() if isinstance(part, _BatchNorm)]
+        units = {*chosen, module}
+        for part in units:
+            if isinstance(part, (nn.ModuleList, nn.ModuleDict)):
+                raise ValueError(
+                    f"`auto_wrap_policy` chooses a `{type(part).__name__}`, which has no forward before which its "
+                    "parameters could be gathered. Choose the modules in it."
+                )
+        return units
+
+    def _shard(self, runtime: Runtime, unit: nn.Module, units: set[nn.Module]) -> None:
+        """Give the unit's own tensors the values of rank 0, on the device, and cut them."""
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        tensors = _own_tensors(_own_parts(unit, units))
+        for tensor in tensors:
+            tensor.data = tensor.data.to(runtime.device)
+        if runtime.world.size > 1:
+            follow_rank_zero(runtime.collective, tensors)
+        mixed = runtime.precision.is_mixed and not isinstance(unit, _BatchNorm)
+        fully_shard(
+            unit,
+            mesh=runtime.mesh,
+            reshard_after_forward=self.reshard_after_forward,
+            # Autocast within decides about inputs, as under every strategy; outputs stay what forward made them.
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=runtime.precision.compute_dtype if mixed else None,
+                reduce_dtype=runtime.precision.reduce_dtype if mixed else None,
+                cast_forward_inputs=False,
+            ),
+            offload_policy=CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
+        )
+
+
+@final
+class _Sharded:
+    """One model in shards: what happens around its forward, and whether its gradients travel."""
+
+    def __init__(
+        self, options: FSDPStrategy, runtime: Runtime, module: FSDPModule, unfilled: Unfilled, gathered: Gathered
+    ) -> None:
+        self.collective = runtime.collective
+        self.module = module
+        self.unfilled = unfilled
+        self.additions = Additions(cast(nn.Module, module), by_name=True)
+        self.flags = GatheredFlags(cast(nn.Module, module))
+        self.gathered = gathered
+        self.synced = True
+        self.buffered = []
+        if options.broadcast_buffers and runtime.world.size > 1:
+            self.buffered = list(cast(nn.Module, module).modules())
+
+    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.unfilled.check(self.collective)
+        self.additions.refuse()
+        self.flags.follow()
+        output = function(*args, **kwargs)
+        if self.synced and torch.is_grad_enabled():
+            follow_rank_zero(self.collective, buffers_of(self.buffered))
+        return output
+
+    def mark(self, method: str) -> None:
+        """Let another method find whole parameters."""
+        mark_gathering(cast(nn.Module, self.module), method, self.gathered)
+
+    @contextmanager
+    def unsynced(self) -> Iterator[None]:
+        before = self.synced
+        self._sync(False)
+        try:
+            yield
+        finally:
+            self._sync(before)
+
+    def _sync(self, enabled: bool) -> None:
+        self.synced = enabled
+        self.module.set_requires_gradient_sync(enabled)
+
+
+_LEAVE_OUT = (
+    "Leave `fully_shard` out, and write `FSDPStrategy(auto_wrap_policy={{{name}}})`; or call it in "
+    "`ModelParallelStrategy(parallelize_fn=function, shard='auto')`."
+)
+
+
+def _check_mesh(mesh: Any) -> None:
+    """Raise TypeError or ValueError where `device_mesh` says no degrees."""
+    if mesh is None or mesh == "nodes":
+        return
+    written, instead = f"`device_mesh={mesh!r}`", "Write two whole numbers, `(replicas, shards)`, 'nodes', or None."
+    if not isinstance(mesh, (tuple, list)):
+        raise TypeError(f"{written} is a `{type(mesh).__name__}`. {instead}")
+    if len(mesh) != 2 or not all(isinstance(degree, int) for degree in mesh):
+        raise ValueError(f"{written} has other than two whole numbers. {instead}")
+
+
+def _own_parts(unit: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
+    """The modules of a unit that lie in no inner one."""
+    yield unit
+    for child in unit.children():
+        if child not in units:
+            yield from _own_parts(child, units)
+
+
+def _own_tensors(parts: Iterable[nn.Module]) -> list[Tensor]:
+    """Their parameters and buffers, each once."""
+    found = {
+        id(tensor): tensor
+        for part in parts
+        for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))
+    }
+    return list(found.values())
+
+
+def _refuse_to_stay(module: nn.Module, device: torch.device) -> None:
+    elsewhere = {tensor.device.type for tensor in module.parameters()} - {device.type, "meta"}
+    if elsewhere:
+        raise ValueError(
+            f"`move_to_device=False` leaves parameters on {', '.join(sorted(elsewhere))}, but shards are made on "
+            f"{device.type}. Leave the argument out; each part is moved just before it is cut."
+        )
+
+
+def _refuse_tied_apart(module: nn.Module, units: set[nn.Module]) -> None:
+    """Raise ValueError where a weight is shared by two units: each would cut a weight of its own."""
+    homes: dict[int, tuple[nn.Module, str]] = {}
+    names = {part: name for name, part in module.named_modules()}
+    for unit in filter(units.__contains__, module.modules()):
+        for part in _own_parts(unit, units):
+            for name, parameter in part.named_parameters(recurse=False):
+                full = f"{names[part]}.{name}".lstrip(".")
+                home, first = homes.setdefault(id(parameter), (unit, full))
+                if home is not unit:
+                    raise ValueError(
+                        f"`{first}` and `{full}` are one tied weight, but `auto_wrap_policy` puts them into different "
+                        "parts, and each would have its own from then on. Choose a part that holds both, or neither."
+                    )
+
+
+def _refuse_scalars(module: nn.Module) -> None:
+    """Raise ValueError where a parameter cannot be cut, before any is."""
+    names = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
+    if names:
+        raise ValueError(f"{', '.join(map(repr, names))} of `{type(module).__name__}`: {_SCALARS}")
+
+
+_SCALARS = (
+    "torch's `fully_shard` cuts each parameter along its first dimension, and one without dimensions has none. Make it "
+    "of shape `(1,)`, as in `nn.Parameter(torch.ones(1))`, or pass `strategy='ddp'` or a stage of DeepSpeed."
+)
+
+
+def _each(actions: Sequence[Callable[[], None]]) -> None:
+    for action in actions:
+        action()

@@ -1,0 +1,192 @@
+"""Gradients become those of the whole batch, after backward, along the axes of a mesh that nobody else averages.
+
+# Note [Averages of averages]
+What is averaged is all that has gathered in `.grad`. A part that was averaged before is the same on every rank, and
+its average is itself; a part that was kept back (`no_backward_sync`) is averaged now. So accumulation is exact,
+however synchronised and unsynchronised backwards alternate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import cast, final
+
+import torch
+from torch import Tensor, nn
+
+from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.collectives.flat import exchange
+from fabric.strategies.gradients.clipping import NONE, kind_of, refuse_sparse
+from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
+from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.dtensor import as_sharded, local_part
+from fabric.strategies.sharding.layout import DATA_AXES, fsdp_modules, layout_of
+from fabric.strategies.sharding.mesh import along, degree
+
+
+@final
+class Averaging:
+    """What one model, laid over a mesh, exchanges around backward, and whether it does so at present.
+
+    Ranks: all make it together, and one for each model.
+    """
+
+    def __init__(self, runtime: Runtime, module: nn.Module) -> None:
+        assert runtime.mesh is not None
+        layout = layout_of(module, runtime.mesh)
+        data = tuple(axis for axis in DATA_AXES if degree(runtime.mesh, axis) > 1)
+        tensor = ("tensor",) if layout.off_tensor else ()
+        # Ranks whose models differ (stages of a pipeline) may need other groups, and all make each of them.
+        wanted = {axes for axes in (*layout.unaveraged, data, tensor) if axes}
+        wanted = wanted.union(*runtime.collective.all_gather_object(wanted))
+        groups = {axes: along(runtime.collective, runtime.mesh, axes) for axes in sorted(wanted)}
+        self.module = module
+        self.synced = True
+        self.parameters = list(module.parameters())
+        self.unaveraged = [(groups[axes], list(named.values())) for axes, named in layout.unaveraged.items()]
+        self.replicas = Replicas(groups[tensor], layout.off_tensor) if tensor else None
+        self.data = groups[data] if data else None
+        self.buffered = list(module.modules()) if data else []
+        self.sharded = fsdp_modules(module)
+        self.expected = False
+        trainable = [parameter for parameter in self.parameters if parameter.requires_grad]
+        self.hooks = [
+            parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+            for parameter in trainable
+        ]
+
+    def end(self) -> None:
+        """Leave the parameters as they were."""
+        for hook in self.hooks:
+            hook.remove()
+
+    def watch(self) -> Callable[[], None] | None:
+        """Called before a backward: gives what averages after it."""
+        self.expected = self.synced
+        return self.average if self.synced else None
+
+    def average(self) -> None:
+        """Average all gradients that nobody has. Ranks: all, after the backward."""
+        self.expected = False
+        settle(self.parameters)
+        if self.replicas is not None:
+            self.replicas.check()
+        for collective, parameters in self.unaveraged:
+            average(collective, parameters)
+
+    def follow_buffers(self) -> None:
+        """Give the ranks that hold the same piece of the model the buffers of the first of them."""
+        if self.data is not None:
+            follow_rank_zero(self.data, [local_part(buffer) for buffer in buffers_of(self.buffered)])
+
+    @contextmanager
+    def unsynced(self) -> Iterator[None]:
+        """Within it gradients stay on the rank that computed them."""
+        before = self.synced
+        self._sync(False)
+        try:
+            yield
+        finally:
+            self._sync(before)
+
+    def _arrived(self, parameter: Tensor) -> None:
+        """Called within each backward, for each gradient."""
+        if self.synced and not self.expected:
+            raise RuntimeError(
+                "`loss.backward()` computes gradients that nobody averages over the mesh: those of "
+                f"`{type(self.module).__name__}` are averaged after it, by `fabric.backward(loss)`. Call that."
+            )
+
+    def _sync(self, enabled: bool) -> None:
+        self.synced = enabled
+        for part in self.sharded:
+            part.set_requires_gradient_sync(enabled, recurse=False)
+
+
+@final
+class Replicas:
+    """Parameters that ranks along the axis "tensor" all have, and whose gradients therefore must come out equal."""
+
+    def __init__(self, collective: Collective, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.collective = collective
+        self.unseen = dict(parameters)
+
+    def check(self) -> None:
+        """Compare each gradient once, in the first backward that gives it. Ranks: all of the collective.
+
+        Raises: RuntimeError: a gradient differs by more than rounding.
+        """
+        trainable = {name: parameter for name, parameter in self.unseen.items() if parameter.requires_grad}
+        present = set(_present_anywhere(self.collective, trainable.values()))
+        seen = {name: _local_gradient(parameter) for name, parameter in trainable.items() if parameter in present}
+        finite = all(bool(gradient.isfinite().all()) for gradient in seen.values())
+        if not seen or not self.collective.reduce_boolean_decision(finite):  # an overflow says nothing
+            return
+        for name, gradient in seen.items():
+            self._compare(name, gradient)
+            del self.unseen[name]
+
+    def _compare(self, name: str, gradient: Tensor) -> None:
+        if gradient.numel() == 0:
+            return
+        highest, negated = self.collective.all_reduce(torch.stack([gradient, -gradient]), "max")
+        spread, largest = (highest + negated).max().item(), torch.maximum(highest, negated).max().item()
+        if spread > largest * torch.finfo(gradient.dtype).eps ** 0.5:
+            raise RuntimeError(_UNEQUAL.format(name=name, spread=spread, largest=largest, size=self.collective.size))
+
+
+_UNEQUAL = (
+    "The gradient of `{name}` must be the same on the {size} ranks along the axis 'tensor', but differs by "
+    "{spread:.2g} (its largest element is {largest:.2g}): each rank computed it from other activations, and nobody "
+    "adds the parts up. Give its module a plan in `parallelize_fn` (`SequenceParallel()`, `ColwiseParallel()`, "
+    "`RowwiseParallel()`), give it activations that are whole on every rank, or seed the ranks alike."
+)
+
+
+@torch.no_grad()
+def average(collective: Collective, parameters: Iterable[nn.Parameter]) -> None:
+    """Average the gradients over the ranks, in place. Where only some have one, the others count as zero.
+
+    See Note [Averages of averages]. Ranks: all of `collective`, with the same parameters, or the same shards of them.
+    """
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    present = _present_anywhere(collective, trainable)
+    exchange([_local_gradient(parameter) for parameter in present], partial(collective.all_reduce, op="mean"))
+
+
+@torch.no_grad()
+def settle(parameters: Sequence[nn.Parameter]) -> None:
+    """Lay gradients out as their parameters are. Ranks: all that hold a piece of them.
+
+    A parameter that every rank has whole may come out of backward with a gradient that is a sum still to be taken:
+    that of a norm whose input is cut along the sequence.
+    """
+    for parameter in parameters:
+        gradient, layout = as_sharded(parameter.grad), as_sharded(parameter)
+        if gradient is not None and layout is not None and gradient.placements != layout.placements:
+            parameter.grad = cast(Tensor, gradient.redistribute(placements=layout.placements))
+
+
+def _present_anywhere(collective: Collective, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Those that have a gradient on any rank; where this rank has none it is made, of zeros.
+
+    Raises: RuntimeError: a gradient is sparse on any rank, before one has travelled.
+    """
+    parameters = list(parameters)
+    if not parameters:
+        return []
+    mine = torch.tensor([kind_of(parameter.grad) for parameter in parameters], dtype=torch.int8, device="cpu")
+    anywhere = collective.all_reduce(mine, "max").tolist()
+    present = [parameter for parameter, kind in zip(parameters, anywhere, strict=True) if kind != NONE]
+    refuse_sparse(parameters, anywhere)
+    for parameter in present:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    return present
+
+
+def _local_gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return local_part(parameter.grad)

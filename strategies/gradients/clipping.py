@@ -1,0 +1,183 @@
+"""Gradients: hearing of them, their kinds, and clipping.
+
+What is clipped may be whole on each rank, in shards, or both in one model.
+
+# Note [Norms over several meshes]
+torch's own clipping raises where gradients lie on different meshes, or some in shards and some not. So gradients are
+grouped by how they lie: one norm over this rank's shards of a group, one reduction over the group's mesh, and then the
+norm of the norms. Scaling and clamping need no other rank, and work on what each rank holds.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.precision.loss_scaler import LossScaler
+from fabric.strategies.sharding.dtensor import as_sharded, local_part, put_together
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Every parameter of an optimizer, in the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def clip_norm(
+    optimizer: Optimizer,
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    scaler: LossScaler | None,
+    across: Collective | None = None,
+) -> Tensor:
+    """Scale the gradients so that their norm is at most `max_norm`, and give the norm from before.
+
+    `across`: ranks that hold other parameters of the same model (stages of a pipeline), whose gradients count, too.
+    With a loss scaler a norm that is not finite is the scaler's business: the step will be skipped, and nothing raises.
+    Ranks: all that hold a shard of a gradient. Raises: RuntimeError: the norm is not finite; nothing was scaled.
+    """
+    if scaler is not None and not scaler.unscale(optimizer):
+        error_if_nonfinite = False
+    parameters = parameters_of(optimizer)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    is_whole = across is None and all(as_sharded(gradient) is None for gradient in gradients)
+    if is_whole and (norm_type != math.inf or not gradients):
+        return torch.nn.utils.clip_grad_norm_(
+            parameters, max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
+        )
+    if is_whole:
+        norm = _largest(gradients)
+    else:
+        norm = total_norm(gradients, norm_type) if gradients else torch.zeros((), dtype=torch.float64)
+        norm = norm if across is None else _over_ranks(across, norm, norm_type)
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(
+            f"The gradients' total norm of order {norm_type} is {norm.item()}, so they cannot be clipped, and were "
+            "left as they are. Pass `error_if_nonfinite=False` to go on all the same."
+        )
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for gradient in gradients:
+        part = local_part(gradient)
+        part.mul_(factor.to(part.device))
+    return norm
+
+
+def clip_value(optimizer: Optimizer, clip_val: float, scaler: LossScaler | None) -> None:
+    """Clamp each gradient to `[-clip_val, clip_val]`."""
+    if scaler is not None:
+        scaler.unscale(optimizer)
+    for parameter in parameters_of(optimizer):
+        if parameter.grad is not None:
+            local_part(parameter.grad).clamp_(-clip_val, clip_val)
+
+
+@torch.no_grad()
+def total_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The norm of all gradients together, over all shards, the same on every rank.
+
+    See Note [Norms over several meshes]. Raises: ValueError: an order that is not positive, for shards.
+    """
+    if norm_type <= 0:
+        raise ValueError(f"`norm_type={norm_type}` over shards: write a positive order, such as 2.0 or float('inf').")
+    # Half precision has no room for a power.
+    dtype = functools.reduce(torch.promote_types, {gradient.dtype for gradient in gradients}, torch.float32)
+    groups: dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, list[Tensor]] = {}
+    for gradient in gradients:
+        sharded = as_sharded(gradient)
+        layout = None if sharded is None else (sharded.device_mesh, tuple(sharded.placements))
+        groups.setdefault(layout, []).append(local_part(gradient))
+    norms = []
+    for layout, parts in groups.items():
+        held = [part for part in parts if part.numel()]  # a rank beyond a tensor's rows holds nothing of it
+        norm = _norm(held, norm_type) if held else parts[0].new_zeros(())
+        norms.append(norm if layout is None else _over_mesh(norm.to(dtype), norm_type, *layout))
+    stacked = torch.stack([norm.to(norms[0].device, dtype) for norm in norms])
+    together: Tensor = torch.linalg.vector_norm(stacked, norm_type)
+    return together
+
+
+def _norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The norm of whole tensors."""
+    return _largest(tensors) if norm_type == math.inf else torch.nn.utils.get_total_norm(tensors, norm_type)
+
+
+@torch.no_grad()
+def _largest(tensors: Sequence[Tensor]) -> Tensor:
+    """The largest magnitude, NaN where there is one. Not torch's norm of infinite order: over XLA that loses NaN, and
+    replicas end in graphs that do not fit their numbers (torch_xla 2.9)."""
+    device = tensors[0].device
+    sizes = [tensor.detach().abs() for tensor in tensors if tensor.numel()]
+    largest = torch.stack([size.max().to(device) for size in sizes]).max()
+    has_nan = torch.stack([size.isnan().any().to(device) for size in sizes]).any()
+    return torch.where(has_nan, torch.nan, largest)
+
+
+def _over_ranks(collective: Collective, norm: Tensor, norm_type: float) -> Tensor:
+    """The norm over ranks that hold different parameters. In float64, for their dtypes may differ, too."""
+    largest = math.isinf(norm_type)
+    local = norm.to("cpu", torch.float64)
+    reduced = collective.all_reduce(local if largest else local**norm_type, "max" if largest else "sum")
+    return (reduced if largest else reduced.pow(1 / norm_type)).to(norm.device, norm.dtype)
+
+
+def _over_mesh(norm: Tensor, norm_type: float, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
+    """The norm over the axes along which tensors are cut; along the others every rank has the same."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    largest = math.isinf(norm_type)
+    partial = Partial("max" if largest else "sum")
+    # Not `is_shard()`: torch's placement for shards of shards (`fully_shard` after tensor parallel) denies it.
+    over = [Replicate() if placement.is_replicate() else partial for placement in placements]
+    local = (norm if largest else norm**norm_type).to(mesh.device_type)
+    reduced = put_together(DTensor.from_local(local, mesh, over, run_check=False))
+    return reduced if largest else reduced.pow(1 / norm_type)
+
+
+def move_state(optimizer: Optimizer, device: torch.device) -> None:
+    """Bring the state of an optimizer, if it has any yet, to the device its parameters have moved to."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            # A step count lies where its optimizer put it: on the CPU, unless fused or capturable.
+            if isinstance(value, Tensor) and name != "step":
+                state[name] = value.to(device)
+
+
+NONE, DENSE, SPARSE = range(3)
+
+
+def kind_of(gradient: Tensor | None) -> int:
+    """NONE, DENSE or SPARSE. Ranks that exchange gradients tell each other first."""
+    if gradient is None:
+        return NONE
+    return DENSE if gradient.layout == torch.strided else SPARSE
+
+
+def refuse_sparse(parameters: Sequence[Tensor], kinds: Sequence[int]) -> None:
+    """Raise RuntimeError where one of the parameters has a sparse gradient. `kinds`: the highest of all ranks."""
+    for parameter, kind in zip(parameters, kinds, strict=True):
+        if kind == SPARSE:
+            raise RuntimeError(
+                f"A gradient of shape {tuple(parameter.shape)} is sparse, and ranks average dense ones here. Make the "
+                "layer with `sparse=False`, or pass `strategy='ddp'`, which averages both."
+            )
+
+
+def on_gradient(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call `hook` for each gradient that has changed, also where the parameter is frozen now and unfrozen later."""
+    before = parameter.requires_grad
+    parameter.requires_grad_()
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    parameter.requires_grad_(before)
+    return handle

@@ -1,0 +1,272 @@
+"""Ranks that talk through Horovod: each call is a message with a number, and waits no longer than it was told to.
+
+# Note [Calls have numbers for names]
+Horovod matches what ranks do by names, in any order, and waits for ever for a name that another rank never says; its
+own stall checks end nothing (0.28.1). So the n-th call of a collective is named n on every rank. Where shapes, dtypes,
+roots or reductions differ, Horovod tells all of them. It puts the kind of call into the name, though, so ranks that
+make calls of different kinds wait in vain, as does one whose peer makes none. Those we let wait ourselves: a rank that
+has waited a while says in the store in which call it does, and finds there what the others say.
+
+Data that merely moves goes as bytes. Horovod reduces float16, float32, float64, int32 and int64; other dtypes travel
+as one of these that holds all their values. A message between two ranks goes through the store: Horovod has none.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, cast, final
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+
+from fabric.launchers.environments.horovod import place_in_environment
+from fabric.launchers.rank.network import interface_for
+from fabric.launchers.rendezvous.join import join
+from fabric.launchers.world import World
+from fabric.strategies.collectives.call_check import agree
+from fabric.strategies.collectives.collective import (
+    CollectiveError,
+    ReduceOp,
+    check_peer,
+    check_slices,
+    check_split,
+)
+from fabric.strategies.collectives.dtypes import from_wire, to_wire
+from fabric.strategies.collectives.objects import CarriesObjects
+from fabric.strategies.collectives.packing import Spec, as_bytes
+from fabric.strategies.collectives.store import StoreCollective
+from fabric.strategies.horovod.rendezvous import RendezvousServer
+from fabric.strategies.horovod.timeout import Watch
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+_LOGGER = logging.getLogger("fabric")
+
+_OPS = {"sum": "Sum", "mean": "Sum", "min": "Min", "max": "Max", "product": "Product"}  # mean: divided in `from_wire`
+_WIDER = {torch.bfloat16: torch.float32, torch.uint8: torch.int32, torch.int8: torch.int32}
+_LOCALLY: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda slices: slices.sum(0, dtype=slices.dtype),
+    "mean": lambda slices: slices.sum(0, dtype=slices.dtype),
+    "min": lambda slices: slices.amin(0),
+    "max": lambda slices: slices.amax(0),
+    "product": lambda slices: slices.prod(0, dtype=slices.dtype),
+}
+
+
+@final
+class HorovodCollective(CarriesObjects):
+    """All ranks of a world, over Horovod's own controller (gloo).
+
+    `timeout_seconds`: how long a call waits for the other ranks. `say`: told who is missing while the ranks meet.
+    As soon as one rank has left, by `teardown` or by ending, a call of any other raises.
+    """
+
+    def __init__(
+        self, world: World, *, timeout_seconds: float = 1800.0, say: Callable[[str], None] = _LOGGER.warning
+    ) -> None:
+        self._world, self._timeout_seconds, self._say = world, timeout_seconds, say
+        self._ranks = tuple(range(world.size))
+        self._is_part = False
+        self._store: Store | None = None
+        self._watch: Watch | None = None
+        self._letters: StoreCollective | None = None
+        self._hvd: Any = None
+        self._process_set: Any = None
+        self._server: RendezvousServer | None = None
+        self._address = ("", 0)
+        self._num_calls = 0
+        self._parts: dict[tuple[int, ...], HorovodCollective | None] = {}
+
+    @property
+    def rank(self) -> int:
+        return self._ranks.index(self._world.rank)
+
+    @property
+    def size(self) -> int:
+        return len(self._ranks)
+
+    def setup(self) -> None:
+        """Meet the other ranks. Rank 0 serves Horovod's rendezvous until its `teardown`.
+
+        Raises: TimeoutError: a rank did not arrive; CollectiveError: Horovod could not connect them, or was
+        initialised by somebody else.
+        """
+        import horovod.torch as hvd
+
+        if hvd.is_initialized():
+            raise CollectiveError(
+                "Horovod is initialised already, by the program or by a fabric that is still open. Leave `hvd.init()` "
+                "to the fabric, and close the other one first.",
+                rank=self._world.rank,
+            )
+        store = join(self._world, self._timeout_seconds, self._say)
+        self._address = self._serve(store)
+        try:
+            with self._place():
+                hvd.init()
+        except (RuntimeError, ValueError) as error:
+            self._end_serving()
+            raise self._failure("hvd.init", None, error) from error
+        self._join(hvd, hvd.global_process_set, store)
+
+    def teardown(self) -> None:
+        if self._is_part or self._hvd is None:  # a part ends with its whole, which gives it out again
+            return
+        self._hvd.shutdown()
+        for part in (self, *(part for part in self._parts.values() if part is not None)):
+            part._hvd = part._process_set = part._store = part._watch = part._letters = None
+        self._parts.clear()
+        self._end_serving()
+
+    def barrier(self) -> None:
+        self._all_reduce("barrier", torch.zeros(1, dtype=torch.int32, device="cpu"), "sum")
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        check_peer("broadcast", "src", src, self.size)
+        root = self._ranks[src]
+        if self.rank == src:
+            self._run("broadcast", tensor, "broadcast_async", as_bytes(tensor), root_rank=root)
+            return tensor.detach()
+        received = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        self._run("broadcast", tensor, "broadcast_async_", as_bytes(received), root_rank=root)
+        return received
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+        wire = to_wire(tensor, op, copy=True)
+        return from_wire(self._all_reduce("all_reduce", wire, op), op, tensor.dtype, self.size)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        # As one row: of its first dimension Horovod allows each rank another length.
+        rows = self._run("all_gather", tensor, "allgather_async", as_bytes(tensor)[None])
+        return _like(rows, tensor, (self.size, *tensor.shape))
+
+    def reduce_scatter(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+        check_slices("reduce_scatter", tensor, self.size)
+        wire = to_wire(tensor, op, copy=False)
+        # Horovod's own knows no more than the sum. Each rank receives as many bytes this way, and holds W slices.
+        reduced = _LOCALLY[op](self._all_to_all("reduce_scatter", wire))
+        return from_wire(reduced, op, tensor.dtype, self.size)
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        check_slices("all_to_all", tensor, self.size)
+        return self._all_to_all("all_to_all", tensor)
+
+    def send(self, tensor: Tensor, dst: int) -> None:
+        self._joined("send")
+        assert self._letters is not None
+        self._letters.send(tensor, dst)
+
+    def recv(self, like: Tensor, src: int) -> Tensor:
+        self._joined("recv")
+        assert self._letters is not None
+        return self._letters.recv(like, src)
+
+    def split(self, ranks: Sequence[int]) -> HorovodCollective | None:
+        check_split(ranks, self.size, is_part=self._is_part)
+        key = tuple(ranks)
+        if key not in self._parts:
+            agree(self, f"split({list(ranks)})")
+            self._parts[key] = self._part(key)
+        return self._parts[key]
+
+    def store(self) -> Store | None:
+        self._joined("store")
+        return PrefixStore("messages", self._store) if self._store is not None and self.size > 1 else None
+
+    def _serve(self, store: Store) -> tuple[str, int]:
+        """Where Horovod's ranks meet: a server of rank 0, whose port the others learn from the store."""
+        at = self._world.rendezvous
+        host = "127.0.0.1" if at is None or self._world.num_nodes == 1 else at.address
+        if self._world.is_global_zero:
+            self._server = RendezvousServer(host if self._world.num_nodes == 1 else "")
+            store.set("horovod/port", str(self._server.port))
+        return host, int(store.get("horovod/port"))
+
+    def _end_serving(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def _place(self) -> AbstractContextManager[None]:
+        host, port = self._address
+        return place_in_environment(
+            self._world,
+            address=host,
+            port=port,
+            interface=interface_for(self._world),
+            timeout_seconds=self._timeout_seconds,
+        )
+
+    def _part(self, ranks: tuple[int, ...]) -> HorovodCollective | None:
+        """Every rank makes every process set: Horovod gives them numbers, the same on all ranks."""
+        try:
+            with self._place():
+                process_set = self._process_set if ranks == self._ranks else self._hvd.add_process_set(list(ranks))
+        except (RuntimeError, ValueError) as error:
+            raise self._failure("split", None, error) from error
+        if self._world.rank not in ranks:
+            return None
+        assert self._store is not None
+        part = HorovodCollective(self._world, timeout_seconds=self._timeout_seconds)
+        part._ranks, part._is_part = ranks, True
+        part._join(self._hvd, process_set, PrefixStore(f"split/{'-'.join(map(str, ranks))}", self._store))
+        return part
+
+    def _join(self, hvd: Any, process_set: Any, store: Store) -> None:
+        self._hvd, self._process_set, self._store = hvd, process_set, store
+        self._watch = Watch(PrefixStore("watch", store), self.rank, self.size, self._timeout_seconds)
+        self._letters = StoreCollective(PrefixStore("letters", store), self.rank, self.size)
+
+    def _all_reduce(self, operation: str, wire: Tensor, op: str) -> Tensor:
+        """Reduce in place, but for dtypes that Horovod cannot reduce."""
+        travelling = wire.to(_WIDER.get(wire.dtype, wire.dtype))
+        hvd = self._joined(operation)
+        reduced = self._run(operation, wire, "allreduce_async_", travelling, op=getattr(hvd, _OPS[op]))
+        return cast(Tensor, reduced.to(wire.dtype))
+
+    def _all_to_all(self, operation: str, tensor: Tensor) -> Tensor:
+        rows = as_bytes(tensor).view(self.size, -1)
+        received, _ = self._run(operation, tensor, "alltoall_async", rows)
+        return _like(received, tensor, tensor.shape)
+
+    def _run(self, operation: str, tensor: Tensor, function: str, wire: Tensor, **options: Any) -> Any:
+        """Start a call of Horovod and wait for what it gives. See Note [Calls have numbers for names]."""
+        hvd = self._joined(operation)
+        number, self._num_calls = self._num_calls, self._num_calls + 1
+        name = f"{'-'.join(map(str, self._ranks)) if self._is_part else 'all'}/{number}"
+        try:
+            start = getattr(hvd, function)
+            handle = start(wire, name=name, process_set=self._process_set, **options)
+            assert self._watch is not None
+            self._watch.wait(lambda: hvd.poll(handle), operation, tensor, number)
+            return hvd.synchronize(handle)
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, CollectiveError):
+                raise
+            raise self._failure(operation, tensor, error) from error
+
+    def _joined(self, operation: str) -> Any:
+        if self._hvd is None:
+            raise CollectiveError(
+                f"`{operation}` on rank {self.rank} of {self.size}, which has not met the other ranks: call "
+                "`setup()` first, and nothing after `teardown()`.",
+                rank=self._world.rank,
+            )
+        return self._hvd
+
+    def _failure(self, operation: str, tensor: Tensor | None, error: Exception) -> CollectiveError:
+        of = "" if tensor is None else f" of a tensor {Spec.of(tensor)}"
+        return CollectiveError(
+            f"`{operation}`{of} failed on rank {self.rank} of {self.size}: {str(error).strip()}\nLook at what the "
+            "other ranks say: one of them ended, or called something else.",
+            rank=self._world.rank,
+        )
+
+
+def _like(content: Tensor, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Bytes that have arrived, as a tensor of this shape and of the dtype of `tensor`."""
+    return content.view(-1).view(tensor.dtype).view(*shape)

@@ -1,0 +1,201 @@
+"""When the gradients travel of a model that somebody else's function laid over the ranks.
+
+# Note [Shards are divided as they arrive]
+The gradient of a shard comes out of backward as a sum over the ranks that used it. The mean of the ranks' losses wants
+it divided by their number, and each contribution once. So a hook divides what arrives, before it is added to what is
+there: unlike an average (see Note [Averages of averages]), a division may not be repeated within a window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from fabric.strategies.gradients.averaging import average
+from fabric.strategies.gradients.clipping import parameters_of
+from fabric.strategies.gradients.reducer import end_reducer
+from fabric.strategies.manual.context import ManualContext, Parallelized
+from fabric.strategies.manual.replica_checks import refuse_unequal_gradients
+from fabric.strategies.manual.state import own_parameters
+from fabric.strategies.module.buffers import follow_rank_zero
+from fabric.strategies.module.changes import ADDED, Additions, Contents
+from fabric.strategies.sharding.dtensor import as_sharded
+from fabric.strategies.sharding.mesh import along, axes_of, degree
+
+
+@final
+class Synchronization:
+    """One model's. `data_axes`: the axes of the mesh along which ranks read different samples."""
+
+    def __init__(self, context: ManualContext, parallel: Parallelized, data_axes: Sequence[str]) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        parts = list(parallel.module.modules())
+        self.context, self.parallel = context, parallel
+        self.data_axes = [axis for axis in data_axes if degree(context.mesh, axis) > 1]
+        self.replicas = [part for part in parts if isinstance(part, DistributedDataParallel)]
+        self.sharded = [part for part in parts if isinstance(part, FSDPModule)]
+        self.num_holds = 0
+        self.names: dict[Tensor, str] = {each: name for name, each in own_parameters(parallel.module).items()}
+        theirs = {tensor for replica in self.replicas for tensor in _tensors_of(replica)}
+        modules = parallel.averaged_modules
+        ours = list(dict.fromkeys(each for part in modules for each in part.parameters() if each not in theirs))
+        self.buffered = [
+            (part._buffers, name)  # not the tensor: a forward may assign another
+            for module in modules
+            for part in module.modules()
+            for name, buffer in part._buffers.items()
+            if buffer is not None and buffer not in theirs
+        ]
+        follow_rank_zero(context.collective, [*(each for each in ours if as_sharded(each) is None), *self._buffers()])
+        self.averaged: dict[tuple[str, ...], list[nn.Parameter]] = {}
+        self.divided: list[RemovableHandle] = []
+        for parameter in ours:
+            self._arrange(parameter)
+        self.along = {axes: along(context.collective, context.mesh, axes) for axes in self.averaged}
+        self.additions = Additions(parallel.module, by_name=bool(self.sharded))
+        self.taken_in: set[Tensor] = set()
+        self.flags = [(replica, contents := Contents(replica.module), contents.flags()) for replica in self.replicas]
+
+    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Around a forward: what changed since `setup` is averaged from now on, or raises."""
+        if torch.is_grad_enabled():
+            if added := self.additions.found():
+                self._take_in({parameter: name for name, parameter in added if parameter not in self.taken_in})
+            self._refuse_unfrozen()
+        return function(*args, **kwargs)
+
+    def watch(self) -> Callable[[], None] | None:
+        """What there is to do after this backward."""
+        return None if self.num_holds else self._finish
+
+    @contextmanager
+    def unsynced(self) -> Iterator[None]:
+        """Within it, gradients stay where they were computed."""
+        parallel = self.parallel
+        known = (parallel.averaged_modules, parallel.finish_backward, parallel.unsynced, self.replicas, self.sharded)
+        if self.context.world.size > 1 and not any(known):
+            raise RuntimeError(
+                f"`no_backward_sync` of a `{type(parallel.module).__name__}` whose gradients travel in a way that only "
+                "your function knows. Return `Parallelized(module=..., unsynced=...)` with a context in which they "
+                "stay, or let `averaged`, `finish_backward`, DistributedDataParallel or `fully_shard` exchange them."
+            )
+        with ExitStack() as stack:
+            for part in self.replicas:
+                stack.enter_context(part.no_sync())
+            if parallel.unsynced is not None:
+                stack.enter_context(parallel.unsynced())
+            self._hold(1)
+            stack.callback(self._hold, -1)
+            yield
+
+    def refuse_unequal(self, optimizer: Optimizer) -> None:
+        """Raise RuntimeError where ranks would clip by different norms. Ranks: all."""
+        plain = [parameter for parameter in parameters_of(optimizer) if as_sharded(parameter) is None]
+        names = [self.names.get(parameter, f"parameter {index}") for index, parameter in enumerate(plain)]
+        refuse_unequal_gradients(self.context.collective, dict(zip(names, plain, strict=True)))
+
+    def end(self) -> None:
+        """Take off what is ours, and what the function put on, before the process group ends."""
+        if self.parallel.release is not None:
+            self.parallel.release()
+        for handle in self.divided:
+            handle.remove()
+        for part in self.replicas:
+            end_reducer(part)
+
+    def _finish(self) -> None:
+        for axes, parameters in self.averaged.items():
+            average(self.along[axes], parameters)
+        follow_rank_zero(self.context.collective, self._buffers())
+        if self.parallel.finish_backward is not None:
+            self.parallel.finish_backward()
+
+    def _buffers(self) -> list[Tensor]:
+        return list(dict.fromkeys(buffer for buffers, name in self.buffered if (buffer := buffers[name]) is not None))
+
+    def _hold(self, more: int) -> None:
+        self.num_holds += more
+        for part in self.sharded:
+            part.set_requires_gradient_sync(not self.num_holds, recurse=False)
+
+    def _take_in(self, added: dict[Tensor, str]) -> None:
+        """Average what came to the modules that are averaged; new values are those of rank 0. Ranks: all."""
+        theirs = {
+            each for part in (*self.replicas, *self.sharded) for each in part.parameters() if as_sharded(each) is None
+        }
+        refused = [name for parameter, name in added.items() if parameter in theirs and parameter.requires_grad]
+        if refused:
+            names = ", ".join(map(repr, refused[:5]))
+            raise RuntimeError(ADDED.format(model=type(self.parallel.module).__name__, names=names))
+        modules = self.parallel.averaged_modules
+        ours = dict.fromkeys(each for part in modules for each in part.parameters() if each not in theirs)
+        new = [parameter for parameter in ours if parameter in added]
+        self.names.update(added)
+        self.taken_in.update(new)
+        follow_rank_zero(self.context.collective, [parameter for parameter in new if as_sharded(parameter) is None])
+        for parameter in new:
+            self._arrange(parameter)
+        for axes in self.averaged.keys() - self.along.keys():
+            self.along[axes] = along(self.context.collective, self.context.mesh, axes)
+
+    def _refuse_unfrozen(self) -> None:
+        """Raise RuntimeError where a DistributedDataParallel of the user's would average other parameters than those
+        that are trained now."""
+        for replica, contents, before in self.flags:
+            now = contents.flags()
+            if now != before and any(now):
+                names = {parameter: name for name, parameter in replica.module.named_parameters()}
+                flags = zip(contents.parameters, now, before, strict=True)
+                changed = [names[parameter] for parameter, one, other in flags if one != other]
+                raise RuntimeError(
+                    f"{', '.join(map(repr, changed[:5]))} of `{type(replica.module).__name__}` were frozen or unfrozen "
+                    "after `fabric.setup`, and DistributedDataParallel averages what required gradients when it was "
+                    "made. Do that before `setup`, or let `Parallelized(averaged=...)` average the module."
+                )
+
+    def _arrange(self, parameter: nn.Parameter) -> None:
+        """Let a parameter's gradient be divided along the axes that cut it, and averaged along the others."""
+        mesh, cut = self.context.mesh, self._cut_along(parameter)
+        num_ranks = math.prod(degree(mesh, axis) for axis in self.data_axes if axis in cut)
+        if num_ranks > 1:
+            self.divided.append(_divide_arriving(parameter, num_ranks))
+        rest = tuple(axis for axis in self.data_axes if axis not in cut)
+        if rest:
+            self.averaged.setdefault(rest, []).append(parameter)
+
+    def _cut_along(self, parameter: nn.Parameter) -> set[str]:
+        sharded = as_sharded(parameter)
+        if sharded is None:
+            return set()
+        axes = axes_of(sharded.device_mesh, self.context.mesh)
+        if axes is None:
+            raise ValueError(
+                f"`{self.names[parameter]}` lies in shards over ranks that no axis of {self.context.mesh} runs "
+                "through. Make it on `context.mesh`, or on a part of that."
+            )
+        dims = zip(sharded.placements, axes, strict=True)
+        return {axis for placement, of_dim in dims if placement.is_shard() for axis in of_dim}
+
+
+def _divide_arriving(parameter: nn.Parameter, num_ranks: int) -> RemovableHandle:
+    """See Note [Shards are divided as they arrive]."""
+    required = parameter.requires_grad
+    parameter.requires_grad_(True)  # a frozen one takes no hook, and may be thawed later
+    handle: RemovableHandle = parameter.register_hook(lambda grad: grad / num_ranks)  # type: ignore[no-untyped-call]
+    parameter.requires_grad_(required)
+    return handle
+
+
+def _tensors_of(replica: DistributedDataParallel) -> Iterator[Tensor]:
+    """What it averages or broadcasts by itself."""
+    tensors = (*replica.module.named_parameters(), *replica.module.named_buffers())
+    return (tensor for name, tensor in tensors if name not in replica.parameters_to_ignore)

@@ -1,0 +1,90 @@
+"""Checkpoints of a model that somebody else's function laid over the ranks: whole tensors, under the user's own names.
+
+A DTensor says how it lies, and is gathered. A plain parameter says nothing: it is the same on every rank, or it cannot
+be saved as one, so the ranks compare theirs before they save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from fabric.strategies.checkpoint.state import StateAccess, uncompiled
+from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.manual.replica_checks import refuse_differing
+from fabric.strategies.sharding.dtensor import ShardedState, as_sharded
+
+
+def own_name(module: nn.Module, name: str) -> str:
+    """The name of a tensor of `module`, without what DistributedDataParallel, `torch.compile` and `checkpoint_wrapper`
+    put into it."""
+    pieces = []
+    part: nn.Module | None = module
+    for piece in name.split("."):
+        if piece not in ("_orig_mod", "_checkpoint_wrapped_module") and not (
+            piece == "module" and isinstance(part, DistributedDataParallel)
+        ):
+            pieces.append(piece)
+        part = None if part is None else part._modules.get(piece)
+    return ".".join(pieces)
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Every parameter under all its names, without what others put into them."""
+    return {own_name(module, name): each for name, each in module.named_parameters(remove_duplicate=False)}
+
+
+@final
+class ManualState(StateAccess):
+    """The state of what came back from the function, named as in the module that was given to `setup`.
+
+    Where what came back has tensors of its own, it names them itself.
+    """
+
+    def __init__(self, collective: Collective, given: nn.Module, returned: nn.Module) -> None:
+        self._collective = collective
+        self._sharded = ShardedState(collective.rank)
+        self._given, self._returned = uncompiled(given), uncompiled(returned)
+
+    def read_module(self, module: nn.Module) -> dict[str, Any]:
+        module = self._named_by(module)
+        self._check({f"`{name}`": parameter for name, parameter in own_parameters(module).items()})
+        state = self._sharded.read_module(module)
+        return {own_name(module, name): value for name, value in state.items()}
+
+    def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
+        module = self._named_by(module)
+        names = {own_name(module, name): name for name in module.state_dict()}
+        self._sharded.write_module(
+            module, {names.get(name, name): value for name, value in content.items()}, strict=strict
+        )
+
+    def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        self._check(
+            {
+                f"`{name}` in the optimizer's state of its parameter {index}": value
+                for index, entries in sorted(optimizer.state_dict()["state"].items())
+                for name, value in entries.items()
+                if isinstance(value, Tensor)
+            }
+        )
+        return self._sharded.read_optimizer(optimizer)
+
+    def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
+        self._sharded.write_optimizer(optimizer, content)
+
+    def _named_by(self, module: nn.Module) -> nn.Module:
+        if module is not self._returned:
+            return module
+        has = {id(tensor) for tensor in (*self._given.parameters(), *self._given.buffers())}
+        needs = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        return self._given if has == needs else module
+
+    def _check(self, tensors: Mapping[str, Tensor]) -> None:
+        plain = {name: tensor for name, tensor in tensors.items() if as_sharded(tensor) is None}
+        if self._collective.size > 1:
+            refuse_differing(self._collective, plain)

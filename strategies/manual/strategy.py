@@ -1,0 +1,229 @@
+"""The user's own function lays the model over the ranks; the fabric gives it ranks, devices and collectives.
+
+What the function returns is taken as it is: nothing is moved, cast or wrapped behind its back, and where a precision
+asks for something that only the function can do, it is told so. Everything else goes on working: launching, loaders,
+backward, accumulation, clipping over mixed plain and sharded parameters, whole checkpoints that any strategy reads. All
+of it follows from what the tensors say of themselves: a DTensor how it lies, a plain parameter that every rank has the
+same; where the latter is not so, saving and clipping raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabric.launchers.world import World
+from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.capabilities import Capability
+from fabric.strategies.checkpoint.state import uncompiled
+from fabric.strategies.collectives.process_group import TorchCollective
+from fabric.strategies.data.share import Share, Use
+from fabric.strategies.gradients.clipping import parameters_of
+from fabric.strategies.manual.context import ManualContext, Parallelized
+from fabric.strategies.manual.gradient_sync import Synchronization
+from fabric.strategies.manual.state import ManualState, own_parameters
+from fabric.strategies.module.bare_parameters import IN_MODULE
+from fabric.strategies.module.initialization import new_tensors
+from fabric.strategies.module.parameter_rebinding import rebind
+from fabric.strategies.module.prepare import attach_scaler, replica, share_loader
+from fabric.strategies.options import check_function
+from fabric.strategies.precision.forward_precision import casts
+from fabric.strategies.precision.precision import Precision
+from fabric.strategies.prepared import Prepared
+from fabric.strategies.runtime import Runtime, connect
+from fabric.strategies.sharding.mesh import COPIES, check_degrees, degree, device_mesh
+from fabric.strategies.strategy import Strategy
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["ManualContext", "ManualStrategy", "Parallelized"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ManualStrategy(Strategy):
+    """Parallelism of the user's own."""
+
+    parallelize: Callable[[Any, ManualContext], nn.Module | Parallelized] | None = None
+    """`parallelize(module, context)` is called by `setup`, on every rank, once for each module. It changes the module
+    or makes another, and returns it; or a `Parallelized`, where there is more to say. Optimizers that were made before
+    follow parameters that are replaced under their names. Where ranks are spawned, it is a function that can be
+    imported."""
+    mesh: Mapping[str, int] | None = None
+    """The axes of `context.mesh`, whose degrees multiply to the number of ranks, the last one over neighbours.
+    None: one axis, "data", over all ranks."""
+    data_axes: tuple[str, ...] | None = None
+    """The axes along which ranks read different samples: loaders are cut along them, and gradients averaged
+    (`Parallelized(averaged=...)`). None: all axes."""
+    launcher: str = "auto"
+    """How processes come to be: auto, script, fork, forkserver or spawn. auto leaves it to `Fabric(launcher=...)`."""
+    backend: str | None = None
+    """The torch.distributed backend; None takes the accelerator's own (gloo on CPU, nccl on CUDA)."""
+    timeout_seconds: float = 1800.0
+    """How long a collective waits for the other ranks before it raises."""
+
+    def __post_init__(self) -> None:
+        check_function(self, "parallelize", "parallelize(module, context)")
+        axes = self._axes(1)
+        unknown = [axis for axis in self.data_axes or () if axis not in axes]
+        if unknown:
+            raise ValueError(
+                f"`ManualStrategy(data_axes={self.data_axes!r})` names {unknown[0]!r}, but the mesh has the axes "
+                f"{', '.join(map(repr, axes))}. Name some of these, or leave it out for all of them."
+            )
+
+    @property
+    def lacks(self) -> Mapping[Capability, str]:
+        copies = any(number > 1 and axis not in self._data_axes(1) for axis, number in self._axes(1).items())
+        always: dict[Capability, str] = {"bare_parameters": IN_MODULE}
+        return {**always, "gather_gradients": COPIES} if copies else always
+
+    @property
+    def launchers(self) -> tuple[str, ...]:
+        return ("script", "fork", "forkserver", "spawn") if self.launcher == "auto" else (self.launcher,)
+
+    def num_processes(self, num_devices: int) -> int:
+        return num_devices
+
+    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
+        if self.parallelize is None:
+            return (
+                "`strategy='manual'` lays the model over the ranks by a function of yours, and has none. Pass "
+                "`strategy=ManualStrategy(parallelize=function)` (from `fabric.strategies`), where "
+                "`function(module, context)` returns the module to train."
+            )
+        if accelerator.name == "mps":
+            return (
+                "`accelerator='mps'` has no torch.distributed backend, which `ManualStrategy` gives to its function. "
+                "Pass `accelerator='cpu'`, or `strategy='single_device'`."
+            )
+        try:
+            size = num_devices * num_nodes
+            check_degrees(self._axes(size), size, written=f"ManualStrategy(mesh={self.mesh!r})")
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
+        accelerator.connect(devices[world.local_rank])
+        device = accelerator.device(devices[world.local_rank])
+        backend = self.backend or accelerator.backend
+        collective = TorchCollective(world, backend, device=device, timeout_seconds=self.timeout_seconds)
+        runtime = connect(world, [device], collective, precision, in_shards=True)
+        return replace(runtime, mesh=device_mesh(device, self._axes(world.size)))
+
+    def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
+        return new_tensors(runtime.device, runtime.precision, empty=empty)
+
+    def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
+        context = _context(runtime)
+        given = uncompiled(module)
+        before = own_parameters(given)
+        parallel = self._parallelized(module, context)
+        after = own_parameters(given)
+        rebind(before, after, optimizers)
+        _refuse_left_behind(optimizers, parallel.module, (before, after))
+        _refuse_other_dtypes(runtime.precision, parallel.module)
+        sync = Synchronization(context, parallel, self._data_axes(runtime.world.size))
+        prepared = replica(
+            runtime,
+            parallel.module,
+            optimizers,
+            around=sync.forward,
+            unsynced=sync.unsynced,
+            watches=(sync.watch,),
+            end=sync.end,
+        )
+
+        def clip_norm(optimizer: Optimizer, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+            if runtime.world.size > 1:
+                sync.refuse_unequal(optimizer)
+            return prepared.clip_norm(optimizer, max_norm, norm_type, error_if_nonfinite)
+
+        state = ManualState(runtime.collective, given, parallel.module)
+        return replace(prepared, clip_norm=clip_norm, state=state)
+
+    def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+        return attach_scaler(runtime.loss_scaler, optimizers)
+
+    def process_dataloader(
+        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
+    ) -> Iterable[Any]:
+        share = self._share(_context(runtime).mesh)
+        return share_loader(runtime, loader, use, distribute=distribute, move=move, share=share)
+
+    def _share(self, mesh: DeviceMesh) -> Share:
+        """Ranks that differ along other axes alone read the same."""
+        share = Share()
+        for axis in self._data_axes(mesh.size()):
+            num_ranks = degree(mesh, axis)
+            share = Share(index=share.index * num_ranks + mesh.get_local_rank(axis), count=share.count * num_ranks)
+        return share
+
+    def _axes(self, size: int) -> dict[str, int]:
+        return {"data": size} if self.mesh is None else dict(self.mesh)
+
+    def _data_axes(self, size: int) -> tuple[str, ...]:
+        return tuple(axis for axis in self._axes(size) if self.data_axes is None or axis in self.data_axes)
+
+    def _parallelized(self, module: nn.Module, context: ManualContext) -> Parallelized:
+        assert self.parallelize is not None  # see `refuse`
+        made = self.parallelize(module, context)
+        if isinstance(made, Parallelized):
+            return made
+        if not isinstance(made, nn.Module):
+            raise TypeError(
+                f"`{_name(self.parallelize)}(module, context)` returned {made!r}. Return the module to train, also "
+                "where it is the one that was given, or a `Parallelized`."
+            )
+        return Parallelized(module=made)
+
+
+def _context(runtime: Runtime) -> ManualContext:
+    assert runtime.mesh is not None
+    return ManualContext(
+        world=runtime.world,
+        device=runtime.device,
+        collective=runtime.collective,
+        mesh=runtime.mesh,
+        precision=runtime.precision,
+    )
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _refuse_left_behind(
+    optimizers: Sequence[Optimizer], module: nn.Module, given: Sequence[Mapping[str, nn.Parameter]]
+) -> None:
+    """Raise ValueError where an optimizer would step a parameter of the given module that what came back has not."""
+    names: dict[Tensor, str] = {parameter: name for parameters in given for name, parameter in parameters.items()}
+    trained = set(module.parameters())
+    for optimizer in optimizers:
+        left = [parameter for parameter in parameters_of(optimizer) if parameter in names and parameter not in trained]
+        if left:
+            raise ValueError(
+                f"The `{type(optimizer).__name__}` holds `{names[left[0]]}`, which the `{type(module).__name__}` that "
+                f"`parallelize` returned does not have, and nothing took its place under that name. Set the module up "
+                "first, and make the optimizer from what comes back: `model = fabric.setup_module(model)`, then "
+                "`optimizer = fabric.setup_optimizers(SGD(model.parameters(), ...))`."
+            )
+
+
+def _refuse_other_dtypes(precision: Precision, module: nn.Module) -> None:
+    """Raise ValueError where a `-true` precision asks for a dtype that the function did not give."""
+    if not casts(precision):
+        return
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_floating_point() and tensor.dtype != precision.param_dtype:
+            raise ValueError(
+                f"`precision={precision.name!r}` asks for {precision.param_dtype}, but `{name}` came back as "
+                f"{tensor.dtype}. Cast it in your function: `module.to(context.precision.param_dtype)`."
+            )

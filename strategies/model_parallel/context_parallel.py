@@ -1,0 +1,98 @@
+"""Sequences in parts: each rank along the axis "context" holds some of the positions of every sequence of its batch.
+
+For sequences whose activations do not fit into one rank. All layers but attention work on positions one by one, and
+need nothing. Attention gathers the keys and values of all positions, and sends their gradients back; queries, and all
+that is as large as the square of the length, stay in parts. torch's own `context_parallel` does not run on a CPU.
+
+    tokens, positions = (context_slice(each, mesh["context"]) for each in (tokens, positions))
+    ...
+    attended = context_attention(query, key, value, mesh["context"], is_causal=True)
+
+The mesh comes from `parallelize_fn(model, mesh)`, which may note it on the modules. A loss that is a mean over this
+rank's positions is right, for the parts are equal; gradients are averaged along the axis as along those of the data.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from fabric.strategies.sharding.dtensor import as_sharded
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def context_slice(tensor: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
+    """This rank's part of the positions, which lie along `dim`: `(..., S, ...)` -> `(..., S / C, ...)`.
+
+    `mesh`: `mesh["context"]`, of C ranks. Part r has positions `r * S / C` on. No rank talks; gradients flow.
+    Raises: ValueError: S does not divide by C.
+    """
+    size, length = _size(mesh), tensor.shape[dim]
+    if length % size:
+        raise ValueError(
+            f"`context_slice` of {length} positions (dim {dim} of a tensor of shape {tuple(tensor.shape)}) over "
+            f"{size} ranks: each holds as many as any other. Pad or cut the sequences to a multiple of {size}."
+        )
+    return tensor.narrow(dim, mesh.get_local_rank() * (length // size), length // size)
+
+
+def context_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mesh: DeviceMesh,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`scaled_dot_product_attention` of this rank's positions to those of all ranks.
+
+    `mesh`: `mesh["context"]`, of C ranks. Ranks: all along it, each with its own part, and the same again in backward.
+    Shapes: `(B, H, S / C, E)` each -> `(B, H, S / C, E)`; the parts are those of `context_slice`.
+    Cost: keys and values of all S positions on each rank, and, if causal, a mask of S / C times S.
+    Raises: TypeError: a DTensor. ValueError: queries and keys of different numbers of positions.
+    """
+    if any(as_sharded(each) is not None for each in (query, key, value)):
+        raise TypeError(
+            "`context_attention` was given a DTensor. Pass what this rank holds: leave `use_local_output=True` in the "
+            "plan of the layers before it, or call `.to_local()`."
+        )
+    size, length = _size(mesh), query.shape[-2]
+    if key.shape[-2] != length or value.shape[-2] != length:
+        raise ValueError(
+            f"`context_attention` of {length} queries to {key.shape[-2]} keys and {value.shape[-2]} values: it is "
+            "self-attention, and this rank holds one part of the positions. Pass the same positions of all three."
+        )
+    if size == 1:
+        return scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    mask = None
+    if is_causal:
+        positions = torch.arange(size * length, device=query.device)
+        mask = positions <= context_slice(positions, mesh, dim=0).unsqueeze(1)
+    return scaled_dot_product_attention(
+        query, _of_all(key, mesh), _of_all(value, mesh), attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _of_all(part: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The positions of all ranks, in order. In backward each rank gets back the sum of all ranks' gradients for its."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    cut = DTensor.from_local(part, mesh, [Shard(part.ndim - 2)], run_check=False)
+    gathered = cut.redistribute(placements=[Replicate()])
+    return gathered.to_local(grad_placements=[Partial()])
+
+
+def _size(mesh: DeviceMesh) -> int:
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"Positions are cut along one axis, but the mesh has {mesh.ndim}: {mesh.mesh_dim_names}. "
+            "Pass `mesh['context']`."
+        )
+    return mesh.size()

@@ -1,0 +1,444 @@
+"""Batches through the stages of a pipeline: what `model(inputs, target)` does on every rank.
+
+The one file that knows torch's schedules. A schedule runs backwards by itself, while the user's loop calls `backward`
+on a loss. So the gradients that it leaves are taken away again, and tied to the loss.
+
+# Note [One node from the loss to the weights]
+The loss that the user gets is the output of one autograd function whose inputs are this rank's parameters. Its backward
+multiplies the gradients of the schedule by the gradient that arrives at the loss, and hands them on. By the chain rule
+that is exact for whatever the user makes of the loss: a division by the number of micro-batches of a window, a loss
+scale, a sum with other losses. Gradients that were in `.grad` before are set aside meanwhile, so that nobody scales
+them (torch's `scale_grads` would).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from fabric.strategies.collectives.call_check import agree, to_bytes
+from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.collectives.packing import Spec, as_bytes
+from fabric.strategies.model_parallel.pipeline.options import Pipeline
+from fabric.strategies.model_parallel.pipeline.split import Stage
+from fabric.strategies.module.forward import ForwardPath
+from fabric.strategies.precision.forward_precision import autocast, cast_inputs, casts
+from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.dtensor import as_sharded, local_part
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Kind: TypeAlias = Literal["train", "loss", "outputs"]
+"""What a call runs: the whole schedule, or forwards alone, for the loss or for the outputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """The arguments of one call."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Tensor | None
+
+    def tensors(self) -> list[Tensor]:
+        leaves, _ = tree_flatten((self.args, self.kwargs, self.target))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Built:
+    """torch's schedule, which receives into buffers of fixed shapes, and the shapes it was built for."""
+
+    specs: list[Spec]
+    schedule: Any
+
+
+@final
+class Stages:
+    """The stages of one model on this rank, and their schedules. Ranks: all of the axis make it, and call it together.
+
+    `collective`, `group`: the ranks of the axis "pipeline", for us and for torch.
+    """
+
+    def __init__(
+        self, options: Pipeline, runtime: Runtime, stages: Sequence[Stage], collective: Collective, group: ProcessGroup
+    ) -> None:
+        if options.splits_backward:
+            _refuse_split_backward(options, stages)
+        self.options = options
+        self.runtime = runtime
+        self.stages = stages
+        self.collective = collective
+        self.group = group
+        self.holds_first = any(stage.index == 0 for stage in stages)
+        self.holds_last = any(stage.index == options.num_stages - 1 for stage in stages)
+        self.parameters = _trained(stages)
+        self.norms = [
+            (name, part)
+            for stage in stages
+            for name, part in stage.module.named_modules()
+            if isinstance(part, _BatchNorm)
+        ]
+        self.factor = 1.0
+        self.paths = [ForwardPath(stage.module, self._within_stage) for stage in stages]
+        self._built: dict[Kind, _Built] = {}
+
+    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the user's model does when it is called; `function`: what it did before."""
+        batch = _read(function, args, kwargs)
+        if casts(self.runtime.precision):
+            batch = _Batch(*cast_inputs(self.runtime.precision, (batch.args, batch.kwargs, batch.target)))
+        if torch.is_grad_enabled():
+            kind: Kind = "train"
+            self._refuse_untrainable(batch)
+        else:
+            kind = "outputs" if batch.target is None else "loss"
+        for stage in self.stages:
+            stage.follow_mode()
+        schedule = self._schedule(kind, batch)
+        with self.runtime.new_tensors:
+            return self._train(schedule, batch) if kind == "train" else self._evaluate(schedule, batch)
+
+    def release(self) -> None:
+        """Take off what is ours."""
+        for path in self.paths:
+            path.release()
+
+    def _within_stage(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A stage's forward, for one micro-batch."""
+        args = tree_map_only(Tensor, _Even.apply, args)
+        with autocast(self.runtime.precision, self.runtime.device):
+            return tree_map_only(Tensor, _own_block, function(*args, **kwargs))
+
+    def _train(self, schedule: Any, batch: _Batch) -> Tensor:
+        scaler = self.runtime.loss_scaler
+        scale = 1.0 if scaler is None else scaler.scale  # in half precision small gradients must not vanish in there
+        self.factor = scale / (self.options.num_microbatches if self.options.loss_reduction == "mean" else 1)
+        losses: list[Tensor] = []
+        with _set_aside(self.parameters.values()), _unchanged_buffers(self.stages):
+            self._run(schedule.step, batch, losses)
+            gradients = [parameter.grad for parameter in self.parameters.values()]
+        if self.options.splits_backward:
+            _refuse_lost(self.options, self.parameters, gradients)
+        anchor = torch.zeros((), requires_grad=True)  # a stage may have nothing to train
+        loss: Tensor = _Handover.apply(self._total(losses, scale), scale, gradients, anchor, *self.parameters.values())  # type: ignore[no-untyped-call]
+        return loss
+
+    def _evaluate(self, schedule: Any, batch: _Batch) -> Any:
+        if batch.target is None:
+            outputs = self._run(schedule.step, batch, None)
+            return self.collective.broadcast_object(outputs, self.options.last_rank)
+        losses: list[Tensor] = []
+        self.factor = 1.0 / (schedule._n_microbatches if self.options.loss_reduction == "mean" else 1)
+        self._run(schedule.eval, batch, losses)
+        return self._total(losses, 1.0)
+
+    def _run(self, step: Callable[..., Any], batch: _Batch, losses: list[Tensor] | None) -> Any:
+        last = {"target": batch.target, "losses": losses} if self.holds_last and losses is not None else {}
+        with _as_the_user_raised():
+            outputs = step(*(batch.args if self.holds_first else ()), **last, **batch.kwargs)
+        for stage in self.stages:
+            _reshard(stage.module)
+        return outputs
+
+    def _total(self, losses: list[Tensor], scale: float) -> Tensor:
+        """The loss of the whole batch, on every rank."""
+        total = torch.stack([loss.detach() for loss in losses]).sum() / scale if losses else None
+        loss: Tensor = self.collective.broadcast_object(total, self.options.last_rank)
+        return loss
+
+    def _schedule(self, kind: Kind, batch: _Batch) -> Any:
+        """The schedule for a batch of these shapes: that of the last such call, or a new one."""
+        tensors = batch.tensors()
+        specs = [Spec.of(tensor) for tensor in tensors]
+        built = self._built.get(kind)
+        is_new = built is None or built.specs != specs
+        self._agree(kind, tensors, with_content=is_new)
+        if built is None or is_new:
+            count = _num_microbatches(tensors, self.options.num_microbatches, divides=kind == "train")
+            self._built.pop(kind, None)  # its buffers go before others come
+            built = self._built[kind] = _Built(specs, self._build(kind, count))
+        return built.schedule
+
+    def _agree(self, kind: Kind, tensors: Sequence[Tensor], *, with_content: bool) -> None:
+        """Raise CollectiveError where ranks would run different things. Other shapes than expected abort gloo."""
+        lines = [f"model(...) in a pipeline, for {kind}"]
+        for place, tensor in enumerate(tensors):
+            content = f", content {_digest(tensor)}" if with_content else ""
+            lines.append(f"tensor {place} of the batch: {Spec.of(tensor)}{content}")
+        agree(self.collective, "\n".join(lines))
+
+    def _build(self, kind: Kind, count: int) -> Any:
+        from torch.distributed.pipelining import PipelineStage
+        from torch.distributed.pipelining.schedules import get_schedule_class
+
+        name = self.options.schedule if kind == "train" else _forward_only(self.options)
+        stages = [
+            PipelineStage(stage.module, stage.index, self.options.num_stages, self.runtime.device, group=self.group)
+            for stage in self.stages
+        ]
+        schedule = get_schedule_class(name)(
+            stages[0] if name in ("GPipe", "1F1B") else stages,
+            n_microbatches=count,
+            loss_fn=None if kind == "outputs" else self._loss,
+            scale_grads=False,
+        )
+        if kind != "train":
+            _leave_out_backwards(schedule)
+        return schedule
+
+    def _loss(self, outputs: Any, target: Tensor) -> Tensor:
+        """The part of one micro-batch in the loss of the batch, times the loss scale."""
+        with autocast(self.runtime.precision, self.runtime.device):
+            loss = self.options.loss_fn(outputs, target)
+        if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
+            what = f"a tensor {Spec.of(loss)}" if isinstance(loss, Tensor) else repr(loss)
+            raise TypeError(f"`loss_fn` gave {what}. Give one number, a floating-point tensor without dims.")
+        return loss * self.factor
+
+    def _refuse_untrainable(self, batch: _Batch) -> None:
+        if batch.target is None:
+            raise RuntimeError(
+                "A model in a pipeline was called without a target while gradients are enabled: backward runs within "
+                "the call, and starts at the loss. Write `loss = model(inputs, target)` to train, or call it within "
+                "`torch.no_grad()` to get its outputs."
+            )
+        if any(tensor.requires_grad for tensor in batch.tensors()):
+            raise RuntimeError(
+                "A model in a pipeline was given a tensor that requires gradients, and none would reach it. Pass "
+                "`tensor.detach()`, or make what computes it a part of the first stage."
+            )
+        training = next((name for name, part in self.norms if part.training), None)
+        if training is not None:
+            raise RuntimeError(
+                f"`{training}` is a BatchNorm in training: within a pipeline it would normalise micro-batches, and "
+                "train to other numbers than on the whole batch. Use GroupNorm or LayerNorm, or freeze it with "
+                f"`model.get_submodule({training!r}).eval()`."
+            )
+
+
+@final
+class _Handover(torch.autograd.Function):
+    """See Note [One node from the loss to the weights]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss: Tensor, scale: float, gradients: list[Tensor | None], anchor: Tensor, *parameters: nn.Parameter
+    ) -> Tensor:
+        ctx.gradients, ctx.scale = gradients, scale
+        return loss.clone()
+
+    @staticmethod
+    @torch.no_grad()
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError(
+                "A second backward through the loss of a pipeline: its gradients were handed on in the first. Add the "
+                "losses, and call `fabric.backward` once."
+            )
+        factor = outer / ctx.scale
+        for gradient in gradients:
+            if gradient is not None:
+                local_part(gradient).mul_(factor)
+        return None, None, None, None, *gradients
+
+
+def _own_block(tensor: Tensor) -> Tensor:
+    """The tensor in memory of its own. gloo sends contiguous tensors alone, and a schedule that splits backward
+    detaches outputs in place, which no view allows (torch 2.13)."""
+    in_own = tensor.is_contiguous() and not tensor._is_view()
+    return tensor if in_own else tensor.clone(memory_format=torch.contiguous_format)
+
+
+@final
+class _Even(torch.autograd.Function):
+    """The tensor itself; its gradient, which is sent back, comes out contiguous."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> Tensor:
+        return outer.contiguous()
+
+
+def _trained(stages: Sequence[Stage]) -> dict[str, nn.Parameter]:
+    """The parameters of this rank that are trained, each once, by name."""
+    return {
+        name: parameter
+        for stage in stages
+        for name, parameter in stage.module.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+@contextmanager
+def _set_aside(parameters: Iterator[nn.Parameter] | Any) -> Iterator[None]:
+    """Within it no parameter has a gradient; afterwards each has the one from before."""
+    before = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
+
+
+@contextmanager
+def _unchanged_buffers(stages: Sequence[Stage]) -> Iterator[None]:
+    """Raise RuntimeError where a buffer was changed within it: by micro-batches, not by the batch."""
+    before = [(stage.module, name, buffer, buffer._version) for stage in stages for name, buffer in _buffers(stage)]
+    yield
+    for module, name, buffer, version in before:
+        if module.get_buffer(name) is not buffer or buffer._version != version:
+            raise RuntimeError(
+                f"The buffer `{name}` changed in forward. Within a pipeline forward runs once for each micro-batch, "
+                "and once more to learn its shapes, so it has another value than after one forward of the whole batch. "
+                "Use a layer that keeps no statistics, or freeze it with `.eval()`."
+            )
+
+
+def _buffers(stage: Stage) -> Iterator[tuple[str, Tensor]]:
+    return stage.module.named_buffers()
+
+
+def _reshard(module: nn.Module) -> None:
+    """Let `fully_shard` free what it gathered: weights that are loaded go into shards."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def _read(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Batch:
+    """Tell the target from the inputs: by its name, or as the one that a forward without a target does not take.
+
+    Raises: TypeError: it is no tensor.
+    """
+    parameters = inspect.signature(function).parameters
+    if "target" in parameters:
+        place = list(parameters).index("target")
+    elif any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values()):
+        place = len(args)
+    else:
+        place = len(parameters)  # one more than forward takes
+    rest = {name: value for name, value in kwargs.items() if name != "target"}
+    target = args[place] if place < len(args) else kwargs.get("target")
+    if target is not None and not isinstance(target, Tensor):
+        raise TypeError(f"`target` is a `{type(target).__name__}`. A pipeline cuts one tensor of targets; pass that.")
+    return _Batch((*args[:place], *args[place + 1 :]), rest, target)
+
+
+def _num_microbatches(tensors: Sequence[Tensor], most: int, *, divides: bool) -> int:
+    """Into how many parts the batch is cut. Raises: ValueError: it cannot be cut so."""
+    sizes = {tensor.shape[0] if tensor.ndim else None for tensor in tensors}
+    if len(sizes) != 1 or None in sizes:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "none"
+        raise ValueError(
+            f"A pipeline cuts every tensor of a batch along its first dim, but they have the shapes {shapes}. Pass "
+            "tensors whose first dim is the batch, and make the others buffers of the model."
+        )
+    size = next(iter(sizes))
+    assert size is not None
+    if divides and size % most:
+        raise ValueError(
+            f"A batch of {size} samples cannot be cut into `num_microbatches={most}` equal parts. Write a batch size "
+            f"that {most} divides, with `drop_last=True` in the loader, or another `num_microbatches`."
+        )
+    return max(count for count in range(1, most + 1) if size % count == 0)
+
+
+def _forward_only(options: Pipeline) -> str:
+    """The schedule for evaluation, which any number of micro-batches will do for. Stages lie where they lie."""
+    if options.is_v:
+        return "ZBVZeroBubble"
+    return "GPipe" if options.num_stages == options.degree else "LoopedBFS"
+
+
+def _leave_out_backwards(schedule: Any) -> None:
+    """Without gradients torch goes through the backwards of a schedule, too, and where two neighbouring stages lie on
+    one rank, as they do in a V, it fails there (torch 2.13)."""
+    orders = getattr(schedule, "pipeline_order_with_comms", {})  # one stage per rank: torch has another way
+    for rank, actions in orders.items():
+        orders[rank] = [action for action in actions if action.computation_type.value in _FORWARD]
+
+
+_FORWARD = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
+
+
+@contextmanager
+def _as_the_user_raised() -> Iterator[None]:
+    """What a stage raises within it comes out as it was raised. torch wraps it, and logs the whole schedule."""
+    logger = logging.getLogger("torch.distributed.pipelining.schedules")
+    logger.addFilter(_quiet)
+    failure: BaseException | None = None
+    try:
+        yield
+    except RuntimeError as error:
+        failure = error.__cause__ or error
+    finally:
+        logger.removeFilter(_quiet)
+    if failure is not None:
+        raise failure  # out here: within `except` it would become its own cause's cause
+
+
+def _quiet(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.ERROR
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.blake2b(to_bytes(as_bytes(tensor.cpu())), digest_size=8).hexdigest()
+
+
+# Note [Gradients that a split backward loses]
+# torch computes the gradients of weights apart from those of inputs by walking the graph from the inputs up. Weights
+# that no differentiable input reaches get no gradient at all, silently (torch 2.13: a stage behind frozen ones); an
+# untrained or unused weight fails with an internal error, as do shards of blocks within a stage. Before 2.13 weights
+# that are shared within a stage, and operations with several outputs, get wrong gradients (pytorch/pytorch#180952,
+# #170277). So all of that is refused.
+
+
+def _refuse_split_backward(options: Pipeline, stages: Sequence[Stage]) -> None:
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if version < (2, 13):
+        raise ValueError(
+            f"`schedule={options.schedule!r}` computes wrong gradients for shared weights before torch 2.13 "
+            f"(pytorch/pytorch#180952), and this is {torch.__version__}. Write `schedule='Interleaved1F1B'`."
+        )
+    for stage in stages:
+        for name, parameter in stage.module.named_parameters():
+            if as_sharded(parameter) is not None:
+                raise ValueError(
+                    f"`{name}` lies in shards, and `schedule={options.schedule!r}` computes gradients of weights past "
+                    "what puts shards together. Write `schedule='Interleaved1F1B'`, which does not."
+                )
+            if not parameter.requires_grad:
+                raise ValueError(
+                    f"`{name}` is not trained, and `schedule={options.schedule!r}` needs every weight to be. Write "
+                    "`schedule='Interleaved1F1B'`, which does not."
+                )
+
+
+def _refuse_lost(options: Pipeline, parameters: dict[str, nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+    lost = [name for name, gradient in zip(parameters, gradients, strict=True) if gradient is None]
+    if lost:
+        raise RuntimeError(
+            f"`{lost[0]}` got no gradient: `schedule={options.schedule!r}` loses those of weights that no "
+            "differentiable input reaches, and cannot tell them from weights that are not used. Write "
+            "`schedule='Interleaved1F1B'`."
+        )

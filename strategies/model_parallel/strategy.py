@@ -1,0 +1,291 @@
+"""The user's own function lays the model over a mesh of ranks: cut along tensors, in shards, in replicas, in stages.
+
+The function knows the model; the strategy knows the ranks. It gives the mesh, and afterwards sees to it that numbers
+are those of one process: weights are those of rank 0, gradients are averaged along each axis whose ranks have
+different data and that nothing else averages, norms are taken over all shards, loaders are cut along the data axes
+alone, and the optimizer that was made before `setup` goes on. Gradients are averaged by `fabric.backward`.
+
+    def parallelize(model, mesh):
+        parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["shard"])
+
+    Fabric(devices=8, strategy=ModelParallelStrategy(parallelize_fn=parallelize, data=2, shard=2, tensor=2))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabric.launchers.world import World
+from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.capabilities import Capability
+from fabric.strategies.checkpoint.state import uncompiled
+from fabric.strategies.collectives.process_group import TorchCollective
+from fabric.strategies.data.share import Share, Use
+from fabric.strategies.gradients.averaging import Averaging
+from fabric.strategies.gradients.clipping import clip_norm, clip_value, move_state
+from fabric.strategies.model_parallel.pipeline.options import Pipeline
+from fabric.strategies.model_parallel.pipeline.setup import pipelined
+from fabric.strategies.module.bare_parameters import IN_MODULE
+from fabric.strategies.module.buffers import follow_rank_zero
+from fabric.strategies.module.changes import Additions, GatheredFlags
+from fabric.strategies.module.copies import IN_SHARDS, IN_STAGES, refuse_copies
+from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
+from fabric.strategies.module.forward import Around, ForwardPath
+from fabric.strategies.module.initialization import new_tensors
+from fabric.strategies.module.parameter_rebinding import follow
+from fabric.strategies.module.prepare import attach_scaler, backward_through, share_loader, with_precision
+from fabric.strategies.options import check_function
+from fabric.strategies.precision.forward_precision import cast_module
+from fabric.strategies.precision.precision import Precision
+from fabric.strategies.prepared import Prepared
+from fabric.strategies.runtime import Runtime, connect
+from fabric.strategies.sharding.dtensor import ShardedState, as_sharded
+from fabric.strategies.sharding.execution_order import ExecutionOrder
+from fabric.strategies.sharding.gathered import Gathered, mark_gathering
+from fabric.strategies.sharding.layout import Parallelize, fsdp_modules, parallelize, refuse_cut
+from fabric.strategies.sharding.mesh import COPIES, Degree, check_written, complete, degree, device_mesh
+from fabric.strategies.sharding.same_gradients import SameGradients
+from fabric.strategies.sharding.submodules import enter_alone
+from fabric.strategies.sharding.whole_draws import draw_whole
+from fabric.strategies.strategy import Strategy
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("data", "shard", "context", "tensor")
+"""Ranks are numbered with the last one fastest; "pipeline" comes before all."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ModelParallelStrategy(Strategy):
+    """A mesh of ranks along named axes, over which `parallelize_fn(model, mesh)` lays the model, in place.
+
+    The function may call `parallelize_module` and `distribute_tensor` with `mesh["tensor"]`, `fully_shard` with
+    `mesh["shard"]`, `mesh["data", "shard"]` and the like, and `compile`; it may return the model, or nothing. The mesh
+    has every axis, those of one rank too. A degree is a number of ranks; one of them may be "auto": what is left.
+
+    With `accelerator="xla"` it is `XLAModelParallelStrategy`, whose mesh is of devices: `fabric.strategy` shows that.
+    """
+
+    parallelize_fn: Parallelize | None = None
+    """Called by every rank within `setup`, with the user's model, its weights those of rank 0."""
+    data: Degree = 1
+    """Replicas, each with data of its own."""
+    shard: Degree = 1
+    """Ranks that hold a shard each, and have data of their own: for `fully_shard`."""
+    context: Degree = 1
+    """Ranks that read a part each of the same sequences: see `context_parallel.py`."""
+    tensor: Degree = 1
+    """Ranks that compute a part each of the same layer, and read the same data: for `parallelize_module`."""
+    pipeline: Pipeline | None = None
+    """Stages that hold some layers each, and how batches go through them."""
+    launcher: str = "auto"
+    """How processes come to be: auto, script, fork, forkserver or spawn. auto leaves it to `Fabric(launcher=...)`."""
+    backend: str | None = None
+    """The torch.distributed backend; None takes the accelerator's own (gloo on CPU, nccl on CUDA)."""
+    timeout_seconds: float = 1800.0
+    """How long a collective waits for the other ranks before it raises."""
+    broadcast_buffers: bool = True
+    """Buffers (the statistics of BatchNorm) follow the first data rank after every forward that computes gradients."""
+
+    def __post_init__(self) -> None:
+        check_function(self, "parallelize_fn", "parallelize_fn(model, mesh)")
+        check_written("ModelParallelStrategy", self._written())
+        if self.pipeline is not None and not isinstance(self.pipeline, Pipeline):
+            raise TypeError(
+                f"`ModelParallelStrategy(pipeline={self.pipeline!r})` is a `{type(self.pipeline).__name__}`. Write "
+                "`Pipeline(degree=..., num_microbatches=..., split=..., loss_fn=...)`, from `fabric.strategies`."
+            )
+
+    @property
+    def lacks(self) -> Mapping[Capability, str]:
+        copies = self.pipeline is not None or self.context != 1 or self.tensor != 1
+        always: dict[Capability, str] = {"copies": IN_SHARDS if self.pipeline is None else IN_STAGES}
+        if self.pipeline is not None:
+            always["bare_parameters"] = IN_MODULE
+        return {**always, "gather_gradients": COPIES} if copies else always
+
+    @property
+    def launchers(self) -> tuple[str, ...]:
+        return ("script", "fork", "forkserver", "spawn") if self.launcher == "auto" else (self.launcher,)
+
+    def num_processes(self, num_devices: int) -> int:
+        return num_devices
+
+    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
+        if self.parallelize_fn is None and self.pipeline is None:
+            return (
+                "`strategy='model_parallel'` has no function that lays the model over the ranks. Write "
+                "`strategy=ModelParallelStrategy(parallelize_fn=function, tensor=2)`, from `fabric.strategies`, with a "
+                "`function(model, mesh)` that calls `parallelize_module(model, mesh['tensor'], plan)` or "
+                "`fully_shard(model, mesh=mesh['shard'])`."
+            )
+        if accelerator.name == "mps":
+            return (
+                "`accelerator='mps'` has no torch.distributed backend, which a mesh of ranks needs. Pass "
+                "`accelerator='cpu'`, or `strategy='single_device'`."
+            )
+        try:
+            self._degrees(num_devices * num_nodes)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
+        degrees = self._degrees(world.size)
+        accelerator.connect(devices[world.local_rank])
+        device = accelerator.device(devices[world.local_rank])
+        backend = self.backend or accelerator.backend
+        collective = TorchCollective(world, backend, device=device, timeout_seconds=self.timeout_seconds)
+        runtime = connect(world, [device], collective, precision, in_shards=True)
+        return replace(runtime, mesh=device_mesh(device, degrees))
+
+    def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
+        return new_tensors(torch.device("meta") if empty else runtime.device, runtime.precision)
+
+    def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
+        if self.pipeline is not None:
+            lay_out = partial(self._parallelize, runtime)
+            return pipelined(self.pipeline, runtime, module, optimizers, move=move, parallelize=lay_out)
+        inner = uncompiled(module)
+        refuse_cut(inner, "Leave that to `parallelize_fn`, which `setup` calls once they are.")
+        unfilled = Unfilled(inner)
+        with follow(inner, optimizers):
+            place_alike(runtime, inner, optimizers, move=move)
+            result = self._parallelize(runtime, inner)
+            fill_alike(runtime, inner, unfilled)
+        averaging = Averaging(runtime, inner)
+        around = with_precision(runtime, self._around(runtime, averaging, unfilled))
+        undo_draws = draw_whole(inner, runtime.device, runtime.collective)
+        units = fsdp_modules(inner)
+        gathered = Gathered(inner, units)
+        order = ExecutionOrder(runtime, inner, units)
+        path = ForwardPath(inner, order.around(around), partial(_mark, inner, gathered))
+        alone = enter_alone(path, units, gathered, path.around)
+        detach = attach_scaler(runtime.loss_scaler, optimizers)
+        in_shards = any(as_sharded(parameter) is not None for parameter in inner.parameters())
+        copyable = refuse_copies(inner, IN_SHARDS) if in_shards else lambda: None
+
+        def release() -> None:
+            alone()
+            path.release()
+            copyable()
+            order.release()
+            gathered.release()
+            undo_draws()
+            detach()
+            averaging.end()
+
+        same = SameGradients(runtime, inner, gathered)
+        watches = (order.watch, same.watch, averaging.watch, gathered.watch)
+        return Prepared(
+            module=module if result is inner else result,
+            optimizers=tuple(optimizers),
+            backward=backward_through(runtime.loss_scaler, watches),
+            joins_backward=True,
+            watches=watches,
+            unsynced=averaging.unsynced,
+            clip_norm=partial(clip_norm, scaler=runtime.loss_scaler),
+            clip_value=partial(clip_value, scaler=runtime.loss_scaler),
+            release=release,
+            state=ShardedState(runtime.world.rank),
+        )
+
+    def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+        return attach_scaler(runtime.loss_scaler, optimizers)
+
+    def process_dataloader(
+        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
+    ) -> Iterable[Any]:
+        share = data_share(mesh_of(runtime))
+        return share_loader(runtime, loader, use, distribute=distribute, move=move, share=share)
+
+    def _parallelize(self, runtime: Runtime, module: nn.Module) -> nn.Module:
+        if self.parallelize_fn is None:
+            return module
+        return parallelize(module, mesh_of(runtime), self.parallelize_fn)
+
+    def _around(self, runtime: Runtime, averaging: Averaging, unfilled: Unfilled) -> Around:
+        additions = Additions(averaging.module, by_name=bool(averaging.sharded))
+        flags = GatheredFlags(averaging.module) if averaging.sharded else None
+
+        def forward(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            unfilled.check(runtime.collective)
+            additions.refuse()
+            if flags is not None:
+                flags.follow()
+            output = function(*args, **kwargs)
+            if self.broadcast_buffers and averaging.synced and torch.is_grad_enabled():
+                averaging.follow_buffers()
+            return output
+
+        return forward
+
+    def _written(self) -> dict[str, Degree]:
+        return {"data": self.data, "shard": self.shard, "context": self.context, "tensor": self.tensor}
+
+    def _degrees(self, size: int) -> dict[str, int]:
+        """The axes of the mesh, "auto" replaced. Raises ValueError where they do not multiply to `size`."""
+        return complete({"pipeline": 1 if self.pipeline is None else self.pipeline.degree, **self._written()}, size)
+
+
+def mesh_of(runtime: Runtime) -> DeviceMesh:
+    """The mesh that `connect` made."""
+    assert runtime.mesh is not None
+    return runtime.mesh
+
+
+def data_share(mesh: DeviceMesh) -> Share:
+    """The part of the data that this rank reads: ranks along the other axes read the same."""
+    shards = degree(mesh, "shard")
+    index = mesh["data"].get_local_rank() * shards + mesh["shard"].get_local_rank()
+    return Share(index=index, count=degree(mesh, "data") * shards)
+
+
+def place_alike(runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], *, move: bool) -> None:
+    """Give the tensors that have values the precision's dtype, the rank's device (`move`), and rank 0's values.
+
+    Ranks: all, before the module is cut.
+    """
+    cast_module(runtime.precision, module)
+    tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta]
+    if move:
+        for tensor in tensors:
+            tensor.data = tensor.data.to(runtime.device)
+        for optimizer in optimizers:
+            move_state(optimizer, runtime.device)
+    if runtime.world.size > 1:
+        follow_rank_zero(runtime.collective, tensors)
+
+
+def fill_alike(runtime: Runtime, module: nn.Module, unfilled: Unfilled) -> None:
+    """Give values to tensors made without, after the module is cut: see `deferred_init.py`. Ranks: all."""
+    names = [name for name, tensor in _plain_tensors(module).items() if tensor.is_meta]
+    for part in in_order_of_apply(module):
+        unfilled.fill(part, runtime.device, runtime.collective)
+    unfilled.finish(module, runtime.device, runtime.collective)
+    if names and runtime.world.size > 1:
+        filled = _plain_tensors(module)
+        follow_rank_zero(runtime.collective, [filled[name] for name in names])
+
+
+def _plain_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """What every rank has whole, by name."""
+    named = (*module.named_parameters(), *module.named_buffers())
+    return {name: tensor for name, tensor in named if as_sharded(tensor) is None}
+
+
+def _mark(module: nn.Module, gathered: Gathered, method: str) -> None:
+    """Let another method find whole parameters, where `fully_shard` was called on the whole model."""
+    if fsdp_modules(module):
+        mark_gathering(module, method, gathered)

@@ -1,0 +1,152 @@
+"""Parameters outside of any module, which an optimizer brings: a temperature, a table of the user's own.
+
+No strategy sees them in a forward, so they are handled alike under all that allow them: they start from the values of
+rank 0, and each synchronised backward averages their gradients, in one message for each dtype. See Note [Averages of
+averages] in `averaging.py`: what is averaged is all that has gathered in `.grad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabric.strategies.gradients.clipping import on_gradient, parameters_of
+from fabric.strategies.module.buffers import follow_rank_zero
+from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.dtensor import as_sharded
+
+
+@final
+class BareParameters:
+    """Those of one fabric, and whether the coming backward averages their gradients."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._parameters: list[Tensor] = []
+        self._is_held = self._is_expected = False
+        self._hooks: list[Any] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._parameters) and self._runtime.world.size > 1
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        return any(each is parameter for each in self._parameters)
+
+    def add(self, parameters: Sequence[Tensor], *, move: bool) -> None:
+        """Start from the values of rank 0, on the device (`move`), and average from now on. Ranks: all."""
+        new = [parameter for parameter in parameters if parameter not in self]
+        if move:
+            for parameter in new:
+                parameter.data = parameter.data.to(self._runtime.device)
+        self._parameters += new
+        if self._runtime.world.size > 1:
+            follow_rank_zero(self._runtime.collective, new)
+            self._hooks += [
+                on_gradient(parameter, self._arrived)
+                for parameter in new
+                if parameter.is_floating_point() or parameter.is_complex()
+            ]
+
+    def watch(self) -> Callable[[], None] | None:
+        """See `Prepared.watches`."""
+        self._is_expected = not self._is_held
+        return self._average if self._is_expected else None
+
+    @contextmanager
+    def unsynced(self) -> Iterator[None]:
+        """Within it gradients stay on the rank that computed them."""
+        before, self._is_held = self._is_held, True
+        try:
+            yield
+        finally:
+            self._is_held = before
+
+    @contextmanager
+    def unsynced_with(self, others: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+        """Both within one context."""
+        with self.unsynced(), others():
+            yield
+
+    def release(self) -> None:
+        """Leave the parameters as they were given."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _arrived(self, parameter: Tensor) -> None:
+        """Called within each backward, for each gradient."""
+        if not self._is_held and not self._is_expected:
+            raise RuntimeError(
+                f"`loss.backward()` computes the gradient of a parameter of shape {tuple(parameter.shape)} that is in "
+                "no module, and `fabric.backward(loss)` averages those over the ranks. Call that."
+            )
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        """Where only some ranks have a gradient, the others count as zero; what none has stays None. Ranks: all."""
+        self._is_expected = False
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for parameter in self._parameters:
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        for members in by_dtype.values():
+            gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in members]
+            present = [members[0].new_tensor([each.grad is not None for each in members])]
+            flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), *present])
+            mean = self._runtime.collective.all_reduce(flat, "mean")
+            *means, anywhere = mean.split_with_sizes([each.numel() for each in members] + [len(members)])
+            for parameter, average, share in zip(members, means, anywhere.abs().tolist(), strict=True):
+                if parameter.grad is not None:
+                    parameter.grad.copy_(average.view_as(parameter))
+                elif share:
+                    parameter.grad = average.view_as(parameter).clone()
+
+
+def outside(optimizers: Iterable[Optimizer], modules: Iterable[nn.Module]) -> list[tuple[Optimizer, Tensor]]:
+    """The parameters of optimizers that are in none of the modules, each with its optimizer."""
+    known = {id(parameter) for module in modules for parameter in module.parameters()}
+    return [(each, p) for each in optimizers for p in dict.fromkeys(parameters_of(each)) if id(p) not in known]
+
+
+def refuse_shards(strangers: Iterable[tuple[Optimizer, Tensor]]) -> None:
+    """Raise ValueError for a shard: that is part of a model, and which one is not known."""
+    for optimizer, parameter in strangers:
+        if as_sharded(parameter) is not None:
+            raise ValueError(
+                f"The `{type(optimizer).__name__}` holds a parameter in shards, of shape {tuple(parameter.shape)}, "
+                "that belongs to no module set up so far. Set up every module before the optimizers of its parameters."
+            )
+
+
+def refuse_later(optimizer: Optimizer, find: Callable[[], Sequence[Tensor]]) -> Callable[[], None]:
+    """Let `optimizer.step` raise RuntimeError where `find` finds parameters in groups that came later. Returns what
+    undoes it. `find` is called when the number of parameters has changed."""
+    known = set(parameters_of(optimizer))  # a layer may leave its module, and its parameters stay here
+    seen = len(known)
+
+    def check(*_: Any) -> None:
+        nonlocal seen
+        number = sum(len(group["params"]) for group in optimizer.param_groups)
+        if number == seen:
+            return
+        strangers = [parameter for parameter in find() if parameter not in known]
+        if strangers:
+            raise RuntimeError(
+                f"The `{type(optimizer).__name__}` was given {len(strangers)} parameters after it was set up (the "
+                f"first of shape {tuple(strangers[0].shape)}) that are in no module that was set up, so their "
+                "gradients were not averaged over the ranks. Make an optimizer of them, and pass it to "
+                "`fabric.setup_optimizers`, or set up the module that they are in."
+            )
+        known.update(parameters_of(optimizer))
+        seen = number
+
+    return optimizer.register_step_pre_hook(check).remove
+
+
+IN_MODULE = (
+    "An optimizer of this strategy holds parameters of the module that it is set up with, and no others. Make them "
+    "part of the module, `self.temperature = nn.Parameter(...)`, or pass `strategy='ddp'` or 'fsdp'."
+)

@@ -1,0 +1,234 @@
+"""What `fully_shard` keeps besides the shards: gathered parameters after forward, and gradients not reduced yet.
+
+# Note [Gathered after forward]
+The parameters of the root stay gathered after forward, for backward needs them first. Until then `parameters()` gives
+the gathered copies, while optimizers hold the shards. With `fully_shard` alone (torch 2.13)
+- `model.zero_grad()` between forward and backward does not clear the gradients of the shards: here it does;
+- after backward, forward, step, another forward runs with the weights from before the step: here they are gathered
+  again if a shard has changed;
+- after an evaluation `parameters()` gives copies, and writing to them changes nothing: here a forward without
+  gradients frees what it gathered.
+
+# Note [Gradients not reduced yet]
+Within `no_backward_sync` gradients accumulate on the copies, out of reach of `zero_grad`. So a shard without a gradient
+gets one of zeros meanwhile; when that is replaced or written to, what has accumulated is discarded.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, cast, final
+
+import torch
+from torch import Tensor, nn
+
+from fabric.strategies.module.copies import Hook
+from fabric.strategies.module.forward import leave_uncompiled
+from fabric.strategies.sharding.dtensor import user_class
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+_Unit: TypeAlias = "tuple[FSDPModule, list[Any]]"
+"""A module that `fully_shard` was called on, and its groups of parameters."""
+
+
+@final
+class Gathered:
+    """The copies and gradients of one model that `fully_shard` keeps. `units`: the modules that it was called on.
+
+    Forward is surrounded by hooks on `module`, another method by `around`; only the outermost of nested calls counts.
+    """
+
+    def __init__(self, module: nn.Module, units: Sequence[FSDPModule]) -> None:
+        self._units = [(unit, groups) for unit in units if (groups := _groups(unit))]
+        self._depth = 0
+        self._gathered: list[_Unit] = []
+        self._versions: list[tuple[int, int]] = []
+        self._unreduced: list[tuple[Any, Tensor, int]] = []
+        self._parts: list[nn.Module] = []
+        self._hooks: list[Any] = []
+        if not self._units:
+            return
+        # Around the hooks of `fully_shard`, which are on the module already.
+        enter, leave = Hook(lambda *_: self._enter()), Hook(lambda module, args, output: self._leave(output))
+        self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
+        self._hooks.append(module.register_forward_hook(leave, always_call=True))
+        renew = Hook(lambda unit, _: self._renew(unit))
+        for unit in cast("Sequence[nn.Module]", units):
+            if unit is not module:
+                self._hooks.append(unit.register_forward_pre_hook(renew, prepend=True))
+        for part in module.modules():
+            object.__setattr__(part, "zero_grad", _ZeroGrad(self, part))
+            self._parts.append(part)
+
+    def params(self) -> Iterator[Any]:
+        """Each parameter as torch keeps it."""
+        return _params(self._units)
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, which gathers by itself, as another way into the model."""
+
+        @functools.wraps(function)
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            output = None
+            self._enter()
+            try:
+                output = function(*args, **kwargs)
+            finally:
+                self._leave(output)
+            return output
+
+        leave_uncompiled(entered)
+        return entered if self._units else function
+
+    def watch(self) -> Callable[[], None] | None:
+        """Before a backward. Gives what to call after it: see `Prepared.watches`."""
+        if not self._units:
+            return None
+        self._drop_discarded()
+        return self._find_unreduced
+
+    def zero_grad(self, part: nn.Module, *, set_to_none: bool) -> None:
+        """Clear the gradients of shards whose copies `part` has now."""
+        kept = self._kept()
+        visible = set(part.parameters()) if kept else set()
+        for each in _params(kept):
+            if each.unsharded_param in visible:
+                _clear(each.sharded_param, set_to_none=set_to_none)
+
+    def release(self) -> None:
+        """Take off what is ours."""
+        for hook in self._hooks:
+            hook.remove()
+        for part in self._parts:
+            vars(part).pop("zero_grad", None)
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _enter(self) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self._drop_discarded()
+        kept = self._kept()
+        if kept and _versions(kept) != self._versions:
+            for unit, _ in kept:
+                unit.reshard()
+            kept = []
+        self._gathered = kept
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _renew(self, unit: nn.Module) -> None:
+        """A unit is called by itself: it is gathered anew, for its shards may have changed."""
+        if self._depth == 0 and torch._C._current_graph_task_id() == -1:
+            cast("FSDPModule", unit).reshard()
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _leave(self, output: Any) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        kept = self._kept()
+        if not torch.is_grad_enabled() or (isinstance(output, Tensor) and not output.requires_grad):
+            for each in kept:
+                if each not in self._gathered:  # those wait for the backward of an earlier forward
+                    each[0].reshard()
+        else:
+            self._versions = _versions(kept)
+
+    def _kept(self) -> list[_Unit]:
+        """The units that are gathered now."""
+        return [(unit, groups) for unit, groups in self._units if not all(group.is_sharded for group in groups)]
+
+    def _find_unreduced(self) -> None:
+        self._unreduced = []
+        lost = [unit for unit, groups in self._kept() if all(g.reduce_grads for g in groups) and _any_unreduced(groups)]
+        if lost:
+            raise RuntimeError(_LOST.format(unit=user_class(cast(nn.Module, lost[0])).__name__))
+        held_back = [each for each in self._units if not all(group.reduce_grads for group in each[1])]
+        for each in _params(held_back):
+            if _has_unreduced(each):
+                shard = each.sharded_param
+                if shard.grad is None:
+                    shard.grad = torch.zeros_like(shard)
+                self._unreduced.append((each, shard.grad, shard.grad._version))
+
+    def _drop_discarded(self) -> None:
+        kept = []
+        for each, gradient, version in self._unreduced:
+            if each.sharded_param.grad is gradient and gradient._version == version:
+                kept.append((each, gradient, version))
+            else:
+                each.unsharded_accumulated_grad = None
+                each._unsharded_param.grad = None
+        self._unreduced = kept
+
+
+def mark_gathering(module: nn.Module, method: str, gathered: Gathered) -> None:
+    """Let another method of a module that `fully_shard` was called on gather as its forward does."""
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    register_fsdp_forward_method(module, method)
+    object.__setattr__(module, method, gathered.around(getattr(module, method)))
+
+
+@final
+class _ZeroGrad:
+    """`zero_grad` of a module in shards."""
+
+    def __init__(self, gathered: Gathered, part: nn.Module) -> None:
+        self._gathered, self._part = gathered, part
+        self._given = part.zero_grad
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        self._given(set_to_none)
+        self._gathered.zero_grad(self._part, set_to_none=set_to_none)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._part, "zero_grad")  # of a copy: there it finds the method of the class
+
+
+_LOST = (
+    "This backward gave gradients to parameters of `{unit}` that are averaged over no ranks: they were used after a "
+    "forward, and that forward is no part of this loss. Use parameters within `forward`, or in a method of the model "
+    "after `model.mark_forward_method('name')`."
+)
+
+
+def _any_unreduced(groups: Iterable[Any]) -> bool:
+    return any(_has_unreduced(each) for group in groups for each in group.fsdp_params)
+
+
+def _groups(unit: FSDPModule) -> list[Any]:
+    """The parameters of a unit as torch keeps them: one group up to torch 2.12, several from then on."""
+    state = cast(Any, unit)._get_fsdp_state()
+    found = vars(state).get("_fsdp_param_groups")
+    groups = [state._fsdp_param_group] if found is None else found
+    return [group for group in groups if group is not None]
+
+
+def _params(units: Iterable[_Unit]) -> Iterator[Any]:
+    """Each parameter as torch keeps it: its shard, its copy, and its gradient that is not reduced yet."""
+    return (each for _, groups in units for group in groups for each in group.fsdp_params)
+
+
+def _has_unreduced(each: Any) -> bool:
+    if each.unsharded_accumulated_grad is not None:
+        return True
+    copy = vars(each).get("_unsharded_param")  # there is none before the first forward
+    return copy is not None and copy.grad is not None
+
+
+def _versions(units: Iterable[_Unit]) -> list[tuple[int, int]]:
+    """Of shards: an optimizer writes to the `DTensor`, or to the tensor within it."""
+    shards = [each.sharded_param for each in _params(units)]
+    return [(shard._version, shard._local_tensor._version) for shard in shards]
+
+
+def _clear(parameter: Tensor, *, set_to_none: bool) -> None:
+    """What `nn.Module.zero_grad` does."""
+    if set_to_none:
+        parameter.grad = None
+    elif parameter.grad is not None:
+        parameter.grad.detach_().zero_()

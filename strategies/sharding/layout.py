@@ -1,0 +1,178 @@
+"""How a model lies over a mesh once the user's function has cut it: along which axes, and who averages its gradients.
+
+What would train to other numbers than one process is refused here, before the first forward. No rank talks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+from torch import nn
+
+from fabric.strategies.checkpoint.state import uncompiled
+from fabric.strategies.module.parameter_rebinding import parameters_by_name
+from fabric.strategies.sharding.dtensor import as_sharded, user_class
+from fabric.strategies.sharding.mesh import axes_of, degree
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import Shard
+
+DATA_AXES = ("data", "shard", "context")
+"""Ranks along these compute with different data, so gradients are averaged along them."""
+Parallelize: TypeAlias = "Callable[[Any, DeviceMesh], nn.Module | None]"
+"""`function(model, mesh)` lays the model over the mesh, in place. It may give the model back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Parameters by name, by the axes of the mesh."""
+
+    unaveraged: Mapping[tuple[str, ...], Mapping[str, nn.Parameter]]
+    """Those whose gradients nobody averages along the axes named. Along all other data axes `fully_shard` does."""
+    off_tensor: Mapping[str, nn.Parameter]
+    """Those that do not lie over the axis "tensor", along which each rank computes the same with them."""
+
+
+def parallelize(module: nn.Module, mesh: DeviceMesh, function: Parallelize) -> nn.Module:
+    """Let the user's function lay the model over the mesh. Gives the model, or what compiles it.
+
+    Raises: TypeError: the function gave another object. ValueError: it changed names.
+    """
+    before = parameters_by_name(module)
+    result = function(module, mesh)
+    if result is not None and (not isinstance(result, nn.Module) or uncompiled(result) is not module):
+        raise TypeError(
+            f"`parallelize_fn` was given a `{type(module).__name__}` and returned another object, a "
+            f"`{type(result).__name__}`. Change the model in place, and return it, or nothing."
+        )
+    changed = sorted(before.keys() ^ parameters_by_name(module).keys())
+    if changed:
+        some = ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
+        raise ValueError(
+            f"`parallelize_fn` added, removed or renamed parameters: {some}. Checkpoints and optimizers know them by "
+            "their names. Do that before `setup`; to compile a submodule, call `submodule.compile()`, which renames "
+            "nothing."
+        )
+    return module if result is None else result
+
+
+def refuse_cut(module: nn.Module, instead: str) -> None:
+    """Raise ValueError where a parameter is in shards before `setup`.
+
+    `instead`: what to write, with `{name}` for the class of the part that is.
+    """
+    for name, part in module.named_modules():
+        cut = [each for each, parameter in part.named_parameters(recurse=False) if as_sharded(parameter) is not None]
+        if cut:
+            owner = next((each for each in _owners(module, part) if user_class(each) is not type(each)), part)
+            full = f"{name}.{cut[0]}".lstrip(".")
+            raise ValueError(
+                f"`{full}` is in shards before `fabric.setup`, each with values of its own rank, and all ranks start "
+                f"from the weights of rank 0. {instead.format(name=user_class(owner).__name__)}"
+            )
+
+
+def _owners(module: nn.Module, part: nn.Module) -> list[nn.Module]:
+    """The modules that hold a part, itself first."""
+    return [each for each in module.modules() if part in set(each.modules())][::-1]
+
+
+def layout_of(module: nn.Module, mesh: DeviceMesh) -> Layout:
+    """Where the parameters lie.
+
+    Raises: ValueError: an axis that nothing uses, or a parameter that would train to other numbers.
+    """
+    data = [axis for axis in DATA_AXES if degree(mesh, axis) > 1]
+    managed = {parameter for part in fsdp_modules(module) for parameter in cast(nn.Module, part).parameters()}
+    unaveraged: dict[tuple[str, ...], dict[str, nn.Parameter]] = {}
+    off_tensor: dict[str, nn.Parameter] = {}
+    used: set[str] = set()
+    for name, parameter in module.named_parameters():
+        axes = _axes_of(name, parameter, mesh)
+        used |= axes
+        averaged = axes & set(data)
+        if averaged and parameter not in managed:
+            raise ValueError(
+                f"`{name}` lies over the axis {_words(averaged)}, whose ranks have different data, but not by "
+                f"`fully_shard`, so its gradients would be wrong. Use `fully_shard(module, mesh=mesh['shard'])`; "
+                "`parallelize_module` and `distribute_tensor` are for `mesh['tensor']`."
+            )
+        if averaged and "tensor" in axes:
+            _refuse_parts_of_nothing(name, parameter, mesh)
+        left = tuple(axis for axis in data if axis not in averaged)
+        if left:
+            unaveraged.setdefault(left, {})[name] = parameter
+        if "tensor" not in axes:
+            off_tensor[name] = parameter
+    _refuse_unused(mesh, used)
+    return Layout(unaveraged=unaveraged, off_tensor=off_tensor if degree(mesh, "tensor") > 1 else {})
+
+
+def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
+    """The parts that `fully_shard` was called on."""
+    if all(as_sharded(parameter) is None for parameter in module.parameters()):
+        return []  # and torch's part for it need not be imported
+    from torch.distributed.fsdp import FSDPModule
+
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+def _axes_of(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> frozenset[str]:
+    """The axes that a parameter lies over."""
+    sharded = as_sharded(parameter)
+    if sharded is None:
+        return frozenset()
+    axes = axes_of(sharded.device_mesh, mesh)
+    if axes is None:
+        raise ValueError(
+            f"`{name}` lies over a mesh of its own, {sharded.device_mesh}, which runs along no axes of the mesh that "
+            "`parallelize_fn` was given. Take parts of that one: `mesh['tensor']`, `mesh['data', 'shard']`."
+        )
+    mixed = next((each for each in axes if len(each) > 1 and not each <= set(DATA_AXES)), None)
+    if mixed is not None:
+        raise ValueError(
+            f"`{name}` lies over the axes {_words(mixed)} as if they were one. Ranks along 'tensor' have the same data "
+            "and those along 'shard' different data. Name the mesh: `fully_shard(module, mesh=mesh['shard'])`."
+        )
+    return frozenset[str]().union(*axes)
+
+
+def _refuse_parts_of_nothing(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+    """torch 2.13's `fully_shard` fails in the first backward where this rank's part of a cut layer has no rows."""
+    sharded = as_sharded(parameter)
+    assert sharded is not None
+    axes = axes_of(sharded.device_mesh, mesh)
+    assert axes is not None
+    for each, placement in zip(axes, sharded.placements, strict=True):
+        if "tensor" not in each or not placement.is_shard():
+            continue
+        dim = cast("Shard", placement).dim
+        rows, ranks = parameter.shape[dim], degree(mesh, "tensor")
+        if math.ceil(rows / math.ceil(rows / ranks)) < ranks:
+            raise ValueError(
+                f"`{name}` of shape {tuple(parameter.shape)} is cut along dim {dim} over {ranks} ranks of 'tensor', "
+                "and the last gets nothing of it, which `fully_shard` cannot take. Leave its module out of the plan, "
+                "make it larger, or write a smaller `tensor`."
+            )
+
+
+def _refuse_unused(mesh: DeviceMesh, used: set[str]) -> None:
+    ways = {
+        "shard": "`fully_shard(module, mesh=mesh['shard'])`",
+        "tensor": "`parallelize_module(module, mesh['tensor'], plan)`",
+    }
+    for axis, way in ways.items():
+        if degree(mesh, axis) > 1 and axis not in used:
+            raise ValueError(
+                f"`{axis}={degree(mesh, axis)}` was written, but `parallelize_fn` laid no parameter over "
+                f"`mesh[{axis!r}]`. Call {way} in it, or write `{axis}=1`."
+            )
+
+
+def _words(axes: Iterable[str]) -> str:
+    return " and ".join(map(repr, sorted(axes)))

@@ -1,0 +1,226 @@
+"""Replicas of XLA that talk by XLA's own operations, over the devices' interconnect.
+
+Each call is a graph of its own, run at once. What surprises: torch_xla records, and a replica whose result nobody reads
+would leave the collective out of its graph, while the others wait for it in theirs. Tensors on the CPU travel over the
+device. A message between two ranks, and the parts of a world, go through the store: a graph is of all replicas.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+
+from fabric.launchers.rendezvous.join import join
+from fabric.launchers.world import World
+from fabric.strategies.collectives.collective import (
+    Collective,
+    CollectiveError,
+    ReduceOp,
+    check_peer,
+    check_slices,
+)
+from fabric.strategies.collectives.dtypes import from_wire, to_wire
+from fabric.strategies.collectives.objects import CarriesObjects
+from fabric.strategies.collectives.packing import Spec, check_dense
+from fabric.strategies.collectives.store import StoreCollective
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+_LOGGER = logging.getLogger("fabric")
+
+_OPS = {"sum": "sum", "mean": "sum", "min": "min", "max": "max", "product": "mul"}  # mean: divided in `from_wire`
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_FEWEST = 64
+"""Elements to which a tensor of the CPU is padded, and then to powers of two: each new length is a compilation."""
+
+
+@final
+class XLACollective(CarriesObjects):
+    """All replicas of a world. `timeout_seconds`: how long to wait at the store; XLA's own wait cannot be set.
+
+    `say`: told who is missing while the ranks meet.
+    """
+
+    def __init__(
+        self, world: World, *, timeout_seconds: float = 1800.0, say: Callable[[str], None] = _LOGGER.warning
+    ) -> None:
+        self._world, self._timeout_seconds, self._say = world, timeout_seconds, say
+        self._through_store: StoreCollective | None = None
+
+    @property
+    def rank(self) -> int:
+        return self._world.rank
+
+    @property
+    def size(self) -> int:
+        return self._world.size
+
+    def setup(self) -> None:
+        """Meet the other ranks. Raises: CollectiveError: XLA counts replicas otherwise than the world does."""
+        import torch_xla.runtime as xr
+
+        found = (xr.global_ordinal(), xr.world_size())
+        if found != (self.rank, self.size):
+            raise CollectiveError(
+                f"XLA says that this is replica {found[0]} of {found[1]}, and the world that it is rank {self.rank} of "
+                f"{self.size}. Launch with `fabric.launch(function)`, and use no XLA device before.",
+                rank=self.rank,
+            )
+        store = join(self._world, self._timeout_seconds, self._say)
+        self._through_store = StoreCollective(PrefixStore("collective", store), self.rank, self.size)
+
+    def teardown(self) -> None:
+        if self._through_store is not None:
+            self._through_store.teardown()
+        self._through_store = None
+
+    def barrier(self) -> None:
+        self.all_reduce(torch.zeros(1, device="cpu"))
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        check_peer("broadcast", "src", src, self.size)
+        is_source = torch.tensor([self.rank == src], device="cpu")
+
+        def choose(bits: Tensor) -> Tensor:
+            return _all_reduce("sum", torch.where(_uploaded(is_source), bits, torch.zeros_like(bits)))
+
+        received = self._moved("broadcast", tensor, choose, rows=1, shape=tensor.shape)
+        return tensor.detach() if self.rank == src else received
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+        wire = to_wire(tensor, op, copy=True)
+        reduced = self._run("all_reduce", tensor, wire, lambda x: _all_reduce(_OPS[op], x), rows=1)
+        return from_wire(reduced.view(wire.shape), op, tensor.dtype, self.size)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        import torch_xla.core.xla_model as xm
+
+        def gather(bits: Tensor) -> Tensor:
+            # Not with a pinned layout: for that torch_xla 2.9 pads by the rank, and makes another graph on each.
+            gathered: Tensor = xm.all_gather(bits, pin_layout=False)
+            return gathered
+
+        return self._moved("all_gather", tensor, gather, rows=1, shape=(self.size, *tensor.shape))
+
+    def reduce_scatter(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+        import torch_xla.core.xla_model as xm
+
+        check_slices("reduce_scatter", tensor, self.size)
+
+        def scatter(wire: Tensor) -> Tensor:
+            mine: Tensor = xm.reduce_scatter(_OPS[op], wire, 1.0, 0, self.size, pin_layout=False)
+            return mine
+
+        wire = to_wire(tensor, op, copy=False)
+        reduced = self._run("reduce_scatter", tensor, wire, scatter, rows=self.size)
+        return from_wire(reduced.view(wire.shape[1:]), op, tensor.dtype, self.size)
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        import torch_xla.core.xla_model as xm
+
+        check_slices("all_to_all", tensor, self.size)
+
+        def exchange(bits: Tensor) -> Tensor:
+            exchanged: Tensor = xm.all_to_all(bits, 0, 0, self.size, pin_layout=False)
+            return exchanged
+
+        return self._moved("all_to_all", tensor, exchange, rows=self.size, shape=tensor.shape)
+
+    def send(self, tensor: Tensor, dst: int) -> None:
+        self._joined("send").send(tensor, dst)
+
+    def recv(self, like: Tensor, src: int) -> Tensor:
+        return self._joined("recv").recv(like, src)
+
+    def split(self, ranks: Sequence[int]) -> Collective | None:
+        return self._joined("split").split(ranks)
+
+    def store(self) -> Store | None:
+        return self._joined("store").store()
+
+    def means(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Give every rank the means of tensors on the device, in one graph. Ranks: all, as for `all_reduce`."""
+        import torch_xla
+
+        torch_xla.sync()
+        reduced = [_all_reduce("sum", to_wire(tensor, "mean", copy=True)) for tensor in tensors]
+        means = [from_wire(r, "mean", t.dtype, self.size) for r, t in zip(reduced, tensors, strict=True)]
+        torch_xla.sync()
+        return means
+
+    def _moved(
+        self, operation: str, tensor: Tensor, move: Callable[[Tensor], Tensor], *, rows: int, shape: Sequence[int]
+    ) -> Tensor:
+        """What `move` makes of a tensor that only travels: of its bits, as integers, which no sum rounds."""
+        check_dense(tensor)
+        plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        real = torch.view_as_real(plain) if plain.is_complex() else plain
+        bits = self._run(operation, tensor, real.view(_BITS[real.dtype.itemsize]), move, rows=rows)
+        moved = bits.contiguous().view(real.dtype).view((*shape, *real.shape[plain.ndim :]))
+        return torch.view_as_complex(moved) if plain.is_complex() else moved
+
+    def _run(
+        self, operation: str, tensor: Tensor, wire: Tensor, function: Callable[[Tensor], Tensor], *, rows: int
+    ) -> Tensor:
+        """Run a collective on the device, on `wire` as so many rows, and give its result where the wire is."""
+        import torch_xla
+
+        self._joined(operation)
+        flat = wire.reshape(rows, wire.numel() // rows)
+        length = flat.shape[1]
+        try:
+            # Alone in its graph: what was recorded before may differ between ranks, and then the graphs would.
+            torch_xla.sync()
+            if wire.device.type == "cpu":
+                result = function(_uploaded(_padded(flat)))
+                torch_xla.sync()
+                return result.cpu()[:, :length]
+            result = function(flat if length else _padded(flat))
+            torch_xla.sync()
+            return result[:, :length]
+        except (RuntimeError, ValueError) as error:
+            raise CollectiveError(
+                f"`{operation}` of a tensor {Spec.of(tensor)} failed on rank {self.rank} of {self.size}: "
+                f"{str(error).strip()}\nLook at what the other ranks say: one of them ended, or called something else.",
+                rank=self.rank,
+            ) from error
+
+    def _joined(self, operation: str) -> StoreCollective:
+        if self._through_store is None:
+            raise CollectiveError(
+                f"`{operation}` on rank {self.rank} of {self.size}, which has not met the other ranks: call `setup()` "
+                "first, and nothing after `teardown()`.",
+                rank=self.rank,
+            )
+        return self._through_store
+
+
+def _all_reduce(op: str, tensor: Tensor) -> Tensor:
+    """The reduction over all replicas, recorded out of place: in place it is lost on views and on changed tensors."""
+    import torch_xla.core.xla_model as xm
+    import torch_xla.runtime as xr
+
+    wider = tensor.dtype is torch.bfloat16 and xr.device_type() == "CPU"  # whose client knows no such reduction
+    reduced: Tensor = xm.all_reduce(op, tensor.float() if wider else tensor, pin_layout=False)
+    return reduced.to(tensor.dtype)
+
+
+def _uploaded(tensor: Tensor) -> Tensor:
+    """The tensor on the device as data: `.to` makes a constant of 0 and 1, and so another graph on another rank."""
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    uploaded: Tensor = xm.send_cpu_data_to_device([tensor], torch_xla.device())[0]
+    return uploaded
+
+
+def _padded(rows: Tensor) -> Tensor:
+    length = rows.shape[1]
+    wanted = max(_FEWEST, 1 << max(length - 1, 0).bit_length())
+    return torch.nn.functional.pad(rows, (0, wanted - length))

@@ -1,0 +1,218 @@
+"""What every strategy over XLA does the same: moving a model, marking steps, seeds, loaders, state as CPU tensors.
+
+XLA records operations and runs them once a step is marked. Steps are marked when an optimizer has stepped and before
+each batch of a loader, so the loop is that of any other device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.checkpoint.state import StateAccess
+from fabric.strategies.data.transfer import move
+from fabric.strategies.gradients.clipping import move_state, parameters_of
+from fabric.strategies.module.copies import Hook
+from fabric.strategies.module.prepare import attach_scaler
+from fabric.strategies.precision.forward_precision import cast_module
+from fabric.strategies.runtime import Runtime
+
+
+def refuse_accelerator(word: str, accelerator: Accelerator) -> str | None:
+    """A sentence where the accelerator is not XLA's, with the command that adds it where it is not installed."""
+    if accelerator.name == "xla":
+        return None
+    if find_spec("torch_xla") is None:
+        return (
+            f"`strategy={word!r}` needs torch-xla, which is not installed. Run `pip install 'torchfabric[xla]'`, set "
+            "`PJRT_DEVICE=TPU` (or CPU, to run XLA on the processor), and write `accelerator='xla'`."
+        )
+    return (
+        f"`strategy={word!r}` runs on devices of XLA, but the accelerator is {accelerator.name!r}. Set "
+        "`PJRT_DEVICE=TPU` (or CPU, to run XLA on the processor), and write `accelerator='xla'`."
+    )
+
+
+def place(runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], *, to_device: bool) -> None:
+    """Give the module the precision's dtype and the rank's device, in place, and bring its optimizers along.
+
+    Parameters stay the objects they are, tied ones one. `Module.to` would make new ones: torch cannot let a tensor of
+    the CPU become one of XLA in place, but it can exchange what two tensors hold.
+    """
+    cast_module(runtime.precision, module)
+    if not to_device:
+        return
+    for parameter in module.parameters():  # each once, however often it is tied
+        if parameter.device != runtime.device:
+            _move_parameter(parameter, runtime.device)
+    moved = {buffer: buffer.to(runtime.device) for buffer in module.buffers()}
+    for part in module.modules():
+        part._buffers.update({name: moved[buffer] for name, buffer in part._buffers.items() if buffer is not None})
+    for optimizer in optimizers:
+        move_state(optimizer, runtime.device)
+
+
+def _move_parameter(parameter: nn.Parameter, device: torch.device) -> None:
+    there = nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
+    if parameter.grad is not None:
+        there.grad = parameter.grad.to(device)
+    vars(there).update(vars(parameter))  # what the user noted on it
+    torch.utils.swap_tensors(parameter, there)  # type: ignore[no-untyped-call]
+
+
+def prepare_module(module: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+    """What every `Strategy.setup` over XLA does to a placed module and its optimizers. Returns what undoes it."""
+    owners = [_own_gradients(module.parameters()), *(_own_gradients(parameters_of(one)) for one in optimizers)]
+    return partial(each, [_mark_steps(optimizers), _unbias_statistics(module), _keep_apart(module), *owners])
+
+
+def _keep_apart(module: nn.Module) -> Callable[[], None]:
+    """Give each tensor of the module a buffer of its own, now and after each `load_state_dict`. Returns what undoes it.
+
+    Between tensors of one device, torch_xla 2.9 lets `copy_` and `clone` share the buffer; an optimizer that then
+    changes one of the two in place deletes it ("buffer has been deleted or donated").
+    """
+    _take_buffers(module)
+    after_loading = Hook(lambda part, _: _take_buffers(part))
+    handle = module.register_load_state_dict_post_hook(after_loading)  # type: ignore[no-untyped-call]
+    return partial(each, [handle.remove])
+
+
+def _take_buffers(module: nn.Module) -> None:
+    import torch_xla
+
+    for tensor in (*module.parameters(), *module.buffers()):
+        # One that SPMD divides among devices would lose its mark, and its buffers are not deleted.
+        if tensor.device.type == "xla" and "devices" not in torch_xla._XLAC._get_xla_sharding_spec(tensor):
+            tensor.data = tensor.data * True  # computed, and so new; it is the same to the last bit
+
+
+def _own_gradients(parameters: Iterable[Tensor]) -> Callable[[], None]:
+    """Let no gradient be a view. Returns what undoes it.
+
+    The gradient of `parameter.sum()` is one number, expanded. PyTorch copies it; torch_xla 2.9 leaves `.grad` a view of
+    the number, and what then changes it in place goes wrong: of two backwards the sum is 3 instead of 2, and clipped it
+    is 0.
+    """
+    handles = []
+    for parameter in parameters:
+        is_trained = parameter.requires_grad
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            continue
+        parameter.requires_grad_(True)  # torch takes no hook otherwise; one that is frozen now may be trained later
+        handles.append(parameter.register_hook(_own))  # type: ignore[no-untyped-call]
+        parameter.requires_grad_(is_trained)
+    return partial(each, [handle.remove for handle in handles])
+
+
+def _own(gradient: Tensor) -> Tensor:
+    return gradient.clone() if gradient._is_view() else gradient
+
+
+def _unbias_statistics(module: nn.Module) -> Callable[[], None]:
+    """Let each BatchNorm keep the variances that PyTorch keeps. Returns what undoes it.
+
+    XLA normalises by the variance of the batch, divided by n, and torch_xla 2.9 keeps that as the running one, too;
+    PyTorch keeps the variance divided by n - 1.
+    """
+    parts = [part for part in module.modules() if isinstance(part, _BatchNorm) and part.track_running_stats]
+    before: dict[nn.Module, Tensor] = {}
+
+    def keep(part: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if part.training:
+            before[part] = part.running_var.clone()  # type: ignore[operator]
+
+    @torch.no_grad()
+    def correct(part: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if part not in before:
+            return
+        kept, count = before.pop(part), inputs[0].numel() // inputs[0].shape[1]
+        share = 1 / part.num_batches_tracked if part.momentum is None else part.momentum
+        kept_now = part.running_var.data  # autograd has saved the tensor, and does not use it
+        kept_now += (kept_now - (1 - share) * kept) / (count - 1)
+
+    handles = [part.register_forward_pre_hook(Hook(keep)) for part in parts]
+    handles += [part.register_forward_hook(Hook(correct)) for part in parts]
+    return partial(each, [handle.remove for handle in handles])
+
+
+def _mark_steps(optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+    """Let each optimizer run what was recorded once it has stepped. Returns what undoes it."""
+    handles = [optimizer.register_step_post_hook(_mark) for optimizer in optimizers]
+    return partial(each, [handle.remove for handle in handles])
+
+
+def each(actions: Sequence[Callable[[], None]]) -> None:
+    """Do one after the other."""
+    for action in actions:
+        action()
+
+
+def prepare_optimizers(runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+    """What `Strategy.setup_optimizers` does over XLA."""
+    owners = [_own_gradients(parameters_of(one)) for one in optimizers]
+    return partial(each, [attach_scaler(runtime.loss_scaler, optimizers), _mark_steps(optimizers), *owners])
+
+
+def _mark(*_: Any) -> None:
+    import torch_xla
+
+    torch_xla.sync()
+
+
+def seed_device() -> None:
+    """Seed this rank's device as its CPU was seeded: XLA's random numbers do not follow `torch.manual_seed`.
+
+    A process that uses no device yet is left alone: seeding would open them, and `connect` seeds its own.
+    """
+    import torch_xla
+
+    if torch_xla._XLAC._xla_runtime_is_initialized():
+        torch_xla.manual_seed(torch.initial_seed() % 2**63)
+
+
+def marked_batches(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+    """The batches on the device, what was recorded run before each: also a loop without optimizer has steps.
+
+    Not torch_xla's `MpDeviceLoader`: there an error of the dataset ends the loop as if the data had ended, tuples come
+    back as lists, and batches are read ahead on a thread, whose random numbers are then anybody's (torch_xla 2.9).
+    PJRT copies in the background as it is.
+    """
+    for batch in batches:
+        _mark()
+        yield move(batch, device)
+    _mark()
+
+
+@final
+class XLAState(StateAccess):
+    """The whole state on the device of every rank; what is saved are tensors on the CPU, and rank 0 alone has them."""
+
+    def __init__(self, rank: int) -> None:
+        self.keeps = rank == 0
+
+    def read_module(self, module: nn.Module) -> dict[str, Any]:
+        return self._on_cpu(module.state_dict())
+
+    def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
+        module.load_state_dict(content, strict=strict)
+        _mark()
+
+    def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._on_cpu(optimizer.state_dict())
+
+    def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
+        optimizer.load_state_dict(content)
+        _mark()
+
+    def _on_cpu(self, state: dict[str, Any]) -> dict[str, Any]:
+        _mark()  # on all ranks: what was recorded may hold collectives, and reading would run it on one
+        return move(state, torch.device("cpu")) if self.keeps else {}

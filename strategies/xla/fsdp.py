@@ -1,0 +1,103 @@
+"""Parameters and optimizer state in shards over all devices of a host, each batch cut among them, by one process.
+
+A case of `spmd.py`, which says how. The marks are those of torch_xla's FSDPv2, whose wrapper is left out: it would
+stand around the user's module, in its names, for nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fabric.launchers.world import World
+from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.capabilities import Capability
+from fabric.strategies.data.share import Use
+from fabric.strategies.module.bare_parameters import IN_MODULE
+from fabric.strategies.module.initialization import new_tensors
+from fabric.strategies.module.prepare import share_loader
+from fabric.strategies.precision.precision import Precision
+from fabric.strategies.prepared import Prepared
+from fabric.strategies.runtime import Runtime
+from fabric.strategies.strategy import Strategy
+from fabric.strategies.xla.device import place
+from fabric.strategies.xla.spmd import (
+    connect_program,
+    cut_batches,
+    is_marked,
+    mesh_of_devices,
+    prepare_program,
+    prepare_program_optimizers,
+    refuse_program,
+)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class XLAFSDPStrategy(Strategy):
+    """Fully sharded over the devices of one host, by one process. `batch_size` is that of all devices together.
+
+    The process is given to SPMD for good: replicas, and a plain XLA device, need another one.
+    """
+
+    @property
+    def lacks(self) -> Mapping[Capability, str]:
+        return {"bare_parameters": IN_MODULE}
+
+    @property
+    def marks_steps(self) -> bool:
+        return True
+
+    @property
+    def launchers(self) -> tuple[str, ...]:
+        return ("inline",)
+
+    def num_processes(self, num_devices: int) -> int:
+        return 1
+
+    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
+        return refuse_program("xla_fsdp", accelerator, num_devices, num_nodes)
+
+    def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
+        return connect_program("xla_fsdp", world, precision)
+
+    def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
+        return new_tensors(runtime.device, runtime.precision, empty=empty)
+
+    def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
+        place(runtime, module, optimizers, to_device=move)
+        _cut(module)
+        return prepare_program(runtime, module, optimizers)
+
+    def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+        return prepare_program_optimizers(runtime, optimizers)
+
+    def process_dataloader(
+        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
+    ) -> Iterable[Any]:
+        carry = partial(cut_batches, _degrees(), ("fsdp",))
+        return share_loader(runtime, loader, use, distribute=distribute, move=move, carry=carry)
+
+
+def _degrees() -> dict[str, int]:
+    """All devices of the host, along one axis."""
+    import torch_xla.runtime as xr
+
+    return {"fsdp": xr.global_runtime_device_count()}
+
+
+def _cut(module: nn.Module) -> None:
+    """Cut each parameter along its longest dim, as FSDPv2 does, unless it is cut already."""
+    import torch_xla.distributed.spmd as spmd
+
+    mesh = mesh_of_devices(_degrees())
+    for parameter in module.parameters():
+        if parameter.ndim and not is_marked(parameter):
+            longest = list(parameter.shape).index(max(parameter.shape))
+            spmd.mark_sharding(parameter, mesh, tuple("fsdp" if d == longest else None for d in range(parameter.ndim)))

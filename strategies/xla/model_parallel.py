@@ -1,0 +1,163 @@
+"""The user's own function lays the model over a mesh of XLA devices, by marks, within one process.
+
+The mesh is of devices, and not of ranks: every tensor looks whole, and XLA sends what its parts need. So nothing is
+averaged here, no loader is shared out, and no mark can change a number. `spmd.py` says more.
+
+    def parallelize(model, mesh):
+        mark_sharding(model.up.weight, mesh, ("tensor", None))
+        mark_sharding(model.down.weight, mesh, (None, "tensor"))
+
+    Fabric(accelerator="xla", strategy=XLAModelParallelStrategy(parallelize_fn=parallelize, data="auto", tensor=2))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias, final
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fabric.launchers.world import World
+from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.capabilities import Capability
+from fabric.strategies.checkpoint.state import uncompiled
+from fabric.strategies.data.share import Use
+from fabric.strategies.module.bare_parameters import IN_MODULE
+from fabric.strategies.module.initialization import new_tensors
+from fabric.strategies.module.parameter_rebinding import parameters_by_name
+from fabric.strategies.module.prepare import share_loader
+from fabric.strategies.options import check_function
+from fabric.strategies.precision.precision import Precision
+from fabric.strategies.prepared import Prepared
+from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.layout import parallelize
+from fabric.strategies.sharding.mesh import Degree, check_written, complete
+from fabric.strategies.strategy import Strategy
+from fabric.strategies.xla.device import place
+from fabric.strategies.xla.spmd import (
+    axes_of,
+    connect_program,
+    cut_batches,
+    mesh_of_devices,
+    prepare_program,
+    prepare_program_optimizers,
+    refuse_program,
+)
+
+MarkingFunction: TypeAlias = Callable[[Any, Any], "nn.Module | None"]
+"""`function(model, mesh)`, the mesh a `torch_xla.distributed.spmd.Mesh`. It may give the model back."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class XLAModelParallelStrategy(Strategy):
+    """A mesh of all XLA devices of a host, over which `parallelize_fn(model, mesh)` lays the model by `mark_sharding`.
+
+    The mesh has the axes "data", "shard" and "tensor", those of one device too. A parameter may be marked along any of
+    them; what is not marked, every device has whole. Batches are cut along "data" and "shard" by their first dim, where
+    it can be divided. `batch_size` is that of all devices together. A degree is a number of devices; one of them may be
+    "auto": what is left. The process is given to SPMD for good.
+    """
+
+    parallelize_fn: MarkingFunction | None = None
+    """Called within `setup`, with the user's model on the device."""
+    data: Degree = 1
+    """Devices that have samples of their own."""
+    shard: Degree = 1
+    """Devices that have samples of their own, and a part each of the parameters marked so."""
+    tensor: Degree = 1
+    """Devices that have the same samples, and a part each of the parameters marked so."""
+
+    def __post_init__(self) -> None:
+        check_function(self, "parallelize_fn", "parallelize_fn(model, mesh)")
+        check_written("XLAModelParallelStrategy", self._written())
+
+    @property
+    def lacks(self) -> Mapping[Capability, str]:
+        return {"bare_parameters": IN_MODULE}
+
+    @property
+    def marks_steps(self) -> bool:
+        return True
+
+    @property
+    def launchers(self) -> tuple[str, ...]:
+        return ("inline",)
+
+    def num_processes(self, num_devices: int) -> int:
+        return 1
+
+    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
+        if self.parallelize_fn is None:
+            return (
+                "`strategy='model_parallel'` has no function that lays the model over the devices. Write "
+                "`strategy=ModelParallelStrategy(parallelize_fn=function, tensor=2)`, from `fabric.strategies`, with a "
+                "`function(model, mesh)` that calls `torch_xla.distributed.spmd.mark_sharding(weight, mesh, "
+                "('tensor', None))`."
+            )
+        if accelerator.name == "xla":
+            try:
+                complete(self._written(), accelerator.num_devices(), of="devices")
+            except ValueError as error:
+                return str(error)
+        return refuse_program("model_parallel", accelerator, num_devices, num_nodes)
+
+    def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
+        return connect_program("model_parallel", world, precision)
+
+    def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
+        return new_tensors(runtime.device, runtime.precision, empty=empty)
+
+    def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
+        assert self.parallelize_fn is not None
+        inner, mesh = uncompiled(module), mesh_of_devices(self._degrees())
+        place(runtime, module, optimizers, to_device=move)
+        before = parameters_by_name(inner)
+        result = parallelize(inner, mesh, self.parallelize_fn)
+        _refuse_replaced(inner, before)
+        _refuse_unused(inner, mesh)
+        return prepare_program(runtime, module if result is inner else result, optimizers)
+
+    def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+        return prepare_program_optimizers(runtime, optimizers)
+
+    def process_dataloader(
+        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
+    ) -> Iterable[Any]:
+        carry = partial(cut_batches, self._degrees(), ("data", "shard"))
+        return share_loader(runtime, loader, use, distribute=distribute, move=move, carry=carry)
+
+    def _written(self) -> dict[str, Degree]:
+        return {"data": self.data, "shard": self.shard, "tensor": self.tensor}
+
+    def _degrees(self) -> dict[str, int]:
+        import torch_xla.runtime as xr
+
+        return complete(self._written(), xr.global_runtime_device_count(), of="devices")
+
+
+def _refuse_replaced(module: nn.Module, before: dict[str, nn.Parameter]) -> None:
+    """Raise ValueError where a parameter is another object: optimizers would go on with the one that was there."""
+    replaced = [name for name, p in parameters_by_name(module).items() if p is not before[name]]
+    if replaced:
+        raise ValueError(
+            f"`parallelize_fn` put other parameters in the places of {', '.join(replaced)}. `mark_sharding` marks a "
+            "parameter in place: call it, and leave the parameter where it is."
+        )
+
+
+def _refuse_unused(module: nn.Module, mesh: Any) -> None:
+    """Raise ValueError where an axis that is there for parameters has none."""
+    used = frozenset[str]().union(*(axes_of(parameter, mesh) for parameter in module.parameters()))
+    for axis in ("shard", "tensor"):
+        number = mesh.shape()[axis]
+        if number > 1 and axis not in used:
+            raise ValueError(
+                f"`{axis}={number}` was written, but `parallelize_fn` laid no parameter over the axis {axis!r}. Call "
+                f"`torch_xla.distributed.spmd.mark_sharding(weight, mesh, ({axis!r}, None))` in it, or write "
+                f"`{axis}=1`."
+            )
