@@ -76,6 +76,13 @@ pytestmark = [
 ]
 
 
+def make_fabric(name: str) -> Fabric:
+    """Several ranks are not forks of this process, which computes."""
+    row = ROWS[name]
+    launcher = "forkserver" if row.devices > 1 else "auto"
+    return Fabric(accelerator="cpu", strategy=row.strategy, devices=row.devices, launcher=launcher)
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """As in the ranks."""
@@ -105,9 +112,8 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]
 
     def launch(name: str) -> Ended:
         if name not in known:
-            row = ROWS[name]
-            fabric = Fabric(accelerator="cpu", strategy=row.strategy, devices=row.devices)
-            known[name] = fabric.launch(training.train_each, row.models, str(tmp_path_factory.mktemp(name)))
+            folder = tmp_path_factory.mktemp(name)
+            known[name] = make_fabric(name).launch(training.train_each, ROWS[name].models, str(folder))
         return known[name]
 
     return launch
@@ -149,8 +155,7 @@ def test_only_adapters_of_peft_are_trained(name: str, launched: Callable[[str], 
 
 @pytest.mark.parametrize("name", ["fsdp", "fsdp_blocks"])
 def test_generate_gives_the_tokens_of_plain_pytorch_whether_it_is_marked_or_not(name: str) -> None:
-    fabric = Fabric(accelerator="cpu", strategy=ROWS[name].strategy, devices=2)
-    before, after = fabric.launch(training.generate)
+    before, after = make_fabric(name).launch(training.generate)
     expected = training.continue_prompts(training.make_model("llama").eval())
     assert torch.equal(before, expected)
     assert torch.equal(after, expected)
@@ -159,8 +164,7 @@ def test_generate_gives_the_tokens_of_plain_pytorch_whether_it_is_marked_or_not(
 def test_a_compiled_model_is_trained_under_ddp_as_in_one_process(
     tmp_path: Path, plainly: Callable[[str], Trained]
 ) -> None:
-    fabric = Fabric(accelerator="cpu", strategy="ddp", devices=2)
-    found = fabric.launch(training.train, "llama", str(tmp_path), backend="aot_eager")
+    found = make_fabric("ddp").launch(training.train, "llama", str(tmp_path), backend="aot_eager")
     expected = plainly("llama")
     assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE, abs=TOLERANCE)
     torch.testing.assert_close(found.weights, expected.weights, rtol=TOLERANCE, atol=TOLERANCE)
