@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, final
 
 import torch
@@ -74,8 +75,9 @@ def complex_dtype(precision: Precision) -> torch.dtype:
 class DefaultDtype:
     """Within it, new floating-point tensors have one dtype. It is entered again from within, and from any thread.
 
-    torch's default is one for the whole process. So whoever enters first sets it, and whoever leaves last restores it;
-    another thread that makes a tensor meanwhile, without saying its dtype, gets this one.
+    torch's default is one for the whole process, and so is this object: see `_default_dtype`. So whoever enters first
+    sets it, and whoever leaves last restores it; another thread that makes a tensor meanwhile, without saying its
+    dtype, gets this one.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -100,7 +102,13 @@ class DefaultDtype:
 
 def dtype_of_new_tensors(precision: Precision) -> AbstractContextManager[None]:
     """The context for forward and backward; no context for a precision that leaves modules as the user made them."""
-    return DefaultDtype(precision.param_dtype) if casts(precision) else nullcontext()
+    return _default_dtype(precision.param_dtype) if casts(precision) else nullcontext()
+
+
+@cache
+def _default_dtype(dtype: torch.dtype) -> DefaultDtype:
+    """The one of the process: ranks may be threads of it, and two of them would restore each other's default."""
+    return DefaultDtype(dtype)
 
 
 def _is_tensor(leaf: Any) -> bool:
