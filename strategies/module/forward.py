@@ -173,7 +173,7 @@ def _paused(run: Around, function: Callable[..., Any], args: tuple[Any, ...], kw
     """`run(function, args, kwargs)`, uncompiled but for `function`."""
     compiler = eval_frame.set_eval_frame(None)
     called = function
-    if type(getattr(function, "__self__", None)).__module__.startswith("torch."):  # its functions are compiled inlined
+    if function.__module__.startswith("torch."):  # torch compiles its own functions within others alone
         from torch._dynamo.external_utils import wrap_inline
 
         called = wrap_inline(function)
