@@ -415,7 +415,7 @@ def _run(core: CoreFabric, fabric: Fabric, function: Callable[..., T], args: Any
 
 
 def _to_set_up(fabric: Fabric, module: nn.Module) -> nn.Module:
-    """A copy of a prepared module is a module that nobody has set up."""
+    """A copy of a prepared module is a module that was not set up."""
     inner = prepared(module)
     return module if inner is None or (inner is not module and fabric.core.is_wrapped(inner)) else inner
 

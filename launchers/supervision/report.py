@@ -132,7 +132,7 @@ class Reporter:
         os.close(self._fd)
 
     def result(self, value: Any) -> None:
-        """Send what the function returned. Raises TypeError where it cannot travel."""
+        """Send what the function returned. Raises TypeError where it cannot be sent."""
         try:
             pickled = pickling.dumps(value)
         except Exception as error:
@@ -143,7 +143,7 @@ class Reporter:
         self._send(Result(pickled=pickled))
 
     def failure(self, error: BaseException) -> None:
-        """Send an exception that nobody caught; only the first is sent."""
+        """Send an uncaught exception; only the first is sent."""
         at_ns = time.monotonic_ns()
         if not self.has_told_the_end:
             self._send(_repeated(lambda: _failure(self.rank, at_ns, error)))
@@ -169,7 +169,7 @@ class Reporter:
             try:
                 while view:
                     view = view[os.write(self._fd, view) :]
-            except BrokenPipeError:  # nobody listens any more: the supervisor is gone, and so are we in a moment
+            except BrokenPipeError:  # the supervisor is gone, and this process ends in a moment
                 return
             finally:
                 done.set()

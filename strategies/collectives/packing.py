@@ -77,7 +77,7 @@ class Spec:
 
 
 def groups(specs: Sequence[Spec], by: Callable[[Spec], Hashable]) -> tuple[list[list[int]], list[int]]:
-    """Which tensors travel together, as indices: small ones with equal `by(spec)`; and the others, each alone."""
+    """Which tensors are sent together, as indices: small ones with equal `by(spec)`; and the others, each alone."""
     alone: list[int] = []
     together: dict[Hashable, list[int]] = {}
     for index, spec in enumerate(specs):

@@ -24,7 +24,7 @@ S = TypeVar("S", bound="Strategy")
 
 
 class Strategy:
-    """How a model lies over devices."""
+    """How a model is distributed over devices."""
 
     _core: CoreStrategy
     _fabric: CoreFabric | None = None

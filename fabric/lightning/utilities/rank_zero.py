@@ -24,7 +24,7 @@ class _RankZeroOnly:
 
     @property
     def rank(self) -> int:
-        """The rank of this process; 0 where it is nobody's."""
+        """The rank of this process; 0 where it is no rank."""
         world = detect_world(os.environ)
         return 0 if world is None else world.rank
 
