@@ -66,8 +66,8 @@ def check_named(method: str, state: object) -> None:
         )
     if NAME in state:
         raise ValueError(
-            f"`fabric.{method}(path, {{{NAME!r}: ...}})`: checkpoints have the generators and the loss scale of the run "
-            "under this name. Write another one."
+            f"`fabric.{method}(path, {{{NAME!r}: ...}})`: checkpoints have the generators and the loss scale of the "
+            "run under this name. Write another one."
         )
 
 

@@ -420,7 +420,9 @@ class Fabric:
             backward = self._backward
         else:
             raise RuntimeError("`fabric.backward(loss)` before `fabric.setup(model)`. Set the model up first.")
-        with self._connected.new_tensors:  # activation checkpointing runs forward again
+        runtime = self._connected
+        runtime.loader_numbers.num_backwards += 1
+        with runtime.new_tensors:  # activation checkpointing runs forward again
             backward(loss, *args, **kwargs)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
@@ -555,7 +557,8 @@ class Fabric:
         Where `state` has an optimizer or a prepared loader, the run goes on as the one that was saved: generators, loss
         scales and schedulers are restored too, at the end of this call. Weights alone leave them as they are. From a
         file that has none, nothing is restored, and that is said. With another number of ranks, rank 0's generators
-        are those of all, until forward makes them differ again. Ranks: all. Raises: CheckpointError: on every rank, if a rank could not read; KeyError: `strict`, and the file
+        are those of all.
+        Ranks: all. Raises: CheckpointError: on every rank, if a rank could not read; KeyError: `strict`, and the file
         lacks a name of `state`.
         """
         if state is not None:

@@ -17,9 +17,7 @@ from fabric.strategies.data.rng import Rng, process_rngs
 from fabric.strategies.runtime import Runtime
 
 
-def run_state_of(
-    runtime: Runtime, scalers: Iterable[Stateful], schedulers: Sequence[Stateful], state: Any
-) -> RunState:
+def run_state_of(runtime: Runtime, scalers: Iterable[Stateful], schedulers: Sequence[Stateful], state: Any) -> RunState:
     """What a checkpoint of `state` has besides; a scheduler that `state` names is saved there alone."""
     named = {id(each) for each in _objects(state)}
     scaler = runtime.loss_scaler

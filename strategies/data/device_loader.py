@@ -69,6 +69,8 @@ class Reading:
     rereads: bool = False
     """Whether the batches before the position are read again, and dropped, as nobody else can skip them."""
     say: Callable[[str], None] = lambda sentence: None
+    num_backwards: Callable[[], int] = lambda: 0
+    """How often the loop has called backward."""
 
 
 def read_as(loader: Iterable[Any], reading: Reading) -> DeviceLoader:
@@ -90,9 +92,10 @@ class DeviceLoader(ABC):
 
     def __init__(self, loader: Iterable[Any], reading: Reading) -> None:
         self._loader, self._reading = loader, reading
+        self._resumes = self._said_reread = False
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin an epoch. It counts once it has ended or has yielded a second batch."""
+        """Begin an epoch. It counts once it has ended, has yielded a second batch, or the loop has called backward."""
         reading = self._reading
         reading.begin()
         if reading.start is not None:
@@ -144,15 +147,23 @@ class DeviceLoader(ABC):
             part.set_epoch(epoch)
 
     def _undrawn(self) -> AbstractContextManager[None]:
-        """Around the beginning of an iteration in an order that is the loader's own."""
-        return nullcontext()
+        # What a loader draws in order to go on, the run that was saved had drawn when its epoch began.
+        resumes, self._resumes = self._resumes, False
+        return put_back() if resumes else nullcontext()
 
     def _say_reread(self) -> None:
-        """Say once that the batches before the position are read again."""
+        if not self._said_reread:
+            self._said_reread = True
+            self._reading.say(
+                f"The `{loader_name(self)}` cannot skip what was read before the checkpoint, so that it is read again. "
+                "Streams with `state_dict` and `load_state_dict`, in torchdata's `StatefulDataLoader`, go on at once."
+            )
 
     def _counted(self, batches: Iterator[Any], order: Order, opened: Epoch) -> Iterator[Any]:
         batch = next(batches, END)
         epoch, before = self._read_epoch(order, opened), order.standing
+        num_backwards = self._reading.num_backwards
+        begun_after = num_backwards()
         index = self._reading.index
         if index is not None and not index.read and epoch.begun_at.batches:  # nobody has skipped them
             batch = next(islice(batches, epoch.begun_at.batches - 1, None), END)
@@ -165,6 +176,8 @@ class DeviceLoader(ABC):
             order.count(epoch)
             epoch.over = True
         finally:
+            if num_backwards() != begun_after:
+                order.count(epoch)
             if epoch.counted:
                 order.settle()
             elif order.standing is epoch:
@@ -197,8 +210,6 @@ class StatelessDeviceLoader(DeviceLoader):
 @final
 class StatefulDeviceLoader(DeviceLoader):
     """A `DeviceLoader` that knows its position."""
-
-    _resumes = _said = False
 
     def __repr__(self) -> str:
         return f"StatefulDeviceLoader({self._loader!r})"
@@ -234,7 +245,9 @@ class StatefulDeviceLoader(DeviceLoader):
         Raises: ValueError: it is the position in other data, or in other steps where those cannot be told apart.
         """
         reading, part, order = self._reading, self._reading.part, self._reading.order
-        saved, here = ({name: name in state for name in ("loader", "order", "part")} for state in (state_dict, self._kind()))
+        saved, here = (
+            {name: name in state for name in ("loader", "order", "part")} for state in (state_dict, self._kind())
+        )
         if saved != here:
             raise ValueError(
                 f"The state of a loader that reads {_ways(saved)} was given to one that reads {_ways(here)}. Load it "
@@ -284,19 +297,6 @@ class StatefulDeviceLoader(DeviceLoader):
                 )
             return order
         return order | asdict(Position(start=order["samples"], samples=order["samples"]))
-
-    def _undrawn(self) -> AbstractContextManager[None]:
-        # What a loader draws in order to go on, the run that was saved had drawn when its epoch began.
-        resumes, self._resumes = self._resumes, False
-        return put_back() if resumes else nullcontext()
-
-    def _say_reread(self) -> None:
-        if not self._said:
-            self._said = True
-            self._reading.say(
-                f"The `{loader_name(self)}` cannot skip what was read before the checkpoint, so that it is read again. "
-                "Streams with `state_dict` and `load_state_dict`, in torchdata's `StatefulDataLoader`, go on at once."
-            )
 
 
 def _ways(kinds: dict[str, bool]) -> str:

@@ -2,8 +2,8 @@
 
 The order of an epoch follows from a seed that the ranks agreed on and from the epoch's number; where the user's
 sampler has random generators of its own, from those. An epoch counts once its iteration has ended or has yielded a
-second batch: `next(iter(loader))` on one rank changes nothing on any. The position within an epoch is that of the
-loop, not of what workers have fetched. Knows items and epochs; knows no loader.
+second batch, or once the loop has called backward: `next(iter(loader))` on one rank changes nothing on any. The
+position within an epoch is that of the loop, not of what workers have fetched. Knows items and epochs; knows no loader.
 """
 
 from __future__ import annotations

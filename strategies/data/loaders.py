@@ -83,7 +83,8 @@ def process_dataloader(
     else:
         reading = _shared_iterable(loader, setup)
     carry = carry or (one_ahead if ahead and has_streams(device) else one_by_one)
-    return read_as(loader, replace(reading, device=device if accelerated else None, carry=carry, say=say))
+    reading = replace(reading, device=device if accelerated else None, carry=carry, say=say)
+    return read_as(loader, replace(reading, num_backwards=lambda: numbers.num_backwards))
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +222,9 @@ def _own_part(loader: DataLoader[Any], stream: SplitStream, setup: _Setup, start
     source = _copy(loader, worker_init_fn=start, dataset=stream.part)
     _equal_batches(source, stream.words, setup)
     epochal = tuple({id(each): each for each in (*_epochal(loader, loader), *_epochal(source, source))}.values())
-    reading = Reading(source=source, position=source) if isinstance(source, Stateful) else _as_items(source, setup.alone())
+    reading = (
+        Reading(source=source, position=source) if isinstance(source, Stateful) else _as_items(source, setup.alone())
+    )
     return replace(reading, start=start, epochal=epochal, begin=stream.follow, part=setup.part)
 
 
@@ -258,9 +261,7 @@ def _as_items(items: Iterable[Any], setup: _Setup) -> Reading:
     order = Order(seed, [])
     # Anything but a list is read no further than the step, so that its own state is that of the loop.
     at_hand = isinstance(items, (list, tuple))
-    index = IndexSource(
-        items, items, cut, order, _left_out(setup), chunks=MAX_CHUNKS if at_hand else 1, eager=True
-    )
+    index = IndexSource(items, items, cut, order, _left_out(setup), chunks=MAX_CHUNKS if at_hand else 1, eager=True)
     return Reading(
         source=index,
         order=order,

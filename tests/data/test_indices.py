@@ -528,7 +528,9 @@ def test_a_prepared_loader_has_a_state_unless_its_batches_come_in_any_order(coun
     (loader, *_) = share_out(lambda _: DataLoader(Numbers(6), 2, num_workers=1, in_order=False), count)
     assert not hasattr(loader, "state_dict")
     assert not hasattr(loader, "load_state_dict")
-    with pytest.raises(AttributeError, match="`state_dict` of a prepared `DataLoader`: with `in_order=False` it has no"):
+    with pytest.raises(
+        AttributeError, match="`state_dict` of a prepared `DataLoader`: with `in_order=False` it has no"
+    ):
         loader.state_dict()
 
 

@@ -6,7 +6,7 @@ import copy
 import pickle
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from fabric.strategies.data.loaders import DeviceLoader
 class Numbers(Dataset[int]):
     """Counts what is loaded."""
 
-    loaded: list[int] = []
+    loaded: ClassVar[list[int]] = []
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -193,7 +193,10 @@ def test_workers_that_fetch_ahead_repeat_what_they_draw(kind: Any, persistent: b
         return DataLoader(kind(44), 2, shuffle=kind is Augmented or None, num_workers=num_workers, **options)  # type: ignore[arg-type]
 
     def rows(loaders: list[Any]) -> list[Any]:
-        return [[torch.stack(list(batch), 1).tolist() if isinstance(batch, list) else batch.tolist() for batch in loader] for loader in loaders]  # fmt: skip
+        return [[torch.as_tensor(batch).tolist() for batch in map(stacked, loader)] for loader in loaders]
+
+    def stacked(batch: Any) -> Any:
+        return torch.stack(batch, 1) if isinstance(batch, list) else batch
 
     torch.manual_seed(8)
     loaders = share_out(lambda _: make(), 2)
