@@ -20,7 +20,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.collectives.call_check import agree
 from fabric.strategies.collectives.collective import Collective
@@ -31,10 +30,10 @@ from fabric.strategies.gradients.reducer import end_reducer
 from fabric.strategies.module.buffers import follow_rank_zero
 from fabric.strategies.module.changes import Contents
 from fabric.strategies.module.prepare import attach_scaler, place, replica
-from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.target import Target
 
 _grad = attrgetter("grad")
 
@@ -74,10 +73,11 @@ class DDPStrategy(ProcessGroupStrategy):
     def lacks(self) -> Mapping[Capability, str]:
         return {} if self.find_unused_parameters or self.static_graph else {"unused": _UNUSED}
 
-    def why_not(self, accelerator: Accelerator, size: int, precision: Precision) -> str | None:
+    def why_not(self, target: Target) -> str | None:
         if self.comm_hook is None:
             return None
-        return why_not(self.comm_hook, self.backend or accelerator.backend, size, precision.param_dtype)
+        backend = self.backend or target.accelerator.backend
+        return why_not(self.comm_hook, backend, target.size, target.precision.param_dtype)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         shards = self.shard_optimizer and runtime.world.size > 1
