@@ -8,54 +8,45 @@ another rank, so rank 0 may evaluate alone.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import is_not
+from operator import attrgetter, is_not
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from fabric.launchers.world import World
-from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.collectives.call_check import agree
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.packing import Spec
-from fabric.strategies.collectives.process_group import TorchCollective
-from fabric.strategies.data.share import Use
 from fabric.strategies.ddp.comm_hooks import CommHook, check, register, why_not
 from fabric.strategies.ddp.zero1 import OwnersState, deal_out, refuse_whole
 from fabric.strategies.gradients.reducer import end_reducer
-from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
+from fabric.strategies.module.buffers import follow_rank_zero
 from fabric.strategies.module.changes import Contents
-from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.prepare import attach_scaler, place, replica, share_loader
-from fabric.strategies.precision.precision import Precision
+from fabric.strategies.module.prepare import attach_scaler, place, replica
 from fabric.strategies.prepared import Prepared
-from fabric.strategies.runtime import Runtime, connect
-from fabric.strategies.strategy import Strategy
+from fabric.strategies.process_group_strategy import ProcessGroupStrategy
+from fabric.strategies.runtime import Runtime
+from fabric.strategies.target import Target
+
+_grad = attrgetter("grad")
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class DDPStrategy(Strategy):
+class DDPStrategy(ProcessGroupStrategy):
     """Distributed data parallel: one process per device, each with the whole model and its own share of the data.
 
     With `accelerator="xla"` it is `XLAStrategy`, which averages by XLA's own operations: `fabric.strategy` shows that.
     Options that only torch's DistributedDataParallel has are an error there.
     """
 
-    launcher: str = "auto"
-    """How processes come to be: auto, script, fork, forkserver or spawn. auto leaves it to `Fabric(launcher=...)`."""
-    backend: str | None = None
-    """The torch.distributed backend; None takes the accelerator's own (gloo on CPU, nccl on CUDA)."""
-    timeout_seconds: float = 1800.0
-    """How long a collective waits for the other ranks before it raises."""
     bucket_bytes: int = 25 * 2**20
     """Gradients that travel in one all-reduce. Larger: fewer messages. Smaller: more overlap with backward."""
     find_unused_parameters: bool = False
@@ -82,33 +73,11 @@ class DDPStrategy(Strategy):
     def lacks(self) -> Mapping[Capability, str]:
         return {} if self.find_unused_parameters or self.static_graph else {"unused": _UNUSED}
 
-    @property
-    def launchers(self) -> tuple[str, ...]:
-        return ("script", "fork", "forkserver", "spawn") if self.launcher == "auto" else (self.launcher,)
-
-    def num_processes(self, num_devices: int) -> int:
-        return num_devices
-
-    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
-        if accelerator.name == "mps" and num_devices * num_nodes > 1:
-            return (
-                f"`accelerator='mps'` has one device and no torch.distributed backend, but {num_devices * num_nodes} "
-                "processes were asked for. Pass `devices=1`, or `accelerator='cpu'`."
-            )
+    def why_not(self, target: Target) -> str | None:
         if self.comm_hook is None:
             return None
-        backend = self.backend or accelerator.backend
-        return why_not(self.comm_hook, backend, num_devices * num_nodes, precision.param_dtype)
-
-    def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
-        accelerator.connect(devices[world.local_rank])
-        device = accelerator.device(devices[world.local_rank])
-        backend = self.backend or accelerator.backend
-        collective = TorchCollective(world, backend, device=device, timeout_seconds=self.timeout_seconds)
-        return connect(world, [device], collective, precision)
-
-    def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
-        return new_tensors(runtime.device, runtime.precision, empty=empty)
+        backend = self.backend or target.accelerator.backend
+        return why_not(self.comm_hook, backend, target.size, target.precision.param_dtype)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         shards = self.shard_optimizer and runtime.world.size > 1
@@ -128,11 +97,6 @@ class DDPStrategy(Strategy):
         return partial(
             _each, [attach_scaler(runtime.loss_scaler, optimizers), deal_out(runtime.collective, optimizers)]
         )
-
-    def process_dataloader(
-        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
-    ) -> Iterable[Any]:
-        return share_loader(runtime, loader, use, distribute=distribute, move=move)
 
     def _replica(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
         averaging = _Averaging(self, runtime.collective, module)
@@ -181,10 +145,6 @@ class _Averaging:
         if any(self.contents.flags()):
             self._arrange(self.contents.flags())
 
-    @property
-    def buffered(self) -> list[nn.Module]:
-        return self.contents.modules if self.options.broadcast_buffers else []
-
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
@@ -192,12 +152,15 @@ class _Averaging:
             output = function(*args, **kwargs)
         else:
             assert self.parallel is not None
-            self.parallel.require_backward_grad_sync = self.synced
+            if self.parallel.require_backward_grad_sync is not self.synced:  # a module's attributes are slow to set
+                self.parallel.require_backward_grad_sync = self.synced
             output = self.parallel(function, args, kwargs)
             self.expects_backward = self.expects_backward or self.synced
-        if self.synced and self.parallel is not None:
-            # Not before forward, as torch does: an evaluation then finds equal buffers, and needs no message.
-            follow_rank_zero(self.collective, buffers_of(self.buffered))
+        if self.synced and self.parallel is not None and self.options.broadcast_buffers:
+            buffers = self.contents.buffers()
+            if buffers:
+                # Not before forward, as torch does: an evaluation then finds equal buffers, and needs no message.
+                follow_rank_zero(self.collective, buffers)
         return output
 
     def end(self) -> None:
@@ -261,13 +224,16 @@ class _Averaging:
             not self.contents.is_as_it_was() or self.contents.flags() != self.flags
         ):  # also of those that no forward has met yet
             parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        before = [parameter.grad for parameter in parameters]
-        versions = [_version(grad) for grad in before]
+        before = list(map(_grad, parameters))
+        versions = [-1 if grad is None else grad._version for grad in before]
 
         def check() -> None:
-            changed = list(map(is_not, (parameter.grad for parameter in parameters), before))
+            changed = list(map(is_not, map(_grad, parameters), before))
             if not all(changed):
-                changed = [new or _version(g) != v for new, g, v in zip(changed, before, versions, strict=True)]
+                changed = [
+                    new or (grad is not None and grad._version != version)
+                    for new, grad, version in zip(changed, before, versions, strict=True)
+                ]
             if not any(changed):
                 return
             if not self.expects_backward:
@@ -284,10 +250,6 @@ class _Averaging:
                 )
 
         return check
-
-
-def _version(gradient: Tensor | None) -> int:
-    return -1 if gradient is None else gradient._version
 
 
 # torch 2.13 warns of the old name; 2.9 has no other.

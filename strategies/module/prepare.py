@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 
 from fabric.strategies.collectives.call_check import all_say
 from fabric.strategies.data.loader_check import Ranks
-from fabric.strategies.data.loaders import DeviceLoader, Share, Use, process_dataloader
-from fabric.strategies.data.transfer import Carry
+from fabric.strategies.data.loaders import DeviceLoader, Use, process_dataloader
 from fabric.strategies.gradients.clipping import clip_norm, clip_value, move_state
 from fabric.strategies.module.deferred_init import refuse_empty
 from fabric.strategies.module.forward import Around, ForwardPath
@@ -79,18 +78,13 @@ def share_loader(
     *,
     distribute: bool,
     move: bool,
-    share: Share | None = None,
-    carry: Carry | None = None,
 ) -> DeviceLoader:
-    """Each rank reads a share of its own, unless `share` says which: ranks that hold pieces of one model have one.
-
-    `carry`: how batches go to the device, where it has a way of its own.
-    """
+    """What `Strategy.process_dataloader` does."""
     collective = runtime.collective
     return process_dataloader(
         loader,
         use,
-        share=share or Share(index=runtime.world.rank, count=runtime.world.size),
+        share=runtime.share,
         device=runtime.device,
         distribute=distribute,
         move=move,
@@ -103,7 +97,7 @@ def share_loader(
         ),
         numbers=runtime.loader_numbers,
         say=runtime.report,
-        carry=carry,
+        carry=runtime.carry,
     )
 
 
@@ -139,6 +133,9 @@ def with_precision(runtime: Runtime, around: Around | None) -> Around | None:
 def backward_through(scaler: LossScaler | None, watches: Sequence[Watch]) -> Callable[..., None]:
     """The backward of whole models: scale the loss if the precision asks for it, and check what the watches ask."""
 
+    def backward_alone(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
     def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         # Scaled before anybody watches: scaling brings gradients that are there already to the same scale.
         scaled = loss if scaler is None else scaler.scale_loss(loss)
@@ -147,4 +144,4 @@ def backward_through(scaler: LossScaler | None, watches: Sequence[Watch]) -> Cal
         for check in checks:
             check()
 
-    return backward
+    return backward if watches or scaler is not None else backward_alone
