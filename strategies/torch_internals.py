@@ -73,7 +73,8 @@ FULLY_SHARD: Names = {
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": {
         "_unsharded_param unsharded_param sharded_param unsharded_accumulated_grad": (
             "see Note [Gradients not reduced yet]"
-        )
+        ),
+        "_module_info": "which parameter of which module it is: one that was replaced is found",
     },
     "torch.distributed.fsdp.wrap:ModuleWrapPolicy": {"_module_classes": "the classes that it wraps"},
     "torch.distributed.tensor:DTensor": {"_local_tensor": "`to_local` records a node of the graph for each shard"},
