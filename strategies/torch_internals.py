@@ -54,7 +54,7 @@ ALWAYS: Names = {
         "_optimizer_step_post_hooks": "whether an optimizer has our hook",
         "profile_hook_step": "runs the hooks of an optimizer around a `step` of ours",
     },
-    "torch.utils._pytree": {"tree_flatten tree_leaves tree_map_only tree_unflatten": "nests, as torch walks them"},
+    "torch.utils._pytree": {"tree_flatten tree_unflatten": "containers that somebody registered with torch"},
     "torch.utils._python_dispatch": {"TorchDispatchMode": "sees each operation within a block; documented, not public"},
     "torch.utils.data:DataLoader": {
         "_iterator _IterableDataset_len_called": "a copy of a loader takes over no iterator and no workers"

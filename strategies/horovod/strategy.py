@@ -22,8 +22,7 @@ from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.collectives.call_check import agree
 from fabric.strategies.collectives.collective import Collective, CollectiveError
-from fabric.strategies.collectives.flat import exchange
-from fabric.strategies.collectives.packing import Spec
+from fabric.strategies.collectives.packing import Spec, exchange
 from fabric.strategies.gradients.clipping import NONE, kind_of, on_gradient, refuse_sparse
 from fabric.strategies.horovod.collective import HorovodCollective
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
