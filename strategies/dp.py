@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -19,6 +19,7 @@ from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.collectives.single import SingleDeviceCollective
 from fabric.strategies.data.share import Use
+from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.module.activation_checkpointing import rebind_copies
 from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.module.prepare import attach_scaler, place, replica, share_loader
@@ -65,12 +66,7 @@ class DataParallelStrategy(Strategy):
         place(runtime, module, optimizers, move=move)
         if len(runtime.devices) == 1:
             return replica(runtime, module, optimizers)
-        parallel = DataParallel(_Copy(module), device_ids=list(runtime.devices))
-
-        def forward(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return parallel(function, args, kwargs)
-
-        return replica(runtime, module, optimizers, around=forward)
+        return replica(runtime, module, optimizers, DPGradientSync(runtime, module))
 
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
         return attach_scaler(runtime.loss_scaler, optimizers)
@@ -79,6 +75,26 @@ class DataParallelStrategy(Strategy):
         self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
     ) -> Iterable[Any]:
         return share_loader(runtime, loader, use, distribute=distribute, move=move)
+
+
+@final
+class DPGradientSync(GradientSync):
+    """Splits each forward over the devices; autograd adds up the gradients of the copies, on the first."""
+
+    def __init__(self, runtime: Runtime, module: nn.Module) -> None:
+        self.parallel = DataParallel(_Copy(module), device_ids=list(runtime.devices))
+
+    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.parallel(function, args, kwargs)
+
+    def unsynced(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def watch(self) -> Finish | None:
+        return None
+
+    def release(self) -> None:
+        pass
 
 
 @final

@@ -84,7 +84,7 @@ class Gathered:
         return entered if self._units else function
 
     def watch(self) -> Callable[[], None] | None:
-        """Before a backward. Gives what to call after it: see `Prepared.watches`."""
+        """See `GradientSync.watch`."""
         if not self._units:
             return None
         self._drop_discarded()
