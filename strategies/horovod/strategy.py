@@ -7,24 +7,22 @@ parameter that no rank has used keeps no gradient, as in one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 from torch import nn
 from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
-from fabric.strategies.data.share import Use
 from fabric.strategies.horovod.collective import HorovodCollective
 from fabric.strategies.horovod.gradient_sync import HorovodGradientSync
-from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.prepare import attach_scaler, place, replica, share_loader
+from fabric.strategies.module.prepare import place, replica
+from fabric.strategies.options import own_launchers
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
-from fabric.strategies.runtime import Runtime, connect
+from fabric.strategies.runtime import Runtime, open_runtime
 from fabric.strategies.strategy import Strategy
 
 
@@ -42,10 +40,7 @@ class HorovodStrategy(Strategy):
 
     @property
     def launchers(self) -> tuple[str, ...]:
-        return ("script", "fork", "forkserver", "spawn") if self.launcher == "auto" else (self.launcher,)
-
-    def num_processes(self, num_devices: int) -> int:
-        return num_devices
+        return own_launchers(self.launcher)
 
     def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
         return _why_not(accelerator.device(0).type)
@@ -53,24 +48,13 @@ class HorovodStrategy(Strategy):
     def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
         accelerator.connect(devices[world.local_rank])
         device = accelerator.device(devices[world.local_rank])
-        return connect(world, [device], HorovodCollective(world, timeout_seconds=self.timeout_seconds), precision)
-
-    def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
-        return new_tensors(runtime.device, runtime.precision, empty=empty)
+        return open_runtime(world, [device], HorovodCollective(world, timeout_seconds=self.timeout_seconds), precision)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         place(runtime, module, optimizers, move=move)
         return replica(
             runtime, module, optimizers, HorovodGradientSync(runtime.collective, module, self.broadcast_buffers)
         )
-
-    def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
-        return attach_scaler(runtime.loss_scaler, optimizers)
-
-    def process_dataloader(
-        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
-    ) -> Iterable[Any]:
-        return share_loader(runtime, loader, use, distribute=distribute, move=move)
 
 
 def _why_not(device_type: str) -> str | None:

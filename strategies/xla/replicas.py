@@ -7,10 +7,9 @@ a rank that alone reads a loss would then run another graph than the others, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import final
 
 from torch import nn
 from torch.optim import Optimizer
@@ -20,13 +19,11 @@ from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.collectives.single import SingleDeviceCollective
-from fabric.strategies.data.share import Use
 from fabric.strategies.module.bare_parameters import IN_MODULE
-from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.prepare import replica, share_loader
+from fabric.strategies.module.prepare import replica
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
-from fabric.strategies.runtime import Runtime, connect
+from fabric.strategies.runtime import Runtime, open_runtime
 from fabric.strategies.strategy import Strategy
 from fabric.strategies.xla.collective import XLACollective
 from fabric.strategies.xla.device import (
@@ -73,9 +70,6 @@ class XLAStrategy(Strategy):
     def launchers(self) -> tuple[str, ...]:
         return ("xla",)
 
-    def num_processes(self, num_devices: int) -> int:
-        return num_devices
-
     def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
         sentence = refuse_accelerator("xla", accelerator)
         if sentence is not None or num_devices * num_nodes == 1:
@@ -101,11 +95,9 @@ class XLAStrategy(Strategy):
             accelerator.connect(devices[0])
         device = torch_xla.device()  # this replica's, be it a process or a thread
         seed_device()
-        collective = XLACollective(world, timeout_seconds=self.timeout_seconds)
-        return connect(world, [device], collective if world.size > 1 else SingleDeviceCollective(), precision)
-
-    def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
-        return new_tensors(runtime.device, runtime.precision, empty=empty)
+        several = XLACollective(world, timeout_seconds=self.timeout_seconds)
+        collective = several if world.size > 1 else SingleDeviceCollective()
+        return open_runtime(world, [device], collective, precision, carry=marked_batches)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         if runtime.world.size > 1 and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
@@ -124,11 +116,6 @@ class XLAStrategy(Strategy):
 
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
         return prepare_optimizers(runtime, optimizers)
-
-    def process_dataloader(
-        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
-    ) -> Iterable[Any]:
-        return share_loader(runtime, loader, use, distribute=distribute, move=move, carry=marked_batches)
 
 
 _SYNC_BATCH_NORM = (
