@@ -17,7 +17,7 @@ from fabric.strategies.module.changes import Additions, GatheredFlags
 from fabric.strategies.module.deferred_init import Unfilled
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
-from fabric.strategies.sharding.gathered import Gathered, mark_gathering
+from fabric.strategies.sharding.gathered import Gathered, mark_gathering, take_as_root
 from fabric.strategies.sharding.layout import fsdp_modules
 from fabric.strategies.sharding.same_gradients import SameGradients
 
@@ -43,6 +43,7 @@ class FSDPGradientSync(GradientSync):
         self.sharded = fsdp_modules(module)
         self.gathered = Gathered(module, self.sharded)
         self.order = ExecutionOrder(runtime, module, units)
+        take_as_root(module, self.sharded)
         self.same = SameGradients(runtime, module, self.gathered)
         self._ordered = self.order.around(self._forward)
 

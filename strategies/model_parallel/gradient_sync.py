@@ -15,7 +15,7 @@ from fabric.strategies.module.changes import Additions, GatheredFlags
 from fabric.strategies.module.deferred_init import Unfilled
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
-from fabric.strategies.sharding.gathered import Gathered, mark_gathering
+from fabric.strategies.sharding.gathered import Gathered, mark_gathering, take_as_root
 from fabric.strategies.sharding.same_gradients import SameGradients
 
 
@@ -32,6 +32,7 @@ class ModelParallelGradientSync(GradientSync):
         self.flags = GatheredFlags(module) if units else None
         self.gathered = Gathered(module, units)
         self.order = ExecutionOrder(runtime, module, units)
+        take_as_root(module, units)
         self.same = SameGradients(runtime, module, self.gathered)
         self._ordered = self.order.around(self._forward)
 

@@ -165,6 +165,12 @@ class Gathered:
         self._unreduced = kept
 
 
+def take_as_root(module: nn.Module, units: Sequence[FSDPModule]) -> None:
+    """Let the model be the root of its units, if it is one. Otherwise the first unit that runs takes itself for it."""
+    if module in cast("Sequence[nn.Module]", units):
+        cast(Any, module)._get_fsdp_state()._lazy_init()
+
+
 def mark_gathering(module: nn.Module, method: str, gathered: Gathered) -> None:
     """Let another method of a module that `fully_shard` was called on gather as its forward does."""
     from torch.distributed.fsdp import register_fsdp_forward_method
