@@ -10,21 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import final
 
 from torch import nn
 from torch.optim import Optimizer
 
-from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.ddp.comm_hooks import CommHook, check, why_not
 from fabric.strategies.ddp.gradient_sync import UNUSED, DDPGradientSync
 from fabric.strategies.ddp.zero1 import OwnersState, deal_out, refuse_whole
 from fabric.strategies.module.prepare import attach_scaler, place, replica
-from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.target import Target
+
+_grad = attrgetter("grad")
 
 
 @final
@@ -62,10 +64,11 @@ class DDPStrategy(ProcessGroupStrategy):
     def lacks(self) -> Mapping[Capability, str]:
         return {} if self.find_unused_parameters or self.static_graph else {"unused": UNUSED}
 
-    def why_not(self, accelerator: Accelerator, size: int, precision: Precision) -> str | None:
+    def why_not(self, target: Target) -> str | None:
         if self.comm_hook is None:
             return None
-        return why_not(self.comm_hook, self.backend or accelerator.backend, size, precision.param_dtype)
+        backend = self.backend or target.accelerator.backend
+        return why_not(self.comm_hook, backend, target.size, target.precision.param_dtype)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         shards = self.shard_optimizer and runtime.world.size > 1

@@ -81,7 +81,10 @@ def backward_through(
     `scale_loss`: what the precision makes of the loss. It comes first: it may bring gradients that are there already to
     another scale.
     """
-    watches = [sync.watch for sync in syncs]
+    watches = [sync.watch for sync in syncs if not isinstance(sync, LocalGradientSync)]
+
+    def backward_alone(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         scaled = loss if scale_loss is None else scale_loss(loss)
@@ -90,4 +93,4 @@ def backward_through(
         for finish in finishes:
             finish()
 
-    return backward
+    return backward_alone if scale_loss is None and not watches else backward

@@ -8,7 +8,7 @@ from operator import is_not
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fabric.strategies.collectives.call_check import agree
 from fabric.strategies.gradients.sync import Finish, GradientSync
@@ -36,7 +36,7 @@ class XLAGradientSync(GradientSync):
         self.synced = True
         self.finds_unused = find_unused_parameters
         self.broadcast_buffers = broadcast_buffers
-        self.alike: set[Tensor] = set()  # these started from rank 0's values
+        self.alike: Contents | None = None  # these started from rank 0's values
         self._arrange()
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -64,9 +64,8 @@ class XLAGradientSync(GradientSync):
         self.parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         self.buffered = self.contents.modules if self.broadcast_buffers else []
         self.used: frozenset[str] | None = None
-        tensors = list(dict.fromkeys(self.contents.tensors()))
-        follow_rank_zero(self.collective, [tensor for tensor in tensors if tensor not in self.alike])
-        self.alike = set(tensors)
+        follow_rank_zero(self.collective, self.contents.new_since(self.alike))
+        self.alike = self.contents
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:

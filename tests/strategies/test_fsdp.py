@@ -21,6 +21,7 @@ from fabric.strategies.accelerators.torch_accelerator import TorchAccelerator
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.dtensor import local_part
+from fabric.strategies.target import Target
 
 RECIPES = [
     Recipe(clip={"max_norm": 0.1}),
@@ -429,7 +430,7 @@ def test_bad_options_are_errors_at_setup() -> None:
 def test_what_cannot_run_is_refused_before_anything_starts(
     strategy: FSDPStrategy, accelerator: Any, num_devices: int, num_nodes: int, words: str
 ) -> None:
-    sentence = strategy.refuse(accelerator, num_devices, num_nodes, Precision.parse("32-true"))
+    sentence = strategy.refuse(Target(accelerator=accelerator, num_devices=num_devices, num_nodes=num_nodes))
     with pytest.raises(ValueError, match=words):
         raise ValueError(sentence)
 
@@ -437,7 +438,7 @@ def test_what_cannot_run_is_refused_before_anything_starts(
 def test_hsdp_has_a_replica_on_each_node() -> None:
     strategy = FSDPStrategy(device_mesh="nodes")
     assert strategy.degrees(8, 2) == {"replicate": 2, "shard": 4}
-    assert strategy.refuse(CPUAccelerator(), 4, 2, Precision.parse("32-true")) is None
+    assert strategy.refuse(Target(accelerator=CPUAccelerator(), num_devices=4, num_nodes=2)) is None
 
 
 def save_an_unknown_state(world: World) -> None:
