@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data.shares import in_order, read, share_out
+from shares import in_order, read, share_out
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
