@@ -640,12 +640,13 @@ class Fabric:
         chosen = self._configuration
         with ExitStack() as stack:
             stack.enter_context(determinism(self._deterministic))
-            stack.enter_context(recording(os.environ))
+            with recording(os.environ):
+                journal = FlightRecorder()
             runtime = chosen.strategy.connect(world, chosen.accelerator, chosen.devices, chosen.precision)
             stack.callback(runtime.collective.teardown)
             store = runtime.collective.store()
             if store is not None:
-                stack.callback(Watcher(world, store, FlightRecorder(), self._say_after_seconds).close)
+                stack.callback(Watcher(world, store, journal, self._say_after_seconds).close)
             stack.callback(self._forget)  # before the teardown: models hold on to the process group
             atexit.register(self.close)
             stack.callback(atexit.unregister, self.close)

@@ -1,4 +1,4 @@
-"""Have torch note the last collectives of a process: its flight recorder, which reads a variable when it is first used.
+"""Have torch note the last collectives of a process, by a variable that its flight recorder reads when first used.
 
 On gloo it is off unless the variable is set; on NCCL torch keeps 2000 calls by itself.
 """
@@ -16,7 +16,7 @@ NUM_CALLS = 256
 
 @contextlib.contextmanager
 def recording(environ: MutableMapping[str, str]) -> Iterator[None]:
-    """Within it, a first process group has its collectives noted. What the user has set stays."""
+    """Within it, whoever is the first to use the flight recorder turns it on. What the user has set stays."""
     if any(name in environ for name in SIZES):
         yield
         return

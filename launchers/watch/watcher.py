@@ -74,7 +74,9 @@ class Watcher:
         self._switches: tuple[int | None, float] = (None, time.monotonic())
         self._told: tuple[str, float] | None = None
         """The call of which the others have been told, and how long it will have waited when they are told again."""
-        self._asked_at = self._printed_at = float("-inf")
+        self._asked_at = -_NEVER
+        self._printed_at = {False: -_NEVER, True: -_NEVER}
+        """When this rank spoke for the job, by whether these were the last words."""
         self._one_at_a_time = threading.Lock()
         address = own_address(world)
         token = secrets.token_hex(8)
@@ -220,10 +222,11 @@ class Watcher:
 
     def _print(self, *, last_words: bool) -> None:
         with contextlib.suppress(Exception), self._one_at_a_time:
-            if time.monotonic() - self._printed_at < (LAST_WORDS_SECONDS if last_words else self._say_after / 2):
+            apart = LAST_WORDS_SECONDS if last_words else self._say_after / 2
+            if time.monotonic() - self._printed_at[last_words] < apart:
                 return
             words = self.table(last_words=last_words)
-            self._printed_at = time.monotonic()
+            self._printed_at[last_words] = time.monotonic()
             if self._supervisor is not None:
                 self._supervisor.words(words)
             else:

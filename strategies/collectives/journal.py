@@ -15,7 +15,10 @@ import torch._C._distributed_c10d as c10d
 from fabric.launchers.watch.activity import WORLD, Call
 from fabric.launchers.watch.stack import users_line
 
-_dump: Callable[..., bytes] | None = getattr(c10d, "_dump_fr_trace", None)
+_DUMPS: list[Callable[..., bytes]] = [
+    getattr(c10d, name) for name in ("_dump_fr_trace", "_dump_nccl_trace") if name in dir(c10d)
+]
+"""Torch keeps a recorder for NCCL, and one for all others; a build without CUDA has the second alone."""
 
 _DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32", "Byte": "uint8"}
 
@@ -23,23 +26,25 @@ _DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Long": "
 @final
 class FlightRecorder:
     """What torch has noted. Without notes (torch was built without, or the first process group came before us) it is
-    empty."""
+    empty. The first one of a process turns the recorder on, where the environment says so."""
+
+    def __init__(self) -> None:
+        _read(calls=False)
 
     def is_waiting(self) -> bool:
         """Whether some group has a call that is not finished."""
-        groups = _read(calls=False, stacks=False).get("pg_status", {}).values()
+        groups = [group for found in _read(calls=False) for group in found.get("pg_status", {}).values()]
         return any(group["last_enqueued_collective"] != group["last_completed_collective"] for group in groups)
 
     def calls(self) -> Sequence[Call]:
         """The calls that are kept, oldest first. Numbers count the calls of one group on this rank."""
-        return [_call(entry) for entry in _read(calls=True, stacks=True).get("entries", ())]
+        calls = [_call(entry) for found in _read(calls=True) for entry in found.get("entries", ())]
+        return sorted(calls, key=lambda call: call.started_ns)
 
 
-def _read(*, calls: bool, stacks: bool) -> Mapping[str, Any]:
-    if _dump is None:
-        return {}
-    found: Mapping[str, Any] = pickle.loads(_dump(calls, stacks, False))  # of this process: torch's own writing
-    return found
+def _read(*, calls: bool) -> list[Mapping[str, Any]]:
+    """What each recorder has; without calls only how far each group has come. With calls, their stacks."""
+    return [pickle.loads(dump(calls, calls, False)) for dump in _DUMPS]  # of this process: torch's own writing
 
 
 def _call(entry: Mapping[str, Any]) -> Call:
