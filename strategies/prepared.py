@@ -13,7 +13,7 @@ from typing import final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.checkpoint.state import PLAIN, StateAccess, uncompiled
+from fabric.strategies.checkpoint.state import PLAIN, StateAccess, Stateful, uncompiled
 from fabric.strategies.gradients.sync import GradientSync
 
 
@@ -39,6 +39,8 @@ class Prepared:
     """How an engine of its own scales a loss for this model alone; None: as the precision does."""
     joins_backward: bool = True
     """Whether one backward may run through this model and others; False where `scale_loss` would scale the others."""
+    loss_scale: Stateful | None = None
+    """The scale of losses, where an engine of its own has one instead of the runtime."""
     state: StateAccess = PLAIN
     """How the whole state of the model, and of optimizers of its parameters, is saved and loaded."""
 

@@ -19,6 +19,7 @@ from fabric.strategies.gradients.clipping import NONE, kind_of, on_gradient, ref
 from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
 from fabric.strategies.module.changes import Contents
+from fabric.strategies.torch_internals import after_backward
 
 
 @final
@@ -91,7 +92,7 @@ class HorovodGradientSync(GradientSync):
         if not self.is_unsynced:
             # Each time, not only the first: a backward that raises forgets what was queued, and we do not hear of it.
             self.is_due = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._average)
+            after_backward(self._average)
 
     def _average(self) -> None:
         """Average, over the ranks, each gradient that has changed on any of them; elsewhere it counts as zero."""
