@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
+from fabric.launchers.registry import OURS
+
 Devices: TypeAlias = Literal["auto", "all"] | int | tuple[int, ...]
 """All that fit, all there are, a number of them, or their indices."""
-LauncherWord: TypeAlias = Literal["auto", "script", "fork", "forkserver", "spawn", "elastic", "external"]
-
-STARTING_LAUNCHERS: tuple[LauncherWord, ...] = ("script", "fork", "forkserver", "spawn")
-"""The launchers that start processes of our own."""
-OUR_LAUNCHERS: tuple[LauncherWord, ...] = (*STARTING_LAUNCHERS, "elastic")
-"""What a world that we made may say of its launcher: `elastic` starts ranks by two of the others."""
-LAUNCHERS: tuple[LauncherWord, ...] = ("auto", *OUR_LAUNCHERS, "external")
+LAUNCHERS = ("auto", *OURS, "external")
+"""What `Fabric(launcher=...)` takes."""
 DEFAULT_MAX_RESTARTS = 3
 """Of `launcher='elastic'` where nobody says a number; torch's `LaunchConfig` has the same. Unmeasured."""
 PRECISIONS = ("64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed", "64", "32", "16", "bf16")
@@ -64,7 +61,7 @@ def read_word(value: object, said: str) -> str:
     return value
 
 
-def read_launcher(value: object, said: str) -> LauncherWord:
+def read_launcher(value: object, said: str) -> str:
     """Read a launcher's word."""
     for word in LAUNCHERS:
         if value == word:
