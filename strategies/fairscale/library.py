@@ -14,14 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.collectives.process_group import TorchCollective
 from fabric.strategies.module.buffers import follow_rank_zero
 from fabric.strategies.precision.loss_scaler import LossScaler
-from fabric.strategies.precision.precision import Precision
-from fabric.strategies.runtime import Runtime, connect
 
 Owned = Callable[[Optimizer], list[Tensor]]
 """The parameters of an optimizer that this rank holds averaged gradients for."""
@@ -51,22 +47,6 @@ def root_logger_untouched() -> Iterator[None]:
         yield
     finally:
         logging.root.removeHandler(handler)
-
-
-def meet(
-    world: World,
-    accelerator: Accelerator,
-    devices: Sequence[int],
-    precision: Precision,
-    *,
-    backend: str | None,
-    timeout_seconds: float,
-) -> Runtime:
-    """Take the device of this rank, and meet the others. A step that overflows on one rank is skipped on all."""
-    accelerator.connect(devices[world.local_rank])
-    device = accelerator.device(devices[world.local_rank])
-    collective = TorchCollective(world, backend or accelerator.backend, device=device, timeout_seconds=timeout_seconds)
-    return connect(world, [device], collective, precision, in_shards=True)
 
 
 def start_alike(collective: Collective, module: nn.Module) -> None:

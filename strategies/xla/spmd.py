@@ -25,7 +25,7 @@ from fabric.strategies.data.transfer import movables
 from fabric.strategies.module.prepare import replica
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
-from fabric.strategies.runtime import Runtime, connect
+from fabric.strategies.runtime import Runtime, open_runtime
 from fabric.strategies.xla.device import (
     XLAState,
     each,
@@ -56,8 +56,14 @@ def refuse_program(word: str, accelerator: Accelerator, num_devices: int, num_no
     return None
 
 
-def connect_program(word: str, world: World, precision: Precision) -> Runtime:
-    """Give this process to SPMD, for good.
+def connect_program(
+    word: str,
+    world: World,
+    precision: Precision,
+    degrees: Mapping[str, int],
+    data_axes: tuple[str, ...],
+) -> Runtime:
+    """Give this process to SPMD, for good. Batches are cut along `data_axes` of the mesh of these degrees.
 
     Raises: RuntimeError: it has used a device already, which can then be told of SPMD no more.
     """
@@ -73,7 +79,8 @@ def connect_program(word: str, world: World, precision: Precision) -> Runtime:
         xr.use_spmd()
     device = torch_xla.device()
     seed_device()
-    return connect(world, [device], SingleDeviceCollective(), precision)
+    carry = partial(cut_batches, degrees, data_axes)
+    return open_runtime(world, [device], SingleDeviceCollective(), precision, carry=carry)
 
 
 def mesh_of_devices(degrees: Mapping[str, int]) -> Any:

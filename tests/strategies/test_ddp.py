@@ -237,4 +237,5 @@ def test_mps_in_several_processes_is_refused() -> None:
 
     sentence = DDPStrategy().refuse(TorchAccelerator("mps"), 2, 1, Precision.parse("32-true"))
     assert sentence is not None
-    assert "Pass `devices=1`" in sentence
+    assert "Pass `accelerator='cpu'`, or `devices=1`" in sentence
+    assert DDPStrategy().refuse(TorchAccelerator("mps"), 1, 1, Precision.parse("32-true")) is None

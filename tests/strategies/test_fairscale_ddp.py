@@ -30,9 +30,9 @@ def sentence(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 def test_it_runs_on_the_cpu_and_says_where_it_does_not() -> None:
     precision = Precision.parse("32-true")
     assert STRATEGY.refuse(CPUAccelerator(), 2, 1, precision) is None
-    said = STRATEGY.refuse(TorchAccelerator("mps"), 1, 1, precision)
+    said = STRATEGY.refuse(TorchAccelerator("xpu"), 1, 1, precision)
     assert said is not None
-    assert "FairScale's, which runs on cpu and cuda, and not on 'mps'. Pass `strategy='fsdp'`" in said
+    assert "FairScale's, which runs on cpu and cuda, and not on 'xpu'. Pass `strategy='fsdp'`" in said
 
 
 def mistakes(fabric: Fabric) -> dict[str, str]:

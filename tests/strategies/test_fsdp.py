@@ -418,7 +418,7 @@ def test_bad_options_are_errors_at_setup() -> None:
     ("strategy", "accelerator", "num_devices", "num_nodes", "words"),
     [
         (FSDPStrategy(cpu_offload=True), CPUAccelerator(), 2, 1, "`cpu_offload=True` .* has them there already"),
-        (FSDPStrategy(), TorchAccelerator("mps"), 1, 1, "`accelerator='mps'` has no torch.distributed backend"),
+        (FSDPStrategy(), TorchAccelerator("mps"), 1, 1, "has one device and no torch.distributed backend"),
         (
             FSDPStrategy(device_mesh=(2, 3)), CPUAccelerator(), 4, 1,
             r"`device_mesh=\(2, 3\)` makes a mesh of replicate=2 x shard=3: 6 ranks, but there are 4. Write whole",
@@ -436,7 +436,7 @@ def test_what_cannot_run_is_refused_before_anything_starts(
 
 def test_hsdp_has_a_replica_on_each_node() -> None:
     strategy = FSDPStrategy(device_mesh="nodes")
-    assert strategy._degrees(8, 2) == {"replicate": 2, "shard": 4}
+    assert strategy.degrees(8, 2) == {"replicate": 2, "shard": 4}
     assert strategy.refuse(CPUAccelerator(), 4, 2, Precision.parse("32-true")) is None
 
 
