@@ -15,6 +15,7 @@ from fabric.strategies.data.epochs import Epoch, Order
 from fabric.strategies.data.iterable import SharedStream, without_left_out
 from fabric.strategies.data.share import Share
 from fabric.strategies.data.transfer import Carry, one_by_one
+from fabric.strategies.data.uneven import Agreement
 from fabric.strategies.data.workers import WorkerStart
 
 END = object()
@@ -60,6 +61,8 @@ class Reading:
     """Called before each iteration."""
     position: Iterable[Any] | None = None
     """What knows how far an iteration has come, where that is not `source`."""
+    agreement: Agreement | None = None
+    """How ranks that read data of different lengths come to the same number of batches."""
     part: Share | None = None
     """Where each rank reads other data than its peers, so that it stands at a position of its own: which part."""
 
@@ -96,6 +99,8 @@ class DeviceLoader(ABC):
             batches = iter(reading.source)
         if reading.stream is not None:
             batches = without_left_out(batches, reading.leave_out)
+        if reading.agreement is not None:
+            batches = reading.agreement(batches, again=lambda: iter(reading.source))
         if reading.device is not None and reading.device.type != "cpu":
             batches = reading.carry(batches, reading.device)
         if reading.order is None or opened is None:

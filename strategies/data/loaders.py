@@ -28,6 +28,7 @@ from fabric.strategies.data.rng import own_rngs
 from fabric.strategies.data.share import Share, Use
 from fabric.strategies.data.split import Split, refuse_pipe, split_of
 from fabric.strategies.data.transfer import Carry, has_streams, one_ahead, one_by_one
+from fabric.strategies.data.uneven import Agreement, Uneven
 from fabric.strategies.data.workers import WorkerStart
 
 __all__ = ["DeviceLoader", "Share", "Use", "process_dataloader"]
@@ -46,6 +47,7 @@ def process_dataloader(
     numbers: LoaderNumbers,
     say: Callable[[str], None],
     carry: Carry | None = None,
+    uneven: Uneven | None = None,
 ) -> DeviceLoader:
     """The loader, cut to this rank's share (`distribute`), its batches on `device` (`move`).
 
@@ -61,7 +63,7 @@ def process_dataloader(
         raise ValueError("`setup_dataloaders` was given a loader that it returned before. Pass the original loader.")
     if not isinstance(loader, Iterable):
         raise TypeError(f"`setup_dataloaders` was given a `{type(loader).__name__}`, which cannot be iterated.")
-    setup = _Setup(share, use != "train", ranks, numbers, say)
+    setup = _Setup(share, use != "train", ranks, numbers, say, uneven)
     split = split_of(loader, share) if distribute else None
     accelerated = move and device.type != "cpu"
     # Ahead only of what is at hand: an iterable may depend on the loop, and a stateful loader counts what was fetched.
@@ -72,8 +74,10 @@ def process_dataloader(
             say(sentence)
     if split is not None:
         reading = _split(loader, split, setup)
-    elif not distribute or ranks.size == 1:
+    elif ranks.size == 1:
         reading = _whole(loader, share)
+    elif not distribute:
+        reading = replace(_whole(loader, share), agreement=_own_data(loader, setup))
     elif isinstance(loader, DataLoader):
         reading = _shared(loader, setup)
     else:
@@ -89,13 +93,19 @@ class _Setup:
     ranks: Ranks
     numbers: LoaderNumbers
     say: Callable[[str], None]
+    when_ended: Uneven | None
 
 
 def _split(loader: Iterable[Any], split: Split, setup: _Setup) -> Reading:
     """The loader as the user made it, of which each rank reads another part."""
-    reading = replace(_whole(loader, setup.share), part=setup.share)
-    _equal_batches(loader, split.words, setup)
-    return reading
+    exact = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    agreement = _equal_batches(loader, split.words, setup, exact=exact)
+    return replace(_whole(loader, setup.share), part=setup.share, agreement=agreement)
+
+
+def _own_data(loader: Iterable[Any], setup: _Setup) -> Agreement | None:
+    """Each rank reads what its loader gives, and may do so alone: nothing is sent unless that was asked for."""
+    return None if setup.when_ended is None else _agreement(loader, type(loader).__name__, setup)
 
 
 def _whole(loader: Iterable[Any], share: Share) -> Reading:
@@ -168,28 +178,41 @@ def _shared_stream(
 
 def _own_part(loader: DataLoader[Any], stream: SplitStream, setup: _Setup, start: WorkerStart) -> Reading:
     source = _copy(loader, worker_init_fn=start, dataset=stream.part)
-    _equal_batches(source, stream.words, setup)
+    agreement = _equal_batches(source, stream.words, setup, exact=False)
     epochal = tuple({id(each): each for each in (*_epochal(loader, loader), *_epochal(source, source))}.values())
-    return Reading(source=source, start=start, epochal=epochal, begin=stream.follow, part=setup.share)
+    return Reading(
+        source=source, start=start, epochal=epochal, begin=stream.follow, part=setup.share, agreement=agreement
+    )
 
 
-def _equal_batches(loader: Iterable[Any], words: str, setup: _Setup) -> None:
-    """Raise ValueError where ranks that train would read different numbers of batches; say where that is unknown."""
-    length = length_of(loader)
+def _equal_batches(loader: Iterable[Any], words: str, setup: _Setup, *, exact: bool) -> Agreement | None:
+    """How ranks that train on parts of their own come to equal numbers of batches; None where they need not, or do.
+
+    `exact`: the length is that of a sampler, not what a stream says of itself.
+    Raises: ValueError: the lengths are known, and differ.
+    """
     if setup.uneven:
-        return
-    if not setup.ranks.same(repr(length)):
-        lengths = setup.ranks.gather(length)
-        raise ValueError(
-            f"`{words}` gives the {len(lengths)} ranks {', '.join(map(str, lengths))} batches, and each rank trains on "
-            "as many as any other. Pass `drop_last=True`, make the parts equal, or, where ranks may have different "
-            "numbers of batches, pass `use='validate'`, `'test'` or `'predict'`."
-        )
-    if length is None:
-        setup.say(
-            f"Each rank reads its own part, by `{words}`, whose length is unknown. If the parts hold different numbers "
-            "of batches, stop all ranks at the same step."
-        )
+        return None
+    if setup.when_ended is not None:
+        return _agreement(loader, words, setup)
+    length = length_of(loader)
+    if setup.ranks.same(repr(length)):
+        return None if exact else _agreement(loader, words, setup)
+    lengths = setup.ranks.gather(length)
+    raise ValueError(
+        f"`{words}` gives the {len(lengths)} ranks {', '.join(map(str, lengths))} batches, and each rank trains on as "
+        'many as any other. Pass `drop_last=True`, make the parts equal, pass `uneven="stop"` or `uneven="repeat"`, '
+        "or, where ranks may have different numbers of batches, `use='validate'`, `'test'` or `'predict'`."
+    )
+
+
+def _agreement(loader: Iterable[Any], words: str, setup: _Setup) -> Agreement | None:
+    if setup.ranks.size == 1 or setup.ranks.votes is None:
+        return None
+    # Ahead only of what no loop changes, and nobody counts: see `process_dataloader`.
+    collates = isinstance(loader, DataLoader) and (loader.batch_size is not None or loader.num_workers > 0)
+    ahead = collates and not isinstance(loader, Stateful)
+    return Agreement(setup.when_ended or "stop", setup.ranks.votes(), words, setup.say, ahead=ahead)
 
 
 def _shared_iterable(items: Iterable[Any], setup: _Setup) -> Reading:
