@@ -23,6 +23,7 @@ from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime, open_runtime
 from fabric.strategies.strategy import Strategy
+from fabric.strategies.target import Target
 
 
 @final
@@ -35,16 +36,17 @@ class DataParallelStrategy(Strategy):
     def launchers(self) -> tuple[str, ...]:
         return ("inline",)
 
-    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
-        if num_nodes > 1:
+    def refuse(self, target: Target) -> str | None:
+        if target.num_nodes > 1:
             return (
-                f"`strategy='dp'` is one process, but `num_nodes={num_nodes}` needs one per node. "
+                f"`strategy='dp'` is one process, but `num_nodes={target.num_nodes}` needs one per node. "
                 "Pass `strategy='ddp'`."
             )
-        if accelerator.name == "cpu" and num_devices > 1:
+        if target.accelerator.name == "cpu" and target.num_devices > 1:
+            number = target.num_devices
             return (
                 f"`strategy='dp'` splits a batch over devices of one process, and the CPU is one device, but "
-                f"`devices={num_devices}` asks for more. Pass `strategy='ddp'` for {num_devices} processes."
+                f"`devices={number}` asks for more. Pass `strategy='ddp'` for {number} processes."
             )
         return None
 

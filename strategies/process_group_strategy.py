@@ -18,6 +18,7 @@ from fabric.strategies.precision.precision import Precision
 from fabric.strategies.runtime import Runtime, open_runtime
 from fabric.strategies.sharding.mesh import degree, device_mesh
 from fabric.strategies.strategy import Strategy
+from fabric.strategies.target import Target
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,8 +37,8 @@ class ProcessGroupStrategy(Strategy):
     timeout_seconds: float = 1800.0
     """How long a collective waits for the other ranks before it raises."""
 
-    def why_not(self, accelerator: Accelerator, size: int, precision: Precision) -> str | None:
-        """Hook: what this strategy cannot do with `size` ranks, as `refuse` says it; None where it can run."""
+    def why_not(self, target: Target) -> str | None:
+        """Hook: what keeps this strategy from running there, as `refuse` says it; None where it can run."""
         return None
 
     def degrees(self, size: int, num_nodes: int) -> Mapping[str, int]:
@@ -61,19 +62,18 @@ class ProcessGroupStrategy(Strategy):
         return own_launchers(self.launcher)
 
     @final
-    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
+    def refuse(self, target: Target) -> str | None:
         """Refuse what `why_not` and `degrees` do, and MPS where a process group is needed."""
-        size = num_devices * num_nodes
-        if accelerator.name == "mps" and (size > 1 or self.in_shards):
+        if target.accelerator.name == "mps" and (target.size > 1 or self.in_shards):
             return (
                 f"`accelerator='mps'` has one device and no torch.distributed backend, which `{type(self).__name__}` "
                 "needs. Pass `accelerator='cpu'`, or `devices=1` and `strategy='single_device'`."
             )
-        sentence = self.why_not(accelerator, size, precision)
+        sentence = self.why_not(target)
         if sentence is not None:
             return sentence
         try:
-            self.degrees(size, num_nodes)
+            self.degrees(target.size, target.num_nodes)
         except ValueError as error:
             return str(error)
         return None

@@ -17,6 +17,7 @@ from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime, open_runtime
 from fabric.strategies.strategy import Strategy
+from fabric.strategies.target import Target
 
 
 @final
@@ -28,12 +29,13 @@ class SingleDeviceStrategy(Strategy):
     def launchers(self) -> tuple[str, ...]:
         return ("inline",)
 
-    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
-        if num_devices * num_nodes == 1:
+    def refuse(self, target: Target) -> str | None:
+        if target.size == 1:
             return None
         return (
-            f"`strategy='single_device'` uses one device, but `devices={num_devices}` and `num_nodes={num_nodes}` make "
-            f"{num_devices * num_nodes}. Pass `devices=1`, or `strategy='ddp'` to train on all of them."
+            f"`strategy='single_device'` uses one device, but `devices={target.num_devices}` and "
+            f"`num_nodes={target.num_nodes}` make {target.size}. Pass `devices=1`, or "
+            "`strategy='ddp'` to train on all of them."
         )
 
     def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:

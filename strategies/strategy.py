@@ -26,6 +26,7 @@ from fabric.strategies.module.wrap_policy import Policy
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.target import Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +56,19 @@ class Strategy(ABC):
         """How many processes a node runs to use `num_devices` devices: one per device, or the calling process alone."""
         return 1 if self.launchers == ("inline",) else num_devices
 
+    def look_for_packages(self) -> Mapping[str, str]:
+        """The optional packages that it needs and that are installed here, with what `refuse` has to know of each.
+
+        Called once for each `Fabric`, before `refuse`. Overridden where there are any.
+        """
+        return {}
+
     @abstractmethod
-    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
-        """None where it can run so; otherwise a sentence with what was written, what is so, and what to write."""
+    def refuse(self, target: Target) -> str | None:
+        """None where it can run so; otherwise a sentence with what was written, what is so, and what to write.
+
+        Looks at nothing but `target`: it is asked about machines that are not this one.
+        """
 
     @abstractmethod
     def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:

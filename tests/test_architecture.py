@@ -156,6 +156,11 @@ def test_every_folder_of_strategies_is_a_part_or_a_technique() -> None:
     assert folders == {*PARTS, *COMPOSED, *TECHNIQUES}
 
 
+def test_tests_of_a_layer_lie_in_folders_as_its_sources_do() -> None:
+    folders = {path.parent for layer in LAYERS for path in (ROOT / "tests" / layer).rglob("*.py")}
+    assert not [named(folder) for folder in folders if not (ROOT / folder.relative_to(ROOT / "tests")).is_dir()]
+
+
 def test_no_technique_is_imported_but_by_itself_and_by_the_tables_of_names() -> None:
     wrong = [
         f"{named(path)} imports {module}"
@@ -188,6 +193,31 @@ def test_only_the_collectives_talk_to_other_ranks() -> None:
 def test_the_environment_is_read_where_a_process_or_a_command_begins() -> None:
     elsewhere = {named(path) for path in sources() if path.parent.name not in ("environments", "cli")}
     assert {name for name in elsewhere if environment_uses(ROOT / name)} == set(ENVIRONMENT)
+
+
+LOOKING = re.compile(r"(os\.environ|find_spec|import_module|num_devices|version|why_unavailable|which|PJRT\.of)\b")
+
+
+def takes_a_target(node: ast.AST) -> bool:
+    arguments = node.args.args if isinstance(node, ast.FunctionDef) else []
+    return any(one.annotation is not None and ast.unparse(one.annotation) == "Target" for one in arguments)
+
+
+def test_what_resolves_looks_at_nothing_but_its_arguments() -> None:
+    """`tests/facade/test_resolve.py` gives it machines that are not this one."""
+    files = [ROOT / "fabric" / name for name in ("alone.py", "conflicts.py", "devices.py", "resolve.py")]
+    code = [(path, node) for path in files for node in nodes_of(path) if isinstance(node, ast.FunctionDef)]
+    code += [(path, node) for path in sources() for node in nodes_of(path) if takes_a_target(node)]
+    assert len(code) > 40
+    wrong = [
+        f"{named(path)}:{inner.lineno}: {ast.unparse(inner)}"
+        for path, node in code
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Import | ast.ImportFrom)
+        or (isinstance(inner, ast.Call) and re.search(rf"(^|\.){LOOKING.pattern}$", ast.unparse(inner.func)))
+        or (isinstance(inner, ast.Attribute) and ast.unparse(inner) == "os.environ")
+    ]
+    assert not wrong
 
 
 def test_the_layer_of_the_user_never_asks_which_strategy_it_has() -> None:

@@ -71,8 +71,10 @@ def average(collective, parameter):
 class AverageStrategy(Strategy):
     launchers = ("script", "fork", "forkserver", "spawn")
 
-    def refuse(self, accelerator, num_devices, num_nodes, precision):
-        return None if accelerator.name == "abacus" else "Only an abacus counts by hand. Pass `accelerator='abacus'`."
+    def refuse(self, target):
+        if target.accelerator.name == "abacus":
+            return None
+        return "Only an abacus counts by hand. Pass `accelerator='abacus'`."
 
     def connect(self, world, accelerator, devices, precision):
         device = accelerator.device(devices[world.local_rank])

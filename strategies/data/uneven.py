@@ -145,7 +145,13 @@ class _Supply:
         if self._again is None or self.num_read == 0:
             return batch
         self._batches = self._again()
-        return next(self._batches, _END)
+        batch = next(self._batches, _END)
+        if batch is _END:
+            raise RuntimeError(
+                '`setup_dataloaders(..., uneven="repeat")` of data that gives nothing when it is iterated a second '
+                'time. Pass something that begins anew, such as a `DataLoader`, or `uneven="stop"`.'
+            )
+        return batch
 
     @property
     def vote(self) -> int:

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.deepspeed.checks import COMPILED, LATER, ONE_OPTIMIZER, refuse_setup
 from fabric.strategies.deepspeed.config import (
@@ -29,7 +28,7 @@ from fabric.strategies.deepspeed.config import (
     read_config,
 )
 from fabric.strategies.deepspeed.engine import NOT_GATHERED, UNUSED, Engine, close, gathered_parts, remember
-from fabric.strategies.deepspeed.library import installed, join, local_rank, undisturbed, why_not
+from fabric.strategies.deepspeed.library import join, local_rank, undisturbed, why_not
 from fabric.strategies.deepspeed.state import ZeroState, is_sharded
 from fabric.strategies.module.bare_parameters import IN_MODULE
 from fabric.strategies.module.buffers import follow_rank_zero
@@ -38,11 +37,11 @@ from fabric.strategies.module.deferred_init import refuse_empty
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.module.prepare import place, with_precision
-from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
+from fabric.strategies.target import Target, releases
 
 
 @final
@@ -92,16 +91,20 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             return always
         return {**always, "compile_before": COMPILED, "methods": NOT_GATHERED, "copies": _IN_SHARDS}
 
-    def why_not(self, accelerator: Accelerator, size: int, precision: Precision) -> str | None:
-        missing = why_not(installed())
+    def look_for_packages(self) -> Mapping[str, str]:
+        return releases("deepspeed")
+
+    def why_not(self, target: Target) -> str | None:
+        missing = why_not(target.packages.get("deepspeed"))
         if missing is not None:
             return missing
+        precision = target.precision
         if precision.name not in PRECISIONS:
             return (
                 f"`precision={precision.name!r}` with `strategy='deepspeed'`: DeepSpeed keeps float32 weights and "
                 f"computes in float32, bfloat16 or float16. Write one of {', '.join(map(repr, PRECISIONS))}."
             )
-        if precision.name == "16-true" and accelerator.name == "cpu":
+        if precision.name == "16-true" and target.accelerator.name == "cpu":
             return (
                 "`precision='16-true'` with `strategy='deepspeed'` on CPU: DeepSpeed has no float16 there. "
                 "Write 'bf16-true' or 'bf16-mixed'."

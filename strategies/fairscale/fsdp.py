@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.fairscale.fsdp_state import IN_SLICES, attach_module, attach_optimizer, holds_local
 from fabric.strategies.fairscale.fsdp_wrappers import UNCOMPILABLE, Slices
@@ -42,6 +41,7 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
+from fabric.strategies.target import Target, releases
 
 
 @final
@@ -73,14 +73,18 @@ class FairScaleFSDPStrategy(ProcessGroupStrategy):
         }
         return always if self.wrap is None else {**always, "compile_before": UNCOMPILABLE}
 
-    def why_not(self, accelerator: Accelerator, size: int, precision: Precision) -> str | None:
+    def look_for_packages(self) -> Mapping[str, str]:
+        return releases("fairscale")
+
+    def why_not(self, target: Target) -> str | None:
+        precision = target.precision
         if precision.param_dtype not in _DTYPES:
             return (
                 f"`precision={precision.name!r}` keeps parameters in {precision.param_dtype}, and FairScale's fully "
                 "sharded module keeps them in torch.float32 or torch.float16. Pass `precision='32-true'`, "
                 "`'bf16-mixed'` or `'16-mixed'`, or `strategy='fsdp'`."
             )
-        return why_not("ddp_fully_sharded", accelerator)
+        return why_not("ddp_fully_sharded", target)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         parts = [part for part in matching(module, self.wrap, "wrap") if part is not module]

@@ -16,7 +16,6 @@ from typing import final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.fairscale.library import (
     NEEDS_ALL,
@@ -31,10 +30,10 @@ from fabric.strategies.fairscale.oss import Owners
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.module.bare_parameters import IN_MODULE
 from fabric.strategies.module.prepare import place, replica
-from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.target import Target, releases
 
 
 @final
@@ -54,8 +53,11 @@ class FairScaleShardedStrategy(ProcessGroupStrategy):
             "bare_parameters": IN_MODULE,
         }
 
-    def why_not(self, accelerator: Accelerator, size: int, precision: Precision) -> str | None:
-        return why_not("ddp_sharded", accelerator)
+    def look_for_packages(self) -> Mapping[str, str]:
+        return releases("fairscale")
+
+    def why_not(self, target: Target) -> str | None:
+        return why_not("ddp_sharded", target)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         _refuse_parameters(module, optimizers)

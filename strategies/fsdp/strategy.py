@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.gradients.clipping import clip_norm, clip_value
@@ -46,6 +45,7 @@ from fabric.strategies.sharding.mesh import check_degrees
 from fabric.strategies.sharding.same_gradients import SameGradients
 from fabric.strategies.sharding.submodules import enter_alone
 from fabric.strategies.sharding.whole_draws import draw_whole
+from fabric.strategies.target import Target
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -89,8 +89,8 @@ class FSDPStrategy(ProcessGroupStrategy):
     def lacks(self) -> Mapping[Capability, str]:
         return {"copies": IN_SHARDS, "scalars": _SCALARS}
 
-    def why_not(self, accelerator: Accelerator, size: int, precision: Precision) -> str | None:
-        if self.cpu_offload and accelerator.name == "cpu":
+    def why_not(self, target: Target) -> str | None:
+        if self.cpu_offload and target.accelerator.name == "cpu":
             return (
                 "`cpu_offload=True` (`strategy='fsdp_cpu_offload'`) moves shards from a device to the CPU, but "
                 "`accelerator='cpu'` has them there already. Pass `strategy='fsdp'`, or another accelerator."

@@ -7,7 +7,7 @@ parameter that no rank has used keeps no gradient, as in one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +34,7 @@ from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime, open_runtime
 from fabric.strategies.strategy import Strategy
+from fabric.strategies.target import Target
 
 
 @final
@@ -48,12 +49,21 @@ class HorovodStrategy(Strategy):
     broadcast_buffers: bool = True
     """Buffers (the statistics of BatchNorm) follow rank 0 whenever gradients are averaged."""
 
+    def look_for_packages(self) -> Mapping[str, str]:
+        """Imports Horovod: only so is it known what it was built with."""
+        try:
+            import horovod.torch as hvd
+        except (ImportError, OSError) as error:
+            return {"horovod cannot be imported": str(error)}
+        built = {"gloo": hvd.gloo_built(), "nccl": hvd.nccl_built()}
+        return {"horovod": " ".join(name for name, is_built in built.items() if is_built)}
+
     @property
     def launchers(self) -> tuple[str, ...]:
         return own_launchers(self.launcher)
 
-    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
-        return _why_not(accelerator.device(0).type)
+    def refuse(self, target: Target) -> str | None:
+        return _why_not(target)
 
     def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
         accelerator.connect(devices[world.local_rank])
@@ -183,15 +193,15 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def _why_not(device_type: str) -> str | None:
+def _why_not(target: Target) -> str | None:
     """None where Horovod can carry tensors of this device; otherwise why it cannot, and what makes it able to."""
-    try:
-        import horovod.torch as hvd
-    except (ImportError, OSError) as error:
+    built, device_type = target.packages.get("horovod"), target.accelerator.device(0).type
+    if built is None:
+        error = target.packages.get("horovod cannot be imported", "it was not looked for")
         return f"`strategy='horovod'` needs Horovod, which cannot be imported here: {error}. {INSTALL}"
-    if not hvd.gloo_built():
+    if "gloo" not in built:
         return f"`strategy='horovod'` lets Horovod's ranks meet by gloo, and this one has none. {INSTALL}"
-    if device_type == "cpu" or (device_type == "cuda" and hvd.nccl_built()):
+    if device_type == "cpu" or (device_type == "cuda" and "nccl" in built):
         return None
     return (
         f"`strategy='horovod'` with `accelerator={device_type!r}`: Horovod carries tensors of the CPU, and of CUDA "

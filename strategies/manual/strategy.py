@@ -16,7 +16,6 @@ from typing import Any, ClassVar, final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.gradients.clipping import parameters_of
@@ -33,6 +32,7 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.mesh import COPIES, check_degrees
+from fabric.strategies.target import Target
 
 __all__ = ["ManualContext", "ManualStrategy", "Parallelized"]
 
@@ -71,7 +71,7 @@ class ManualStrategy(ProcessGroupStrategy):
         always: dict[Capability, str] = {"bare_parameters": IN_MODULE}
         return {**always, "gather_gradients": COPIES} if copies else always
 
-    def why_not(self, accelerator: Accelerator, size: int, precision: Precision) -> str | None:
+    def why_not(self, target: Target) -> str | None:
         if self.parallelize is None:
             return (
                 "`strategy='manual'` lays the model over the ranks by a function of yours, and has none. Pass "

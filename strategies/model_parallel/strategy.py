@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.gradients.averaging import Averaging
@@ -42,7 +41,6 @@ from fabric.strategies.module.parameter_rebinding import follow
 from fabric.strategies.module.prepare import attach_scaler, backward_through, with_precision
 from fabric.strategies.options import check_function
 from fabric.strategies.precision.forward_precision import cast_module
-from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
@@ -54,6 +52,7 @@ from fabric.strategies.sharding.mesh import COPIES, Degree, check_written, compl
 from fabric.strategies.sharding.same_gradients import SameGradients
 from fabric.strategies.sharding.submodules import enter_alone
 from fabric.strategies.sharding.whole_draws import draw_whole
+from fabric.strategies.target import Target
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -107,7 +106,7 @@ class ModelParallelStrategy(ProcessGroupStrategy):
             always["bare_parameters"] = IN_MODULE
         return {**always, "gather_gradients": COPIES} if copies else always
 
-    def why_not(self, accelerator: Accelerator, size: int, precision: Precision) -> str | None:
+    def why_not(self, target: Target) -> str | None:
         if self.parallelize_fn is None and self.pipeline is None:
             return (
                 "`strategy='model_parallel'` has no function that lays the model over the ranks. Write "

@@ -21,6 +21,7 @@ from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.strategy import Strategy
+from fabric.strategies.target import Target, releases
 from fabric.strategies.xla.device import place
 from fabric.strategies.xla.spmd import (
     connect_program,
@@ -52,8 +53,11 @@ class XLAFSDPStrategy(Strategy):
     def launchers(self) -> tuple[str, ...]:
         return ("inline",)
 
-    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
-        return refuse_program("xla_fsdp", accelerator, num_devices, num_nodes)
+    def look_for_packages(self) -> Mapping[str, str]:
+        return releases("torch_xla")
+
+    def refuse(self, target: Target) -> str | None:
+        return refuse_program("xla_fsdp", target)
 
     def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
         return connect_program("xla_fsdp", world, precision, _degrees(len(devices)), ("fsdp",))

@@ -32,6 +32,7 @@ from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.layout import parallelize
 from fabric.strategies.sharding.mesh import Degree, check_written, complete
 from fabric.strategies.strategy import Strategy
+from fabric.strategies.target import Target, releases
 from fabric.strategies.xla.device import place
 from fabric.strategies.xla.spmd import (
     axes_of,
@@ -82,7 +83,10 @@ class XLAModelParallelStrategy(Strategy):
     def launchers(self) -> tuple[str, ...]:
         return ("inline",)
 
-    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
+    def look_for_packages(self) -> Mapping[str, str]:
+        return releases("torch_xla")
+
+    def refuse(self, target: Target) -> str | None:
         if self.parallelize_fn is None:
             return (
                 "`strategy='model_parallel'` has no function that lays the model over the devices. Write "
@@ -90,12 +94,12 @@ class XLAModelParallelStrategy(Strategy):
                 "`function(model, mesh)` that calls `torch_xla.distributed.spmd.mark_sharding(weight, mesh, "
                 "('tensor', None))`."
             )
-        if accelerator.name == "xla":
+        if target.accelerator.name == "xla":
             try:
-                self._degrees(accelerator.num_devices())
+                self._degrees(target.num_available)
             except ValueError as error:
                 return str(error)
-        return refuse_program("model_parallel", accelerator, num_devices, num_nodes)
+        return refuse_program("model_parallel", target)
 
     def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
         return connect_program("model_parallel", world, precision, self._degrees(len(devices)), ("data", "shard"))

@@ -14,10 +14,9 @@ from operator import is_not
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from fabric.launchers.environments.xla import PJRT
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
@@ -32,6 +31,7 @@ from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime, open_runtime
 from fabric.strategies.strategy import Strategy
+from fabric.strategies.target import Target, releases
 from fabric.strategies.xla.collective import XLACollective
 from fabric.strategies.xla.device import (
     XLAState,
@@ -76,21 +76,25 @@ class XLAStrategy(Strategy):
     def launchers(self) -> tuple[str, ...]:
         return ("xla",)
 
-    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
-        sentence = refuse_accelerator("xla", accelerator)
-        if sentence is not None or num_devices * num_nodes == 1:
+    def look_for_packages(self) -> Mapping[str, str]:
+        return releases("torch_xla")
+
+    def refuse(self, target: Target) -> str | None:
+        sentence = refuse_accelerator("xla", target)
+        if sentence is not None or target.size == 1:
             return sentence
-        if num_devices != accelerator.num_devices():
+        if target.num_devices != target.num_available:
             return (
-                f"`devices={num_devices}` with `strategy='xla'` (or 'ddp' over XLA), but PJRT has "
-                f"{accelerator.num_devices()} devices here, and runs a replica on each. Leave `devices` out, or show "
+                f"`devices={target.num_devices}` with `strategy='xla'` (or 'ddp' over XLA), but PJRT has "
+                f"{target.num_available} devices here, and runs a replica on each. Leave `devices` out, or show "
                 "PJRT fewer: by CPU_NUM_DEVICES, or by TPU_VISIBLE_CHIPS on a TPU."
             )
-        if PJRT.of().client == "CPU" and not self.cpu_replicas:
+        if target.platform == "CPU" and not self.cpu_replicas:
             return (
-                f"`strategy='xla'` (or 'ddp' over XLA) with {num_devices} replicas on PJRT_DEVICE=CPU: torch_xla 2.9 "
-                "hangs there in the first collective, and ends the process after 15 s. Write `strategy='xla_fsdp'`, "
-                "which is one program over all devices, or `devices=1`; on a TPU `xla` runs on all."
+                f"`strategy='xla'` (or 'ddp' over XLA) with {target.num_devices} replicas on PJRT_DEVICE=CPU: "
+                "torch_xla 2.9 hangs there in the first collective, and ends the process after 15 s. Write "
+                "`strategy='xla_fsdp'`, which is one program over all devices, or `devices=1`; on a TPU `xla` runs on "
+                "all."
             )
         return None
 
@@ -143,7 +147,7 @@ class _Averaging:
         self.synced = True
         self.finds_unused = options.find_unused_parameters
         self.broadcast_buffers = options.broadcast_buffers and collective.size > 1
-        self.alike: set[Tensor] = set()  # these started from rank 0's values
+        self.alike: Contents | None = None  # these started from rank 0's values
         self._arrange()
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -169,9 +173,8 @@ class _Averaging:
         self.buffered = self.contents.modules if self.broadcast_buffers else []
         self.used: frozenset[str] | None = None
         if self.collective.size > 1:
-            tensors = list(dict.fromkeys(self.contents.tensors()))
-            follow_rank_zero(self.collective, [tensor for tensor in tensors if tensor not in self.alike])
-            self.alike = set(tensors)
+            follow_rank_zero(self.collective, self.contents.new_since(self.alike))
+            self.alike = self.contents
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:

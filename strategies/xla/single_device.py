@@ -19,6 +19,7 @@ from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime, open_runtime
 from fabric.strategies.strategy import Strategy
+from fabric.strategies.target import Target, releases
 from fabric.strategies.xla.device import (
     XLAState,
     marked_batches,
@@ -47,12 +48,17 @@ class SingleDeviceXLAStrategy(Strategy):
     def launchers(self) -> tuple[str, ...]:
         return ("inline",)
 
-    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
-        if num_devices * num_nodes == 1:
-            return refuse_accelerator("single_xla", accelerator)
-        return refuse_accelerator("single_xla", accelerator) or (
-            f"`strategy='single_xla'` uses one device, but `devices={num_devices}` and `num_nodes={num_nodes}` make "
-            f"{num_devices * num_nodes}. Pass `devices=1`, or `strategy='xla'` to train on all of them."
+    def look_for_packages(self) -> Mapping[str, str]:
+        return releases("torch_xla")
+
+    def refuse(self, target: Target) -> str | None:
+        sentence = refuse_accelerator("single_xla", target)
+        if sentence is not None or target.size == 1:
+            return sentence
+        return (
+            f"`strategy='single_xla'` uses one device, but `devices={target.num_devices}` and "
+            f"`num_nodes={target.num_nodes}` make {target.size}. Pass `devices=1`, or "
+            "`strategy='xla'` to train on all of them."
         )
 
     def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:

@@ -35,8 +35,8 @@ class Outside(Strategy):
     def launchers(self):
         return self.inner.launchers
 
-    def refuse(self, *question):
-        return self.inner.refuse(*question)
+    def refuse(self, target):
+        return self.inner.refuse(target)
 
     def connect(self, *place):
         return self.inner.connect(*place)

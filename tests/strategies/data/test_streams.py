@@ -1,0 +1,210 @@
+"""Iterable datasets, endless iterables and lists of batches: each item on one rank, boundaries kept."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from shares import in_order, read, share_out
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+
+class Stream(IterableDataset[int]):
+    """Counts to `size`; in workers, each takes every so-manieth."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        return iter(range(info.id if info else 0, self.size, info.num_workers if info else 1))
+
+
+class Shuffled(Stream):
+    """Shuffles by the global streams."""
+
+    def __iter__(self) -> Iterator[int]:
+        items = list(super().__iter__())
+        random.shuffle(items)
+        while items:
+            yield items.pop(int(torch.randint(len(items), ())))
+
+
+class Shards(Stream):
+    """Can read a part of itself."""
+
+    def __init__(self, size: int, num_shards: int = 1, index: int = 0) -> None:
+        super().__init__(size)
+        self.num_shards, self.index, self.reads = num_shards, index, 0
+
+    def shard(self, num_shards: int, index: int) -> Shards:
+        return Shards(self.size, num_shards, index)
+
+    def __iter__(self) -> Iterator[int]:
+        for item in range(self.index, self.size, self.num_shards):
+            self.reads += 1
+            yield item
+
+
+class SizedShards(Shards):
+    def shard(self, num_shards: int, index: int) -> SizedShards:
+        return SizedShards(self.size, num_shards, index)
+
+    def __len__(self) -> int:
+        return len(range(self.index, self.size, self.num_shards))
+
+
+def test_a_stream_is_cut_at_the_batches_of_one_process_and_its_tail_is_evened_out() -> None:
+    for size in (24, 25, 27, 29):
+        shares = read(share_out(lambda _, n=size: DataLoader(Stream(n), 4), 3))  # type: ignore[misc]
+        assert in_order(shares) == list(range(size))
+        assert shares[0][0] == [0, 1, 2, 3]
+        assert shares[2][0] == [8, 9, 10, 11]
+    assert in_order(read(share_out(lambda _: DataLoader(Stream(29), 4, drop_last=True), 3))) == list(range(24))
+
+
+def test_a_stream_that_each_rank_reads_whole_is_said_to_be() -> None:
+    said: list[str] = []
+    share_out(lambda _: DataLoader(Stream(8), 2), 2, said=said)
+    assert said == [
+        "`Stream` cannot be read in parts, so each of the 2 ranks reads all of it and keeps its share. Give it "
+        "`shard(num_shards, index)`, which returns a part, to read each sample once."
+    ]
+
+
+@pytest.fixture(scope="module")
+def tracker() -> None:
+    """The process that Python starts with the first spawn and keeps until it ends itself: here, before the test."""
+    resource_tracker.ensure_running()
+    while not Path(f"/proc/{resource_tracker._resource_tracker._pid}/cmdline").read_bytes():  # type: ignore[attr-defined]
+        os.sched_yield()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("tracker")
+@pytest.mark.parametrize(("method", "persistent"), [("fork", False), ("fork", True), ("spawn", True)])
+def test_workers_share_a_shuffled_stream_alike_on_all_ranks(method: str, persistent: bool) -> None:
+    def make(rank: int) -> DataLoader[int]:
+        return DataLoader(Shuffled(41), 3, num_workers=2, persistent_workers=persistent, multiprocessing_context=method)
+
+    loaders = share_out(make, 2)
+    next(iter(loaders[1]))
+    epochs = [in_order(read(loaders)) for _ in range(2)]
+    assert all(sorted(epoch) == list(range(41)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    for loader in loaders:
+        loader.set_epoch(0)
+    assert in_order(read(loaders)) == epochs[0]
+
+
+def test_a_shuffled_stream_without_workers_is_one_stream_and_leaves_random_numbers_alone() -> None:
+    loaders = share_out(lambda _: DataLoader(Shuffled(40), 4), 2)
+    before = torch.get_rng_state(), random.getstate()
+    shares = [[batch.tolist() for batch in loaders[0]]]
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == random.getstate()
+    random.seed(1), torch.manual_seed(1)
+    shares += [[batch.tolist() for batch in loaders[1]]]
+    assert sorted(in_order(shares)) == list(range(40))
+
+
+def test_a_dataset_that_shards_itself_is_read_once() -> None:
+    said: list[str] = []
+    dataset = Shards(8)
+    loaders = share_out(lambda _: DataLoader(dataset, 2), 2, said=said)
+    assert read(loaders) == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
+    assert dataset.reads == 0
+    assert said == []
+
+
+def test_shards_of_unequal_length_are_an_error_in_training() -> None:
+    with pytest.raises(ValueError, match=r"`SizedShards\.shard` gives the 2 ranks 3, 2 batches, and each rank"):
+        share_out(lambda _: DataLoader(SizedShards(9), 2), 2)
+    assert [len(share) for share in read(share_out(lambda _: DataLoader(SizedShards(9), 2), 2, "test"))] == [3, 2]
+
+
+def test_unbatched_items_go_round_and_a_tail_is_left_out_in_training_and_said() -> None:
+    said: list[str] = []
+    loaders = share_out(lambda _: DataLoader(Stream(8), batch_size=None), 3, said=said)
+    assert read(loaders) == [[0, 3], [1, 4], [2, 5]]
+    assert read(loaders) == [[0, 3], [1, 4], [2, 5]]
+    assert [sentence for sentence in said if sentence.startswith("The last 2 batches of the epoch")] == said[1:]
+    assert len(said) == 2
+    uneven = share_out(lambda _: DataLoader(Stream(8), batch_size=None), 3, "test")
+    assert read(uneven) == [[0, 3, 6], [1, 4, 7], [2, 5]]
+
+
+@pytest.mark.slow
+def test_a_tail_left_out_in_a_worker_is_said_by_the_rank() -> None:
+    said: list[str] = []
+    loaders = share_out(lambda _: DataLoader(Stream(5), batch_size=None, num_workers=1), 2, said=said)
+    assert read(loaders) == [[0, 2], [1, 3]]
+    assert said[1].startswith("The last 1 batches of the epoch were too few to give each of the 2 ranks one")
+
+
+def test_a_list_of_batches_goes_round_and_has_a_length() -> None:
+    batches = [[0], [1], [2], [3], [4]]
+    loaders = share_out(lambda _: batches, 2, "test")
+    assert read(loaders) == [[[0], [2], [4]], [[1], [3]]]
+    assert [len(loader) for loader in loaders] == [3, 2]
+    with pytest.raises(ValueError, match="5 ready batches cannot be shared evenly by 2 ranks"):
+        share_out(lambda _: batches, 2)
+    with pytest.raises(ValueError, match=r"(?s)different loaders.*rank 0: length 2\n  rank 1: length 4"):
+        share_out(lambda rank: list(range(2 + 2 * rank)), 2)
+
+
+def test_an_endless_iterable_is_shared_and_not_read_beyond_the_step() -> None:
+    reads = [0, 0]
+
+    class Endless:
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def __iter__(self) -> Iterator[int]:
+            while True:
+                yield reads[self.rank]
+                reads[self.rank] += 1
+
+    loaders = share_out(Endless, 2)
+    iterators = [iter(loader) for loader in loaders]
+    assert [[next(it) for _ in range(3)] for it in iterators] == [[0, 2, 4], [1, 3, 5]]
+    assert reads == [5, 5]
+    with pytest.raises(TypeError, match="has no len"):
+        len(loaders[0])
+
+
+def test_a_generator_is_exhausted_once_as_in_plain_python() -> None:
+    loaders = share_out(lambda _: iter(range(4)), 2)
+    assert read(loaders) == [[0, 2], [1, 3]]
+    assert read(loaders) == [[], []]
+
+
+def test_ranks_with_different_streams_are_told() -> None:
+    with pytest.raises(ValueError, match=r"(?s)batch size 2, num_workers 0\n  rank 1: batch size 3, num_workers 1"):
+        share_out(lambda rank: DataLoader(Stream(8), 2 + rank, num_workers=rank), 2)
+
+
+def test_a_data_pipe_is_refused() -> None:
+    from torch.utils.data.datapipes.iter import IterableWrapper
+
+    pipe: Any = IterableWrapper(range(8))
+    with pytest.raises(ValueError, match="is a data pipe, which shards itself"):
+        share_out(lambda _: DataLoader(pipe, 2), 2)
+
+
+def test_break_in_one_loader_changes_no_other() -> None:
+    torch.manual_seed(3)
+    left, kept = (share_out(lambda _: DataLoader(list(range(20)), 2, shuffle=True), 2) for _ in range(2))
+    expected = read(kept)
+    for loader in kept:
+        loader.set_epoch(0)
+    for loader in left:
+        for _ in loader:
+            break
+    assert read(kept) == expected

@@ -1,0 +1,111 @@
+"""Worker processes: random numbers of their own, the user's own start, and an end with their rank."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from shares import share_out
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+Draw = tuple[int, int, int, int, int]
+
+
+class Draws(Dataset[Draw]):
+    """What each stream gives in the worker, and the seeds that users read there."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Draw:
+        info = get_worker_info()
+        assert info is not None
+        drawn = int(torch.randint(2**31, ())), random.randrange(2**31), int(np.random.randint(2**31))
+        return *drawn, torch.initial_seed(), info.seed
+
+
+def draws(count: int, distribute: bool) -> list[list[Draw]]:
+    def make(rank: int) -> DataLoader[Draw]:
+        return DataLoader(Draws(), batch_size=2, num_workers=2, collate_fn=list)
+
+    shares = []
+    for loader in share_out(make, count, distribute=distribute):
+        torch.manual_seed(11)
+        shares.append([sample for batch in loader for sample in batch])
+    return shares
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("distribute", [True, False])
+def test_the_workers_of_two_ranks_draw_different_numbers(distribute: bool) -> None:
+    first, second = draws(2, distribute)
+    for stream in range(5):
+        assert not {draw[stream] for draw in first} & {draw[stream] for draw in second}
+    assert all(draw[3] == draw[4] for draw in second)
+
+
+@pytest.mark.slow
+def test_the_workers_of_one_process_draw_as_in_plain_pytorch() -> None:
+    torch.manual_seed(11)
+    plain = [s for batch in DataLoader(Draws(), batch_size=2, num_workers=2, collate_fn=list) for s in batch]
+    assert draws(1, True) == [plain]
+
+
+@pytest.mark.slow
+def test_the_users_worker_init_fn_runs_last(tmp_path: Path) -> None:
+    def init(worker_id: int) -> None:
+        (tmp_path / str(os.getpid())).write_text(f"{worker_id} {torch.initial_seed()}")
+
+    def make(rank: int) -> DataLoader[Draw]:
+        return DataLoader(Draws(), batch_size=2, num_workers=2, collate_fn=list, worker_init_fn=init)
+
+    seeds = {sample[3] for loader in share_out(make, 2) for batch in loader for sample in batch}
+    told = [path.read_text().split() for path in tmp_path.iterdir()]
+    assert sorted(worker for worker, _ in told) == ["0", "0", "1", "1"]
+    assert {int(seed) for _, seed in told} == seeds
+
+
+class Pids(Dataset[int]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
+
+
+def rank_with_workers(pipe: Connection) -> None:
+    (loader,) = share_out(lambda _: DataLoader(Pids(), num_workers=2), 1)
+    batches = iter(loader)
+    pipe.send([int(next(batches)) for _ in range(2)])
+    signal.pause()
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_killed_rank() -> None:
+    context = get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    rank = context.Process(target=rank_with_workers, args=(writer,))
+    rank.start()
+    pids = reader.recv()
+    watched = [os.pidfd_open(pid) for pid in pids]
+    rank.kill()
+    rank.join()
+    for descriptor in watched:
+        ended = wait_for_end(descriptor, 4)  # torch's own watchdog looks every 5 s
+        os.close(descriptor)
+        assert ended
+
+
+def wait_for_end(descriptor: int, seconds: float) -> bool:
+    import select
+
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))

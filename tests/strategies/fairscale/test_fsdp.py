@@ -1,0 +1,163 @@
+"""What FairScale's fully sharded module refuses, and what each rank keeps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+from fabric import Fabric
+from fabric.strategies.accelerators.cpu import CPUAccelerator
+from fabric.strategies.fairscale.fsdp import FairScaleFSDPStrategy
+from fabric.strategies.precision.precision import Precision
+from fabric.strategies.target import Target
+
+STRATEGY = FairScaleFSDPStrategy(launcher="forkserver")
+
+
+def sentence(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def on_two(word: Any) -> Target:
+    packages = STRATEGY.look_for_packages()
+    return Target(accelerator=CPUAccelerator(), num_devices=2, precision=Precision.parse(word), packages=packages)
+
+
+@pytest.mark.parametrize("word", ["64-true", "bf16-true"])
+def test_precisions_that_it_has_not_are_refused(word: Any) -> None:
+    said = STRATEGY.refuse(on_two(word))
+    assert said is not None
+    assert f"`precision='{word}'` keeps parameters in torch." in said
+    assert STRATEGY.refuse(on_two("bf16-mixed")) is None
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3)
+        self.two.weight = self.one[0].weight
+
+
+@dataclass
+class Output:
+    value: Tensor
+
+
+class Custom(nn.Module):
+    """Gives out an object of the user's, and computes a loss in a method of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Output:
+        return Output(self.linear(x))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self(x).value.square().sum()
+
+
+def mistakes(fabric: Fabric) -> dict[str, str]:
+    said = {}
+    mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
+    said["dtypes"] = sentence(fabric.setup, mixed)
+    said["tied"] = sentence(FairScaleFSDPStrategy(wrap=nn.Sequential).setup, fabric._connected, Tied(), [], True)
+    said["nothing"] = sentence(FairScaleFSDPStrategy(wrap=nn.Conv2d).setup, fabric._connected, Tied(), [], True)
+    model = nn.Linear(3, 3)
+    said["adafactor"] = sentence(fabric.setup, model, torch.optim.Adafactor(model.parameters()))
+    model = fabric.setup(nn.Linear(3, 3))
+    said["copy"] = sentence(copy.deepcopy, model)
+    said["load"] = sentence(model.load_state_dict, {"weight": torch.ones(2, 3), "bias": torch.ones(3)})
+    return said
+
+
+@pytest.mark.slow
+def test_what_cannot_be_sliced_is_said() -> None:
+    said = Fabric(accelerator="cpu", strategy=STRATEGY, devices=2).launch(mistakes)
+    assert said is not None
+    assert "ValueError: '1.weight' of `Sequential` is of torch.float64" in said["dtypes"]
+    assert "ValueError: `wrap` puts 'two.weight' of `Tied` and of `Sequential` into two parts" in said["tied"]
+    assert "ValueError: `wrap=Conv2d` matches no part of the `Tied`" in said["nothing"]
+    assert "cannot run `Adafactor`" in said["adafactor"]
+    assert "TypeError: A module under `strategy='ddp_fully_sharded'` cannot be copied or pickled" in said["copy"]
+    assert "'weight' is (2, 3) in the state, and (3, 3) in the module" in said["load"]
+
+
+def slices(fabric: Fabric) -> dict[str, Any]:
+    model = Custom()
+    before = copy.deepcopy(model.state_dict())
+    kept = model.linear.weight.detach()
+    model = fabric.setup(model)
+    optimizer = fabric.setup_optimizers(AdamW(model.parameters()))  # made from slices
+    model.mark_forward_method("loss")
+    fabric.backward(model.loss(torch.ones(1, 3)))
+    optimizer.step()
+    whole = optimizer.state_dict()["state"][0]
+    return {
+        "slice": tuple(model.linear.weight.shape),
+        "state": tuple(optimizer.state[model.linear.weight]["exp_avg"].shape),
+        "whole": tuple(whole["exp_avg"].shape),
+        "part": tuple(model.linear.state_dict()["weight"].shape),
+        "output": type(model(torch.ones(1, 3))).__name__,
+        "alias": torch.equal(kept, before["linear.weight"]),
+    }
+
+
+@pytest.mark.slow
+def test_each_rank_keeps_a_slice_and_gives_out_whole_tensors() -> None:
+    found = Fabric(accelerator="cpu", strategy=STRATEGY, devices=2).launch(slices)
+    assert found == {
+        "slice": (5,), "state": (5,), "whole": (3, 3), "part": (3, 3), "output": "Output", "alias": True,
+    }  # fmt: skip
+
+
+def leave_one_out(fabric: Fabric) -> str:
+    """Each rank leaves out another part, of the same shape: FairScale would add up gradients of different ones."""
+    model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+    model.forward = lambda x: model["ab"[fabric.global_rank]](x)  # type: ignore[method-assign]
+    model, _ = fabric.setup(model, SGD(model.parameters(), lr=0.1))
+    return sentence(fabric.backward, model(torch.ones(1, 3)).sum())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp_sharded", "ddp_fully_sharded"])
+def test_ranks_that_leave_out_different_parameters_raise(strategy: str) -> None:
+    said = Fabric(accelerator="cpu", strategy=strategy, devices=2, launcher="forkserver").launch(leave_one_out)
+    assert said is not None
+    assert "RuntimeError: 2 parameters of `ModuleDict` ('b.weight', 'b.bias') got no gradient" in said
+
+
+def call_a_submodule(fabric: Fabric) -> tuple[str, Tensor, str]:
+    torch.manual_seed(0)
+    net = Custom()
+    expected = net.linear(torch.ones(2, 3))
+    model = fabric.setup(net)
+    said = sentence(lambda: model.linear(torch.ones(2, 3)))
+    model.mark_forward_method("encode")
+    difference = (model.encode(torch.ones(2, 3)) - expected).abs().max().detach()
+    return said, difference, sentence(lambda: model.linear(torch.ones(2, 3)))
+
+
+@pytest.mark.slow
+def test_a_submodule_called_by_itself_says_which_method_to_mark() -> None:
+    said, difference, again = Fabric(accelerator="cpu", devices=2, strategy=STRATEGY).launch(call_a_submodule)
+    assert said.startswith(
+        "RuntimeError: `Linear` of `Custom` was called by itself, and `strategy='ddp_fully_sharded'`"
+    )
+    assert "write `model.mark_forward_method('name')` once after `setup`" in said
+    assert difference < 1e-6
+    assert again == said
