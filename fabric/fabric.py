@@ -30,6 +30,8 @@ from fabric.arguments import (
 from fabric.callbacks import call
 from fabric.console import print_rank_zero
 from fabric.determinism import determinism
+from fabric.launchers.environments.flight_recorder import recording
+from fabric.launchers.watch.watcher import Watcher
 from fabric.launchers.world import World
 from fabric.loader_states import LoaderStates
 from fabric.loggers.logger import MetricWriter, metric_writer, record_hyperparams
@@ -39,6 +41,7 @@ from fabric.request import Request
 from fabric.resolve import resolve
 from fabric.run_state import has_objects, is_run, run_state_of
 from fabric.seed import seed_everything
+from fabric.spelling import DEFAULT_SAY_AFTER_SECONDS
 from fabric.stop import StopRequest
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint import run_state, single_file
@@ -55,6 +58,7 @@ from fabric.strategies.checkpoint.state import (
 )
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.collective import Collective, ReduceOp
+from fabric.strategies.collectives.journal import FlightRecorder
 from fabric.strategies.collectives.padding import pad_across_ranks
 from fabric.strategies.collectives.rank_zero_first import rank_zero_first
 from fabric.strategies.data.device_loader import DeviceLoader
@@ -104,6 +108,7 @@ class Fabric:
     `callbacks`: objects whose methods `call` runs. `loggers`: objects that take metrics.
     `launcher`: auto, script, fork, forkserver, spawn, elastic, external.
     `deterministic`: True (raise where an operation has no deterministic form), "warn", or False.
+    `say_after_seconds`: where a rank waits in one collective for longer, the job prints what each rank does.
     """
 
     def __init__(
@@ -119,6 +124,7 @@ class Fabric:
         loggers: Any = (),
         launcher: str = "auto",
         deterministic: Any = False,
+        say_after_seconds: float = DEFAULT_SAY_AFTER_SECONDS,
     ) -> None:
         said = {name: value for name, value in locals().items() if name != "self"}
         request = Request.build(said, os.environ)
@@ -126,6 +132,7 @@ class Fabric:
         self._callbacks, self._loggers = request.callbacks, list(request.loggers)
         self._writers: list[tuple[object, MetricWriter]] = [(one, metric_writer(one)) for one in self._loggers]
         self._deterministic = request.deterministic
+        self._say_after_seconds = request.say_after_seconds
         self._place: World | None = self._configuration.world  # what this process is, once it is a rank, for good
         self._runtime: Runtime | None = None
         self._open = ExitStack()
@@ -665,8 +672,13 @@ class Fabric:
         chosen = self._configuration
         with ExitStack() as stack:
             stack.enter_context(determinism(self._deterministic))
+            with recording(os.environ):
+                journal = FlightRecorder()
             runtime = chosen.strategy.connect(world, chosen.accelerator, chosen.devices, chosen.precision)
             stack.callback(runtime.collective.teardown)
+            store = runtime.collective.store()
+            if store is not None:
+                stack.callback(Watcher(world, store, journal, self._say_after_seconds).close)
             stack.callback(self._forget)  # before the teardown: models hold on to the process group
             atexit.register(self.close)
             stack.callback(atexit.unregister, self.close)

@@ -19,6 +19,7 @@ from fabric.strategies.module.copies import Hook
 from fabric.strategies.module.forward import Around
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.dtensor import user_class
+from fabric.strategies.torch_internals import disable_dynamo
 
 
 @final
@@ -69,24 +70,24 @@ class ExecutionOrder:
         for hook in self._hooks:
             hook.remove()
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @disable_dynamo
     def _begin(self) -> None:
         self._finish()
         self._ran.clear()  # of what backward computed again
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @disable_dynamo
     def _note(self, name: str, part: nn.Module, args: Any) -> None:
         self._ran.append(name)
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @disable_dynamo
     def _start(self) -> None:
         self._compare = start_comparing(self._runtime, list(self._ran), self._sentence)
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @disable_dynamo
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._finish()
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @disable_dynamo
     def _finish(self) -> None:
         compare, self._compare = self._compare, None
         if compare is not None:
