@@ -41,6 +41,7 @@ class Request:
     max_restarts: int | None = None
     """How often `elastic` starts all ranks again. Said on the command line alone; None: not said."""
     deterministic: bool | Literal["warn"] = False
+    say_after_seconds: float = spelling.DEFAULT_SAY_AFTER_SECONDS
     environment: Environment | None = None
     """The user's own cluster environment, from `plugins`."""
     callbacks: tuple[Any, ...] = ()
@@ -187,4 +188,5 @@ _READ: Mapping[str, Callable[[Any, str], Any]] = {
     "launcher": spelling.read_launcher,
     "max_restarts": spelling.read_rank,
     "deterministic": _read_deterministic,
+    "say_after_seconds": spelling.read_seconds,
 }

@@ -6,6 +6,7 @@ Every function takes the value, and `said`, the words as the person wrote them, 
 
 from __future__ import annotations
 
+import math
 from typing import Literal, TypeAlias
 
 from fabric.launchers.registry import OURS
@@ -14,6 +15,8 @@ Devices: TypeAlias = Literal["auto", "all"] | int | tuple[int, ...]
 """All that fit, all there are, a number of them, or their indices."""
 LAUNCHERS = ("auto", *OURS, "external")
 """What `Fabric(launcher=...)` takes."""
+DEFAULT_SAY_AFTER_SECONDS = 30.0
+"""After how long in one collective the job says who waits for whom."""
 DEFAULT_MAX_RESTARTS = 3
 """Of `launcher='elastic'` where nobody says a number; torch's `LaunchConfig` has the same. Unmeasured."""
 PRECISIONS = ("64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed", "64", "32", "16", "bf16")
@@ -45,6 +48,19 @@ def read_count(value: object, said: str) -> int:
 def read_rank(value: object, said: str) -> int:
     """Read a place among things, from zero."""
     return _whole(value, said, low=0)
+
+
+def read_seconds(value: object, said: str) -> float:
+    """Read a time in seconds, more than none."""
+    try:
+        seconds = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else None
+    except ValueError:
+        seconds = None
+    if seconds is None:
+        raise TypeError(f"`{said}` is no number. Write a number of seconds, such as 30.")
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"`{said}` is out of range. Write a number of seconds above 0.")
+    return seconds
 
 
 def read_port(value: object, said: str) -> int:

@@ -20,11 +20,13 @@ from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.collectives.packing import Spec
 from fabric.strategies.deepspeed.gradients import Shown
+from fabric.strategies.deepspeed.library import STAGE_3, look_up
 from fabric.strategies.module.added_parameters import Newcomers
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
 from fabric.strategies.module.copies import Hook
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder, start_comparing
+from fabric.strategies.torch_internals import disable_dynamo
 
 
 @final
@@ -34,6 +36,8 @@ class Engine:
     def __init__(
         self, runtime: Runtime, module: nn.Module, engine: Any, stage: int, *, broadcast_buffers: bool
     ) -> None:
+        if stage == 3:
+            look_up(STAGE_3)
         self.runtime = runtime
         self.module = module
         self.engine = engine
@@ -109,7 +113,7 @@ class Engine:
         self._reached.add(parameter)
         self._added_up.add(parameter)
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @disable_dynamo
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._is_called = True
 
@@ -488,7 +492,8 @@ _PAIRED = (
 UNUSED = (
     "DeepSpeed would step them as if it were zero: momentum and weight decay would go on, where PyTorch leaves such "
     "parameters alone. Freeze what is never used with `requires_grad_(False)` before `setup`; for what some steps "
-    "leave out, keep gradients of zero (`optimizer.zero_grad(set_to_none=False)`), or pass `strategy='fsdp'`."
+    "leave out, keep gradients of zero (`optimizer.zero_grad(set_to_none=False)`). Or pass `strategy='fsdp'`, where "
+    "all ranks use the same parameters in a step, and `strategy='ddp_find_unused_parameters_true'`, where they differ."
 )
 NOT_GATHERED = (
     "at ZeRO stage 3 the weights are gathered around `forward` alone. Call the model itself, and let its `forward` "

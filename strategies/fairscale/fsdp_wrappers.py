@@ -30,11 +30,12 @@ from torch.utils._pytree import tree_leaves
 
 from fabric.strategies.fairscale.fsdp_cpu import fully_sharded_on_cpu
 from fabric.strategies.fairscale.fsdp_state import holds_local
-from fabric.strategies.fairscale.library import LATE, UNUSED, name_some, root_logger_untouched
+from fabric.strategies.fairscale.library import FULLY_SHARDED, LATE, UNUSED, look_up, name_some, root_logger_untouched
 from fabric.strategies.module.added_parameters import Newcomers
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
 from fabric.strategies.module.forward import ForwardPath, leave_uncompiled
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.torch_internals import current_graph_task_id
 
 UNCOMPILABLE = (
     "`torch.compile` under `strategy='ddp_fully_sharded'`: FairScale gathers parameters in code that the compiler "
@@ -188,7 +189,7 @@ class _Inner:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._slices.num_running or torch.compiler.is_compiling():
             return self._forward(*args, **kwargs)
-        if torch._C._current_graph_task_id() == -1:  # else activation checkpointing computes it again in backward
+        if current_graph_task_id() == -1:  # else activation checkpointing computes it again in backward
             raise RuntimeError(
                 _BY_ITSELF.format(part=type(self._part).__name__, model=type(self._slices.module).__name__)
             )
@@ -209,6 +210,7 @@ def _wrapper(runtime: Runtime, reduced: Callable[[Tensor], None]) -> Callable[..
     """FairScale's class, which tells of each gradient it has reduced, and runs any backward."""
     import torch.distributed
 
+    look_up(FULLY_SHARDED)
     if runtime.device.type == "cpu":
         fully_sharded = fully_sharded_on_cpu()
     else:

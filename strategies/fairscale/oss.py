@@ -25,7 +25,15 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.fairscale.library import LATE, NOT_AVERAGED, UNUSED, name_some, root_logger_untouched
+from fabric.strategies.fairscale.library import (
+    LATE,
+    NOT_AVERAGED,
+    SHARDED,
+    UNUSED,
+    look_up,
+    name_some,
+    root_logger_untouched,
+)
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.module.added_parameters import Newcomers
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
@@ -50,6 +58,7 @@ class Owners:
     def __init__(
         self, collective: Collective, module: nn.Module, optimizers: Sequence[Optimizer], *, broadcast_buffers: bool
     ) -> None:
+        look_up(SHARDED)
         from fairscale.nn.data_parallel import ShardedDataParallel
         from fairscale.optim import OSS
 

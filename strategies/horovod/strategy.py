@@ -35,6 +35,7 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime, open_runtime
 from fabric.strategies.strategy import Strategy
 from fabric.strategies.target import Target
+from fabric.strategies.torch_internals import after_backward
 
 
 @final
@@ -151,7 +152,7 @@ class _Averaging:
         if not self.is_unsynced:
             # Each time, not only the first: a backward that raises forgets what was queued, and we do not hear of it.
             self.is_due = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._average)
+            after_backward(self._average)
 
     def _average(self) -> None:
         """Average, over the ranks, each gradient that has changed on any of them; elsewhere it counts as zero."""

@@ -10,12 +10,15 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.collectives.call_check import all_say
+from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.data.loader_check import Ranks
 from fabric.strategies.data.loaders import DeviceLoader, Use, process_dataloader
+from fabric.strategies.data.uneven import Votes
 from fabric.strategies.gradients.clipping import clip_norm, clip_value, move_state
 from fabric.strategies.module.deferred_init import refuse_empty
 from fabric.strategies.module.forward import Around, ForwardPath
@@ -94,11 +97,29 @@ def share_loader(
             broadcast=collective.broadcast_object,
             gather=collective.all_gather_object,
             same=partial(all_say, collective),
+            votes=partial(votes_over, collective),
         ),
+        uneven=runtime.uneven,
         numbers=runtime.loader_numbers,
         say=runtime.report,
         carry=runtime.carry,
     )
+
+
+def votes_over(collective: Collective) -> Votes:
+    """How the ranks of a collective agree while they iterate, over a process group of their own. Ranks: all."""
+    apart = collective.split(list(range(collective.size)))
+    assert apart is not None
+
+    def start(numbers: list[int]) -> Callable[[], list[int]]:
+        finish = apart.start_all_reduce(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
+        return lambda: [int(number) for number in finish().tolist()]
+
+    def gather(numbers: list[int]) -> list[list[int]]:
+        gathered: list[list[int]] = apart.all_gather(torch.tensor(numbers, device="cpu")).tolist()
+        return gathered
+
+    return Votes(size=collective.size, start=start, gather=gather)
 
 
 def attach_scaler(scaler: LossScaler | None, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
@@ -133,6 +154,9 @@ def with_precision(runtime: Runtime, around: Around | None) -> Around | None:
 def backward_through(scaler: LossScaler | None, watches: Sequence[Watch]) -> Callable[..., None]:
     """The backward of whole models: scale the loss if the precision asks for it, and check what the watches ask."""
 
+    def backward_alone(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
     def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         # Scaled before anybody watches: scaling brings gradients that are there already to the same scale.
         scaled = loss if scaler is None else scaler.scale_loss(loss)
@@ -141,4 +165,4 @@ def backward_through(scaler: LossScaler | None, watches: Sequence[Watch]) -> Cal
         for check in checks:
             check()
 
-    return backward
+    return backward if watches or scaler is not None else backward_alone

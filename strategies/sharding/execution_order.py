@@ -18,6 +18,8 @@ from torch import nn
 from fabric.strategies.module.copies import Hook
 from fabric.strategies.module.forward import Around
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.dtensor import user_class
+from fabric.strategies.torch_internals import disable_dynamo
 
 
 @final
@@ -30,7 +32,7 @@ class ExecutionOrder:
 
     def __init__(self, runtime: Runtime, module: nn.Module, parts: Iterable[Any]) -> None:
         self._runtime, self._module = runtime, module
-        self._sentence = _APART.format(name=type(module).__name__)
+        self._sentence = _APART.format(name=user_class(module).__name__)
         self._ran: list[str] = []
         self._compare: Callable[[], None] | None = None
         chosen = set(parts)
@@ -68,24 +70,24 @@ class ExecutionOrder:
         for hook in self._hooks:
             hook.remove()
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @disable_dynamo
     def _begin(self) -> None:
         self._finish()
         self._ran.clear()  # of what backward computed again
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @disable_dynamo
     def _note(self, name: str, part: nn.Module, args: Any) -> None:
         self._ran.append(name)
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @disable_dynamo
     def _start(self) -> None:
         self._compare = start_comparing(self._runtime, list(self._ran), self._sentence)
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @disable_dynamo
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._finish()
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @disable_dynamo
     def _finish(self) -> None:
         compare, self._compare = self._compare, None
         if compare is not None:
