@@ -10,6 +10,7 @@ import atexit
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
@@ -23,6 +24,7 @@ from fabric.arguments import (
     check_module,
     check_named,
     check_optimizers,
+    check_uneven,
     check_use,
 )
 from fabric.callbacks import call
@@ -62,6 +64,7 @@ from fabric.strategies.collectives.rank_zero_first import rank_zero_first
 from fabric.strategies.data.device_loader import DeviceLoader
 from fabric.strategies.data.share import Use
 from fabric.strategies.data.transfer import move
+from fabric.strategies.data.uneven import Uneven
 from fabric.strategies.gradients.sync import backward_through
 from fabric.strategies.module.activation_checkpointing import recompute
 from fabric.strategies.module.bare_parameters import BareParameters, outside, refuse_later, refuse_shards
@@ -340,6 +343,7 @@ class Fabric:
         use_distributed_sampler: bool = True,
         move_to_device: bool = True,
         use: Use | None = None,
+        uneven: Uneven | None = None,
     ) -> Loader: ...
     @overload
     def setup_dataloaders(
@@ -351,6 +355,7 @@ class Fabric:
         use_distributed_sampler: bool = True,
         move_to_device: bool = True,
         use: Use | None = None,
+        uneven: Uneven | None = None,
     ) -> tuple[Loader, Loader2]: ...
     @overload
     def setup_dataloaders(
@@ -359,6 +364,7 @@ class Fabric:
         use_distributed_sampler: bool = True,
         move_to_device: bool = True,
         use: Use | None = None,
+        uneven: Uneven | None = None,
     ) -> Any: ...
     def setup_dataloaders(
         self,
@@ -366,11 +372,16 @@ class Fabric:
         use_distributed_sampler: bool = True,
         move_to_device: bool = True,
         use: Use | None = None,
+        uneven: Uneven | None = None,
     ) -> Any:
         """Give each rank its share of the data, on its device: the loader alone, or all in the order given.
 
         A loader is never constructed again; the user's own stays as it was. `use` (train by default, validate, test,
         predict) says what the loader is for. `use_distributed_sampler=False`: every rank reads what its loader gives.
+        `uneven`: what ranks that train on streams of different lengths do when the first has ended: "stop" together
+        (the default, and said), raise an "error", or "repeat" their own data until all have ended. They agree before
+        each batch, so every rank iterates, and leaves its loop at the same step; a loop on some ranks alone is no
+        `use='train'`. With `use_distributed_sampler=False` they agree only where `uneven` is given.
         Data that is split for this rank already (`DistributedSampler`, `split_dataset_by_node` of a stream,
         webdataset's `split_by_node`, any sampler with a rank) is not split again. A map-style dataset that was cut
         before (`datasets.Dataset.shard`, `Subset`) does not say so: ranks whose datasets differ raise.
@@ -380,9 +391,11 @@ class Fabric:
         if not loaders:
             raise ValueError("`fabric.setup_dataloaders()` was given no loader. Pass at least one.")
         check_use(use)
+        check_uneven(uneven, use)
+        runtime = self._connected if uneven is None else replace(self._connected, uneven=uneven)
         prepared = tuple(
             self.strategy.process_dataloader(
-                self._connected, loader, use or "train", distribute=use_distributed_sampler, move=move_to_device
+                runtime, loader, use or "train", distribute=use_distributed_sampler, move=move_to_device
             )
             for loader in loaders
         )

@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from fabric.strategies.collectives.call_check import all_say
+from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.data.loader_check import Ranks
 from fabric.strategies.data.loaders import DeviceLoader, Use, process_dataloader
+from fabric.strategies.data.uneven import Votes
 from fabric.strategies.gradients.clipping import clip_norm, clip_value, move_state
 from fabric.strategies.gradients.sync import GradientSync, LocalGradientSync
 from fabric.strategies.module.deferred_init import refuse_empty
@@ -102,11 +105,29 @@ def share_loader(
             broadcast=collective.broadcast_object,
             gather=collective.all_gather_object,
             same=partial(all_say, collective),
+            votes=partial(votes_over, collective),
         ),
+        uneven=runtime.uneven,
         numbers=runtime.loader_numbers,
         say=runtime.report,
         carry=runtime.carry,
     )
+
+
+def votes_over(collective: Collective) -> Votes:
+    """How the ranks of a collective agree while they iterate, over a process group of their own. Ranks: all."""
+    apart = collective.split(list(range(collective.size)))
+    assert apart is not None
+
+    def start(numbers: list[int]) -> Callable[[], list[int]]:
+        finish = apart.start_all_reduce(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
+        return lambda: [int(number) for number in finish().tolist()]
+
+    def gather(numbers: list[int]) -> list[list[int]]:
+        gathered: list[list[int]] = apart.all_gather(torch.tensor(numbers, device="cpu")).tolist()
+        return gathered
+
+    return Votes(size=collective.size, start=start, gather=gather)
 
 
 def attach_scaler(scaler: LossScaler | None, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
