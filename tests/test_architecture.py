@@ -32,6 +32,11 @@ PART_IMPORTS = {
         "strategies/collectives/process_group.py",
         "fabric.launchers.rendezvous.join",
     ): "goes where the launcher said to meet",
+    (
+        "strategies/collectives/journal.py",
+        "fabric.launchers.watch.activity",
+    ): "a call in words, as the watcher takes it",
+    ("strategies/collectives/journal.py", "fabric.launchers.watch.stack"): "the user's line in a stack",
 }
 COLLECTIVES_OUTSIDE = {
     "strategies/ddp/comm_hooks.py": "DistributedDataParallel waits for a future of torch's own all-reduce",
