@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 import torch
@@ -38,7 +39,7 @@ from fabric.resolve import resolve
 from fabric.seed import seed_everything
 from fabric.stop import StopRequest
 from fabric.strategies.accelerators.accelerator import Accelerator
-from fabric.strategies.checkpoint import single_file
+from fabric.strategies.checkpoint import loading, saving, single_file
 from fabric.strategies.checkpoint.state import (
     PLAIN,
     Filter,
@@ -49,6 +50,7 @@ from fabric.strategies.checkpoint.state import (
     state_of,
     uncompiled,
 )
+from fabric.strategies.checkpoint.storage import storage_of
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.collective import Collective, ReduceOp
 from fabric.strategies.collectives.padding import pad_across_ranks
@@ -528,27 +530,32 @@ class Fabric:
     # Saving
 
     def save(self, path: str | os.PathLike[str], state: Mapping[str, Any], filter: Filter | None = None) -> None:
-        """Write modules, optimizers, anything with a `state_dict`, and plain values to one file, whole or not at all.
+        """Write modules, optimizers, anything with a `state_dict`, and plain values to a folder, whole or not at all.
 
+        Each rank writes a part; any strategy with any number of ranks can load it. What was there before stays until
+        the new checkpoint is complete and on disk. `path`: on a disk that all ranks share, or an address for fsspec.
         `filter`: for a name in `state`, a function `(key, value) -> bool` that chooses what is saved. A data loader
         without a `state_dict` is left out, and that is said once. Ranks: all.
-        Raises: CheckpointError: on every rank, if rank 0 could not write.
+        Raises: CheckpointError: on every rank, if any rank could not write. TypeError: a value is of no kind that can
+        be read back without running code.
         """
-        check_named("save", state)
-        content = state_of(state, filter, self._state_access, self._loader_states)
-        single_file.save(self._connected.collective, path, content)
+        content = self._content("save", state, filter, gathered=False)
+        saving.save(self._connected.collective, storage_of(path), content)
 
     def load(
         self, path: str | os.PathLike[str], state: MutableMapping[str, Any] | None = None, strict: bool = True
     ) -> dict[str, Any]:
         """Read what `save` wrote into the objects of `state`, in place; what `state` does not name is returned.
 
-        Ranks: all. Raises: CheckpointError: on every rank, if a rank could not read; KeyError: `strict`, and the file
-        lacks a name of `state`.
+        Reads a file of `torch.save` with the same names, too. Checksums are verified before any object is changed.
+        Ranks: all. Raises: CheckpointError: on every rank, if a rank could not read, or found damaged bytes; KeyError:
+        `strict`, and the checkpoint lacks a name of `state`.
         """
         if state is not None:
             check_named("load", state)
-        content = single_file.load(self._connected.collective, path)
+        collective = self._connected.collective
+        is_file = Path(path).is_file()
+        content = single_file.load(collective, path) if is_file else loading.load(collective, storage_of(path))
         found = {} if state is None else state
         return restore(found, content, strict=strict, access=self._state_access, loaders=self._loader_states)
 
@@ -677,6 +684,11 @@ class Fabric:
         if isinstance(obj, Optimizer) and obj in self._optimizers:
             return self._optimizers[obj]
         return next((model.state for model in self._models.values() if model.holds(obj)), otherwise)
+
+    def _content(self, method: str, state: Mapping[str, Any], keep: Filter | None, *, gathered: bool) -> dict[str, Any]:
+        """The objects' states: whole on rank 0 (`gathered`), or what each rank holds. Ranks: all."""
+        check_named(method, state)
+        return state_of(state, keep, self._state_access, self._loader_states, gathered=gathered)
 
     @property
     def _loader_states(self) -> LoaderStates:

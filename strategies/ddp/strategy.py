@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
+from fabric.strategies.checkpoint.state import ReplicatedState
 from fabric.strategies.collectives.call_check import agree
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.packing import Spec
@@ -117,7 +118,7 @@ class DDPStrategy(Strategy):
         place(runtime, module, optimizers, move=move)
         prepared = self._replica(runtime, module, optimizers)
         if not shards:
-            return prepared
+            return replace(prepared, state=ReplicatedState(runtime.world.size))
         undo = [prepared.release, deal_out(runtime.collective, optimizers)]
         return replace(prepared, state=OwnersState(runtime.collective), release=partial(_each, undo))
 
