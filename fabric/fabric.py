@@ -553,16 +553,12 @@ class Fabric:
         """
         if state is not None:
             check_named("load", state)
-        collective = self._connected.collective
-        is_file = Path(path).is_file()
-        content = single_file.load(collective, path) if is_file else loading.load(collective, storage_of(path))
         found = {} if state is None else state
-        return restore(found, content, strict=strict, access=self._state_access, loaders=self._loader_states)
+        return restore(found, self._read(path), strict=strict, access=self._state_access, loaders=self._loader_states)
 
     def load_raw(self, path: str | os.PathLike[str], obj: Stateful, strict: bool = True) -> None:
-        """Load a file that holds the bare state of one module or optimizer, as `torch.save(net.state_dict())` does."""
-        content = single_file.load(self._connected.collective, path)
-        load_into(obj, content, strict=strict, access=self._state_access)
+        """Load the bare state of one module or optimizer, as `torch.save(net.state_dict(), path)` writes it."""
+        load_into(obj, self._read(path), strict=strict, access=self._state_access)
 
     # Stopping
 
@@ -684,6 +680,13 @@ class Fabric:
         if isinstance(obj, Optimizer) and obj in self._optimizers:
             return self._optimizers[obj]
         return next((model.state for model in self._models.values() if model.holds(obj)), otherwise)
+
+    def _read(self, path: str | os.PathLike[str]) -> Any:
+        """What is in a checkpoint, or in a file of `torch.save`. Ranks: all."""
+        collective = self._connected.collective
+        return (
+            single_file.load(collective, path) if Path(path).is_file() else loading.load(collective, storage_of(path))
+        )
 
     def _content(self, method: str, state: Mapping[str, Any], keep: Filter | None, *, gathered: bool) -> dict[str, Any]:
         """The objects' states: whole on rank 0 (`gathered`), or what each rank holds. Ranks: all."""

@@ -17,6 +17,7 @@ import secrets
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -214,7 +215,7 @@ def bytes_of(tensor: Tensor, pointer: str) -> memoryview:
     flat = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # a buffer, which NumPy's stubs do not say
 
 
 def commit(storage: Storage, tables: Sequence[str]) -> None:
@@ -255,8 +256,8 @@ def refuse_together(collective: Collective, storage: Storage, problem: Exception
     """Raise on every rank where any has a problem. One small all-reduce where none has. Ranks: all."""
     if collective.reduce_boolean_decision(problem is None):
         return
-    for kind in ("bin", "json"):
-        attempt(lambda kind=kind: storage.remove(f"{token}.{collective.rank}.{kind}"))
+    attempt(partial(storage.remove, f"{token}.{collective.rank}.bin"))
+    attempt(partial(storage.remove, f"{token}.{collective.rank}.json"))
     sentences = collective.all_gather_object(None if problem is None else f"{type(problem).__name__}: {problem}")
     rank, sentence = next((rank, each) for rank, each in enumerate(sentences) if each is not None)
     if isinstance(problem, TypeError):

@@ -121,7 +121,7 @@ class Remote(Storage):
     """An address of fsspec: `s3://bucket/run/step-100`, `memory://checkpoint`."""
 
     def __init__(self, address: str) -> None:
-        import fsspec
+        import fsspec  # type: ignore[import-untyped]
 
         self._address = address.rstrip("/")
         self._system: Any

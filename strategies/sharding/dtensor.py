@@ -222,7 +222,7 @@ def _stored_like(value: Any, like: Any) -> Any:
         return value.whole()
     from torch.distributed.tensor import DTensor
 
-    local = value.part(_place(sharded)[0]).to(sharded.to_local().device)
+    local = value.part(_place(sharded)[0]).to(local_part(like).device)
     return DTensor.from_local(
         local, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
     )
