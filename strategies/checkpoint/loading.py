@@ -99,7 +99,7 @@ class Checkpoint:
         def is_damaged(chunk: tuple[str, int]) -> bool:
             name, number = chunk
             content = tensors[name][number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
-            return zlib.crc32(content.numpy()) != files[name].checksums[number]
+            return zlib.crc32(content.numpy().data) != files[name].checksums[number]
 
         with ThreadPoolExecutor(max(1, 4 // num_shares)) as threads:
             for chunk, damaged in zip(chunks, threads.map(is_damaged, chunks), strict=True):

@@ -161,7 +161,9 @@ def merged(tables: list[Table]) -> Table:
                         f"Ranks have different tensors at {pointer}: {known.dtype} of shape {known.shape}, and "
                         f"{entry.dtype} of shape {entry.shape}."
                     )
-                entry = Entry(dtype=entry.dtype, shape=entry.shape, pieces=known.pieces + entry.pieces)
+                boxes = {piece.box for piece in known.pieces}  # ranks that knew nothing of each other wrote copies
+                new = tuple(piece for piece in entry.pieces if piece.box not in boxes)
+                entry = Entry(dtype=entry.dtype, shape=entry.shape, pieces=known.pieces + new)
             tensors[pointer] = entry
     return Table(files=files, tensors=tensors)
 

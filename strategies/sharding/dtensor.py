@@ -186,7 +186,7 @@ def placed(value: Any) -> Any:
     if sharded is None:
         return value
     box, holders = _place(sharded)
-    local = sharded.detach().to_local()
+    local = local_part(sharded.detach())
     assert tuple(local.shape) == box.shape, f"{tuple(local.shape)} is not {box}"
     parts = ((box, local),) if local.numel() else ()
     return Placed(tuple(sharded.shape), sharded.dtype, parts, holders)
