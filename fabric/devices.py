@@ -34,7 +34,7 @@ def _auto_devices(request: Request, machine: Machine, found: Found, strategy: St
     nodes = world.num_nodes if world is not None else request.num_nodes
     every = found.num_devices
     fits = world is None or strategy.num_processes(every) == few
-    if fits and strategy.refuse(found.accelerator, every, nodes, request.precision) is None:
+    if fits and strategy.refuse(machine.target(found, every, nodes, request.precision)) is None:
         return tuple(range(every))
     if few > every:
         raise ValueError(

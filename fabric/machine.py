@@ -10,7 +10,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import torch
@@ -23,6 +23,10 @@ from fabric.request import Request
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.accelerators.cpu import CPUAccelerator
 from fabric.strategies.accelerators.registry import accelerators, make_accelerator
+from fabric.strategies.precision.precision import Precision
+from fabric.strategies.registry import make_strategy
+from fabric.strategies.strategy import Strategy
+from fabric.strategies.target import Target
 from fabric.words import place_by_hand
 
 Program: TypeAlias = Literal["script", "command", "interactive", "notebook"]
@@ -37,6 +41,8 @@ class Found:
     num_devices: int
     why_unavailable: str | None = None
     """None where it can be used."""
+    platform: str = ""
+    """See `Accelerator.platform`."""
 
     @classmethod
     def look(cls, accelerator: Accelerator) -> Found:
@@ -45,6 +51,7 @@ class Found:
             accelerator=accelerator,
             num_devices=accelerator.num_devices(),
             why_unavailable=accelerator.why_unavailable(),
+            platform=accelerator.platform(),
         )
 
 
@@ -73,12 +80,15 @@ class Machine:
     """NODE_RANK, MASTER_ADDR and MASTER_PORT, set by whoever starts each node by hand. Read for several nodes only."""
     main_address: str | None = None
     main_port: int | None = None
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """What the strategy that was asked for found by `look_for_packages`."""
 
     @classmethod
     def look(cls, environ: Mapping[str, str], request: Request) -> Machine:
-        """Look at this machine, and at what the request names beyond it: its accelerator and its environment.
+        """Look at this machine, and at what the request names beyond it: accelerator, strategy and environment.
 
-        Raises: ValueError: the accelerator's name is unknown, or the environment's variables contradict each other.
+        Raises: ValueError: the accelerator's or the strategy's name is unknown, or the environment's variables
+        contradict each other.
         """
         world = _world(environ, request)
         place = {} if world is not None else place_by_hand(environ)
@@ -94,6 +104,19 @@ class Machine:
             node_rank=_read(place, "node_rank", "NODE_RANK", spelling.read_rank),
             main_address=place.get("main_address"),
             main_port=_read(place, "main_port", "MASTER_PORT", spelling.read_port),
+            packages=_packages(request.strategy),
+        )
+
+    def target(self, found: Found, num_devices: int, num_nodes: int, precision: Precision) -> Target:
+        """So many of these devices, for a strategy to say whether it can use them."""
+        return Target(
+            accelerator=found.accelerator,
+            num_devices=num_devices,
+            num_nodes=num_nodes,
+            precision=precision,
+            num_available=found.num_devices,
+            platform=found.platform,
+            packages=self.packages,
         )
 
     def of(self, accelerator: str) -> Found:
@@ -135,6 +158,13 @@ def _to_look_at(wanted: str | Accelerator) -> tuple[Accelerator, ...]:
     elif wanted != "auto" and wanted not in known:
         known[wanted] = make_accelerator(wanted)
     return tuple(known.values())
+
+
+def _packages(wanted: str | Strategy) -> Mapping[str, str]:
+    """What `auto` stands for needs no package beyond those of its accelerator."""
+    if wanted == "auto":
+        return {}
+    return (make_strategy(wanted) if isinstance(wanted, str) else wanted).look_for_packages()
 
 
 def _variables(environ: Mapping[str, str], launcher: str) -> tuple[str, ...]:

@@ -82,7 +82,7 @@ def resolve(request: Request, machine: Machine) -> Resolved:
     devices = choose_devices(request, machine, found, strategy)
     _agree_with_the_world(request, machine, strategy, word, len(devices))
     num_nodes = machine.world.num_nodes if machine.world is not None else request.num_nodes
-    _refuse(strategy.refuse(found.accelerator, len(devices), num_nodes, request.precision))
+    _refuse(strategy.refuse(machine.target(found, len(devices), num_nodes, request.precision)))
     topology = _topology(request, machine, strategy.num_processes(len(devices)))
     return Resolved(
         strategy=strategy,

@@ -6,8 +6,7 @@ For notebooks and old scripts. One process drives all devices, so `ddp` is faste
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -18,14 +17,13 @@ from torch.optim import Optimizer
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.collectives.single import SingleDeviceCollective
-from fabric.strategies.data.share import Use
 from fabric.strategies.module.activation_checkpointing import rebind_copies
-from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.prepare import attach_scaler, place, replica, share_loader
+from fabric.strategies.module.prepare import place, replica
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
-from fabric.strategies.runtime import Runtime, connect
+from fabric.strategies.runtime import Runtime, open_runtime
 from fabric.strategies.strategy import Strategy
+from fabric.strategies.target import Target
 
 
 @final
@@ -38,28 +36,25 @@ class DataParallelStrategy(Strategy):
     def launchers(self) -> tuple[str, ...]:
         return ("inline",)
 
-    def num_processes(self, num_devices: int) -> int:
-        return 1
-
-    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
-        if num_nodes > 1:
+    def refuse(self, target: Target) -> str | None:
+        if target.num_nodes > 1:
             return (
-                f"`strategy='dp'` is one process, but `num_nodes={num_nodes}` needs one per node. "
+                f"`strategy='dp'` is one process, but `num_nodes={target.num_nodes}` needs one per node. "
                 "Pass `strategy='ddp'`."
             )
-        if accelerator.name == "cpu" and num_devices > 1:
+        if target.accelerator.name == "cpu" and target.num_devices > 1:
+            number = target.num_devices
             return (
                 f"`strategy='dp'` splits a batch over devices of one process, and the CPU is one device, but "
-                f"`devices={num_devices}` asks for more. Pass `strategy='ddp'` for {num_devices} processes."
+                f"`devices={number}` asks for more. Pass `strategy='ddp'` for {number} processes."
             )
         return None
 
     def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
         accelerator.connect(devices[0])
-        return connect(world, [accelerator.device(index) for index in devices], SingleDeviceCollective(), precision)
-
-    def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
-        return new_tensors(runtime.device, runtime.precision, empty=empty)
+        return open_runtime(
+            world, [accelerator.device(index) for index in devices], SingleDeviceCollective(), precision
+        )
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         place(runtime, module, optimizers, move=move)
@@ -71,14 +66,6 @@ class DataParallelStrategy(Strategy):
             return parallel(function, args, kwargs)
 
         return replica(runtime, module, optimizers, around=forward)
-
-    def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
-        return attach_scaler(runtime.loss_scaler, optimizers)
-
-    def process_dataloader(
-        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
-    ) -> Iterable[Any]:
-        return share_loader(runtime, loader, use, distribute=distribute, move=move)
 
 
 @final

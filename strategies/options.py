@@ -20,6 +20,11 @@ S = TypeVar("S", bound=Strategy)
 LAUNCHERS = ("auto", "script", "fork", "forkserver", "spawn")
 
 
+def own_launchers(word: str) -> tuple[str, ...]:
+    """The launchers of a strategy with one process per device, whose option `launcher` is `word`."""
+    return LAUNCHERS[1:] if word == "auto" else (word,)
+
+
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 

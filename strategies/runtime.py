@@ -14,6 +14,8 @@ import torch
 from fabric.launchers.world import World
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.data.loader_check import LoaderNumbers
+from fabric.strategies.data.share import Share
+from fabric.strategies.data.transfer import Carry
 from fabric.strategies.precision.forward_precision import dtype_of_new_tensors
 from fabric.strategies.precision.loss_scaler import LossScaler, loss_scaler_for
 from fabric.strategies.precision.precision import Precision
@@ -40,21 +42,26 @@ class Runtime:
     """Tells the person who runs the job a sentence, by the standard logger `fabric`; silent on all ranks but zero."""
     new_tensors: AbstractContextManager[None] = field(default_factory=nullcontext)
     """Within it, which is forward and backward, new tensors have the precision's dtype. Entered by any thread."""
+    share: Share = field(default_factory=Share)
+    """The part of the data that this rank reads. Ranks that hold parts of one model have the same one."""
+    carry: Carry | None = None
+    """How batches go to the device, where it has a way of its own."""
     mesh: DeviceMesh | None = None
     """The ranks along named axes, where the strategy has axes."""
     loader_numbers: LoaderNumbers = field(default_factory=LoaderNumbers)
     """Tells loaders apart that are set up in the same random state: they are shuffled differently."""
 
 
-def connect(
+def open_runtime(
     world: World,
     devices: Sequence[torch.device],
     collective: Collective,
     precision: Precision,
     *,
     in_shards: bool = False,
+    carry: Carry | None = None,
 ) -> Runtime:
-    """Meet the other ranks, and give what this one owns from then on.
+    """Connect to the other ranks, and return what this one owns from then on; each rank reads a share of its own.
 
     `in_shards`: ranks hold different gradients, so that all must decide together whether one overflowed.
     """
@@ -70,6 +77,8 @@ def connect(
         loss_scaler=loss_scaler_for(precision, report, *shared),
         report=report,
         new_tensors=dtype_of_new_tensors(precision),
+        share=Share(index=world.rank, count=world.size),
+        carry=carry,
     )
 
 

@@ -20,10 +20,13 @@ from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.data.share import Use
+from fabric.strategies.module.initialization import new_tensors
+from fabric.strategies.module.prepare import attach_scaler, share_loader
 from fabric.strategies.module.wrap_policy import Policy
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.target import Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +52,23 @@ class Strategy(ABC):
     def launchers(self) -> tuple[str, ...]:
         """The launcher words that can start it. More than one: which is left to `Fabric(launcher=...)`."""
 
-    @abstractmethod
     def num_processes(self, num_devices: int) -> int:
-        """How many processes a node runs to use `num_devices` devices."""
+        """How many processes a node runs to use `num_devices` devices: one per device, or the calling process alone."""
+        return 1 if self.launchers == ("inline",) else num_devices
+
+    def look_for_packages(self) -> Mapping[str, str]:
+        """The optional packages that it needs and that are installed here, with what `refuse` has to know of each.
+
+        Called once for each `Fabric`, before `refuse`. Overridden where there are any.
+        """
+        return {}
 
     @abstractmethod
-    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
-        """None where it can run so; otherwise a sentence with what was written, what is so, and what to write."""
+    def refuse(self, target: Target) -> str | None:
+        """None where it can run so; otherwise a sentence with what was written, what is so, and what to write.
+
+        Looks at nothing but `target`: it is asked about machines that are not this one.
+        """
 
     @abstractmethod
     def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
@@ -64,20 +77,26 @@ class Strategy(ABC):
         `devices`: the indices of this node's devices, `devices[world.local_rank]` being this rank's own.
         """
 
-    @abstractmethod
     def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
-        """Within it, modules are made where `setup` wants them, in the precision's dtype; `empty`: without values."""
+        """Within it, modules are made where `setup` wants them, in the precision's dtype; `empty`: without values.
+
+        Overridden where that is not the rank's device.
+        """
+        return new_tensors(runtime.device, runtime.precision, empty=empty)
 
     @abstractmethod
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         """Lay the model over the devices; `optimizers` follow its parameters. `move=False` leaves it where it is."""
 
-    @abstractmethod
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
-        """Prepare optimizers whose parameters belong to a model that is already set up. Returns what undoes it."""
+        """Prepare optimizers whose parameters belong to a model that is already set up. Returns what undoes it.
 
-    @abstractmethod
+        Overridden where more is needed than that the loss scaler unscales before a step.
+        """
+        return attach_scaler(runtime.loss_scaler, optimizers)
+
     def process_dataloader(
         self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
     ) -> Iterable[Any]:
-        """The same loader, cut to this rank's share (`distribute`), its batches on the device (`move`)."""
+        """The same loader, cut to `runtime.share` (`distribute`), its batches on the device (`move`)."""
+        return share_loader(runtime, loader, use, distribute=distribute, move=move)

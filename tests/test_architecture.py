@@ -192,6 +192,31 @@ def test_the_environment_is_read_where_a_process_or_a_command_begins() -> None:
     assert {name for name in elsewhere if environment_uses(ROOT / name)} == set(ENVIRONMENT)
 
 
+LOOKING = re.compile(r"(os\.environ|find_spec|import_module|num_devices|version|why_unavailable|which|PJRT\.of)\b")
+
+
+def takes_a_target(node: ast.AST) -> bool:
+    arguments = node.args.args if isinstance(node, ast.FunctionDef) else []
+    return any(one.annotation is not None and ast.unparse(one.annotation) == "Target" for one in arguments)
+
+
+def test_what_resolves_looks_at_nothing_but_its_arguments() -> None:
+    """`tests/facade/test_resolve.py` gives it machines that are not this one."""
+    files = [ROOT / "fabric" / name for name in ("alone.py", "conflicts.py", "devices.py", "resolve.py")]
+    code = [(path, node) for path in files for node in nodes_of(path) if isinstance(node, ast.FunctionDef)]
+    code += [(path, node) for path in sources() for node in nodes_of(path) if takes_a_target(node)]
+    assert len(code) > 40
+    wrong = [
+        f"{named(path)}:{inner.lineno}: {ast.unparse(inner)}"
+        for path, node in code
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Import | ast.ImportFrom)
+        or (isinstance(inner, ast.Call) and re.search(rf"(^|\.){LOOKING.pattern}$", ast.unparse(inner.func)))
+        or (isinstance(inner, ast.Attribute) and ast.unparse(inner) == "os.environ")
+    ]
+    assert not wrong
+
+
 def test_the_layer_of_the_user_never_asks_which_strategy_it_has() -> None:
     wrong = [
         f"{named(path)}:{node.lineno}: {ast.unparse(node)}"

@@ -8,13 +8,14 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fabric.strategies.accelerators.cpu import CPUAccelerator
-from fabric.strategies.precision.precision import Precision
 from fabric.strategies.registry import available_strategies, make_strategy
+from fabric.strategies.target import Target
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -89,7 +90,9 @@ def by_name() -> list[tuple[str, int]]:
     example gives two of them a function."""
     found = []
     for name in sorted(set(available_strategies()) - {"single_device"}):
-        refusals = [make_strategy(name).refuse(CPUAccelerator(), size, 1, Precision.parse(32)) for size in (2, 1)]
+        strategy = make_strategy(name)
+        here = Target(accelerator=CPUAccelerator(), packages=strategy.look_for_packages())
+        refusals = [strategy.refuse(replace(here, num_devices=size)) for size in (2, 1)]
         if name in ("manual", "model_parallel"):
             refusals = [None]
         if None in refusals:

@@ -40,9 +40,8 @@ import torch
 from fabric.strategies import Strategy
 from fabric.strategies.accelerators import Accelerator
 from fabric.strategies.collectives.process_group import TorchCollective
-from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.prepare import attach_scaler, place, replica, share_loader
-from fabric.strategies.runtime import connect
+from fabric.strategies.module.prepare import place, replica
+from fabric.strategies.runtime import open_runtime
 
 
 @dataclass(frozen=True)
@@ -72,18 +71,14 @@ def average(collective, parameter):
 class AverageStrategy(Strategy):
     launchers = ("script", "fork", "forkserver", "spawn")
 
-    def num_processes(self, num_devices):
-        return num_devices
-
-    def refuse(self, accelerator, num_devices, num_nodes, precision):
-        return None if accelerator.name == "abacus" else "Only an abacus counts by hand. Pass `accelerator='abacus'`."
+    def refuse(self, target):
+        if target.accelerator.name == "abacus":
+            return None
+        return "Only an abacus counts by hand. Pass `accelerator='abacus'`."
 
     def connect(self, world, accelerator, devices, precision):
         device = accelerator.device(devices[world.local_rank])
-        return connect(world, [device], TorchCollective(world, accelerator.backend, device=device), precision)
-
-    def init_module(self, runtime, *, empty):
-        return new_tensors(runtime.device, runtime.precision, empty=empty)
+        return open_runtime(world, [device], TorchCollective(world, accelerator.backend, device=device), precision)
 
     def setup(self, runtime, module, optimizers, move):
         place(runtime, module, optimizers, move=move)
@@ -92,12 +87,6 @@ class AverageStrategy(Strategy):
             parameter.data.copy_(runtime.collective.broadcast(parameter.data))
             hooks.append(parameter.register_post_accumulate_grad_hook(partial(average, runtime.collective)))
         return replica(runtime, module, optimizers, end=lambda: [hook.remove() for hook in hooks])
-
-    def setup_optimizers(self, runtime, optimizers):
-        return attach_scaler(runtime.loss_scaler, optimizers)
-
-    def process_dataloader(self, runtime, loader, use, *, distribute, move):
-        return share_loader(runtime, loader, use, distribute=distribute, move=move)
 '''
 SCRIPT = """
 import json, sys

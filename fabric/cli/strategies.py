@@ -27,7 +27,6 @@ def describe_strategy(machine: Machine, registration: Registration) -> dict[str,
 
     `precisions`: by accelerator. `lacks`: words of `capabilities.py`, each with the sentence that the call raises.
     """
-    alone = replace(machine, world=None)
     why_not: str | None = None
     precisions: dict[str, list[str]] = {}
     lacks: Mapping[Capability, str] = {}
@@ -35,6 +34,7 @@ def describe_strategy(machine: Machine, registration: Registration) -> dict[str,
         try:
             strategy = registration.strategy()
             lacks = strategy.lacks
+            alone = replace(machine, world=None, packages=strategy.look_for_packages())
             resolve(Request(accelerator=found.accelerator, strategy=strategy), alone)
         except Exception as error:  # anybody's strategy, and whatever keeps it from being made is the answer
             why_not = str(error) or type(error).__name__

@@ -35,6 +35,10 @@ class Accelerator(ABC):
         """The words that `strategy='auto'` stands for: with one device, and with several."""
         return "single_device", "ddp"
 
+    def platform(self) -> str:
+        """Which kind of hardware it drives now, where it can drive several and strategies differ; "" elsewhere."""
+        return ""
+
     @abstractmethod
     def num_devices(self) -> int:
         """How many devices a process can use now; 0 where there are none. Initialises no device."""

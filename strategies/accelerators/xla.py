@@ -52,6 +52,10 @@ class XLAAccelerator(Accelerator):
             return 0
         return _num_tpu_devices() if PJRT.of().client == "TPU" else PJRT.of().num_cpu_devices
 
+    def platform(self) -> str:
+        """PJRT's client: TPU or CPU."""
+        return PJRT.of().client or ""
+
     def why_unavailable(self) -> str | None:
         """None, or whether torch_xla is missing, PJRT was not told of a device, or sees no TPU."""
         if find_spec("torch_xla") is None:

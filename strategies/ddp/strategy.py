@@ -8,8 +8,8 @@ another rank, so rank 0 may evaluate alone.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import is_not
@@ -20,43 +20,32 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from fabric.launchers.world import World
-from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import ReplicatedState
 from fabric.strategies.collectives.call_check import agree
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.packing import Spec
-from fabric.strategies.collectives.process_group import TorchCollective
-from fabric.strategies.data.share import Use
 from fabric.strategies.ddp.comm_hooks import CommHook, check, register, why_not
 from fabric.strategies.ddp.zero1 import OwnersState, deal_out, refuse_whole
 from fabric.strategies.gradients.reducer import end_reducer
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
 from fabric.strategies.module.changes import Contents
-from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.prepare import attach_scaler, place, replica, share_loader
-from fabric.strategies.precision.precision import Precision
+from fabric.strategies.module.prepare import attach_scaler, place, replica
 from fabric.strategies.prepared import Prepared
-from fabric.strategies.runtime import Runtime, connect
-from fabric.strategies.strategy import Strategy
+from fabric.strategies.process_group_strategy import ProcessGroupStrategy
+from fabric.strategies.runtime import Runtime
+from fabric.strategies.target import Target
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class DDPStrategy(Strategy):
+class DDPStrategy(ProcessGroupStrategy):
     """Distributed data parallel: one process per device, each with the whole model and its own share of the data.
 
     With `accelerator="xla"` it is `XLAStrategy`, which averages by XLA's own operations: `fabric.strategy` shows that.
     Options that only torch's DistributedDataParallel has are an error there.
     """
 
-    launcher: str = "auto"
-    """How processes come to be: auto, script, fork, forkserver or spawn. auto leaves it to `Fabric(launcher=...)`."""
-    backend: str | None = None
-    """The torch.distributed backend; None takes the accelerator's own (gloo on CPU, nccl on CUDA)."""
-    timeout_seconds: float = 1800.0
-    """How long a collective waits for the other ranks before it raises."""
     bucket_bytes: int = 25 * 2**20
     """Gradients that travel in one all-reduce. Larger: fewer messages. Smaller: more overlap with backward."""
     find_unused_parameters: bool = False
@@ -83,33 +72,11 @@ class DDPStrategy(Strategy):
     def lacks(self) -> Mapping[Capability, str]:
         return {} if self.find_unused_parameters or self.static_graph else {"unused": _UNUSED}
 
-    @property
-    def launchers(self) -> tuple[str, ...]:
-        return ("script", "fork", "forkserver", "spawn") if self.launcher == "auto" else (self.launcher,)
-
-    def num_processes(self, num_devices: int) -> int:
-        return num_devices
-
-    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
-        if accelerator.name == "mps" and num_devices * num_nodes > 1:
-            return (
-                f"`accelerator='mps'` has one device and no torch.distributed backend, but {num_devices * num_nodes} "
-                "processes were asked for. Pass `devices=1`, or `accelerator='cpu'`."
-            )
+    def why_not(self, target: Target) -> str | None:
         if self.comm_hook is None:
             return None
-        backend = self.backend or accelerator.backend
-        return why_not(self.comm_hook, backend, num_devices * num_nodes, precision.param_dtype)
-
-    def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
-        accelerator.connect(devices[world.local_rank])
-        device = accelerator.device(devices[world.local_rank])
-        backend = self.backend or accelerator.backend
-        collective = TorchCollective(world, backend, device=device, timeout_seconds=self.timeout_seconds)
-        return connect(world, [device], collective, precision)
-
-    def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
-        return new_tensors(runtime.device, runtime.precision, empty=empty)
+        backend = self.backend or target.accelerator.backend
+        return why_not(self.comm_hook, backend, target.size, target.precision.param_dtype)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         shards = self.shard_optimizer and runtime.world.size > 1
@@ -129,11 +96,6 @@ class DDPStrategy(Strategy):
         return partial(
             _each, [attach_scaler(runtime.loss_scaler, optimizers), deal_out(runtime.collective, optimizers)]
         )
-
-    def process_dataloader(
-        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
-    ) -> Iterable[Any]:
-        return share_loader(runtime, loader, use, distribute=distribute, move=move)
 
     def _replica(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
         averaging = _Averaging(self, runtime.collective, module)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch.distributed as dist
@@ -24,14 +23,6 @@ from fabric.launchers.world import World
 
 RELEASES = "0.19"
 """What the strategy was written against: it reads gradients and states where this release keeps them."""
-
-
-def installed() -> str | None:
-    """The release of DeepSpeed that is installed, if any is. Imports nothing of it."""
-    try:
-        return version("deepspeed")
-    except PackageNotFoundError:
-        return None
 
 
 def why_not(found: str | None) -> str | None:

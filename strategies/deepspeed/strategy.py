@@ -9,7 +9,7 @@ and all ranks run the same parts in the same order, as under `fsdp`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
@@ -18,11 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fabric.launchers.world import World
-from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
-from fabric.strategies.collectives.process_group import TorchCollective
-from fabric.strategies.data.share import Use
 from fabric.strategies.deepspeed.checks import COMPILED, LATER, ONE_OPTIMIZER, refuse_setup
 from fabric.strategies.deepspeed.config import (
     PRECISIONS,
@@ -32,7 +28,7 @@ from fabric.strategies.deepspeed.config import (
     read_config,
 )
 from fabric.strategies.deepspeed.engine import NOT_GATHERED, UNUSED, Engine, close, gathered_parts, remember
-from fabric.strategies.deepspeed.library import installed, join, local_rank, undisturbed, why_not
+from fabric.strategies.deepspeed.library import join, local_rank, undisturbed, why_not
 from fabric.strategies.deepspeed.state import ZeroState, is_sharded
 from fabric.strategies.module.bare_parameters import IN_MODULE
 from fabric.strategies.module.buffers import follow_rank_zero
@@ -40,17 +36,17 @@ from fabric.strategies.module.copies import own_hooks, refuse_copies, refuse_pic
 from fabric.strategies.module.deferred_init import refuse_empty
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.prepare import place, share_loader, with_precision
-from fabric.strategies.precision.precision import Precision
+from fabric.strategies.module.prepare import place, with_precision
 from fabric.strategies.prepared import Prepared
-from fabric.strategies.runtime import Runtime, connect
+from fabric.strategies.process_group_strategy import ProcessGroupStrategy
+from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
-from fabric.strategies.strategy import Strategy
+from fabric.strategies.target import Target, releases
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class DeepSpeedStrategy(Strategy):
+class DeepSpeedStrategy(ProcessGroupStrategy):
     """ZeRO by DeepSpeed: one process per device, each with a shard of what `stage` says and its share of the data.
 
     The model's loss may run through several models at once. `no_backward_sync` changes no number: at stage 1 gradients
@@ -65,12 +61,6 @@ class DeepSpeedStrategy(Strategy):
     """Keep weights in main memory between uses. Stage 3 only."""
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None
     """DeepSpeed's dictionary, or a JSON file that holds it, read here and now. Keys are checked."""
-    launcher: str = "auto"
-    """How processes come to be: auto, script, fork, forkserver or spawn. auto leaves it to `Fabric(launcher=...)`."""
-    backend: str | None = None
-    """The torch.distributed backend; None takes the accelerator's own (gloo on CPU, nccl on CUDA)."""
-    timeout_seconds: float = 1800.0
-    """How long a collective waits for the other ranks before it raises."""
     broadcast_buffers: bool = True
     """Buffers (the statistics of BatchNorm) follow rank 0 after every forward that computes gradients."""
 
@@ -101,23 +91,20 @@ class DeepSpeedStrategy(Strategy):
             return always
         return {**always, "compile_before": COMPILED, "methods": NOT_GATHERED, "copies": _IN_SHARDS}
 
-    @property
-    def launchers(self) -> tuple[str, ...]:
-        return ("script", "fork", "forkserver", "spawn") if self.launcher == "auto" else (self.launcher,)
+    def look_for_packages(self) -> Mapping[str, str]:
+        return releases("deepspeed")
 
-    def num_processes(self, num_devices: int) -> int:
-        return num_devices
-
-    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
-        missing = why_not(installed())
+    def why_not(self, target: Target) -> str | None:
+        missing = why_not(target.packages.get("deepspeed"))
         if missing is not None:
             return missing
+        precision = target.precision
         if precision.name not in PRECISIONS:
             return (
                 f"`precision={precision.name!r}` with `strategy='deepspeed'`: DeepSpeed keeps float32 weights and "
                 f"computes in float32, bfloat16 or float16. Write one of {', '.join(map(repr, PRECISIONS))}."
             )
-        if precision.name == "16-true" and accelerator.name == "cpu":
+        if precision.name == "16-true" and target.accelerator.name == "cpu":
             return (
                 "`precision='16-true'` with `strategy='deepspeed'` on CPU: DeepSpeed has no float16 there. "
                 "Write 'bf16-true' or 'bf16-mixed'."
@@ -127,21 +114,10 @@ class DeepSpeedStrategy(Strategy):
                 f"`fp16` in DeepSpeed's configuration is for `precision='16-true'`, and the precision is "
                 f"{precision.name!r}. Leave one out."
             )
-        if accelerator.name == "mps" and num_devices * num_nodes > 1:
-            return (
-                f"`accelerator='mps'` has one device and no torch.distributed backend, but {num_devices * num_nodes} "
-                "processes were asked for. Pass `devices=1`, or `accelerator='cpu'`."
-            )
         return None
 
-    def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
-        accelerator.connect(devices[world.local_rank])
-        device = accelerator.device(devices[world.local_rank])
-        backend = self.backend or accelerator.backend
-        collective = TorchCollective(world, backend, device=device, timeout_seconds=self.timeout_seconds)
-        runtime = connect(world, [device], collective, precision)
-        join(world, device.type)
-        return runtime
+    def when_connected(self, runtime: Runtime) -> None:
+        join(runtime.world, runtime.device.type)
 
     def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
         """At stage 3 each parameter is cut into shards as soon as it is made, from rank 0's values."""
@@ -197,11 +173,6 @@ class DeepSpeedStrategy(Strategy):
 
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
         raise RuntimeError(LATER)
-
-    def process_dataloader(
-        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
-    ) -> Iterable[Any]:
-        return share_loader(runtime, loader, use, distribute=distribute, move=move)
 
     @property
     def _config(self) -> dict[str, Any]:

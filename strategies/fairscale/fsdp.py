@@ -11,20 +11,16 @@ Every forward gathers parameters, so all ranks call it together, evaluations too
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.launchers.world import World
-from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
-from fabric.strategies.data.share import Use
 from fabric.strategies.fairscale.fsdp_state import IN_SLICES, attach_module, attach_optimizer, holds_local
 from fabric.strategies.fairscale.fsdp_wrappers import UNCOMPILABLE, Slices
 from fabric.strategies.fairscale.library import (
@@ -32,34 +28,27 @@ from fabric.strategies.fairscale.library import (
     NOT_AVERAGED,
     clip_norm,
     clip_value,
-    meet,
     refuse_optimizers,
     start_alike,
     why_not,
 )
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.module.bare_parameters import IN_MODULE
-from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.prepare import attach_scaler, place, replica, share_loader
+from fabric.strategies.module.prepare import attach_scaler, place, replica
 from fabric.strategies.module.wrap_policy import Policy, check_policy, matching
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
+from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
-from fabric.strategies.strategy import Strategy
+from fabric.strategies.target import Target, releases
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FairScaleFSDPStrategy(Strategy):
+class FairScaleFSDPStrategy(ProcessGroupStrategy):
     """Fully sharded data parallel, by FairScale: each rank keeps a slice of every parameter."""
 
-    launcher: str = "auto"
-    """How processes come to be: auto, script, fork, forkserver or spawn. auto leaves it to `Fabric(launcher=...)`."""
-    backend: str | None = None
-    """The torch.distributed backend; None takes the accelerator's own (gloo on CPU, nccl on CUDA)."""
-    timeout_seconds: float = 1800.0
-    """How long a collective waits for the other ranks before it raises."""
     wrap: Policy | None = None
     """The parts whose parameters are gathered when the part runs, and dropped after: classes, or a function that is
     true of the modules meant. What lies in none is gathered for the whole of forward and backward. None: all is."""
@@ -84,27 +73,18 @@ class FairScaleFSDPStrategy(Strategy):
         }
         return always if self.wrap is None else {**always, "compile_before": UNCOMPILABLE}
 
-    @property
-    def launchers(self) -> tuple[str, ...]:
-        return ("script", "fork", "forkserver", "spawn") if self.launcher == "auto" else (self.launcher,)
+    def look_for_packages(self) -> Mapping[str, str]:
+        return releases("fairscale")
 
-    def num_processes(self, num_devices: int) -> int:
-        return num_devices
-
-    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
+    def why_not(self, target: Target) -> str | None:
+        precision = target.precision
         if precision.param_dtype not in _DTYPES:
             return (
                 f"`precision={precision.name!r}` keeps parameters in {precision.param_dtype}, and FairScale's fully "
                 "sharded module keeps them in torch.float32 or torch.float16. Pass `precision='32-true'`, "
                 "`'bf16-mixed'` or `'16-mixed'`, or `strategy='fsdp'`."
             )
-        return why_not("ddp_fully_sharded", accelerator)
-
-    def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
-        return meet(world, accelerator, devices, precision, backend=self.backend, timeout_seconds=self.timeout_seconds)
-
-    def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
-        return new_tensors(runtime.device, runtime.precision, empty=empty)
+        return why_not("ddp_fully_sharded", target)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         parts = [part for part in matching(module, self.wrap, "wrap") if part is not module]
@@ -164,11 +144,6 @@ class FairScaleFSDPStrategy(Strategy):
                 each()
 
         return release
-
-    def process_dataloader(
-        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
-    ) -> Iterable[Any]:
-        return share_loader(runtime, loader, use, distribute=distribute, move=move)
 
 
 _DTYPES = (torch.float32, torch.float16)

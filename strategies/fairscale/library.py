@@ -8,36 +8,31 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from fabric.launchers.world import World
-from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.collectives.process_group import TorchCollective
 from fabric.strategies.module.buffers import follow_rank_zero
 from fabric.strategies.precision.loss_scaler import LossScaler
-from fabric.strategies.precision.precision import Precision
-from fabric.strategies.runtime import Runtime, connect
+from fabric.strategies.target import Target
 
 Owned = Callable[[Optimizer], list[Tensor]]
 """The parameters of an optimizer that this rank holds averaged gradients for."""
 
 
-def why_not(strategy: str, accelerator: Accelerator) -> str | None:
+def why_not(strategy: str, target: Target) -> str | None:
     """None where FairScale can run; otherwise the sentence that says what to install, or to write."""
-    if find_spec("fairscale") is None:
+    if "fairscale" not in target.packages:
         return (
             f"`strategy={strategy!r}` is FairScale's, and the package `fairscale` is not installed here. "
             "`pip install 'torchfabric[fairscale]'` adds it; `strategy='fsdp'` needs no further package."
         )
-    if accelerator.name not in ("cpu", "cuda"):
+    if target.accelerator.name not in ("cpu", "cuda"):
         return (
-            f"`strategy={strategy!r}` is FairScale's, which runs on cpu and cuda, and not on {accelerator.name!r}. "
-            "Pass `strategy='fsdp'`."
+            f"`strategy={strategy!r}` is FairScale's, which runs on cpu and cuda, and not on "
+            f"{target.accelerator.name!r}. Pass `strategy='fsdp'`."
         )
     return None
 
@@ -51,22 +46,6 @@ def root_logger_untouched() -> Iterator[None]:
         yield
     finally:
         logging.root.removeHandler(handler)
-
-
-def meet(
-    world: World,
-    accelerator: Accelerator,
-    devices: Sequence[int],
-    precision: Precision,
-    *,
-    backend: str | None,
-    timeout_seconds: float,
-) -> Runtime:
-    """Take the device of this rank, and meet the others. A step that overflows on one rank is skipped on all."""
-    accelerator.connect(devices[world.local_rank])
-    device = accelerator.device(devices[world.local_rank])
-    collective = TorchCollective(world, backend or accelerator.backend, device=device, timeout_seconds=timeout_seconds)
-    return connect(world, [device], collective, precision, in_shards=True)
 
 
 def start_alike(collective: Collective, module: nn.Module) -> None:

@@ -8,24 +8,19 @@ its `step` then gives the new values to all. `optimizer.state_dict()` is a colle
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, final
+from typing import final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.launchers.world import World
-from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
-from fabric.strategies.data.share import Use
 from fabric.strategies.fairscale.library import (
     NEEDS_ALL,
     clip_norm,
     clip_value,
-    meet,
     name_some,
     refuse_optimizers,
     start_alike,
@@ -34,25 +29,18 @@ from fabric.strategies.fairscale.library import (
 from fabric.strategies.fairscale.oss import Owners
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.module.bare_parameters import IN_MODULE
-from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.prepare import place, replica, share_loader
-from fabric.strategies.precision.precision import Precision
+from fabric.strategies.module.prepare import place, replica
 from fabric.strategies.prepared import Prepared
+from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.strategy import Strategy
+from fabric.strategies.target import Target, releases
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FairScaleShardedStrategy(Strategy):
+class FairScaleShardedStrategy(ProcessGroupStrategy):
     """Data parallel, with gradients and optimizer state split over the ranks by whole parameters."""
 
-    launcher: str = "auto"
-    """How processes come to be: auto, script, fork, forkserver or spawn. auto leaves it to `Fabric(launcher=...)`."""
-    backend: str | None = None
-    """The torch.distributed backend; None takes the accelerator's own (gloo on CPU, nccl on CUDA)."""
-    timeout_seconds: float = 1800.0
-    """How long a collective waits for the other ranks before it raises."""
     broadcast_buffers: bool = True
     """Buffers (the statistics of BatchNorm) follow rank 0 after every forward that computes gradients."""
 
@@ -65,21 +53,11 @@ class FairScaleShardedStrategy(Strategy):
             "bare_parameters": IN_MODULE,
         }
 
-    @property
-    def launchers(self) -> tuple[str, ...]:
-        return ("script", "fork", "forkserver", "spawn") if self.launcher == "auto" else (self.launcher,)
+    def look_for_packages(self) -> Mapping[str, str]:
+        return releases("fairscale")
 
-    def num_processes(self, num_devices: int) -> int:
-        return num_devices
-
-    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
-        return why_not("ddp_sharded", accelerator)
-
-    def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
-        return meet(world, accelerator, devices, precision, backend=self.backend, timeout_seconds=self.timeout_seconds)
-
-    def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
-        return new_tensors(runtime.device, runtime.precision, empty=empty)
+    def why_not(self, target: Target) -> str | None:
+        return why_not("ddp_sharded", target)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         _refuse_parameters(module, optimizers)
@@ -110,11 +88,6 @@ class FairScaleShardedStrategy(Strategy):
 
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
         raise ValueError(_LATER)
-
-    def process_dataloader(
-        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
-    ) -> Iterable[Any]:
-        return share_loader(runtime, loader, use, distribute=distribute, move=move)
 
 
 def _refuse_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -11,21 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast, final
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from fabric.launchers.world import World
-from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
-from fabric.strategies.collectives.process_group import TorchCollective
-from fabric.strategies.data.share import Use
 from fabric.strategies.gradients.clipping import clip_norm, clip_value
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
 from fabric.strategies.module.changes import Additions, GatheredFlags
@@ -34,21 +30,22 @@ from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.module.parameter_rebinding import follow
-from fabric.strategies.module.prepare import attach_scaler, backward_through, share_loader, with_precision
+from fabric.strategies.module.prepare import attach_scaler, backward_through, with_precision
 from fabric.strategies.module.wrap_policy import Policy, check_policy, matching, whole_at_once
 from fabric.strategies.precision.forward_precision import cast_module
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
-from fabric.strategies.runtime import Runtime, connect
+from fabric.strategies.process_group_strategy import ProcessGroupStrategy
+from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.dtensor import ShardedState
 from fabric.strategies.sharding.execution_order import ExecutionOrder
 from fabric.strategies.sharding.gathered import Gathered, mark_gathering
 from fabric.strategies.sharding.layout import fsdp_modules, refuse_cut
-from fabric.strategies.sharding.mesh import check_degrees, device_mesh
+from fabric.strategies.sharding.mesh import check_degrees
 from fabric.strategies.sharding.same_gradients import SameGradients
 from fabric.strategies.sharding.submodules import enter_alone
 from fabric.strategies.sharding.whole_draws import draw_whole
-from fabric.strategies.strategy import Strategy
+from fabric.strategies.target import Target
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -56,18 +53,13 @@ if TYPE_CHECKING:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class FSDPStrategy(Strategy):
+class FSDPStrategy(ProcessGroupStrategy):
     """Fully sharded data parallel: one process per device, each with a shard of the model and a share of the data.
 
     The weights of rank 0 are what is trained. `Fabric.close` takes off what is ours; the parameters stay in shards.
     """
 
-    launcher: str = "auto"
-    """How processes come to be: auto, script, fork, forkserver or spawn. auto leaves it to `Fabric(launcher=...)`."""
-    backend: str | None = None
-    """The torch.distributed backend; None takes the accelerator's own (gloo on CPU, nccl on CUDA)."""
-    timeout_seconds: float = 1800.0
-    """How long a collective waits for the other ranks before it raises."""
+    in_shards: ClassVar[bool] = True
     auto_wrap_policy: Policy | None = None
     """The parts whose parameters are gathered together and freed again: classes, or a function of a module. What is in
     no such part is gathered with the root. None: the model is gathered all at once, which saves no memory in forward;
@@ -97,44 +89,29 @@ class FSDPStrategy(Strategy):
     def lacks(self) -> Mapping[Capability, str]:
         return {"copies": IN_SHARDS, "scalars": _SCALARS}
 
-    @property
-    def launchers(self) -> tuple[str, ...]:
-        return ("script", "fork", "forkserver", "spawn") if self.launcher == "auto" else (self.launcher,)
-
-    def num_processes(self, num_devices: int) -> int:
-        return num_devices
-
-    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
-        if accelerator.name == "mps":
-            return (
-                "`accelerator='mps'` has no torch.distributed backend, which sharding needs. Pass `accelerator='cpu'`, "
-                "or `strategy='single_device'`."
-            )
-        if self.cpu_offload and accelerator.name == "cpu":
+    def why_not(self, target: Target) -> str | None:
+        if self.cpu_offload and target.accelerator.name == "cpu":
             return (
                 "`cpu_offload=True` (`strategy='fsdp_cpu_offload'`) moves shards from a device to the CPU, but "
                 "`accelerator='cpu'` has them there already. Pass `strategy='fsdp'`, or another accelerator."
             )
-        try:
-            num_shards = self._degrees(num_devices * num_nodes, num_nodes)["shard"]
-        except ValueError as error:
-            return str(error)
-        together = self.reshard_after_forward
-        if together is not None and not isinstance(together, bool) and (together < 1 or num_shards % together):
-            return (
-                f"`reshard_after_forward={together}` ranks hold gathered parameters together, but there are "
-                f"{num_shards} shards. Write True, False, or a number that divides {num_shards}."
-            )
         return None
 
-    def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
-        degrees = self._degrees(world.size, world.num_nodes)
-        accelerator.connect(devices[world.local_rank])
-        device = accelerator.device(devices[world.local_rank])
-        backend = self.backend or accelerator.backend
-        collective = TorchCollective(world, backend, device=device, timeout_seconds=self.timeout_seconds)
-        runtime = connect(world, [device], collective, precision, in_shards=True)
-        return replace(runtime, mesh=device_mesh(device, degrees))
+    def degrees(self, size: int, num_nodes: int) -> dict[str, int]:
+        if self.device_mesh is None:
+            degrees = {"shard": size}
+        elif self.device_mesh == "nodes":
+            degrees = {"replicate": num_nodes, "shard": size // num_nodes}
+        else:
+            degrees = dict(zip(("replicate", "shard"), self.device_mesh, strict=True))
+        check_degrees(degrees, size, written=f"device_mesh={self.device_mesh!r}")
+        together, shards = self.reshard_after_forward, degrees["shard"]
+        if together is not None and not isinstance(together, bool) and (together < 1 or shards % together):
+            raise ValueError(
+                f"`reshard_after_forward={together}` ranks hold gathered parameters together, but there are "
+                f"{shards} shards. Write True, False, or a number that divides {shards}."
+            )
+        return degrees
 
     def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
         return new_tensors(torch.device("meta") if empty else runtime.device, runtime.precision)
@@ -181,25 +158,6 @@ class FSDPStrategy(Strategy):
             release=partial(_each, undo[::-1]),
             state=ShardedState(runtime.world.rank),
         )
-
-    def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
-        return attach_scaler(runtime.loss_scaler, optimizers)
-
-    def process_dataloader(
-        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
-    ) -> Iterable[Any]:
-        return share_loader(runtime, loader, use, distribute=distribute, move=move)
-
-    def _degrees(self, size: int, num_nodes: int) -> dict[str, int]:
-        """The axes of the mesh. Raises ValueError where they do not multiply to `size`."""
-        if self.device_mesh is None:
-            return {"shard": size}
-        if self.device_mesh == "nodes":
-            degrees = {"replicate": num_nodes, "shard": size // num_nodes}
-        else:
-            degrees = dict(zip(("replicate", "shard"), self.device_mesh, strict=True))
-        check_degrees(degrees, size, written=f"device_mesh={self.device_mesh!r}")
-        return degrees
 
     def _units(self, module: nn.Module, precision: Precision) -> set[nn.Module]:
         """The parts that are gathered one by one; the root is one of them."""

@@ -7,8 +7,8 @@ parameter that no rank has used keeps no gradient, as in one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -24,17 +24,17 @@ from fabric.strategies.collectives.call_check import agree
 from fabric.strategies.collectives.collective import Collective, CollectiveError
 from fabric.strategies.collectives.flat import exchange
 from fabric.strategies.collectives.packing import Spec
-from fabric.strategies.data.share import Use
 from fabric.strategies.gradients.clipping import NONE, kind_of, on_gradient, refuse_sparse
 from fabric.strategies.horovod.collective import HorovodCollective
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
 from fabric.strategies.module.changes import Contents
-from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.prepare import attach_scaler, place, replica, share_loader
+from fabric.strategies.module.prepare import place, replica
+from fabric.strategies.options import own_launchers
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
-from fabric.strategies.runtime import Runtime, connect
+from fabric.strategies.runtime import Runtime, open_runtime
 from fabric.strategies.strategy import Strategy
+from fabric.strategies.target import Target
 
 
 @final
@@ -49,23 +49,26 @@ class HorovodStrategy(Strategy):
     broadcast_buffers: bool = True
     """Buffers (the statistics of BatchNorm) follow rank 0 whenever gradients are averaged."""
 
+    def look_for_packages(self) -> Mapping[str, str]:
+        """Imports Horovod: only so is it known what it was built with."""
+        try:
+            import horovod.torch as hvd
+        except (ImportError, OSError) as error:
+            return {"horovod cannot be imported": str(error)}
+        built = {"gloo": hvd.gloo_built(), "nccl": hvd.nccl_built()}
+        return {"horovod": " ".join(name for name, is_built in built.items() if is_built)}
+
     @property
     def launchers(self) -> tuple[str, ...]:
-        return ("script", "fork", "forkserver", "spawn") if self.launcher == "auto" else (self.launcher,)
+        return own_launchers(self.launcher)
 
-    def num_processes(self, num_devices: int) -> int:
-        return num_devices
-
-    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
-        return _why_not(accelerator.device(0).type)
+    def refuse(self, target: Target) -> str | None:
+        return _why_not(target)
 
     def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
         accelerator.connect(devices[world.local_rank])
         device = accelerator.device(devices[world.local_rank])
-        return connect(world, [device], HorovodCollective(world, timeout_seconds=self.timeout_seconds), precision)
-
-    def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
-        return new_tensors(runtime.device, runtime.precision, empty=empty)
+        return open_runtime(world, [device], HorovodCollective(world, timeout_seconds=self.timeout_seconds), precision)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         place(runtime, module, optimizers, move=move)
@@ -79,14 +82,6 @@ class HorovodStrategy(Strategy):
             watches=(averaging.watch,),
             end=averaging.end,
         )
-
-    def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
-        return attach_scaler(runtime.loss_scaler, optimizers)
-
-    def process_dataloader(
-        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
-    ) -> Iterable[Any]:
-        return share_loader(runtime, loader, use, distribute=distribute, move=move)
 
 
 @final
@@ -198,15 +193,15 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def _why_not(device_type: str) -> str | None:
+def _why_not(target: Target) -> str | None:
     """None where Horovod can carry tensors of this device; otherwise why it cannot, and what makes it able to."""
-    try:
-        import horovod.torch as hvd
-    except (ImportError, OSError) as error:
+    built, device_type = target.packages.get("horovod"), target.accelerator.device(0).type
+    if built is None:
+        error = target.packages.get("horovod cannot be imported", "it was not looked for")
         return f"`strategy='horovod'` needs Horovod, which cannot be imported here: {error}. {INSTALL}"
-    if not hvd.gloo_built():
+    if "gloo" not in built:
         return f"`strategy='horovod'` lets Horovod's ranks meet by gloo, and this one has none. {INSTALL}"
-    if device_type == "cpu" or (device_type == "cuda" and hvd.nccl_built()):
+    if device_type == "cpu" or (device_type == "cuda" and "nccl" in built):
         return None
     return (
         f"`strategy='horovod'` with `accelerator={device_type!r}`: Horovod carries tensors of the CPU, and of CUDA "

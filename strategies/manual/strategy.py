@@ -9,47 +9,40 @@ same; where the latter is not so, saving and clipping raise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, ClassVar, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.launchers.world import World
-from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
-from fabric.strategies.collectives.process_group import TorchCollective
-from fabric.strategies.data.share import Share, Use
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.manual.context import ManualContext, Parallelized
 from fabric.strategies.manual.gradient_sync import Synchronization
 from fabric.strategies.manual.state import ManualState, own_parameters
 from fabric.strategies.module.bare_parameters import IN_MODULE
-from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.module.parameter_rebinding import rebind
-from fabric.strategies.module.prepare import attach_scaler, replica, share_loader
+from fabric.strategies.module.prepare import replica
 from fabric.strategies.options import check_function
 from fabric.strategies.precision.forward_precision import casts
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
-from fabric.strategies.runtime import Runtime, connect
-from fabric.strategies.sharding.mesh import COPIES, check_degrees, degree, device_mesh
-from fabric.strategies.strategy import Strategy
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from fabric.strategies.process_group_strategy import ProcessGroupStrategy
+from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.mesh import COPIES, check_degrees
+from fabric.strategies.target import Target
 
 __all__ = ["ManualContext", "ManualStrategy", "Parallelized"]
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class ManualStrategy(Strategy):
+class ManualStrategy(ProcessGroupStrategy):
     """Parallelism of the user's own."""
 
+    in_shards: ClassVar[bool] = True
     parallelize: Callable[[Any, ManualContext], nn.Module | Parallelized] | None = None
     """`parallelize(module, context)` is called by `setup`, on every rank, once for each module. It changes the module
     or makes another, and returns it; or a `Parallelized`, where there is more to say. Optimizers that were made before
@@ -61,12 +54,6 @@ class ManualStrategy(Strategy):
     data_axes: tuple[str, ...] | None = None
     """The axes along which ranks read different samples: loaders are cut along them, and gradients averaged
     (`Parallelized(averaged=...)`). None: all axes."""
-    launcher: str = "auto"
-    """How processes come to be: auto, script, fork, forkserver or spawn. auto leaves it to `Fabric(launcher=...)`."""
-    backend: str | None = None
-    """The torch.distributed backend; None takes the accelerator's own (gloo on CPU, nccl on CUDA)."""
-    timeout_seconds: float = 1800.0
-    """How long a collective waits for the other ranks before it raises."""
 
     def __post_init__(self) -> None:
         check_function(self, "parallelize", "parallelize(module, context)")
@@ -80,46 +67,26 @@ class ManualStrategy(Strategy):
 
     @property
     def lacks(self) -> Mapping[Capability, str]:
-        copies = any(number > 1 and axis not in self._data_axes(1) for axis, number in self._axes(1).items())
+        copies = any(number > 1 and not self.has_own_data(axis) for axis, number in self._axes(1).items())
         always: dict[Capability, str] = {"bare_parameters": IN_MODULE}
         return {**always, "gather_gradients": COPIES} if copies else always
 
-    @property
-    def launchers(self) -> tuple[str, ...]:
-        return ("script", "fork", "forkserver", "spawn") if self.launcher == "auto" else (self.launcher,)
-
-    def num_processes(self, num_devices: int) -> int:
-        return num_devices
-
-    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
+    def why_not(self, target: Target) -> str | None:
         if self.parallelize is None:
             return (
                 "`strategy='manual'` lays the model over the ranks by a function of yours, and has none. Pass "
                 "`strategy=ManualStrategy(parallelize=function)` (from `fabric.strategies`), where "
                 "`function(module, context)` returns the module to train."
             )
-        if accelerator.name == "mps":
-            return (
-                "`accelerator='mps'` has no torch.distributed backend, which `ManualStrategy` gives to its function. "
-                "Pass `accelerator='cpu'`, or `strategy='single_device'`."
-            )
-        try:
-            size = num_devices * num_nodes
-            check_degrees(self._axes(size), size, written=f"ManualStrategy(mesh={self.mesh!r})")
-        except ValueError as error:
-            return str(error)
         return None
 
-    def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
-        accelerator.connect(devices[world.local_rank])
-        device = accelerator.device(devices[world.local_rank])
-        backend = self.backend or accelerator.backend
-        collective = TorchCollective(world, backend, device=device, timeout_seconds=self.timeout_seconds)
-        runtime = connect(world, [device], collective, precision, in_shards=True)
-        return replace(runtime, mesh=device_mesh(device, self._axes(world.size)))
+    def degrees(self, size: int, num_nodes: int) -> dict[str, int]:
+        degrees = self._axes(size)
+        check_degrees(degrees, size, written=f"ManualStrategy(mesh={self.mesh!r})")
+        return degrees
 
-    def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
-        return new_tensors(runtime.device, runtime.precision, empty=empty)
+    def has_own_data(self, axis: str) -> bool:
+        return self.data_axes is None or axis in self.data_axes
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         context = _context(runtime)
@@ -149,28 +116,11 @@ class ManualStrategy(Strategy):
         state = ManualState(runtime.collective, given, parallel.module)
         return replace(prepared, clip_norm=clip_norm, state=state)
 
-    def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
-        return attach_scaler(runtime.loss_scaler, optimizers)
-
-    def process_dataloader(
-        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
-    ) -> Iterable[Any]:
-        share = self._share(_context(runtime).mesh)
-        return share_loader(runtime, loader, use, distribute=distribute, move=move, share=share)
-
-    def _share(self, mesh: DeviceMesh) -> Share:
-        """Ranks that differ along other axes alone read the same."""
-        share = Share()
-        for axis in self._data_axes(mesh.size()):
-            num_ranks = degree(mesh, axis)
-            share = Share(index=share.index * num_ranks + mesh.get_local_rank(axis), count=share.count * num_ranks)
-        return share
-
     def _axes(self, size: int) -> dict[str, int]:
         return {"data": size} if self.mesh is None else dict(self.mesh)
 
     def _data_axes(self, size: int) -> tuple[str, ...]:
-        return tuple(axis for axis in self._axes(size) if self.data_axes is None or axis in self.data_axes)
+        return tuple(filter(self.has_own_data, self._axes(size)))
 
     def _parallelized(self, module: nn.Module, context: ManualContext) -> Parallelized:
         assert self.parallelize is not None  # see `refuse`

@@ -14,22 +14,18 @@ alone, and the optimizer that was made before `setup` goes on. Gradients are ave
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.launchers.world import World
-from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
-from fabric.strategies.collectives.process_group import TorchCollective
-from fabric.strategies.data.share import Share, Use
 from fabric.strategies.gradients.averaging import Averaging
 from fabric.strategies.gradients.clipping import clip_norm, clip_value, move_state
 from fabric.strategies.model_parallel.pipeline.options import Pipeline
@@ -42,21 +38,21 @@ from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
 from fabric.strategies.module.forward import Around, ForwardPath
 from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.module.parameter_rebinding import follow
-from fabric.strategies.module.prepare import attach_scaler, backward_through, share_loader, with_precision
+from fabric.strategies.module.prepare import attach_scaler, backward_through, with_precision
 from fabric.strategies.options import check_function
 from fabric.strategies.precision.forward_precision import cast_module
-from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
-from fabric.strategies.runtime import Runtime, connect
+from fabric.strategies.process_group_strategy import ProcessGroupStrategy
+from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.dtensor import ShardedState, as_sharded
 from fabric.strategies.sharding.execution_order import ExecutionOrder
 from fabric.strategies.sharding.gathered import Gathered, mark_gathering
 from fabric.strategies.sharding.layout import Parallelize, fsdp_modules, parallelize, refuse_cut
-from fabric.strategies.sharding.mesh import COPIES, Degree, check_written, complete, degree, device_mesh
+from fabric.strategies.sharding.mesh import COPIES, Degree, check_written, complete
 from fabric.strategies.sharding.same_gradients import SameGradients
 from fabric.strategies.sharding.submodules import enter_alone
 from fabric.strategies.sharding.whole_draws import draw_whole
-from fabric.strategies.strategy import Strategy
+from fabric.strategies.target import Target
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -67,7 +63,7 @@ AXES = ("data", "shard", "context", "tensor")
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class ModelParallelStrategy(Strategy):
+class ModelParallelStrategy(ProcessGroupStrategy):
     """A mesh of ranks along named axes, over which `parallelize_fn(model, mesh)` lays the model, in place.
 
     The function may call `parallelize_module` and `distribute_tensor` with `mesh["tensor"]`, `fully_shard` with
@@ -77,6 +73,7 @@ class ModelParallelStrategy(Strategy):
     With `accelerator="xla"` it is `XLAModelParallelStrategy`, whose mesh is of devices: `fabric.strategy` shows that.
     """
 
+    in_shards: ClassVar[bool] = True
     parallelize_fn: Parallelize | None = None
     """Called by every rank within `setup`, with the user's model, its weights those of rank 0."""
     data: Degree = 1
@@ -89,12 +86,6 @@ class ModelParallelStrategy(Strategy):
     """Ranks that compute a part each of the same layer, and read the same data: for `parallelize_module`."""
     pipeline: Pipeline | None = None
     """Stages that hold some layers each, and how batches go through them."""
-    launcher: str = "auto"
-    """How processes come to be: auto, script, fork, forkserver or spawn. auto leaves it to `Fabric(launcher=...)`."""
-    backend: str | None = None
-    """The torch.distributed backend; None takes the accelerator's own (gloo on CPU, nccl on CUDA)."""
-    timeout_seconds: float = 1800.0
-    """How long a collective waits for the other ranks before it raises."""
     broadcast_buffers: bool = True
     """Buffers (the statistics of BatchNorm) follow the first data rank after every forward that computes gradients."""
 
@@ -115,14 +106,7 @@ class ModelParallelStrategy(Strategy):
             always["bare_parameters"] = IN_MODULE
         return {**always, "gather_gradients": COPIES} if copies else always
 
-    @property
-    def launchers(self) -> tuple[str, ...]:
-        return ("script", "fork", "forkserver", "spawn") if self.launcher == "auto" else (self.launcher,)
-
-    def num_processes(self, num_devices: int) -> int:
-        return num_devices
-
-    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
+    def why_not(self, target: Target) -> str | None:
         if self.parallelize_fn is None and self.pipeline is None:
             return (
                 "`strategy='model_parallel'` has no function that lays the model over the ranks. Write "
@@ -130,25 +114,13 @@ class ModelParallelStrategy(Strategy):
                 "`function(model, mesh)` that calls `parallelize_module(model, mesh['tensor'], plan)` or "
                 "`fully_shard(model, mesh=mesh['shard'])`."
             )
-        if accelerator.name == "mps":
-            return (
-                "`accelerator='mps'` has no torch.distributed backend, which a mesh of ranks needs. Pass "
-                "`accelerator='cpu'`, or `strategy='single_device'`."
-            )
-        try:
-            self._degrees(num_devices * num_nodes)
-        except ValueError as error:
-            return str(error)
         return None
 
-    def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
-        degrees = self._degrees(world.size)
-        accelerator.connect(devices[world.local_rank])
-        device = accelerator.device(devices[world.local_rank])
-        backend = self.backend or accelerator.backend
-        collective = TorchCollective(world, backend, device=device, timeout_seconds=self.timeout_seconds)
-        runtime = connect(world, [device], collective, precision, in_shards=True)
-        return replace(runtime, mesh=device_mesh(device, degrees))
+    def degrees(self, size: int, num_nodes: int) -> dict[str, int]:
+        return complete({"pipeline": 1 if self.pipeline is None else self.pipeline.degree, **self._written()}, size)
+
+    def has_own_data(self, axis: str) -> bool:
+        return axis in ("data", "shard")
 
     def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
         return new_tensors(torch.device("meta") if empty else runtime.device, runtime.precision)
@@ -201,15 +173,6 @@ class ModelParallelStrategy(Strategy):
             state=ShardedState(runtime.world.rank),
         )
 
-    def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
-        return attach_scaler(runtime.loss_scaler, optimizers)
-
-    def process_dataloader(
-        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
-    ) -> Iterable[Any]:
-        share = data_share(mesh_of(runtime))
-        return share_loader(runtime, loader, use, distribute=distribute, move=move, share=share)
-
     def _parallelize(self, runtime: Runtime, module: nn.Module) -> nn.Module:
         if self.parallelize_fn is None:
             return module
@@ -234,22 +197,11 @@ class ModelParallelStrategy(Strategy):
     def _written(self) -> dict[str, Degree]:
         return {"data": self.data, "shard": self.shard, "context": self.context, "tensor": self.tensor}
 
-    def _degrees(self, size: int) -> dict[str, int]:
-        """The axes of the mesh, "auto" replaced. Raises ValueError where they do not multiply to `size`."""
-        return complete({"pipeline": 1 if self.pipeline is None else self.pipeline.degree, **self._written()}, size)
-
 
 def mesh_of(runtime: Runtime) -> DeviceMesh:
     """The mesh that `connect` made."""
     assert runtime.mesh is not None
     return runtime.mesh
-
-
-def data_share(mesh: DeviceMesh) -> Share:
-    """The part of the data that this rank reads: ranks along the other axes read the same."""
-    shards = degree(mesh, "shard")
-    index = mesh["data"].get_local_rank() * shards + mesh["shard"].get_local_rank()
-    return Share(index=index, count=degree(mesh, "data") * shards)
 
 
 def place_alike(runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], *, move: bool) -> None:

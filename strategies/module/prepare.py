@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 
 from fabric.strategies.collectives.call_check import all_say
 from fabric.strategies.data.loader_check import Ranks
-from fabric.strategies.data.loaders import DeviceLoader, Share, Use, process_dataloader
-from fabric.strategies.data.transfer import Carry
+from fabric.strategies.data.loaders import DeviceLoader, Use, process_dataloader
 from fabric.strategies.gradients.clipping import clip_norm, clip_value, move_state
 from fabric.strategies.module.deferred_init import refuse_empty
 from fabric.strategies.module.forward import Around, ForwardPath
@@ -79,18 +78,13 @@ def share_loader(
     *,
     distribute: bool,
     move: bool,
-    share: Share | None = None,
-    carry: Carry | None = None,
 ) -> DeviceLoader:
-    """Each rank reads a share of its own, unless `share` says which: ranks that hold pieces of one model have one.
-
-    `carry`: how batches go to the device, where it has a way of its own.
-    """
+    """What `Strategy.process_dataloader` does."""
     collective = runtime.collective
     return process_dataloader(
         loader,
         use,
-        share=share or Share(index=runtime.world.rank, count=runtime.world.size),
+        share=runtime.share,
         device=runtime.device,
         distribute=distribute,
         move=move,
@@ -103,7 +97,7 @@ def share_loader(
         ),
         numbers=runtime.loader_numbers,
         say=runtime.report,
-        carry=carry,
+        carry=runtime.carry,
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from importlib.util import find_spec
 from typing import Any, final
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint.state import StateAccess
 from fabric.strategies.data.transfer import move
 from fabric.strategies.gradients.clipping import move_state, parameters_of
@@ -24,19 +22,20 @@ from fabric.strategies.module.copies import Hook
 from fabric.strategies.module.prepare import attach_scaler
 from fabric.strategies.precision.forward_precision import cast_module
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.target import Target
 
 
-def refuse_accelerator(word: str, accelerator: Accelerator) -> str | None:
+def refuse_accelerator(word: str, target: Target) -> str | None:
     """A sentence where the accelerator is not XLA's, with the command that adds it where it is not installed."""
-    if accelerator.name == "xla":
+    if target.accelerator.name == "xla":
         return None
-    if find_spec("torch_xla") is None:
+    if "torch_xla" not in target.packages:
         return (
             f"`strategy={word!r}` needs torch-xla, which is not installed. Run `pip install 'torchfabric[xla]'`, set "
             "`PJRT_DEVICE=TPU` (or CPU, to run XLA on the processor), and write `accelerator='xla'`."
         )
     return (
-        f"`strategy={word!r}` runs on devices of XLA, but the accelerator is {accelerator.name!r}. Set "
+        f"`strategy={word!r}` runs on devices of XLA, but the accelerator is {target.accelerator.name!r}. Set "
         "`PJRT_DEVICE=TPU` (or CPU, to run XLA on the processor), and write `accelerator='xla'`."
     )
 

@@ -6,11 +6,9 @@ stand around the user's module, in its names, for nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, final
+from typing import final
 
 from torch import nn
 from torch.optim import Optimizer
@@ -18,18 +16,15 @@ from torch.optim import Optimizer
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
-from fabric.strategies.data.share import Use
 from fabric.strategies.module.bare_parameters import IN_MODULE
-from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.prepare import share_loader
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.strategy import Strategy
+from fabric.strategies.target import Target, releases
 from fabric.strategies.xla.device import place
 from fabric.strategies.xla.spmd import (
     connect_program,
-    cut_batches,
     is_marked,
     mesh_of_devices,
     prepare_program,
@@ -58,17 +53,14 @@ class XLAFSDPStrategy(Strategy):
     def launchers(self) -> tuple[str, ...]:
         return ("inline",)
 
-    def num_processes(self, num_devices: int) -> int:
-        return 1
+    def look_for_packages(self) -> Mapping[str, str]:
+        return releases("torch_xla")
 
-    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
-        return refuse_program("xla_fsdp", accelerator, num_devices, num_nodes)
+    def refuse(self, target: Target) -> str | None:
+        return refuse_program("xla_fsdp", target)
 
     def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
-        return connect_program("xla_fsdp", world, precision)
-
-    def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
-        return new_tensors(runtime.device, runtime.precision, empty=empty)
+        return connect_program("xla_fsdp", world, precision, _degrees(len(devices)), ("fsdp",))
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         place(runtime, module, optimizers, to_device=move)
@@ -78,25 +70,18 @@ class XLAFSDPStrategy(Strategy):
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
         return prepare_program_optimizers(runtime, optimizers)
 
-    def process_dataloader(
-        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
-    ) -> Iterable[Any]:
-        carry = partial(cut_batches, _degrees(), ("fsdp",))
-        return share_loader(runtime, loader, use, distribute=distribute, move=move, carry=carry)
 
-
-def _degrees() -> dict[str, int]:
+def _degrees(num_devices: int) -> dict[str, int]:
     """All devices of the host, along one axis."""
-    import torch_xla.runtime as xr
-
-    return {"fsdp": xr.global_runtime_device_count()}
+    return {"fsdp": num_devices}
 
 
 def _cut(module: nn.Module) -> None:
     """Cut each parameter along its longest dim, as FSDPv2 does, unless it is cut already."""
     import torch_xla.distributed.spmd as spmd
+    import torch_xla.runtime as xr
 
-    mesh = mesh_of_devices(_degrees())
+    mesh = mesh_of_devices(_degrees(xr.global_runtime_device_count()))
     for parameter in module.parameters():
         if parameter.ndim and not is_marked(parameter):
             longest = list(parameter.shape).index(max(parameter.shape))

@@ -12,10 +12,8 @@ averaged here, no loader is shared out, and no mark can change a number. `spmd.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias, final
 
 from torch import nn
@@ -25,11 +23,8 @@ from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
-from fabric.strategies.data.share import Use
 from fabric.strategies.module.bare_parameters import IN_MODULE
-from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.module.parameter_rebinding import parameters_by_name
-from fabric.strategies.module.prepare import share_loader
 from fabric.strategies.options import check_function
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
@@ -37,11 +32,11 @@ from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.layout import parallelize
 from fabric.strategies.sharding.mesh import Degree, check_written, complete
 from fabric.strategies.strategy import Strategy
+from fabric.strategies.target import Target, releases
 from fabric.strategies.xla.device import place
 from fabric.strategies.xla.spmd import (
     axes_of,
     connect_program,
-    cut_batches,
     mesh_of_devices,
     prepare_program,
     prepare_program_optimizers,
@@ -88,10 +83,10 @@ class XLAModelParallelStrategy(Strategy):
     def launchers(self) -> tuple[str, ...]:
         return ("inline",)
 
-    def num_processes(self, num_devices: int) -> int:
-        return 1
+    def look_for_packages(self) -> Mapping[str, str]:
+        return releases("torch_xla")
 
-    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
+    def refuse(self, target: Target) -> str | None:
         if self.parallelize_fn is None:
             return (
                 "`strategy='model_parallel'` has no function that lays the model over the devices. Write "
@@ -99,22 +94,21 @@ class XLAModelParallelStrategy(Strategy):
                 "`function(model, mesh)` that calls `torch_xla.distributed.spmd.mark_sharding(weight, mesh, "
                 "('tensor', None))`."
             )
-        if accelerator.name == "xla":
+        if target.accelerator.name == "xla":
             try:
-                complete(self._written(), accelerator.num_devices(), of="devices")
+                self._degrees(target.num_available)
             except ValueError as error:
                 return str(error)
-        return refuse_program("model_parallel", accelerator, num_devices, num_nodes)
+        return refuse_program("model_parallel", target)
 
     def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
-        return connect_program("model_parallel", world, precision)
-
-    def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
-        return new_tensors(runtime.device, runtime.precision, empty=empty)
+        return connect_program("model_parallel", world, precision, self._degrees(len(devices)), ("data", "shard"))
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         assert self.parallelize_fn is not None
-        inner, mesh = uncompiled(module), mesh_of_devices(self._degrees())
+        import torch_xla.runtime as xr
+
+        inner, mesh = uncompiled(module), mesh_of_devices(self._degrees(xr.global_runtime_device_count()))
         place(runtime, module, optimizers, to_device=move)
         before = parameters_by_name(inner)
         result = parallelize(inner, mesh, self.parallelize_fn)
@@ -125,19 +119,11 @@ class XLAModelParallelStrategy(Strategy):
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
         return prepare_program_optimizers(runtime, optimizers)
 
-    def process_dataloader(
-        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
-    ) -> Iterable[Any]:
-        carry = partial(cut_batches, self._degrees(), ("data", "shard"))
-        return share_loader(runtime, loader, use, distribute=distribute, move=move, carry=carry)
-
     def _written(self) -> dict[str, Degree]:
         return {"data": self.data, "shard": self.shard, "tensor": self.tensor}
 
-    def _degrees(self) -> dict[str, int]:
-        import torch_xla.runtime as xr
-
-        return complete(self._written(), xr.global_runtime_device_count(), of="devices")
+    def _degrees(self, num_devices: int) -> dict[str, int]:
+        return complete(self._written(), num_devices, of="devices")
 
 
 def _refuse_replaced(module: nn.Module, before: dict[str, nn.Parameter]) -> None:

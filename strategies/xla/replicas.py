@@ -7,8 +7,8 @@ a rank that alone reads a loss would then run another graph than the others, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import is_not
 from typing import Any, final
@@ -17,23 +17,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.launchers.environments.xla import PJRT
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.collectives.call_check import agree
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.single import SingleDeviceCollective
-from fabric.strategies.data.share import Use
 from fabric.strategies.module.bare_parameters import IN_MODULE
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
 from fabric.strategies.module.changes import Contents
-from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.prepare import replica, share_loader
+from fabric.strategies.module.prepare import replica
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
-from fabric.strategies.runtime import Runtime, connect
+from fabric.strategies.runtime import Runtime, open_runtime
 from fabric.strategies.strategy import Strategy
+from fabric.strategies.target import Target, releases
 from fabric.strategies.xla.collective import XLACollective
 from fabric.strategies.xla.device import (
     XLAState,
@@ -78,24 +76,25 @@ class XLAStrategy(Strategy):
     def launchers(self) -> tuple[str, ...]:
         return ("xla",)
 
-    def num_processes(self, num_devices: int) -> int:
-        return num_devices
+    def look_for_packages(self) -> Mapping[str, str]:
+        return releases("torch_xla")
 
-    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
-        sentence = refuse_accelerator("xla", accelerator)
-        if sentence is not None or num_devices * num_nodes == 1:
+    def refuse(self, target: Target) -> str | None:
+        sentence = refuse_accelerator("xla", target)
+        if sentence is not None or target.size == 1:
             return sentence
-        if num_devices != accelerator.num_devices():
+        if target.num_devices != target.num_available:
             return (
-                f"`devices={num_devices}` with `strategy='xla'` (or 'ddp' over XLA), but PJRT has "
-                f"{accelerator.num_devices()} devices here, and runs a replica on each. Leave `devices` out, or show "
+                f"`devices={target.num_devices}` with `strategy='xla'` (or 'ddp' over XLA), but PJRT has "
+                f"{target.num_available} devices here, and runs a replica on each. Leave `devices` out, or show "
                 "PJRT fewer: by CPU_NUM_DEVICES, or by TPU_VISIBLE_CHIPS on a TPU."
             )
-        if PJRT.of().client == "CPU" and not self.cpu_replicas:
+        if target.platform == "CPU" and not self.cpu_replicas:
             return (
-                f"`strategy='xla'` (or 'ddp' over XLA) with {num_devices} replicas on PJRT_DEVICE=CPU: torch_xla 2.9 "
-                "hangs there in the first collective, and ends the process after 15 s. Write `strategy='xla_fsdp'`, "
-                "which is one program over all devices, or `devices=1`; on a TPU `xla` runs on all."
+                f"`strategy='xla'` (or 'ddp' over XLA) with {target.num_devices} replicas on PJRT_DEVICE=CPU: "
+                "torch_xla 2.9 hangs there in the first collective, and ends the process after 15 s. Write "
+                "`strategy='xla_fsdp'`, which is one program over all devices, or `devices=1`; on a TPU `xla` runs on "
+                "all."
             )
         return None
 
@@ -106,11 +105,9 @@ class XLAStrategy(Strategy):
             accelerator.connect(devices[0])
         device = torch_xla.device()  # this replica's, be it a process or a thread
         seed_device()
-        collective = XLACollective(world, timeout_seconds=self.timeout_seconds)
-        return connect(world, [device], collective if world.size > 1 else SingleDeviceCollective(), precision)
-
-    def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
-        return new_tensors(runtime.device, runtime.precision, empty=empty)
+        several = XLACollective(world, timeout_seconds=self.timeout_seconds)
+        collective = several if world.size > 1 else SingleDeviceCollective()
+        return open_runtime(world, [device], collective, precision, carry=marked_batches)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         if runtime.world.size > 1 and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
@@ -131,11 +128,6 @@ class XLAStrategy(Strategy):
 
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
         return prepare_optimizers(runtime, optimizers)
-
-    def process_dataloader(
-        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
-    ) -> Iterable[Any]:
-        return share_loader(runtime, loader, use, distribute=distribute, move=move, carry=marked_batches)
 
 
 @final

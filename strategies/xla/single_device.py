@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import final
 
 from torch import nn
 from torch.optim import Optimizer
@@ -14,14 +13,13 @@ from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.collectives.single import SingleDeviceCollective
-from fabric.strategies.data.share import Use
 from fabric.strategies.module.bare_parameters import IN_MODULE
-from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.prepare import replica, share_loader
+from fabric.strategies.module.prepare import replica
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
-from fabric.strategies.runtime import Runtime, connect
+from fabric.strategies.runtime import Runtime, open_runtime
 from fabric.strategies.strategy import Strategy
+from fabric.strategies.target import Target, releases
 from fabric.strategies.xla.device import (
     XLAState,
     marked_batches,
@@ -50,24 +48,25 @@ class SingleDeviceXLAStrategy(Strategy):
     def launchers(self) -> tuple[str, ...]:
         return ("inline",)
 
-    def num_processes(self, num_devices: int) -> int:
-        return 1
+    def look_for_packages(self) -> Mapping[str, str]:
+        return releases("torch_xla")
 
-    def refuse(self, accelerator: Accelerator, num_devices: int, num_nodes: int, precision: Precision) -> str | None:
-        if num_devices * num_nodes == 1:
-            return refuse_accelerator("single_xla", accelerator)
-        return refuse_accelerator("single_xla", accelerator) or (
-            f"`strategy='single_xla'` uses one device, but `devices={num_devices}` and `num_nodes={num_nodes}` make "
-            f"{num_devices * num_nodes}. Pass `devices=1`, or `strategy='xla'` to train on all of them."
+    def refuse(self, target: Target) -> str | None:
+        sentence = refuse_accelerator("single_xla", target)
+        if sentence is not None or target.size == 1:
+            return sentence
+        return (
+            f"`strategy='single_xla'` uses one device, but `devices={target.num_devices}` and "
+            f"`num_nodes={target.num_nodes}` make {target.size}. Pass `devices=1`, or "
+            "`strategy='xla'` to train on all of them."
         )
 
     def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
         accelerator.connect(devices[0])
         seed_device()
-        return connect(world, [accelerator.device(devices[0])], SingleDeviceCollective(), precision)
-
-    def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
-        return new_tensors(runtime.device, runtime.precision, empty=empty)
+        return open_runtime(
+            world, [accelerator.device(devices[0])], SingleDeviceCollective(), precision, carry=marked_batches
+        )
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         place(runtime, module, optimizers, to_device=move)
@@ -76,8 +75,3 @@ class SingleDeviceXLAStrategy(Strategy):
 
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
         return prepare_optimizers(runtime, optimizers)
-
-    def process_dataloader(
-        self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
-    ) -> Iterable[Any]:
-        return share_loader(runtime, loader, use, distribute=distribute, move=move, carry=marked_batches)

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.launchers.world import World
-from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.collectives.single import SingleDeviceCollective
 from fabric.strategies.data.transfer import movables
 from fabric.strategies.module.prepare import replica
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
-from fabric.strategies.runtime import Runtime, connect
+from fabric.strategies.runtime import Runtime, open_runtime
+from fabric.strategies.target import Target
 from fabric.strategies.xla.device import (
     XLAState,
     each,
@@ -37,27 +37,33 @@ from fabric.strategies.xla.device import (
 )
 
 
-def refuse_program(word: str, accelerator: Accelerator, num_devices: int, num_nodes: int) -> str | None:
+def refuse_program(word: str, target: Target) -> str | None:
     """A sentence where the devices are not all those of one host. `word`: the strategy's."""
-    sentence = refuse_accelerator(word, accelerator)
+    sentence = refuse_accelerator(word, target)
     if sentence is not None:
         return sentence
-    if num_nodes > 1:
+    if target.num_nodes > 1:
         return (
-            f"`num_nodes={num_nodes}` with `strategy={word!r}`, which is one process on one host over XLA. Leave "
-            "`num_nodes` out, or write `strategy='xla'`."
+            f"`num_nodes={target.num_nodes}` with `strategy={word!r}`, which is one process on one host over XLA. "
+            "Leave `num_nodes` out, or write `strategy='xla'`."
         )
-    if num_devices != accelerator.num_devices():
+    if target.num_devices != target.num_available:
         return (
-            f"`devices={num_devices}` with `strategy={word!r}`, but PJRT has {accelerator.num_devices()} devices "
+            f"`devices={target.num_devices}` with `strategy={word!r}`, but PJRT has {target.num_available} devices "
             "here, and the program is of all. Leave `devices` out, or show PJRT fewer: by CPU_NUM_DEVICES, or by "
             "TPU_VISIBLE_CHIPS on a TPU."
         )
     return None
 
 
-def connect_program(word: str, world: World, precision: Precision) -> Runtime:
-    """Give this process to SPMD, for good.
+def connect_program(
+    word: str,
+    world: World,
+    precision: Precision,
+    degrees: Mapping[str, int],
+    data_axes: tuple[str, ...],
+) -> Runtime:
+    """Give this process to SPMD, for good. Batches are cut along `data_axes` of the mesh of these degrees.
 
     Raises: RuntimeError: it has used a device already, which can then be told of SPMD no more.
     """
@@ -73,7 +79,8 @@ def connect_program(word: str, world: World, precision: Precision) -> Runtime:
         xr.use_spmd()
     device = torch_xla.device()
     seed_device()
-    return connect(world, [device], SingleDeviceCollective(), precision)
+    carry = partial(cut_batches, degrees, data_axes)
+    return open_runtime(world, [device], SingleDeviceCollective(), precision, carry=carry)
 
 
 def mesh_of_devices(degrees: Mapping[str, int]) -> Any:

@@ -35,11 +35,8 @@ class Outside(Strategy):
     def launchers(self):
         return self.inner.launchers
 
-    def num_processes(self, num_devices):
-        return num_devices
-
-    def refuse(self, *question):
-        return self.inner.refuse(*question)
+    def refuse(self, target):
+        return self.inner.refuse(target)
 
     def connect(self, *place):
         return self.inner.connect(*place)
@@ -62,9 +59,6 @@ class Outside(Strategy):
 
     def setup_optimizers(self, runtime, optimizers):
         return self.inner.setup_optimizers(runtime, optimizers)
-
-    def process_dataloader(self, runtime, loader, use, *, distribute, move):
-        return self.inner.process_dataloader(runtime, loader, use, distribute=distribute, move=move)
 
 
 def summed():

@@ -12,8 +12,9 @@ from fabric.launchers.world import Rendezvous, World
 from fabric.machine import Found, Machine
 from fabric.request import Request
 from fabric.resolve import resolve
-from fabric.strategies import DataParallelStrategy, DDPStrategy, Precision, SingleDeviceStrategy
+from fabric.strategies import DataParallelStrategy, DDPStrategy, Precision, SingleDeviceStrategy, XLAStrategy
 from fabric.strategies.accelerators import CPUAccelerator, TorchAccelerator
+from fabric.strategies.accelerators.xla import XLAAccelerator
 
 
 def machine(cuda: int = 0, mps: int = 0, **fields: Any) -> Machine:
@@ -23,6 +24,12 @@ def machine(cuda: int = 0, mps: int = 0, **fields: Any) -> Machine:
         missing = None if number else f"No {name} in this machine."
         found.append(Found(accelerator=TorchAccelerator(name), num_devices=number, why_unavailable=missing))
     return Machine(found=tuple(found), num_cores=8, **fields)
+
+
+def tpu(number: int, platform: str = "TPU") -> Machine:
+    """A machine with devices of XLA."""
+    found = Found(accelerator=XLAAccelerator(), num_devices=number, platform=platform)
+    return Machine(found=(*machine().found, found))
 
 
 def started_by(launcher: str, size: int, *, num_nodes: int = 1, rank: int = 0, cuda: int = 0, **fields: Any) -> Machine:
@@ -100,6 +107,13 @@ CHOSEN = [
     ),
     Row({"strategy": DDPStrategy(bucket_bytes=1), "devices": 2}, machine(), {"strategy": DDPStrategy(bucket_bytes=1)}),
     Row({"strategy": DDPStrategy(launcher="spawn"), "devices": 2}, machine(), {"launcher": "spawn"}),
+    # What is installed is what the machine says, whatever is installed here
+    Row({"strategy": "deepspeed", "devices": 2}, machine(packages={"deepspeed": "0.19.9"}), {"size": 2}),
+    Row({"strategy": "ddp_fully_sharded", "devices": 2}, machine(packages={"fairscale": "0.4.13"}), {"size": 2}),
+    Row({"strategy": "horovod", "devices": 2}, machine(packages={"horovod": "gloo"}), {"size": 2}),
+    Row({"accelerator": "xla"}, tpu(4), {"strategy": XLAStrategy(), "size": 4, "launcher": "xla"}),
+    Row({"accelerator": "xla", "strategy": "ddp"}, tpu(4), {"strategy": XLAStrategy(), "size": 4}),
+    Row({"accelerator": "xla", "strategy": "xla_fsdp"}, tpu(4, platform="CPU"), {"size": 1}),
     # Precision
     Row({"precision": Precision.parse("bf16")}, machine(), {"precision": Precision.parse("bf16-mixed")}),
     Row({"precision": Precision.parse(64), "accelerator": "cpu"}, machine(mps=1), {"accelerator": "cpu"}),
@@ -152,6 +166,16 @@ CHOSEN = [
 ]
 
 REFUSED = [
+    # What is installed is what the machine says, whatever is installed here
+    Row({"strategy": "deepspeed"}, machine(), error="needs the package deepspeed, which is not installed"),
+    Row({"strategy": "deepspeed"}, machine(packages={"deepspeed": "0.18.3"}), error="and 0.18.3 is installed"),
+    Row({"strategy": "ddp_sharded"}, machine(), error="the package `fairscale` is not installed"),
+    Row({"strategy": "horovod"}, machine(packages={"horovod": "nccl"}), error="lets Horovod's ranks meet by gloo"),
+    Row({"strategy": "horovod"}, machine(2, packages={"horovod": "gloo"}), error="with `accelerator='cuda'`"),
+    Row({"strategy": "xla"}, machine(), error="needs torch-xla, which is not installed"),
+    Row({"strategy": "xla"}, machine(packages={"torch_xla": "2.9"}), error="but the accelerator is 'cpu'"),
+    Row({"accelerator": "xla", "devices": 2}, tpu(4), error="but PJRT has 4 devices here"),
+    Row({"accelerator": "xla", "devices": 4}, tpu(4, platform="CPU"), error="torch_xla 2.9 hangs there"),
     # Accelerators
     Row({"accelerator": "cuda"}, error="`accelerator='cuda'` cannot be used here. No cuda in this machine. Here: cpu."),
     Row({"accelerator": "mps"}, machine(cuda=2), error="No mps in this machine. Here: cuda, cpu."),

@@ -13,6 +13,7 @@ from torch.optim import SGD
 
 from fabric import Fabric, WorkerError
 from fabric.strategies import DDPStrategy
+from fabric.strategies.target import Target
 
 
 def ranks(size: int = 2, **options: Any) -> Fabric:
@@ -233,8 +234,8 @@ def test_fabrics_one_after_another_in_a_rank_are_independent_and_know_the_real_w
 
 def test_mps_in_several_processes_is_refused() -> None:
     from fabric.strategies.accelerators import TorchAccelerator
-    from fabric.strategies.precision.precision import Precision
 
-    sentence = DDPStrategy().refuse(TorchAccelerator("mps"), 2, 1, Precision.parse("32-true"))
+    sentence = DDPStrategy().refuse(Target(accelerator=TorchAccelerator("mps"), num_devices=2))
     assert sentence is not None
-    assert "Pass `devices=1`" in sentence
+    assert "Pass `accelerator='cpu'`, or `devices=1`" in sentence
+    assert DDPStrategy().refuse(Target(accelerator=TorchAccelerator("mps"))) is None

@@ -15,7 +15,7 @@ from fabric import Fabric
 from fabric.strategies import DDPStrategy
 from fabric.strategies.accelerators.cpu import CPUAccelerator
 from fabric.strategies.ddp.comm_hooks import PowerSGD
-from fabric.strategies.precision.precision import Precision
+from fabric.strategies.target import Target
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -145,4 +145,7 @@ def test_what_gradients_cannot_travel_by_is_said_at_once() -> None:
         ranks(comm_hook=PowerSGD())
     with pytest.raises(ValueError, match=r"this precision has them in torch.bfloat16: nothing would become shorter"):
         ranks(precision="bf16-true", comm_hook="fp16")
-    assert DDPStrategy(comm_hook=PowerSGD(), backend="nccl").refuse(CPUAccelerator(), 2, 1, Precision.parse(32)) is None
+    assert (
+        DDPStrategy(comm_hook=PowerSGD(), backend="nccl").refuse(Target(accelerator=CPUAccelerator(), num_devices=2))
+        is None
+    )

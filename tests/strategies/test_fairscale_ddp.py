@@ -14,7 +14,7 @@ from fabric import Fabric
 from fabric.strategies.accelerators.cpu import CPUAccelerator
 from fabric.strategies.accelerators.torch_accelerator import TorchAccelerator
 from fabric.strategies.fairscale.sharded_ddp import FairScaleShardedStrategy
-from fabric.strategies.precision.precision import Precision
+from fabric.strategies.target import Target
 
 STRATEGY = FairScaleShardedStrategy(launcher="forkserver")
 
@@ -28,11 +28,11 @@ def sentence(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 
 
 def test_it_runs_on_the_cpu_and_says_where_it_does_not() -> None:
-    precision = Precision.parse("32-true")
-    assert STRATEGY.refuse(CPUAccelerator(), 2, 1, precision) is None
-    said = STRATEGY.refuse(TorchAccelerator("mps"), 1, 1, precision)
+    packages = STRATEGY.look_for_packages()
+    assert STRATEGY.refuse(Target(accelerator=CPUAccelerator(), num_devices=2, packages=packages)) is None
+    said = STRATEGY.refuse(Target(accelerator=TorchAccelerator("xpu"), packages=packages))
     assert said is not None
-    assert "FairScale's, which runs on cpu and cuda, and not on 'mps'. Pass `strategy='fsdp'`" in said
+    assert "FairScale's, which runs on cpu and cuda, and not on 'xpu'. Pass `strategy='fsdp'`" in said
 
 
 def mistakes(fabric: Fabric) -> dict[str, str]:

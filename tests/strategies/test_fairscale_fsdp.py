@@ -16,6 +16,7 @@ from fabric import Fabric
 from fabric.strategies.accelerators.cpu import CPUAccelerator
 from fabric.strategies.fairscale.fsdp import FairScaleFSDPStrategy
 from fabric.strategies.precision.precision import Precision
+from fabric.strategies.target import Target
 
 STRATEGY = FairScaleFSDPStrategy(launcher="forkserver")
 
@@ -28,12 +29,17 @@ def sentence(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     return "no error"
 
 
+def on_two(word: Any) -> Target:
+    packages = STRATEGY.look_for_packages()
+    return Target(accelerator=CPUAccelerator(), num_devices=2, precision=Precision.parse(word), packages=packages)
+
+
 @pytest.mark.parametrize("word", ["64-true", "bf16-true"])
 def test_precisions_that_it_has_not_are_refused(word: Any) -> None:
-    said = STRATEGY.refuse(CPUAccelerator(), 2, 1, Precision.parse(word))
+    said = STRATEGY.refuse(on_two(word))
     assert said is not None
     assert f"`precision='{word}'` keeps parameters in torch." in said
-    assert STRATEGY.refuse(CPUAccelerator(), 2, 1, Precision.parse("bf16-mixed")) is None
+    assert STRATEGY.refuse(on_two("bf16-mixed")) is None
 
 
 class Tied(nn.Module):

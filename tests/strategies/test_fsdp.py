@@ -21,6 +21,7 @@ from fabric.strategies.accelerators.torch_accelerator import TorchAccelerator
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.dtensor import local_part
+from fabric.strategies.target import Target
 
 RECIPES = [
     Recipe(clip={"max_norm": 0.1}),
@@ -418,7 +419,7 @@ def test_bad_options_are_errors_at_setup() -> None:
     ("strategy", "accelerator", "num_devices", "num_nodes", "words"),
     [
         (FSDPStrategy(cpu_offload=True), CPUAccelerator(), 2, 1, "`cpu_offload=True` .* has them there already"),
-        (FSDPStrategy(), TorchAccelerator("mps"), 1, 1, "`accelerator='mps'` has no torch.distributed backend"),
+        (FSDPStrategy(), TorchAccelerator("mps"), 1, 1, "has one device and no torch.distributed backend"),
         (
             FSDPStrategy(device_mesh=(2, 3)), CPUAccelerator(), 4, 1,
             r"`device_mesh=\(2, 3\)` makes a mesh of replicate=2 x shard=3: 6 ranks, but there are 4. Write whole",
@@ -429,15 +430,15 @@ def test_bad_options_are_errors_at_setup() -> None:
 def test_what_cannot_run_is_refused_before_anything_starts(
     strategy: FSDPStrategy, accelerator: Any, num_devices: int, num_nodes: int, words: str
 ) -> None:
-    sentence = strategy.refuse(accelerator, num_devices, num_nodes, Precision.parse("32-true"))
+    sentence = strategy.refuse(Target(accelerator=accelerator, num_devices=num_devices, num_nodes=num_nodes))
     with pytest.raises(ValueError, match=words):
         raise ValueError(sentence)
 
 
 def test_hsdp_has_a_replica_on_each_node() -> None:
     strategy = FSDPStrategy(device_mesh="nodes")
-    assert strategy._degrees(8, 2) == {"replicate": 2, "shard": 4}
-    assert strategy.refuse(CPUAccelerator(), 4, 2, Precision.parse("32-true")) is None
+    assert strategy.degrees(8, 2) == {"replicate": 2, "shard": 4}
+    assert strategy.refuse(Target(accelerator=CPUAccelerator(), num_devices=4, num_nodes=2)) is None
 
 
 def save_an_unknown_state(world: World) -> None:

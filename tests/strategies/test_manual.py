@@ -22,8 +22,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from fabric import Fabric, read_checkpoint
 from fabric.strategies import DDPStrategy, ManualContext, ManualStrategy, Parallelized
 from fabric.strategies.accelerators.torch_accelerator import TorchAccelerator
-from fabric.strategies.precision.precision import Precision
 from fabric.strategies.sharding.dtensor import whole
+from fabric.strategies.target import Target
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from recommender import Recommender, SplitEmbedding, split_tables
@@ -539,7 +539,7 @@ def test_a_strategy_without_a_function_or_with_axes_that_there_are_not_is_refuse
         ValueError, match=r"`ManualStrategy\(data_axes=\('b',\)\)` names 'b', but the mesh has the axes 'a'"
     ):
         ManualStrategy(parallelize=as_it_is, mesh={"a": 2}, data_axes=("b",))
-    sentence = ManualStrategy(parallelize=as_it_is).refuse(TorchAccelerator("mps"), 1, 1, Precision.parse("32-true"))
+    sentence = ManualStrategy(parallelize=as_it_is).refuse(Target(accelerator=TorchAccelerator("mps")))
     assert sentence is not None
     assert "Pass `accelerator='cpu'`" in sentence
 

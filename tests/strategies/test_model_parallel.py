@@ -21,6 +21,7 @@ from fabric.strategies.accelerators.cpu import CPUAccelerator
 from fabric.strategies.accelerators.torch_accelerator import TorchAccelerator
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.sharding.dtensor import local_part, whole
+from fabric.strategies.target import Target
 
 
 def cut_layers(model: Net, mesh: Any) -> None:
@@ -468,9 +469,8 @@ def test_the_name_alone_says_what_to_write() -> None:
 
 def test_the_strategy_needs_ranks_that_can_talk() -> None:
     strategy = ModelParallelStrategy(parallelize_fn=leave_whole)
-    precision = Precision.parse("32-true")
-    assert strategy.refuse(CPUAccelerator(), 1, 1, precision) is None
-    assert "no torch.distributed backend" in str(strategy.refuse(TorchAccelerator("mps"), 1, 1, precision))
+    assert strategy.refuse(Target(accelerator=CPUAccelerator())) is None
+    assert "no torch.distributed backend" in str(strategy.refuse(Target(accelerator=TorchAccelerator("mps"))))
 
 
 class Normalised(nn.Module):

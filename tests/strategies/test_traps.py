@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from fabric import Fabric, read_checkpoint
 from fabric.strategies import DDPStrategy, ManualStrategy, ModelParallelStrategy, Strategy
 from fabric.strategies.accelerators.cpu import CPUAccelerator
 from fabric.strategies.manual.context import ManualContext, Parallelized
-from fabric.strategies.precision.precision import Precision
 from fabric.strategies.registry import available_strategies, make_strategy
+from fabric.strategies.target import Target
 
 
 def in_shards(model: nn.Module, mesh: Any) -> None:
@@ -50,7 +51,8 @@ def rows() -> list[tuple[str, Strategy, int]]:
     for name in {**dict.fromkeys(available_strategies()), **WITH_OPTIONS}:
         if name not in BY_OTHER_LAUNCHERS:
             strategy = WITH_OPTIONS.get(name) or make_strategy(name)
-            refusals = [strategy.refuse(CPUAccelerator(), size, 1, Precision.parse("32-true")) for size in (2, 1)]
+            here = Target(accelerator=CPUAccelerator(), packages=strategy.look_for_packages())
+            refusals = [strategy.refuse(replace(here, num_devices=size)) for size in (2, 1)]
             if None in refusals:
                 found.append((name, strategy, 2 - refusals.index(None)))
     return found

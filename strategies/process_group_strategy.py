@@ -1,0 +1,103 @@
+"""What every strategy with one process per device and a torch process group shares.
+
+A subclass adds its options, `setup`, and the hooks in which it differs. What is `final` here, no subclass overrides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, final
+
+from fabric.launchers.world import World
+from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.collectives.process_group import TorchCollective
+from fabric.strategies.data.share import Share
+from fabric.strategies.options import own_launchers
+from fabric.strategies.precision.precision import Precision
+from fabric.strategies.runtime import Runtime, open_runtime
+from fabric.strategies.sharding.mesh import degree, device_mesh
+from fabric.strategies.strategy import Strategy
+from fabric.strategies.target import Target
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessGroupStrategy(Strategy):
+    """One process per device; the ranks talk over a torch process group."""
+
+    in_shards: ClassVar[bool] = False
+    """Whether ranks hold different gradients. Then a loss scaler skips a step on all ranks if one overflowed."""
+    launcher: str = "auto"
+    """How processes come to be: auto, script, fork, forkserver or spawn. auto leaves it to `Fabric(launcher=...)`."""
+    backend: str | None = None
+    """The torch.distributed backend; None takes the accelerator's own (gloo on CPU, nccl on CUDA)."""
+    timeout_seconds: float = 1800.0
+    """How long a collective waits for the other ranks before it raises."""
+
+    def why_not(self, target: Target) -> str | None:
+        """Hook: what keeps this strategy from running there, as `refuse` says it; None where it can run."""
+        return None
+
+    def degrees(self, size: int, num_nodes: int) -> Mapping[str, int]:
+        """Hook: the axes of the mesh, the last one over neighbouring ranks; none for a strategy without a mesh.
+
+        Raises: ValueError: they do not multiply to `size`, or do not fit the options.
+        """
+        return {}
+
+    def has_own_data(self, axis: str) -> bool:
+        """Hook: whether ranks along this axis of the mesh read different samples."""
+        return True
+
+    def when_connected(self, runtime: Runtime) -> None:
+        """Hook: called on every rank, once the process group is there."""
+
+    @final
+    @property
+    def launchers(self) -> tuple[str, ...]:
+        """The launcher of the option, or every one that starts a process per device."""
+        return own_launchers(self.launcher)
+
+    @final
+    def refuse(self, target: Target) -> str | None:
+        """Refuse what `why_not` and `degrees` do, and MPS where a process group is needed."""
+        if target.accelerator.name == "mps" and (target.size > 1 or self.in_shards):
+            return (
+                f"`accelerator='mps'` has one device and no torch.distributed backend, which `{type(self).__name__}` "
+                "needs. Pass `accelerator='cpu'`, or `devices=1` and `strategy='single_device'`."
+            )
+        sentence = self.why_not(target)
+        if sentence is not None:
+            return sentence
+        try:
+            self.degrees(target.size, target.num_nodes)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    @final
+    def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
+        """Take the device of this rank, join the process group, and make the mesh if there is one."""
+        degrees = self.degrees(world.size, world.num_nodes)
+        index = devices[world.local_rank]
+        accelerator.connect(index)
+        device = accelerator.device(index)
+        backend = self.backend or accelerator.backend
+        collective = TorchCollective(world, backend, device=device, timeout_seconds=self.timeout_seconds)
+        runtime = open_runtime(world, [device], collective, precision, in_shards=self.in_shards)
+        if degrees:
+            mesh = device_mesh(device, degrees)
+            runtime = replace(runtime, mesh=mesh, share=self._share(mesh))
+        self.when_connected(runtime)
+        return runtime
+
+    def _share(self, mesh: DeviceMesh) -> Share:
+        """This rank's share of the data, the last axis fastest."""
+        share = Share()
+        for axis in filter(self.has_own_data, mesh.mesh_dim_names or ()):
+            num_ranks = degree(mesh, axis)
+            share = Share(index=share.index * num_ranks + mesh.get_local_rank(axis), count=share.count * num_ranks)
+        return share
