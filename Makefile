@@ -38,7 +38,7 @@ test-clusters: environment slurm  ## The tests on clusters that are started here
 
 # Those on several machines need root and what `make slurm` installs; without it they are skipped.
 test-horovod: $(HOROVOD)/test.done  ## Tests over Horovod, whose wheel is built once (two minutes), and Open MPI
-	$(HOROVOD)/bin/python -m pytest tests/over_horovod tests/launchers/test_mpi.py tests/clusters/test_mpirun.py \
+	$(HOROVOD)/bin/python -m pytest tests/over_horovod tests/launchers/environments/test_mpirun.py tests/clusters/test_mpirun.py \
 	    $(PYTEST_ARGS)
 
 # Replicas are threads of one process, which has as many devices from its first to its last test.

@@ -11,6 +11,7 @@ from typing import get_args
 from torch import nn
 from torch.optim import Optimizer
 
+from fabric.strategies.checkpoint.run_state import NAME
 from fabric.strategies.data.share import Use
 
 
@@ -57,11 +58,16 @@ def check_limits(clip_val: float | None, max_norm: float | None) -> None:
 
 
 def check_named(method: str, state: object) -> None:
-    """Raise TypeError where what is saved or loaded has no names."""
+    """Raise TypeError where what is saved or loaded has no names, ValueError where one is ours."""
     if not isinstance(state, Mapping):
         raise TypeError(
             f"`fabric.{method}(path, ...)` was given a `{type(state).__name__}`. Give it a name: "
             "`{'model': model}`. `load_raw` reads a file that holds the bare state of one object."
+        )
+    if NAME in state:
+        raise ValueError(
+            f"`fabric.{method}(path, {{{NAME!r}: ...}})`: checkpoints have the generators and the loss scale of the "
+            "run under this name. Write another one."
         )
 
 

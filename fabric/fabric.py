@@ -36,15 +36,18 @@ from fabric.machine import Machine
 from fabric.progress import progress
 from fabric.request import Request
 from fabric.resolve import resolve
+from fabric.run_state import has_objects, is_run, run_state_of
 from fabric.seed import seed_everything
 from fabric.stop import StopRequest
 from fabric.strategies.accelerators.accelerator import Accelerator
-from fabric.strategies.checkpoint import loading, saving, single_file
+from fabric.strategies.checkpoint import loading, run_state, saving, single_file
+from fabric.strategies.checkpoint.run_state import RunState
 from fabric.strategies.checkpoint.state import (
     PLAIN,
     Filter,
     StateAccess,
     Stateful,
+    in_memory,
     load_into,
     restore,
     state_of,
@@ -128,6 +131,7 @@ class Fabric:
         self._open = ExitStack()
         self._models: dict[nn.Module, Prepared] = {}
         self._optimizers: dict[Optimizer, StateAccess] = {}
+        self._schedulers: list[Any] = []
         self._left_out: set[str] = set()
         """Loaders without a state, by the names under which they were left out of a checkpoint."""
         self._bare: BareParameters | None = None
@@ -296,6 +300,7 @@ class Fabric:
         self._models[prepared.module] = prepared
         self._optimizers.update(dict.fromkeys(prepared.optimizers, prepared.state))
         self._take_in(strangers, prepared.optimizers, move=move_to_device)
+        self._schedulers += [scheduler] if isinstance(scheduler, Stateful) else []
         results = (prepared.module, *prepared.optimizers, *(() if scheduler is None else (scheduler,)))
         return results if len(results) > 1 else prepared.module
 
@@ -418,7 +423,9 @@ class Fabric:
             backward = self._backward
         else:
             raise RuntimeError("`fabric.backward(loss)` before `fabric.setup(model)`. Set the model up first.")
-        with self._connected.new_tensors:  # activation checkpointing runs forward again
+        runtime = self._connected
+        runtime.loader_numbers.num_backwards += 1
+        with runtime.new_tensors:  # activation checkpointing runs forward again
             backward(loss, *args, **kwargs)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
@@ -535,7 +542,10 @@ class Fabric:
         Each rank writes a part; any strategy with any number of ranks can load it. What was there before stays until
         the new checkpoint is complete and on disk. `path`: on a disk that all ranks share, or an address for fsspec.
         `filter`: for a name in `state`, a function `(key, value) -> bool` that chooses what is saved. A data loader
-        without a `state_dict` is left out, and that is said once. Ranks: all.
+        without a `state_dict` is left out, and that is said once. Unless `state` is plain values alone, there is an
+        entry `"fabric"` besides: the random generators of every rank, the loss scales, and the schedulers that were
+        given to `setup`. Save after a step, not within a window of micro-batches: gradients are in no checkpoint.
+        Ranks: all; each receives about 10 KB of generators from every other.
         Raises: CheckpointError: on every rank, if any rank could not write. TypeError: a value is of no kind that can
         be read back without running code.
         """
@@ -547,14 +557,23 @@ class Fabric:
     ) -> dict[str, Any]:
         """Read what `save` wrote into the objects of `state`, in place; what `state` does not name is returned.
 
-        Reads a file of `torch.save` with the same names, too. Checksums are verified before any object is changed.
+        Where `state` has an optimizer or a prepared loader, the run goes on as the one that was saved: generators, loss
+        scales and schedulers are restored too, at the end of this call. Weights alone leave them as they are. From a
+        checkpoint that has none, nothing is restored, and that is said. With another number of ranks, rank 0's
+        generators are those of all. Reads a file of `torch.save` with the same names, too. Checksums are verified
+        before any object is changed.
         Ranks: all. Raises: CheckpointError: on every rank, if a rank could not read, or found damaged bytes; KeyError:
         `strict`, and the checkpoint lacks a name of `state`.
         """
         if state is not None:
             check_named("load", state)
         found = {} if state is None else state
-        return restore(found, self._read(path), strict=strict, access=self._state_access, loaders=self._loader_states)
+        content = self._read(path)
+        run = content.pop(run_state.NAME, None)
+        rest = restore(found, content, strict=strict, access=self._state_access, loaders=self._loader_states)
+        if is_run(dict(found)):
+            self._run_state(found).write(in_memory(run))
+        return rest
 
     def load_raw(self, path: str | os.PathLike[str], obj: Stateful, strict: bool = True) -> None:
         """Load the bare state of one module or optimizer, as `torch.save(net.state_dict(), path)` writes it."""
@@ -647,7 +666,7 @@ class Fabric:
 
     def _forget(self) -> None:
         """Let go of what was set up."""
-        self._models, self._optimizers, self._backward, self._bare = {}, {}, None, None
+        self._models, self._optimizers, self._schedulers, self._backward, self._bare = {}, {}, [], None, None
 
     def _joint_backward(self) -> Callable[..., None]:
         models = list(self._models.values())
@@ -691,11 +710,18 @@ class Fabric:
     def _content(self, method: str, state: Mapping[str, Any], keep: Filter | None, *, gathered: bool) -> dict[str, Any]:
         """The objects' states: whole on rank 0 (`gathered`), or what each rank holds. Ranks: all."""
         check_named(method, state)
-        return state_of(state, keep, self._state_access, self._loader_states, gathered=gathered)
+        content = state_of(state, keep, self._state_access, self._loader_states, gathered=gathered)
+        if has_objects(dict(state)):
+            content[run_state.NAME] = self._run_state(state).read()
+        return content
 
     @property
     def _loader_states(self) -> LoaderStates:
         return LoaderStates(self._connected.collective, self._connected.report, self._left_out)
+
+    def _run_state(self, state: Mapping[str, Any]) -> RunState:
+        scalers = [model.loss_scale for model in self._models.values() if model.loss_scale is not None]
+        return run_state_of(self._connected, scalers, self._schedulers, dict(state))
 
     def _refuse_twice(self, *objects: nn.Module | Optimizer) -> None:
         for obj in objects:

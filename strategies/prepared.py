@@ -14,7 +14,7 @@ from typing import TypeAlias, final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.checkpoint.state import PLAIN, StateAccess, uncompiled
+from fabric.strategies.checkpoint.state import PLAIN, StateAccess, Stateful, uncompiled
 
 Watch: TypeAlias = Callable[[], Callable[[], None] | None]
 """Called before a backward. What it gives is called after, and finishes what the backward left to do, or raises
@@ -45,6 +45,8 @@ class Prepared:
     """`(optimizer, clip_val)`: clamp each gradient to `[-clip_val, clip_val]`."""
     release: Callable[[], None]
     """Give the user's objects back as they were: no hook and no attribute of ours stays on them."""
+    loss_scale: Stateful | None = None
+    """The scale of losses, where an engine of its own has one instead of the runtime."""
     state: StateAccess = PLAIN
     """How the whole state of the model, and of optimizers of its parameters, is saved and loaded."""
 

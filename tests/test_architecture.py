@@ -158,6 +158,11 @@ def test_every_folder_of_strategies_is_a_part_or_a_technique() -> None:
     assert folders == {*PARTS, *COMPOSED, *TECHNIQUES}
 
 
+def test_tests_of_a_layer_lie_in_folders_as_its_sources_do() -> None:
+    folders = {path.parent for layer in LAYERS for path in (ROOT / "tests" / layer).rglob("*.py")}
+    assert not [named(folder) for folder in folders if not (ROOT / folder.relative_to(ROOT / "tests")).is_dir()]
+
+
 def test_no_technique_is_imported_but_by_itself_and_by_the_tables_of_names() -> None:
     wrong = [
         f"{named(path)} imports {module}"

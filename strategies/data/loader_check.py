@@ -42,6 +42,8 @@ class LoaderNumbers:
 
     def __init__(self) -> None:
         self._state, self._number = b"", 0
+        self.num_backwards = 0
+        """Of the loop. An iteration that ends after one batch without any was a peek."""
 
     def next(self) -> int:
         """The number of the loader that is being set up."""

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import is_not
+from operator import attrgetter, is_not
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -28,13 +28,15 @@ from fabric.strategies.collectives.packing import Spec
 from fabric.strategies.ddp.comm_hooks import CommHook, check, register, why_not
 from fabric.strategies.ddp.zero1 import OwnersState, deal_out, refuse_whole
 from fabric.strategies.gradients.reducer import end_reducer
-from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
+from fabric.strategies.module.buffers import follow_rank_zero
 from fabric.strategies.module.changes import Contents
 from fabric.strategies.module.prepare import attach_scaler, place, replica
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.target import Target
+
+_grad = attrgetter("grad")
 
 
 @final
@@ -144,10 +146,6 @@ class _Averaging:
         if any(self.contents.flags()):
             self._arrange(self.contents.flags())
 
-    @property
-    def buffered(self) -> list[nn.Module]:
-        return self.contents.modules if self.options.broadcast_buffers else []
-
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
@@ -155,12 +153,15 @@ class _Averaging:
             output = function(*args, **kwargs)
         else:
             assert self.parallel is not None
-            self.parallel.require_backward_grad_sync = self.synced
+            if self.parallel.require_backward_grad_sync is not self.synced:  # a module's attributes are slow to set
+                self.parallel.require_backward_grad_sync = self.synced
             output = self.parallel(function, args, kwargs)
             self.expects_backward = self.expects_backward or self.synced
-        if self.synced and self.parallel is not None:
-            # Not before forward, as torch does: an evaluation then finds equal buffers, and needs no message.
-            follow_rank_zero(self.collective, buffers_of(self.buffered))
+        if self.synced and self.parallel is not None and self.options.broadcast_buffers:
+            buffers = self.contents.buffers()
+            if buffers:
+                # Not before forward, as torch does: an evaluation then finds equal buffers, and needs no message.
+                follow_rank_zero(self.collective, buffers)
         return output
 
     def end(self) -> None:
@@ -224,13 +225,16 @@ class _Averaging:
             not self.contents.is_as_it_was() or self.contents.flags() != self.flags
         ):  # also of those that no forward has met yet
             parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        before = [parameter.grad for parameter in parameters]
-        versions = [_version(grad) for grad in before]
+        before = list(map(_grad, parameters))
+        versions = [-1 if grad is None else grad._version for grad in before]
 
         def check() -> None:
-            changed = list(map(is_not, (parameter.grad for parameter in parameters), before))
+            changed = list(map(is_not, map(_grad, parameters), before))
             if not all(changed):
-                changed = [new or _version(g) != v for new, g, v in zip(changed, before, versions, strict=True)]
+                changed = [
+                    new or (grad is not None and grad._version != version)
+                    for new, grad, version in zip(changed, before, versions, strict=True)
+                ]
             if not any(changed):
                 return
             if not self.expects_backward:
@@ -247,10 +251,6 @@ class _Averaging:
                 )
 
         return check
-
-
-def _version(gradient: Tensor | None) -> int:
-    return -1 if gradient is None else gradient._version
 
 
 # torch 2.13 warns of the old name; 2.9 has no other.

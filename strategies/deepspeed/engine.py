@@ -488,7 +488,8 @@ _PAIRED = (
 UNUSED = (
     "DeepSpeed would step them as if it were zero: momentum and weight decay would go on, where PyTorch leaves such "
     "parameters alone. Freeze what is never used with `requires_grad_(False)` before `setup`; for what some steps "
-    "leave out, keep gradients of zero (`optimizer.zero_grad(set_to_none=False)`), or pass `strategy='fsdp'`."
+    "leave out, keep gradients of zero (`optimizer.zero_grad(set_to_none=False)`). Or pass `strategy='fsdp'`, where "
+    "all ranks use the same parameters in a step, and `strategy='ddp_find_unused_parameters_true'`, where they differ."
 )
 NOT_GATHERED = (
     "at ZeRO stage 3 the weights are gathered around `forward` alone. Call the model itself, and let its `forward` "

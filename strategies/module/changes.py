@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fabric.strategies.sharding.dtensor import as_sharded
 
-_END = object()
+_AT_END = (object(),)
 _requires_grad = attrgetter("requires_grad")
 
 
@@ -35,18 +35,18 @@ class Contents:
         children: list[dict[str, Any]] = [part._modules for part in self.modules]
         own: list[dict[str, Any]] = [part._parameters for part in self.modules]
         self._empty = [each for each in (*children, *own) if not each]
-        self._children, self._own = list(filter(None, children)), list(filter(None, own))
-        self._of_own: Any = dict.keys if by_name else dict.values
-        self._same: Any = eq if by_name else is_
-        self._children_then = list(_flat(dict.values, self._children))
-        self._own_then = list(_flat(self._of_own, self._own))
+        self._by_value = list(filter(None, children if by_name else (*children, *own)))
+        self._by_name = list(filter(None, own)) if by_name else []
+        self._values_then = list(_flat(dict.values, self._by_value))
+        self._names_then = list(_flat(dict.keys, self._by_name))
+        self._buffers: list[dict[str, Any]] = [part._buffers for part in self.modules]
 
     def is_as_it_was(self) -> bool:
         """Whether the model has the same modules and parameters still."""
         return (
             not any(self._empty)
-            and all(map(is_, _flat(dict.values, self._children), self._children_then))
-            and all(map(self._same, _flat(self._of_own, self._own), self._own_then))
+            and all(map(is_, _flat(dict.values, self._by_value), self._values_then))
+            and (not self._by_name or all(map(eq, _flat(dict.keys, self._by_name), self._names_then)))
         )
 
     def flags(self) -> list[bool]:
@@ -67,11 +67,12 @@ class Contents:
         buffers = [buffer for part in new for buffer in part._buffers.values() if buffer is not None]
         return [*(each for each in self.parameters if id(each) not in known), *dict.fromkeys(buffers)]
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Parameters, and the buffers that the modules have now."""
-        yield from self.parameters
-        for part in self.modules:
-            yield from (buffer for buffer in part._buffers.values() if buffer is not None)
+    def buffers(self) -> list[Tensor]:
+        """The buffers that the modules have now. To be asked for each time: a forward may assign another tensor
+        (https://github.com/pytorch/pytorch/issues/63916)."""
+        if not any(self._buffers):
+            return []
+        return list(dict.fromkeys(each for each in _flat(dict.values, self._buffers) if isinstance(each, Tensor)))
 
 
 @final
@@ -152,4 +153,4 @@ ADDED = (
 
 def _flat(of: Any, dicts: Iterable[dict[str, Any]]) -> Iterator[Any]:
     """What `of` gives of each dict, in order, and an end: a shorter list than another is not like it."""
-    return chain(chain.from_iterable(map(of, dicts)), (_END,))
+    return chain(chain.from_iterable(map(of, dicts)), _AT_END)

@@ -133,6 +133,9 @@ def with_precision(runtime: Runtime, around: Around | None) -> Around | None:
 def backward_through(scaler: LossScaler | None, watches: Sequence[Watch]) -> Callable[..., None]:
     """The backward of whole models: scale the loss if the precision asks for it, and check what the watches ask."""
 
+    def backward_alone(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
     def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         # Scaled before anybody watches: scaling brings gradients that are there already to the same scale.
         scaled = loss if scaler is None else scaler.scale_loss(loss)
@@ -141,4 +144,4 @@ def backward_through(scaler: LossScaler | None, watches: Sequence[Watch]) -> Cal
         for check in checks:
             check()
 
-    return backward
+    return backward if watches or scaler is not None else backward_alone

@@ -112,25 +112,19 @@ class ShardedState(StateAccess):
 
     def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
         targets = module.state_dict()
-        state = dict(content)
-        for name in targets.keys() & content.keys():
-            value, target = content[name], targets[name]
-            if isinstance(value, Tensor) and isinstance(target, Tensor) and value.shape == target.shape:
-                state[name] = shard_like(value, target)  # another shape is left for torch to name, with all others
+        state = copy(content)
+        for name, value in content.items():  # another shape is left for torch to name, with all others
+            state[name] = _stored_like(value, targets.get(name))
         module.load_state_dict(state, strict=strict)
+
+    def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
+        self.write_module(module, content, strict=strict)
 
     def place_module(self, module: nn.Module) -> dict[str, Any]:
         state = module.state_dict()
         for name, value in state.items():
             state[name] = placed(value)
         return state
-
-    def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
-        targets = module.state_dict()
-        state = copy(content)
-        for name, value in content.items():
-            state[name] = _stored_like(value, targets.get(name))
-        module.load_state_dict(state, strict=strict)
 
     def place_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         content = optimizer.state_dict()
@@ -215,9 +209,10 @@ def _place(sharded: DTensor) -> tuple[Box, tuple[int, ...]]:
 
 def _stored_like(value: Any, like: Any) -> Any:
     """Of a tensor in a checkpoint, what this rank needs of it: laid out as `like`, if that has its shape."""
-    if not isinstance(value, Stored):
-        return value
     sharded = as_sharded(like)
+    if not isinstance(value, Stored):  # of a file that was read whole
+        fits = sharded is not None and isinstance(value, Tensor) and value.shape == sharded.shape
+        return shard_like(value, like) if fits and as_sharded(value) is None else value
     if sharded is None or tuple(sharded.shape) != value.shape:
         return value.whole()
     from torch.distributed.tensor import DTensor

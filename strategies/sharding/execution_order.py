@@ -18,6 +18,7 @@ from torch import nn
 from fabric.strategies.module.copies import Hook
 from fabric.strategies.module.forward import Around
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.dtensor import user_class
 
 
 @final
@@ -30,7 +31,7 @@ class ExecutionOrder:
 
     def __init__(self, runtime: Runtime, module: nn.Module, parts: Iterable[Any]) -> None:
         self._runtime, self._module = runtime, module
-        self._sentence = _APART.format(name=type(module).__name__)
+        self._sentence = _APART.format(name=user_class(module).__name__)
         self._ran: list[str] = []
         self._compare: Callable[[], None] | None = None
         chosen = set(parts)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fabric.strategies.module.copies import Hook
 from fabric.strategies.module.forward import leave_uncompiled
-from fabric.strategies.sharding.dtensor import user_class
+from fabric.strategies.sharding.dtensor import as_sharded, user_class
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -49,6 +49,8 @@ class Gathered:
         self._unreduced: list[tuple[Any, Tensor, int]] = []
         self._parts: list[nn.Module] = []
         self._hooks: list[Any] = []
+        self._module = module
+        self._places = _places(_params(self._units))
         if not self._units:
             return
         # Around the hooks of `fully_shard`, which are on the module already.
@@ -110,6 +112,7 @@ class Gathered:
         self._depth += 1
         if self._depth > 1:
             return
+        self._refuse_replaced()
         self._drop_discarded()
         kept = self._kept()
         if kept and _versions(kept) != self._versions:
@@ -136,6 +139,24 @@ class Gathered:
                     each[0].reshard()
         else:
             self._versions = _versions(kept)
+
+    def _refuse_replaced(self) -> None:
+        """Raise RuntimeError where a parameter was replaced: `fully_shard` puts its own there before it runs.
+
+        Not by a shard, which torch takes over before its first forward.
+        """
+        lost = [
+            (part, name)
+            for part, own, name, each in self._places
+            if (now := own.get(name)) is not each.sharded_param
+            and (now is None or (as_sharded(now) is None and now is not vars(each).get("_unsharded_param")))
+        ]
+        if lost:
+            prefixes = {part: f"{prefix}." if prefix else "" for prefix, part in self._module.named_modules()}
+            names = [f"{prefixes[part]}{name}" for part, name in lost if part in prefixes]
+            if names:
+                some = ", ".join(map(repr, names[:5]))
+                raise RuntimeError(_REPLACED.format(model=user_class(self._module).__name__, names=some))
 
     def _kept(self) -> list[_Unit]:
         """The units that are gathered now."""
@@ -196,6 +217,13 @@ _LOST = (
 )
 
 
+_REPLACED = (
+    "Parameters of `{model}` were replaced after `fabric.setup`, and `fully_shard` would run with those from before: "
+    "{names}. Replace and parametrize before `setup`; to give other values, copy them in place (`parameter.copy_(...)` "
+    "under `torch.no_grad()`), or load a state dict."
+)
+
+
 def _any_unreduced(groups: Iterable[Any]) -> bool:
     return any(_has_unreduced(each) for group in groups for each in group.fsdp_params)
 
@@ -211,6 +239,18 @@ def _groups(unit: FSDPModule) -> list[Any]:
 def _params(units: Iterable[_Unit]) -> Iterator[Any]:
     """Each parameter as torch keeps it: its shard, its copy, and its gradient that is not reduced yet."""
     return (each for _, groups in units for group in groups for each in group.fsdp_params)
+
+
+def _places(params: Iterable[Any]) -> list[tuple[nn.Module, dict[str, Any], str, Any]]:
+    """Where the model keeps each parameter: the modules, tied ones too, with the dicts and names in them."""
+    found = []
+    for each in params:
+        info = each._module_info
+        parts, names = (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
+        for part, name in zip(parts, names, strict=True):
+            if part._parameters.get(name) is each.sharded_param:
+                found.append((part, part._parameters, name, each))
+    return found
 
 
 def _has_unreduced(each: Any) -> bool:

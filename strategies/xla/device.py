@@ -178,6 +178,15 @@ def seed_device() -> None:
         torch_xla.manual_seed(torch.initial_seed() % 2**63)
 
 
+def device_rng() -> tuple[Callable[[], Any], Callable[[Any], object], Callable[[int], object]]:
+    """How to read, write and seed the random numbers of this rank's device."""
+    import torch_xla
+    import torch_xla.core.xla_model
+
+    model = torch_xla.core.xla_model
+    return model.get_rng_state, model.set_rng_state, torch_xla.manual_seed
+
+
 def marked_batches(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
     """The batches on the device, what was recorded run before each: also a loop without optimizer has steps.
 

@@ -14,7 +14,7 @@ from operator import is_not
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from fabric.launchers.world import World
@@ -147,7 +147,7 @@ class _Averaging:
         self.synced = True
         self.finds_unused = options.find_unused_parameters
         self.broadcast_buffers = options.broadcast_buffers and collective.size > 1
-        self.alike: set[Tensor] = set()  # these started from rank 0's values
+        self.alike: Contents | None = None  # these started from rank 0's values
         self._arrange()
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -173,9 +173,8 @@ class _Averaging:
         self.buffered = self.contents.modules if self.broadcast_buffers else []
         self.used: frozenset[str] | None = None
         if self.collective.size > 1:
-            tensors = list(dict.fromkeys(self.contents.tensors()))
-            follow_rank_zero(self.collective, [tensor for tensor in tensors if tensor not in self.alike])
-            self.alike = set(tensors)
+            follow_rank_zero(self.collective, self.contents.new_since(self.alike))
+            self.alike = self.contents
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from clusters.recorded import RECORDED
+from recorded import RECORDED
 
 CONTAINER = {
     "name": str,

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from clusters.machines import Machine, machines, ssh, why_not
+from machines import Machine, machines, ssh, why_not
 
 MPIRUN = shutil.which("mpirun", path=sysconfig.get_path("scripts")) or shutil.which("mpirun")
 MISSING = why_not("mpirun") if MPIRUN is None else why_not()

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from clusters.machines import why_not
-from clusters.slurm import PROGRAMS, Slurm, slurm
+from machines import why_not
+from slurm import PROGRAMS, Slurm, slurm
 from torch import nn
 
 from fabric import read_checkpoint

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from clusters.machines import Machine, machines, why_not
+from machines import Machine, machines, why_not
 from processes import run
 
 PLACE = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from clusters.recorded import RECORDED, Recorded
+from recorded import RECORDED, Recorded
 
 from fabric.launchers import detect_world
 from fabric.launchers.environments import ENVIRONMENTS, Environment

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from contracts.test_collective import BODIES, Body, run_bodies
+from test_collective import BODIES, Body, run_bodies
 from worlds import run_world
 
 from fabric.launchers.world import World

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from clusters.machines import machines, ssh, why_not
+from machines import machines, ssh, why_not
 
 MISSING = why_not()
 pytestmark = [

@@ -25,7 +25,7 @@ from fabric.strategies.accelerators.torch_accelerator import TorchAccelerator
 from fabric.strategies.sharding.dtensor import whole
 from fabric.strategies.target import Target
 
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
+sys.path.append(str(Path(__file__).parents[3] / "examples"))
 from recommender import Recommender, SplitEmbedding, split_tables
 
 RECIPES = [

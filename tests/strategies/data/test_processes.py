@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from data.shares import in_order, ranks_by
+from shares import in_order, ranks_by
 from torch import distributed
 from torch.utils.data import DataLoader
 from worlds import run_world

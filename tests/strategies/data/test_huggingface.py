@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import sklearn  # noqa: F401  # datasets imports it late, and it sets a variable of the environment
 import torch
-from data.shares import share_out
 from datasets import Dataset, IterableDataset
 from datasets.distributed import split_dataset_by_node
+from shares import share_out
 from torch.utils.data import DataLoader
 
 SIZE = 26

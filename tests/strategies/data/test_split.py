@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torchdata.nodes
-from data.shares import read, share_out
+from shares import read, share_out
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,

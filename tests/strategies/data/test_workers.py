@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from data.shares import share_out
+from shares import share_out
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 Draw = tuple[int, int, int, int, int]

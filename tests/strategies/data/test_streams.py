@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from data.shares import in_order, read, share_out
+from shares import in_order, read, share_out
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 
