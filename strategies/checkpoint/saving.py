@@ -92,6 +92,8 @@ def plan(state: Any, rank: int, token: str) -> Plan:
             raise ValueError(f"The state has two entries that are both {pointer}: keys that differ in type alone.")
         if isinstance(tensor, Tensor):
             tensor = on_ranks(tensor, (0,))
+        for _, part in tensor.parts:
+            _refuse_kind(part, pointer)
         found[pointer] = tensor
         return {"$tensor": list(tensor.shape)}
 
@@ -121,11 +123,12 @@ def _share(
     if len(holders) == 1:
         yield from parts if rank in holders else ()
         return
-    fair = -(-sum(part.nbytes for _, _, part in parts) // len(holders))
+    distinct = {memory_of(part): part.nbytes for _, _, part in parts}  # tied tensors are written once
+    fair = -(-sum(distinct.values()) // len(holders))
     split = [(pointer, *each) for pointer, box, part in parts for each in _rows(box, part, fair)]
     loads, writers = dict.fromkeys(holders, 0), dict[Any, int]()
     for pointer, box, part in sorted(split, key=lambda each: -each[2].nbytes):
-        writer = writers.get(memory_of(part))  # tied tensors are written once
+        writer = writers.get(memory_of(part))
         if writer is None:
             writer = writers[memory_of(part)] = min(holders, key=loads.__getitem__)
             loads[writer] += part.nbytes
@@ -180,7 +183,7 @@ class _Layout:
                 if memory_of(part) not in self.written:
                     yield from self._counted(memoryview(bytes(-self.num_bytes % ALIGNMENT_BYTES)))
                     self.written[memory_of(part)] = self.num_bytes
-                    yield from self._counted(bytes_of(part, pointer))
+                    yield from self._counted(bytes_of(part))
                 pieces.append(Piece(file=self.plan.file, offset_bytes=self.written[memory_of(part)], box=box))
             name = str(placed.dtype).removeprefix("torch.")
             self.entries[pointer] = Entry(dtype=name, shape=placed.shape, pieces=tuple(pieces))
@@ -202,20 +205,20 @@ class _Layout:
             yield block
 
 
-def bytes_of(tensor: Tensor, pointer: str) -> memoryview:
-    """The elements, row-major, as bytes. Copies only what is on a device, or not contiguous.
+def _refuse_kind(tensor: Tensor, pointer: str) -> None:
+    """Raise ValueError for a tensor whose elements are not all there, one after the other."""
+    if tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta:
+        return
+    kind = "quantized" if tensor.is_quantized else "without values" if tensor.is_meta else str(tensor.layout)
+    raise ValueError(f"The tensor at {pointer} is {kind}, and a checkpoint keeps dense tensors. Save its parts.")
 
-    Raises: ValueError: the tensor is sparse or quantized.
-    """
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise ValueError(
-            f"The tensor at {pointer} is {'quantized' if tensor.is_quantized else tensor.layout}, and a checkpoint "
-            "keeps dense tensors. Save its parts."
-        )
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The elements, row-major, as bytes. Copies only what is on a device, or not contiguous."""
     flat = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # a buffer, which NumPy's stubs do not say
+    return flat.view(torch.uint8).numpy().data
 
 
 def commit(storage: Storage, tables: Sequence[str]) -> None:

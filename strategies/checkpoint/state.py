@@ -82,7 +82,8 @@ def in_memory(content: Any, *, mapped: bool = False) -> Any:
         return content.whole() if mapped else content.whole().clone()
     if isinstance(content, dict):
         read = copy(content)  # of its own class, and with its attributes: torch notes versions on a module's state
-        read.update({key: in_memory(entry, mapped=mapped) for key, entry in content.items()})
+        for key, entry in content.items():
+            read[key] = in_memory(entry, mapped=mapped)
         return read
     if type(content) in (list, tuple):
         return type(content)(in_memory(entry, mapped=mapped) for entry in content)

@@ -21,7 +21,7 @@ Json: TypeAlias = Any
 Keep: TypeAlias = Callable[[str, Any], Json]
 """`(pointer, tensor)`: takes a tensor of the state, and gives what stands for it."""
 Find: TypeAlias = Callable[[str], Any]
-"""`(pointer)`: the tensor that was kept under it."""
+"""`(pointer)`: the `Stored` of the tensor that was kept under it."""
 
 DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
@@ -126,7 +126,7 @@ def _read_ordered(json: Json, inner: Inner, _: Any) -> OrderedDict[Any, Any]:
 def _read_array(json: Json, _: Inner, tensor: Callable[[], Any]) -> Any:
     import numpy
 
-    return numpy.frombuffer(tensor().numpy().tobytes(), json["$array"]).reshape(json["shape"]).copy()
+    return numpy.frombuffer(tensor().whole().numpy().tobytes(), json["$array"]).reshape(json["shape"]).copy()
 
 
 def _read_scalar(json: Json, _: Inner, __: Any) -> Any:

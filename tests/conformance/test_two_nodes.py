@@ -16,9 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from fabric import read_checkpoint
+
 SCRIPT = """
 import sys
-from fabric import Fabric, read_checkpoint
+from fabric import Fabric
 
 fabric = Fabric(accelerator="cpu", strategy="ddp", devices=2, num_nodes=2)
 fabric.launch()
