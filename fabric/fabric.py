@@ -10,6 +10,7 @@ import atexit
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
@@ -24,11 +25,14 @@ from fabric.arguments import (
     check_module,
     check_named,
     check_optimizers,
+    check_uneven,
     check_use,
 )
 from fabric.callbacks import call
 from fabric.console import print_rank_zero
 from fabric.determinism import determinism
+from fabric.launchers.environments.flight_recorder import recording
+from fabric.launchers.watch.watcher import Watcher
 from fabric.launchers.world import World
 from fabric.loader_states import LoaderStates
 from fabric.loggers.logger import MetricWriter, metric_writer, record_hyperparams
@@ -38,6 +42,7 @@ from fabric.request import Request
 from fabric.resolve import resolve
 from fabric.run_state import has_objects, is_run, run_state_of
 from fabric.seed import seed_everything
+from fabric.spelling import DEFAULT_SAY_AFTER_SECONDS
 from fabric.stop import StopRequest
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint import loading, run_state, saving, single_file
@@ -56,15 +61,17 @@ from fabric.strategies.checkpoint.state import (
 from fabric.strategies.checkpoint.storage import storage_of
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.collective import Collective, ReduceOp
+from fabric.strategies.collectives.journal import FlightRecorder
 from fabric.strategies.collectives.padding import pad_across_ranks
 from fabric.strategies.collectives.rank_zero_first import rank_zero_first
 from fabric.strategies.data.device_loader import DeviceLoader
 from fabric.strategies.data.share import Use
 from fabric.strategies.data.transfer import move
+from fabric.strategies.data.uneven import Uneven
+from fabric.strategies.gradients.sync import backward_through
 from fabric.strategies.module.activation_checkpointing import recompute
 from fabric.strategies.module.bare_parameters import BareParameters, outside, refuse_later, refuse_shards
 from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.prepare import backward_through
 from fabric.strategies.precision.forward_precision import autocast
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
@@ -104,6 +111,7 @@ class Fabric:
     `callbacks`: objects whose methods `call` runs. `loggers`: objects that take metrics.
     `launcher`: auto, script, fork, forkserver, spawn, elastic, external.
     `deterministic`: True (raise where an operation has no deterministic form), "warn", or False.
+    `say_after_seconds`: where a rank waits in one collective for longer, the job prints what each rank does.
     """
 
     def __init__(
@@ -119,6 +127,7 @@ class Fabric:
         loggers: Any = (),
         launcher: str = "auto",
         deterministic: Any = False,
+        say_after_seconds: float = DEFAULT_SAY_AFTER_SECONDS,
     ) -> None:
         said = {name: value for name, value in locals().items() if name != "self"}
         request = Request.build(said, os.environ)
@@ -126,6 +135,7 @@ class Fabric:
         self._callbacks, self._loggers = request.callbacks, list(request.loggers)
         self._writers: list[tuple[object, MetricWriter]] = [(one, metric_writer(one)) for one in self._loggers]
         self._deterministic = request.deterministic
+        self._say_after_seconds = request.say_after_seconds
         self._place: World | None = self._configuration.world  # what this process is, once it is a rank, for good
         self._runtime: Runtime | None = None
         self._open = ExitStack()
@@ -336,6 +346,7 @@ class Fabric:
         use_distributed_sampler: bool = True,
         move_to_device: bool = True,
         use: Use | None = None,
+        uneven: Uneven | None = None,
     ) -> Loader: ...
     @overload
     def setup_dataloaders(
@@ -347,6 +358,7 @@ class Fabric:
         use_distributed_sampler: bool = True,
         move_to_device: bool = True,
         use: Use | None = None,
+        uneven: Uneven | None = None,
     ) -> tuple[Loader, Loader2]: ...
     @overload
     def setup_dataloaders(
@@ -355,6 +367,7 @@ class Fabric:
         use_distributed_sampler: bool = True,
         move_to_device: bool = True,
         use: Use | None = None,
+        uneven: Uneven | None = None,
     ) -> Any: ...
     def setup_dataloaders(
         self,
@@ -362,11 +375,16 @@ class Fabric:
         use_distributed_sampler: bool = True,
         move_to_device: bool = True,
         use: Use | None = None,
+        uneven: Uneven | None = None,
     ) -> Any:
         """Give each rank its share of the data, on its device: the loader alone, or all in the order given.
 
         A loader is never constructed again; the user's own stays as it was. `use` (train by default, validate, test,
         predict) says what the loader is for. `use_distributed_sampler=False`: every rank reads what its loader gives.
+        `uneven`: what ranks that train on streams of different lengths do when the first has ended: "stop" together
+        (the default, and said), raise an "error", or "repeat" their own data until all have ended. They agree before
+        each batch, so every rank iterates, and leaves its loop at the same step; a loop on some ranks alone is no
+        `use='train'`. With `use_distributed_sampler=False` they agree only where `uneven` is given.
         Data that is split for this rank already (`DistributedSampler`, `split_dataset_by_node` of a stream,
         webdataset's `split_by_node`, any sampler with a rank) is not split again. A map-style dataset that was cut
         before (`datasets.Dataset.shard`, `Subset`) does not say so: ranks whose datasets differ raise.
@@ -376,9 +394,11 @@ class Fabric:
         if not loaders:
             raise ValueError("`fabric.setup_dataloaders()` was given no loader. Pass at least one.")
         check_use(use)
+        check_uneven(uneven, use)
+        runtime = self._connected if uneven is None else replace(self._connected, uneven=uneven)
         prepared = tuple(
             self.strategy.process_dataloader(
-                self._connected, loader, use or "train", distribute=use_distributed_sampler, move=move_to_device
+                runtime, loader, use or "train", distribute=use_distributed_sampler, move=move_to_device
             )
             for loader in loaders
         )
@@ -414,14 +434,13 @@ class Fabric:
 
         Further arguments go to `Tensor.backward`. Ranks: all call it, unless within `no_backward_sync`.
         """
+        backward = self._backward
         if model is not None:
             prepared = self._prepared(model, "backward(model=...)")
             # The loss of one model may go through another, whose gradients must be looked after as well.
-            together = self._backward if all(each.joins_backward for each in self._models.values()) else None
-            backward = together or prepared.backward
-        elif self._backward is not None:
-            backward = self._backward
-        else:
+            if not all(each.joins_backward for each in self._models.values()):
+                backward = self._backward_of(prepared)
+        if backward is None:
             raise RuntimeError("`fabric.backward(loss)` before `fabric.setup(model)`. Set the model up first.")
         runtime = self._connected
         runtime.loader_numbers.num_backwards += 1
@@ -434,7 +453,7 @@ class Fabric:
         prepared = self._prepared(module, "no_backward_sync")
         if not enabled:
             return nullcontext()
-        return self._bare.unsynced_with(prepared.unsynced) if self._bare else prepared.unsynced()
+        return self._bare.unsynced_with(prepared.sync) if self._bare else prepared.sync.unsynced()
 
     def clip_gradients(
         self,
@@ -655,8 +674,13 @@ class Fabric:
         chosen = self._configuration
         with ExitStack() as stack:
             stack.enter_context(determinism(self._deterministic))
+            with recording(os.environ):
+                journal = FlightRecorder()
             runtime = chosen.strategy.connect(world, chosen.accelerator, chosen.devices, chosen.precision)
             stack.callback(runtime.collective.teardown)
+            store = runtime.collective.store()
+            if store is not None:
+                stack.callback(Watcher(world, store, journal, self._say_after_seconds).close)
             stack.callback(self._forget)  # before the teardown: models hold on to the process group
             atexit.register(self.close)
             stack.callback(atexit.unregister, self.close)
@@ -669,14 +693,19 @@ class Fabric:
         self._models, self._optimizers, self._schedulers, self._backward, self._bare = {}, {}, [], None, None
 
     def _joint_backward(self) -> Callable[..., None]:
-        models = list(self._models.values())
-        if len(models) == 1 and not self._bare:
-            return models[0].backward
-        if all(model.joins_backward for model in models):
-            watches = [watch for model in models for watch in model.watches]
-            bare = [self._bare.watch] if self._bare else []
-            return backward_through(self._connected.loss_scaler, [*watches, *bare])
+        models = self._models.values()
+        if len(models) == 1 or all(model.joins_backward for model in models):
+            return self._backward_of(*models)
         return _which_model
+
+    def _backward_of(self, *models: Prepared) -> Callable[..., None]:
+        """The backward of a loss that may reach these models."""
+        scaler = self._connected.loss_scaler
+        scale = models[0].scale_loss if len(models) == 1 else None
+        bare = [self._bare] if self._bare else []
+        return backward_through(
+            scale or (None if scaler is None else scaler.scale_loss), [*(model.sync for model in models), *bare]
+        )
 
     def _writer(self, logger: object) -> MetricWriter:
         """How to give metrics to a logger, which is checked when it is seen for the first time."""

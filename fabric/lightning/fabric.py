@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from fabric.callbacks import call
 from fabric.fabric import Fabric as CoreFabric
 from fabric.launchers.rank.program import is_interactive
+from fabric.launchers.registry import LAUNCHERS
 from fabric.lightning.accelerators import Accelerator, accelerator_of
 from fabric.lightning.carry import refuse
 from fabric.lightning.connector import core_arguments
@@ -385,7 +386,7 @@ class Fabric:
         chosen = self.core._configuration
         if chosen.topology.size == 1 or chosen.world is not None:
             return False
-        return is_interactive() or chosen.launcher in _BY_FUNCTION or "script" not in chosen.strategy.launchers
+        return is_interactive() or _starts_at_a_function(chosen.launcher) or "script" not in chosen.strategy.launchers
 
     def _watch(self, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:
@@ -409,7 +410,8 @@ class Fabric:
         )
 
 
-_BY_FUNCTION = ("spawn", "forkserver")
+def _starts_at_a_function(launcher: str) -> bool:
+    return launcher in LAUNCHERS and LAUNCHERS[launcher].needs_function
 
 
 def _run(core: CoreFabric, fabric: Fabric, function: Callable[..., T], args: Any, kwargs: Any) -> T:

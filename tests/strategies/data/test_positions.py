@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from data.shares import in_order, read, share_out
+from shares import in_order, read, share_out
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
 from fabric.strategies.data.loaders import DeviceLoader
