@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from fabric.launchers.environments.horovod import INSTALL
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.collectives.call_check import agree
@@ -215,9 +216,4 @@ _UNMET = (
     "has met, so they were not averaged over the ranks: {names}. Where the loss comes from a method other than "
     "`forward`, call `model.mark_forward_method('name')` once after `setup`. The weights are unchanged; "
     "`optimizer.zero_grad()` discards the gradients."
-)
-
-INSTALL = (
-    "Release 0.28.1 does not compile against today's torch by itself. In torchfabric's repository, run "
-    "`tests/over_horovod/build_wheel.sh python wheels && pip install wheels/horovod-*.whl` (two minutes)."
 )

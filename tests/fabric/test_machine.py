@@ -97,7 +97,7 @@ def program_of(*arguments: str, stdin: str | None = None) -> str:
 LOOK = """
 from fabric.machine import Machine
 from fabric.request import Request
-print(Machine.look({}, Request()).program)
+print(Machine.look({}, Request()).program.kind)
 """
 FORK_AFTER_LOOKING = (
     LOOK
@@ -118,7 +118,7 @@ def test_how_the_program_was_started_is_seen(tmp_path: os.PathLike[str]) -> None
         file.write(LOOK)
     assert program_of(script) == "script"
     assert program_of("-c", LOOK) == "command"
-    assert program_of(stdin=LOOK) == "command"
+    assert program_of(stdin=LOOK) == "stdin"
     assert program_of("-i", "-q", stdin=f"{LOOK}\n") == "interactive"
 
 
