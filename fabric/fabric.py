@@ -65,10 +65,10 @@ from fabric.strategies.data.device_loader import DeviceLoader
 from fabric.strategies.data.share import Use
 from fabric.strategies.data.transfer import move
 from fabric.strategies.data.uneven import Uneven
+from fabric.strategies.gradients.sync import backward_through
 from fabric.strategies.module.activation_checkpointing import recompute
 from fabric.strategies.module.bare_parameters import BareParameters, outside, refuse_later, refuse_shards
 from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.prepare import backward_through
 from fabric.strategies.precision.forward_precision import autocast
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
@@ -431,14 +431,13 @@ class Fabric:
 
         Further arguments go to `Tensor.backward`. Ranks: all call it, unless within `no_backward_sync`.
         """
+        backward = self._backward
         if model is not None:
             prepared = self._prepared(model, "backward(model=...)")
             # The loss of one model may go through another, whose gradients must be looked after as well.
-            together = self._backward if all(each.joins_backward for each in self._models.values()) else None
-            backward = together or prepared.backward
-        elif self._backward is not None:
-            backward = self._backward
-        else:
+            if not all(each.joins_backward for each in self._models.values()):
+                backward = self._backward_of(prepared)
+        if backward is None:
             raise RuntimeError("`fabric.backward(loss)` before `fabric.setup(model)`. Set the model up first.")
         runtime = self._connected
         runtime.loader_numbers.num_backwards += 1
@@ -451,7 +450,7 @@ class Fabric:
         prepared = self._prepared(module, "no_backward_sync")
         if not enabled:
             return nullcontext()
-        return self._bare.unsynced_with(prepared.unsynced) if self._bare else prepared.unsynced()
+        return self._bare.unsynced_with(prepared.sync) if self._bare else prepared.sync.unsynced()
 
     def clip_gradients(
         self,
@@ -691,14 +690,19 @@ class Fabric:
         self._models, self._optimizers, self._schedulers, self._backward, self._bare = {}, {}, [], None, None
 
     def _joint_backward(self) -> Callable[..., None]:
-        models = list(self._models.values())
-        if len(models) == 1 and not self._bare:
-            return models[0].backward
-        if all(model.joins_backward for model in models):
-            watches = [watch for model in models for watch in model.watches]
-            bare = [self._bare.watch] if self._bare else []
-            return backward_through(self._connected.loss_scaler, [*watches, *bare])
+        models = self._models.values()
+        if len(models) == 1 or all(model.joins_backward for model in models):
+            return self._backward_of(*models)
         return _which_model
+
+    def _backward_of(self, *models: Prepared) -> Callable[..., None]:
+        """The backward of a loss that may reach these models."""
+        scaler = self._connected.loss_scaler
+        scale = models[0].scale_loss if len(models) == 1 else None
+        bare = [self._bare] if self._bare else []
+        return backward_through(
+            scale or (None if scaler is None else scaler.scale_loss), [*(model.sync for model in models), *bare]
+        )
 
     def _writer(self, logger: object) -> MetricWriter:
         """How to give metrics to a logger, which is checked when it is seen for the first time."""
