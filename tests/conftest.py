@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import template
 
-KEPT = ("fork_server.py", "resource_tracker")
-"""Processes that end with the session: the fork server, and Python's own tracker after a first spawn."""
+KEPT = ("fork_server.py", "resource_tracker", "template.py")
+"""Processes that end with the session: the fork server, Python's own tracker after a first spawn, and the template of
+test programs."""
 
 
 def pytest_configure() -> None:
@@ -47,6 +49,13 @@ def ranks_come_from_a_fork_server() -> None:
     torch.set_num_threads(2)
     torch.zeros(4_000_000).add_(1)
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def template_ends_with_the_session() -> Iterator[None]:
+    """The process that test programs are forked from."""
+    yield
+    template.end()
 
 
 @pytest.fixture(autouse=True)
@@ -96,4 +105,5 @@ def _children() -> dict[int, str]:
                 continue
             if words and not any(kept in words for kept in KEPT):
                 found[int(pid)] = words
+    found.update((pid, "a program that the template forked") for pid in template.running)
     return found

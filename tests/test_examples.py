@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import template
 
 from fabric.strategies.accelerators.cpu import CPUAccelerator
 from fabric.strategies.registry import available_strategies, make_strategy
@@ -28,7 +29,7 @@ def run_program(*words: str, cwd: Path, expect: int = 0) -> str:
     """What the program printed. It and all that it started are gone afterwards."""
     command = [sys.executable, *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
+    with template.Popen(
         command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     ) as process:  # fmt: skip

@@ -7,13 +7,13 @@ which precision. Sizes and numbers are drawn anew in each run, from a seed that 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
 import pytest
+import template
 import torch
 from rows import NOT_ON_CPU, Row, forked_rows, rows, why_not
 
@@ -52,7 +52,7 @@ torch.save(findings, sys.argv[1])
 def test_ranks_that_are_forks_give_the_numbers_of_one_process(tmp_path: Path, show: Show) -> None:
     written = tmp_path / "findings"
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
-    subprocess.run([sys.executable, "-c", FORKING, str(written)], check=True, timeout=100, env=environ)
+    template.run([sys.executable, "-c", FORKING, str(written)], check=True, timeout=100, env=environ)
     for row, findings in zip(forked_rows(), torch.load(written, weights_only=False), strict=True):
         show(str(row), findings)
         refuse_failures(row, findings)

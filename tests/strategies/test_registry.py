@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import template
 
 from fabric.strategies import DDPStrategy, Strategy, available_strategies, register_strategy
 from fabric.strategies.registry import make_strategy, strategy_registrations
@@ -15,7 +15,7 @@ from fabric.strategies.registry import make_strategy, strategy_registrations
 def run(code: str, path: Path | None = None) -> str:
     """What a fresh process prints, with `path` among its packages."""
     head = f"import sys; sys.path.append({str(path)!r})\n" if path is not None else ""
-    done = subprocess.run([sys.executable, "-c", head + code], capture_output=True, text=True, timeout=100)
+    done = template.run([sys.executable, "-c", head + code], capture_output=True, text=True, timeout=100)
     return done.stdout + done.stderr
 
 

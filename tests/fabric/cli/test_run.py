@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import template
 
 TELL = """
 import json, os, subprocess, sys
@@ -46,7 +47,7 @@ print(f"rank {fabric.global_rank} of {fabric.world_size}\\n", end="", flush=True
 
 
 def fabric(*arguments: str, at: Path, command: tuple[str, ...] = ("-m", "fabric")) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return template.run(
         [sys.executable, *command, *arguments],
         cwd=at,
         capture_output=True,
