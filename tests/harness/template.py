@@ -1,7 +1,8 @@
 """Start Python programs as forks of one process that has imported torch: 0.2 s of CPU each, not 4 s.
 
-`Popen` is `subprocess.Popen` for programs of `sys.executable`. A command, a script or a module comes from the template;
-anything else (Python's own options, variables that Python reads at its start, a terminal) from a fresh interpreter.
+`Popen` and `run` are those of `subprocess`, for programs of `sys.executable`. A command, a script or a module is forked
+from the template; anything else (Python's own options, variables that Python or a library reads at its start, a
+terminal) is a fresh interpreter, and so is what a test calls `fresh`: one that is about what a program imports.
 
 The fork runs its program in a new `__main__`, with its own environment, arguments, import path and standard streams.
 What it keeps of the template: imported modules, and the command line in /proc. The environment that /proc shows of it
@@ -89,8 +90,8 @@ class Popen(subprocess.Popen[Any]):
 
     _status_fd = -1
 
-    def __init__(self, arguments: list[str], **options: Any) -> None:
-        self._forked = _can_be_forked(arguments, options)
+    def __init__(self, arguments: list[str], *, fresh: bool = False, **options: Any) -> None:
+        self._forked = not fresh and _can_be_forked(arguments, options)
         super().__init__(arguments, **options)
 
     def _execute_child(self, *call: Any) -> None:
@@ -105,12 +106,12 @@ class Popen(subprocess.Popen[Any]):
             "argv": [os.fspath(word) for word in args],
             "environ": dict(os.environ if env is None else env),
             "cwd": os.fspath(cwd) if cwd is not None else os.getcwd(),
-            "new_session": rest[5],
+            "new_session": new_session,
         }
         self.pid, self._status_fd = template().start(words, streams, tuple(pass_fds))
         running.add(self.pid)
         self._child_created = True
-        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+        self._close_pipe_fds(*pipes)
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
         if not self._forked:
@@ -146,7 +147,7 @@ def run(
     check: bool = False,
     **options: Any,
 ) -> subprocess.CompletedProcess[Any]:
-    """As `subprocess.run`."""
+    """As `subprocess.run`; `fresh` is among the options."""
     if input is not None:
         options["stdin"] = subprocess.PIPE
     if capture_output:
