@@ -98,10 +98,8 @@ class Popen(subprocess.Popen[Any]):
         if not self._forked:
             super()._execute_child(*call)
             return
-        args, _, _, _, pass_fds, cwd, env, _, _, _, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest = (
-            call
-        )
-        streams = [own if given == -1 else given for own, given in enumerate((p2cread, c2pwrite, errwrite))]
+        args, _, _, _, pass_fds, cwd, env, _, _, _, *pipes, _, _, _, _, _, new_session, _ = call
+        streams = [own if given == -1 else given for own, given in enumerate((pipes[0], pipes[3], pipes[5]))]
         words = {
             "argv": [os.fspath(word) for word in args],
             "environ": dict(os.environ if env is None else env),

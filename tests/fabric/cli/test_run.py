@@ -46,7 +46,9 @@ print(f"rank {fabric.global_rank} of {fabric.world_size}\\n", end="", flush=True
 """
 
 
-def fabric(*arguments: str, at: Path, command: tuple[str, ...] = ("-m", "fabric")) -> subprocess.CompletedProcess[str]:
+def fabric(
+    *arguments: str, at: Path, command: tuple[str, ...] = ("-m", "fabric"), fresh: bool = False
+) -> subprocess.CompletedProcess[str]:
     return template.run(
         [sys.executable, *command, *arguments],
         cwd=at,
@@ -54,6 +56,7 @@ def fabric(*arguments: str, at: Path, command: tuple[str, ...] = ("-m", "fabric"
         text=True,
         timeout=100,
         stdin=subprocess.DEVNULL,
+        fresh=fresh,
     )
 
 
@@ -137,7 +140,7 @@ def test_the_command_line_imports_no_torch(tmp_path: Path, arguments: tuple[str,
         "import sys, fabric.cli\ntry: fabric.cli.main(sys.argv[1:])\nexcept SystemExit: pass\n"
         "print([name for name in sys.modules if name.split('.')[0] in ('torch', 'rich')], file=sys.stderr)"
     )
-    done = fabric(*arguments, at=tmp_path, command=("-c", code))
+    done = fabric(*arguments, at=tmp_path, command=("-c", code), fresh=True)
     assert done.stderr.endswith("[]\n")
 
 
