@@ -37,7 +37,7 @@ def run(program: Path, launcher: str, size: int, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("launcher", ["script", "fork", "external"])
 def test_launching_without_a_function_gives_the_numbers_of_one_process(
     launcher: str, size: int, tmp_path: Path

@@ -98,7 +98,7 @@ class Popen(subprocess.Popen[Any]):
         if not self._forked:
             super()._execute_child(*call)
             return
-        args, _, _, _, pass_fds, cwd, env, _, _, _, *pipes, _, _, _, _, _, new_session, _ = call
+        args, pass_fds, cwd, env, pipes, new_session = call[0], *call[4:7], call[10:16], call[21]
         streams = [own if given == -1 else given for own, given in enumerate((pipes[0], pipes[3], pipes[5]))]
         words = {
             "argv": [os.fspath(word) for word in args],
