@@ -11,7 +11,9 @@ from typing import get_args
 from torch import nn
 from torch.optim import Optimizer
 
+from fabric.strategies.checkpoint.run_state import NAME
 from fabric.strategies.data.share import Use
+from fabric.strategies.data.uneven import Uneven
 
 
 def check_function(function: object) -> None:
@@ -43,6 +45,18 @@ def check_use(use: object) -> None:
         raise ValueError(f"`setup_dataloaders(use={use!r})`: write one of {words}, or leave it out to train.")
 
 
+def check_uneven(uneven: object, use: object) -> None:
+    """Raise ValueError for a word that says nothing of ranks that end first, or where they may end when they like."""
+    words = ", ".join(map(repr, get_args(Uneven)))
+    if uneven is not None and uneven not in get_args(Uneven):
+        raise ValueError(f"`setup_dataloaders(uneven={uneven!r})`: write one of {words}, or leave it out.")
+    if uneven is not None and use not in (None, "train"):
+        raise ValueError(
+            f"`setup_dataloaders(uneven={uneven!r}, use={use!r})`: ranks may have different numbers of batches there, "
+            "and agree on none. Leave `uneven` out, or train."
+        )
+
+
 def check_limits(clip_val: float | None, max_norm: float | None) -> None:
     """Raise ValueError where it is not said how to clip, or to what."""
     written = f"`clip_gradients(clip_val={clip_val}, max_norm={max_norm})`"
@@ -57,11 +71,16 @@ def check_limits(clip_val: float | None, max_norm: float | None) -> None:
 
 
 def check_named(method: str, state: object) -> None:
-    """Raise TypeError where what is saved or loaded has no names."""
+    """Raise TypeError where what is saved or loaded has no names, ValueError where one is ours."""
     if not isinstance(state, Mapping):
         raise TypeError(
             f"`fabric.{method}(path, ...)` was given a `{type(state).__name__}`. Give it a name: "
             "`{'model': model}`. `load_raw` reads a file that holds the bare state of one object."
+        )
+    if NAME in state:
+        raise ValueError(
+            f"`fabric.{method}(path, {{{NAME!r}: ...}})`: checkpoints have the generators and the loss scale of the "
+            "run under this name. Write another one."
         )
 
 

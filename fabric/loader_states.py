@@ -57,10 +57,12 @@ class LoaderStates(LoaderAccess):
         if name in self._said:
             return
         self._said.add(name)
+        instead = "Save what `fabric.setup_dataloaders` returned to go on in mid-epoch"
+        if isinstance(loader, DeviceLoader):
+            instead = "Without `in_order=False` it goes on in mid-epoch"
         self._say(
             f"`state[{name!r}]` is a `{loader_name(loader)}`, which does not know its position: checkpoints leave it "
-            "out, and a run that is resumed begins its epoch anew. Use torchdata's `StatefulDataLoader` to go on in "
-            "mid-epoch, or leave it out of the state."
+            f"out, and a run that is resumed begins its epoch anew. {instead}, or leave it out of the state."
         )
 
 

@@ -11,13 +11,13 @@ import platform
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
 
 import torch
 import torch.distributed
 
 from fabric import spelling
 from fabric.launchers.environments import detect_world
+from fabric.launchers.rank.program import Program, this_program
 from fabric.launchers.world import World
 from fabric.request import Request
 from fabric.strategies.accelerators.accelerator import Accelerator
@@ -29,8 +29,7 @@ from fabric.strategies.strategy import Strategy
 from fabric.strategies.target import Target
 from fabric.words import place_by_hand
 
-Program: TypeAlias = Literal["script", "command", "interactive", "notebook"]
-"""A file or module; `python -c` or standard input; a prompt; a notebook's kernel. Only the first can be run again."""
+_SCRIPT = Program(flags=(), kind="script", target="train.py", arguments=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +64,7 @@ class Machine:
     """Cores this process may run on."""
     system: str = "Linux"
     """Linux, Darwin or Windows."""
-    program: Program = "script"
+    program: Program = _SCRIPT
     world: World | None = None
     """In the environment: an external launcher's, or ours where this process is a rank of an earlier launch."""
     variables: tuple[str, ...] = ()
@@ -96,7 +95,7 @@ class Machine:
             found=tuple(Found.look(accelerator) for accelerator in _to_look_at(request.accelerator)),
             num_cores=_num_cores(),
             system=platform.system(),
-            program=_program(),
+            program=this_program(),
             world=world,
             variables=_variables(environ, world.launcher) if world is not None else (),
             has_met_others=world is not None and world.size > 1 and _has_met_others(),
@@ -196,12 +195,3 @@ def _read(place: Mapping[str, str], word: str, variable: str, read: Callable[[ob
 def _num_cores() -> int:
     affinity: Callable[[int], set[int]] | None = getattr(os, "sched_getaffinity", None)  # Linux alone has it
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-
-
-def _program() -> Program:
-    if "ipykernel" in sys.modules and "IPython" in sys.modules:
-        return "notebook"
-    if "ps1" in vars(sys):  # set once there is a prompt, also after the script of `python -i script.py`
-        return "interactive"
-    path = getattr(sys.modules["__main__"], "__file__", None)
-    return "script" if path not in (None, "<stdin>") else "command"

@@ -15,7 +15,7 @@ from fabric import spelling
 from fabric.launchers.environments.environment import Environment
 from fabric.launchers.environments.ours import OursEnvironment
 from fabric.launchers.world import World
-from fabric.spelling import Devices, LauncherWord
+from fabric.spelling import Devices
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.strategy import Strategy
@@ -37,10 +37,11 @@ class Request:
     main_address: str | None = None
     main_port: int | None = None
     precision: Precision = _PRECISION
-    launcher: LauncherWord = "auto"
+    launcher: str = "auto"
     max_restarts: int | None = None
     """How often `elastic` starts all ranks again. Said on the command line alone; None: not said."""
     deterministic: bool | Literal["warn"] = False
+    say_after_seconds: float = spelling.DEFAULT_SAY_AFTER_SECONDS
     environment: Environment | None = None
     """The user's own cluster environment, from `plugins`."""
     callbacks: tuple[Any, ...] = ()
@@ -187,4 +188,5 @@ _READ: Mapping[str, Callable[[Any, str], Any]] = {
     "launcher": spelling.read_launcher,
     "max_restarts": spelling.read_rank,
     "deterministic": _read_deterministic,
+    "say_after_seconds": spelling.read_seconds,
 }

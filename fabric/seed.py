@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,19 +74,37 @@ def isolated_rng() -> Iterator[None]:
             rng.write(state)
 
 
+def device_rngs(devices: Iterable[torch.device]) -> list[Rng]:
+    """The streams of devices that are in use, in their order; the CPU's is one of the process's."""
+    return [rng for device in devices for rng in _device_rng(device)]
+
+
+def _device_rng(device: torch.device) -> list[Rng]:
+    if device.type == "cpu":
+        return []
+    if device.type == "xla":
+        from fabric.strategies.xla.device import device_rng
+
+        return [Rng(*device_rng())]
+    module = torch.get_device_module(device)
+    return [_rng_of(module, None if device.type == "mps" else device.index or 0)]
+
+
 def _accelerator_rngs() -> list[Rng]:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return []
     module = torch.get_device_module(accelerator)
-    if accelerator.type == "mps":  # one device, which its functions do not take as an argument
-        return [Rng(module.get_rng_state, module.set_rng_state, module.manual_seed)]
+    if accelerator.type == "mps":
+        return [_rng_of(module, None)]
     if not module.is_initialized():  # reading a state would open the device
         return []
     return [_rng_of(module, index) for index in range(module.device_count())]
 
 
-def _rng_of(module: Any, index: int) -> Rng:
+def _rng_of(module: Any, index: int | None) -> Rng:
+    if index is None:  # MPS: one device, which its functions do not take as an argument
+        return Rng(module.get_rng_state, module.set_rng_state, module.manual_seed)
     return Rng(
         read=lambda: module.get_rng_state(index),
         write=lambda state: module.set_rng_state(state, index),

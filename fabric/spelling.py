@@ -6,17 +6,17 @@ Every function takes the value, and `said`, the words as the person wrote them, 
 
 from __future__ import annotations
 
+import math
 from typing import Literal, TypeAlias
+
+from fabric.launchers.registry import OURS
 
 Devices: TypeAlias = Literal["auto", "all"] | int | tuple[int, ...]
 """All that fit, all there are, a number of them, or their indices."""
-LauncherWord: TypeAlias = Literal["auto", "script", "fork", "forkserver", "spawn", "elastic", "external"]
-
-STARTING_LAUNCHERS: tuple[LauncherWord, ...] = ("script", "fork", "forkserver", "spawn")
-"""The launchers that start processes of our own."""
-OUR_LAUNCHERS: tuple[LauncherWord, ...] = (*STARTING_LAUNCHERS, "elastic")
-"""What a world that we made may say of its launcher: `elastic` starts ranks by two of the others."""
-LAUNCHERS: tuple[LauncherWord, ...] = ("auto", *OUR_LAUNCHERS, "external")
+LAUNCHERS = ("auto", *OURS, "external")
+"""What `Fabric(launcher=...)` takes."""
+DEFAULT_SAY_AFTER_SECONDS = 30.0
+"""After how long in one collective the job says who waits for whom."""
 DEFAULT_MAX_RESTARTS = 3
 """Of `launcher='elastic'` where nobody says a number; torch's `LaunchConfig` has the same. Unmeasured."""
 PRECISIONS = ("64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed", "64", "32", "16", "bf16")
@@ -50,6 +50,19 @@ def read_rank(value: object, said: str) -> int:
     return _whole(value, said, low=0)
 
 
+def read_seconds(value: object, said: str) -> float:
+    """Read a time in seconds, more than none."""
+    try:
+        seconds = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else None
+    except ValueError:
+        seconds = None
+    if seconds is None:
+        raise TypeError(f"`{said}` is no number. Write a number of seconds, such as 30.")
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"`{said}` is out of range. Write a number of seconds above 0.")
+    return seconds
+
+
 def read_port(value: object, said: str) -> int:
     """Read a TCP port, from 1 to 65535."""
     return _whole(value, said, low=1, high=65535)
@@ -64,7 +77,7 @@ def read_word(value: object, said: str) -> str:
     return value
 
 
-def read_launcher(value: object, said: str) -> LauncherWord:
+def read_launcher(value: object, said: str) -> str:
     """Read a launcher's word."""
     for word in LAUNCHERS:
         if value == word:

@@ -1,8 +1,8 @@
 """Replicas of XLA: a process for each chip of a TPU, and on PJRT's CPU client a thread for each device of one process.
 
 PJRT decides which of the two; a replica's place is what PJRT says it is. Processes come from the fork server, so that
-ours supervise them: the first failure ends the others, and nothing outlives the launch. The one file of the launchers
-that knows torch_xla, which it imports in the ranks alone: importing it patches torch.
+ours supervise them: the first failure ends the others, and nothing outlives the launch. This file and
+`xla_internals.py` alone know torch_xla here, and import it in the ranks: importing it patches torch.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def run_on_devices(process: World, worker: Callable[..., R], args: tuple[Any, ..
     Each replica gets copies of its own, as a process would. Raises what the first replica raised, at once: the others
     may be waiting for that one, in XLA, where nothing reaches them.
     """
-    from torch_xla._internal import pjrt
+    from fabric.launchers import xla_internals
 
-    pjrt.initialize_multiprocess(process.local_rank, process.local_size)
+    xla_internals.initialize_multiprocess(process.local_rank, process.local_size)
     import torch_xla
     import torch_xla.runtime as xr
 
@@ -74,7 +74,7 @@ def run_on_devices(process: World, worker: Callable[..., R], args: tuple[Any, ..
     running: list[Future[tuple[int, R]]] = []
     for index, device in enumerate(devices):
         world = World(
-            rank=torch_xla._XLAC._xla_get_device_ordinal(str(device)),
+            rank=xla_internals.native._xla_get_device_ordinal(str(device)),
             size=size,
             local_rank=process.local_rank * len(devices) + index,
             local_size=process.local_size * len(devices),
@@ -93,9 +93,9 @@ def run_on_devices(process: World, worker: Callable[..., R], args: tuple[Any, ..
 
 
 def _run(device: str, world: World, call: bytes) -> tuple[int, Any]:
-    import torch_xla
+    from fabric.launchers import xla_internals
 
-    torch_xla._XLAC._xla_set_default_device(device)
+    xla_internals.native._xla_set_default_device(device)
     worker, args = pickle.loads(call)
     return world.rank, worker(world, *args)
 
@@ -125,9 +125,9 @@ def _refuse_touched() -> None:
     """Raise RuntimeError where this process holds the devices that its replicas would need."""
     if "torch_xla" not in sys.modules:
         return
-    import torch_xla
+    from fabric.launchers.xla_internals import runtime_is_initialized
 
-    if torch_xla._XLAC._xla_runtime_is_initialized():
+    if runtime_is_initialized():
         raise RuntimeError(
             "This process has used an XLA device already, and holds them all: the replicas could not open them. Launch "
             "before the first `torch_xla.device()`, `torch_xla.sync()` or tensor on 'xla', in a fresh process."

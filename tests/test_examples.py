@@ -171,13 +171,15 @@ def test_the_gan_draws_digits_with_two_models_and_two_optimizers(tmp_path: Path)
 def test_the_recommender_learns_the_same_with_tables_on_one_rank_and_on_two(tmp_path: Path) -> None:
     import torch
 
+    from fabric import read_checkpoint
+
     small = [str(EXAMPLES / "recommender.py"), "--accelerator", "cpu", "--pairs", "2000", "--epochs", "1"]
     models = []
     for devices, batch_size in (("1", "128"), ("2", "64")):
         words = ["--devices", devices, "--batch-size", batch_size, "--save", f"{devices}.ckpt"]
         output = run_program(*small, *words, cwd=tmp_path)
         assert re.findall(r"epoch 0: the word that came next is preferred in [\d.]+% of (\d+) pairs", output) == ["200"]
-        models.append(torch.load(tmp_path / f"{devices}.ckpt", weights_only=True)["model"])
+        models.append(read_checkpoint(tmp_path / f"{devices}.ckpt")["model"])
     assert models[0]["words.weight"].shape == (4000, 32)
     torch.testing.assert_close(models[1], models[0], rtol=0.0, atol=3e-3)  # Adam's steps are 1e-2; rounding moves few
 

@@ -10,38 +10,37 @@ import atexit
 import logging
 import multiprocessing.process
 import multiprocessing.util
-import platform
 import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-_NEEDED: tuple[tuple[Any, str], ...] = (
-    (atexit, "_clear"),
-    (atexit, "_run_exitfuncs"),
-    (threading, "_shutdown"),
-    (weakref.finalize, "_registry"),
-    (weakref.finalize, "_exitfunc"),
-    (tempfile, "_TemporaryFileWrapper"),
-    (multiprocessing.process, "_children"),
-    (multiprocessing.util, "_exit_function"),
-    (multiprocessing.util, "_run_after_forkers"),
-)
+from fabric.launchers.private_names import Names, require
 
+NAMES: Names = {
+    "atexit": {
+        "_clear": "a forked rank forgets its parent's exit functions",
+        "_run_exitfuncs": "a rank ends with its exit functions and without destructors",
+    },
+    "threading": {"_shutdown": "a rank joins its threads before it runs its exit functions"},
+    "threading:Thread": {"_target": "tells the threads of a notebook from others"},
+    "weakref:finalize": {
+        "_registry": "a forked rank disowns its parent's finalizers",
+        "_exitfunc": "finalizers run at the end of a rank",
+    },
+    "tempfile": {"_TemporaryFileWrapper": "temporary files that are open before a fork are found by their class"},
+    "tempfile:_TemporaryFileWrapper": {"_closer": "a forked rank deletes no temporary file of its parent"},
+    "multiprocessing.process": {"_children": "a forked rank forgets its parent's children"},
+    "multiprocessing.util": {
+        "_exit_function": "ends the children of a rank",
+        "_run_after_forkers": "connections to a `Manager` are opened anew",
+    },
+}
+OF_LOADERS: Names = {"torch.utils.data._utils": {"_set_python_exit_flag": "tells data loaders that the process ends"}}
 
-def check(needed: Iterable[tuple[Any, str]]) -> None:
-    """Raise ImportError where this Python lacks one of the names."""
-    missing = [f"`{owner.__name__}.{name}`" for owner, name in needed if name not in vars(owner)]
-    if missing:
-        raise ImportError(
-            f"Python {platform.python_version()} has no {', '.join(missing)}, which torchfabric needs to start and end "
-            "processes. Install a newer torchfabric, or run it with Python 3.10 to 3.13."
-        )
-
-
-check(_NEEDED)
+require("Python", "3.10 to 3.13", NAMES)
 
 TemporaryFile: type = vars(tempfile)["_TemporaryFileWrapper"]
 """What `tempfile.NamedTemporaryFile` gives."""
@@ -73,7 +72,7 @@ def begin_anew(last: Callable[[], None]) -> None:
     atexit.register(logging.shutdown)
     of_loaders = sys.modules.get("torch.utils.data._utils")
     if of_loaders is not None:
-        check([(of_loaders, "_set_python_exit_flag")])
+        require("torch", "2.9 to 2.13", OF_LOADERS)
         atexit.register(vars(of_loaders)["_set_python_exit_flag"])
     atexit.register(vars(weakref.finalize)["_exitfunc"].__get__(None, weakref.finalize))
     atexit.register(vars(multiprocessing.util)["_exit_function"])

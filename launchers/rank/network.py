@@ -25,6 +25,13 @@ def interface_for(world: World) -> str | None:
     return next((name for _, name in socket.if_nameindex() if _address_of(name) == address), None)
 
 
+def own_address(world: World) -> str:
+    """The address at which the other ranks reach this machine; empty where that is not known: any of its own."""
+    if world.rendezvous is None or world.num_nodes == 1:
+        return "127.0.0.1"
+    return _own_address_towards(world.rendezvous.address) or ""
+
+
 def _own_address_towards(host: str) -> str | None:
     """The address this machine speaks from when it talks to `host`. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -27,6 +27,12 @@ from fabric.launchers.world import World
 
 _awaited: list[Reporter] = []  # Note [One supervisor per process]
 _importing: list[str] = []
+_supervisors: list[Reporter] = []
+
+
+def own_supervisor() -> Reporter | None:
+    """The link to the supervisor that started this process as a rank; None in any other process, and in its forks."""
+    return _supervisors[-1] if _supervisors and _supervisors[-1].is_own else None
 
 
 def take_awaited() -> Reporter | None:
@@ -64,6 +70,7 @@ def become_rank(world: World, report_fd: int, parent: int, *, awaits_function: b
     os.environ.update(rank_environ(world, dict(os.environ)))
     _share_cores(int(os.environ["OMP_NUM_THREADS"]))
     link = Reporter(world.rank, report_fd)
+    _supervisors.append(link)
     if awaits_function:
         _awaited.append(link)
     # Registered first and so run last, while connections are still open.

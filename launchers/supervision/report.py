@@ -99,7 +99,21 @@ class Leaving:
     """Where `sys.exit` was called, where that is known."""
 
 
-Report: TypeAlias = Result | Failure | Leaving
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """The rank has a watcher, which answers questions there."""
+
+    place: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Words:
+    """Something to print, now: the rank speaks for the job."""
+
+    text: str
+
+
+Report: TypeAlias = Result | Failure | Leaving | Watched | Words
 
 
 class Reporter:
@@ -107,6 +121,7 @@ class Reporter:
 
     def __init__(self, rank: int, fd: int) -> None:
         self.rank, self._fd, self._pid = rank, fd, os.getpid()
+        self._writes = threading.Lock()
         self.has_told_the_end = False
         """Whether a failure was sent, or that the program has come to its end."""
         os.set_inheritable(fd, False)
@@ -142,6 +157,14 @@ class Reporter:
             ) from error
         self._send(Result(pickled=pickled))
 
+    def watched(self, place: bytes) -> None:
+        """Say where the rank's watcher is."""
+        self._send(Watched(place=place))
+
+    def words(self, text: str) -> None:
+        """Have the supervisor print something."""
+        self._send(Words(text=text))
+
     def failure(self, error: BaseException) -> None:
         """Send an uncaught exception; only the first is sent."""
         at_ns = time.monotonic_ns()
@@ -167,8 +190,9 @@ class Reporter:
             except IndexError:  # an interrupted start is repeated, and the first thread has it
                 return
             try:
-                while view:
-                    view = view[os.write(self._fd, view) :]
+                with self._writes:  # a frame longer than the pipe would be mixed with another one
+                    while view:
+                        view = view[os.write(self._fd, view) :]
             except BrokenPipeError:  # the supervisor is gone, and this process ends in a moment
                 return
             finally:

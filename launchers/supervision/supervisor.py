@@ -22,8 +22,9 @@ from fabric.launchers.rendezvous.store_server import MeetingPoint
 from fabric.launchers.supervision import failure
 from fabric.launchers.supervision.guardian import Guardian
 from fabric.launchers.supervision.os_process import kill_group, signal_rank
-from fabric.launchers.supervision.report import Failure, Inbox, Leaving, Result
+from fabric.launchers.supervision.report import Failure, Inbox, Leaving, Result, Watched, Words
 from fabric.launchers.supervision.signals import ENDING, Signals
+from fabric.launchers.watch.questions import Place, ask_all
 from fabric.launchers.world import World
 
 REPORT_SECONDS = 0.1
@@ -35,6 +36,12 @@ TERMINATE_SECONDS = 1.0
 """How long ranks have after SIGTERM because another failed."""
 GRACE_SECONDS = 30.0
 """How long ranks have after a signal of ours that ends them: they may be saving."""
+HANGS_SECONDS = 5.0
+"""A job that is told to end says who waits for whom where a collective has waited for so long."""
+TABLE_SECONDS = 4.0
+"""How long a rank may take to make that table: it asks all others, and waits 1.5 s for those that are stopped."""
+NUM_ASKED = 3
+"""How many ranks are asked for it, where the first of them are stopped."""
 PATIENCE_SECONDS = 2.0
 """After that long of such a wait we say that we wait."""
 
@@ -53,6 +60,8 @@ class Child:
     inbox: Inbox = field(default_factory=Inbox)
     leaving: Leaving | None = None
     """Sent by a rank whose program has come to its end."""
+    watcher: Place | None = None
+    """Where the rank says what it does."""
 
 
 class Supervisor:
@@ -167,6 +176,10 @@ class Supervisor:
                 self.results[child.rank] = report.pickled
             elif isinstance(report, Leaving):
                 child.leaving = report
+            elif isinstance(report, Watched):
+                child.watcher = Place.from_bytes(report.place)
+            elif isinstance(report, Words):
+                _say(report.text)
             else:
                 self._fail(report)
 
@@ -237,6 +250,8 @@ class Supervisor:
             if number in ENDING and self._stopping:
                 self._kill()
                 continue
+            if number in ENDING:
+                self._say_who_waits()  # before the ranks are told, while each is where it is
             for child in self._running.values():
                 signal_rank(child.pid, number)
             if number in ENDING:
@@ -246,10 +261,22 @@ class Supervisor:
 
     def _say_we_wait(self, number: int) -> None:
         ranks = ", ".join(str(rank) for rank in sorted(self._running))
-        with contextlib.suppress(OSError):
-            print(
-                f"Got {signal.Signals(number).name}: rank {ranks} may take up to {GRACE_SECONDS:g} s to end. "
-                "Send it again to end them now.",
-                file=sys.stderr,
-                flush=True,
-            )
+        _say(
+            f"Got {signal.Signals(number).name}: rank {ranks} may take up to {GRACE_SECONDS:g} s to end. "
+            "Send it again to end them now."
+        )
+
+    def _say_who_waits(self) -> None:
+        """Print the table of a job that hangs; nothing where no rank waits. One rank that answers speaks for all."""
+        for child in list(self._running.values())[:NUM_ASKED]:
+            if child.watcher is not None:
+                words = ask_all([child.watcher], f"table {HANGS_SECONDS}", TABLE_SECONDS)[child.rank]
+                if isinstance(words, bytes):
+                    if words.strip():
+                        _say(words.decode())
+                    return
+
+
+def _say(words: str) -> None:
+    with contextlib.suppress(OSError):
+        print(words, file=sys.stderr, flush=True)

@@ -80,6 +80,6 @@ class XLAAccelerator(Accelerator):
 
 
 def _num_tpu_devices() -> int:
-    from torch_xla._internal import tpu
+    from fabric.launchers.xla_internals import num_tpu_devices
 
-    return int(tpu.num_available_chips() and tpu.num_available_devices())
+    return num_tpu_devices()

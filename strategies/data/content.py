@@ -72,7 +72,7 @@ def order_words(items: Iterable[Any], dataset: object, seed: int) -> str | None:
     """
     if isinstance(items, (list, tuple, range)):
         return _shown(items, mix(list(items)))
-    if _is_torchs(items):
+    if is_torchs(items):
         return f"{mix(*_fields(items)):016x}"
     try:
         duplicate = copy.deepcopy(items, {id(dataset): dataset})
@@ -110,17 +110,17 @@ def value_words(value: Any, depth: int = 4) -> str:
 def _fields(sampler: object) -> list[tuple[str, Any]]:
     """The fields of one of torch's samplers without its data and generator, whole."""
     return [
-        (name, value.tolist() if isinstance(value, Tensor) else _fields(value) if _is_torchs(value) else _plain(value))
+        (name, value.tolist() if isinstance(value, Tensor) else _fields(value) if is_torchs(value) else _plain(value))
         for name, value in sorted(vars(sampler).items())
         if name not in ("data_source", "generator")
     ]
 
 
-def _is_torchs(value: object) -> bool:
+def is_torchs(value: object) -> bool:
     """Whether this is a sampler of torch or torchdata, and so is what it draws from."""
     if type(value).__module__ not in ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler"):
         return False
-    return all(_is_torchs(part) for part in vars(value).values() if isinstance(part, Sampler))
+    return all(is_torchs(part) for part in vars(value).values() if isinstance(part, Sampler))
 
 
 def _plain(value: Any) -> Any:

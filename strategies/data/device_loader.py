@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any, Protocol, final, runtime_checkable
 
 import torch
+from torch.utils.data import DataLoader
 
 from fabric.strategies.data.batch_sampler import IndexSource
-from fabric.strategies.data.epochs import Epoch, Order
+from fabric.strategies.data.epochs import Epoch, Order, Position
 from fabric.strategies.data.iterable import SharedStream, without_left_out
+from fabric.strategies.data.loader_check import length_of
+from fabric.strategies.data.rng import put_back
 from fabric.strategies.data.share import Share
 from fabric.strategies.data.transfer import Carry, one_by_one
+from fabric.strategies.data.uneven import Agreement
 from fabric.strategies.data.workers import WorkerStart
 
 END = object()
@@ -58,16 +63,23 @@ class Reading:
     leave_out: Callable[[int], None] = lambda num_items: None
     begin: Callable[[], None] = lambda: None
     """Called before each iteration."""
-    position: Iterable[Any] | None = None
-    """What knows how far an iteration has come, where that is not `source`."""
+    position: Stateful | None = None
+    """What knows how far an iteration has come by itself; else the loader counts."""
+    agreement: Agreement | None = None
+    """How ranks that read data of different lengths come to the same number of batches."""
     part: Share | None = None
     """Where each rank reads other data than its peers, so that it stands at a position of its own: which part."""
+    rereads: bool = False
+    """Whether the batches before the position are read again, and dropped, as nobody else can skip them."""
+    say: Callable[[str], None] = lambda sentence: None
+    num_backwards: Callable[[], int] = lambda: 0
+    """How often the loop has called backward."""
 
 
 def read_as(loader: Iterable[Any], reading: Reading) -> DeviceLoader:
-    """The loader, read in this way; it has a state exactly where what it reads has one."""
-    stateful = isinstance(reading.source if reading.position is None else reading.position, Stateful)
-    return StatefulDeviceLoader(loader, reading) if stateful else StatelessDeviceLoader(loader, reading)
+    """The loader, read in this way; it has a state unless its batches come in any order."""
+    unordered = isinstance(loader, DataLoader) and loader.num_workers > 0 and not getattr(loader, "in_order", True)
+    return StatelessDeviceLoader(loader, reading) if unordered else StatefulDeviceLoader(loader, reading)
 
 
 def loader_name(loader: object) -> str:
@@ -83,19 +95,26 @@ class DeviceLoader(ABC):
 
     def __init__(self, loader: Iterable[Any], reading: Reading) -> None:
         self._loader, self._reading = loader, reading
+        self._resumes = self._said_reread = False
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin an epoch. It counts once it has ended or has yielded a second batch."""
+        """Begin an epoch. It counts once it has ended, has yielded a second batch, or the loop has called backward."""
         reading = self._reading
         reading.begin()
         if reading.start is not None:
             reading.start.starting()
-        with reading.order.opening() if reading.order is not None else nullcontext() as opened:
-            if reading.stream is not None and opened is not None:
-                reading.stream.announce(opened.number)
+        with reading.order.opening() if reading.order is not None else self._undrawn() as opened:
+            if reading.stream is not None and reading.order is not None and opened is not None:
+                reading.stream.announce(reading.order.seed, opened.number)
             batches = iter(reading.source)
+        if opened is not None and opened.begun_at.batches and reading.position is None and reading.rereads:
+            self._say_reread()
         if reading.stream is not None:
             batches = without_left_out(batches, reading.leave_out)
+            if opened is not None:
+                batches = islice(batches, opened.begun_at.batches, None)
+        if reading.agreement is not None:
+            batches = reading.agreement(batches, again=lambda: iter(reading.source))
         if reading.device is not None and reading.device.type != "cpu":
             batches = reading.carry(batches, reading.device)
         if reading.order is None or opened is None:
@@ -114,8 +133,8 @@ class DeviceLoader(ABC):
             raise AttributeError(name)
         if name in ("state_dict", "load_state_dict"):
             raise AttributeError(
-                f"`{name}` of a prepared `{type(self._loader).__name__}`: it does not know its position. Use "
-                "torchdata's `StatefulDataLoader`."
+                f"`{name}` of a prepared `{type(self._loader).__name__}`: with `in_order=False` it has no position. "
+                "Leave `in_order` out."
             )
         return getattr(self._loader, name)
 
@@ -132,27 +151,49 @@ class DeviceLoader(ABC):
         for part in self._reading.epochal:
             part.set_epoch(epoch)
 
+    def _undrawn(self) -> AbstractContextManager[None]:
+        # What a loader draws in order to go on, the run that was saved had drawn when its epoch began.
+        resumes, self._resumes = self._resumes, False
+        return put_back() if resumes else nullcontext()
+
+    def _say_reread(self) -> None:
+        if not self._said_reread:
+            self._said_reread = True
+            self._reading.say(
+                f"The `{loader_name(self)}` cannot skip what was read before the checkpoint, so that it is read again. "
+                "Streams with `state_dict` and `load_state_dict`, in torchdata's `StatefulDataLoader`, go on at once."
+            )
+
     def _counted(self, batches: Iterator[Any], order: Order, opened: Epoch) -> Iterator[Any]:
-        first = next(batches, END)
-        epoch = self._read_epoch(order, opened)
+        batch = next(batches, END)
+        epoch, before = self._read_epoch(order, opened), order.standing
+        num_backwards = self._reading.num_backwards
+        begun_after = num_backwards()
+        index = self._reading.index
+        if index is not None and not index.read and epoch.begun_at.batches:  # nobody has skipped them
+            batch = next(islice(batches, epoch.begun_at.batches - 1, None), END)
         try:
-            if first is not END:
-                yield first
-                second = next(batches, END)
-                order.count(epoch)
-                if second is not END:
-                    yield second
-                    yield from batches
+            while batch is not END:
+                order.receive(epoch)
+                yield batch
+                batch = next(batches, END)
+                order.count(epoch)  # asked for another one, it was no peek
             order.count(epoch)
             epoch.over = True
         finally:
+            if num_backwards() != begun_after:
+                order.count(epoch)
             if epoch.counted:
                 order.settle()
+            elif order.standing is epoch:
+                order.standing = before
 
     def _read_epoch(self, order: Order, opened: Epoch) -> Epoch:
         """The epoch that the batches come from: a loader may begin it late, or may have begun it before."""
         index = self._reading.index
         if index is None or opened.drawn is not None:
+            return opened
+        if not index.read and index.cut.share.count == 1:
             return opened
         if not index.read or order.latest is None:
             raise TypeError(
@@ -165,7 +206,7 @@ class DeviceLoader(ABC):
 
 @final
 class StatelessDeviceLoader(DeviceLoader):
-    """A `DeviceLoader` whose user's loader does not know its position."""
+    """A `DeviceLoader` whose batches come in any order."""
 
     def __repr__(self) -> str:
         return f"StatelessDeviceLoader({self._loader!r})"
@@ -173,7 +214,7 @@ class StatelessDeviceLoader(DeviceLoader):
 
 @final
 class StatefulDeviceLoader(DeviceLoader):
-    """A `DeviceLoader` whose user's loader knows its position."""
+    """A `DeviceLoader` that knows its position."""
 
     def __repr__(self) -> str:
         return f"StatefulDeviceLoader({self._loader!r})"
@@ -184,41 +225,85 @@ class StatefulDeviceLoader(DeviceLoader):
         return self._reading.part is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the loader, and the order in which it stands."""
-        state: dict[str, Any] = self._stateful.state_dict()
-        if self._reading.order is not None:
-            return {"loader": state, "order": self._reading.order.state_dict()}
-        part = self._reading.part
-        return state if part is None else {"loader": state, "part": [part.index, part.count]}
+        """Where the loop stands: the epoch, its order, and the batches that the loop has received of it.
+
+        Within the body of the loop, and after `break`, that is in mid-epoch; after the end of the epoch, before the
+        next one. What workers have fetched ahead does not count.
+        """
+        reading, state = self._reading, dict[str, Any]()
+        if reading.position is not None:
+            state["loader"] = reading.position.state_dict()
+        if reading.order is not None:
+            order = reading.order.state_dict()
+            state["order"] = order if reading.position is None else order | asdict(Position())
+            state["cut"] = self._cut()
+        if reading.part is not None:
+            state["part"] = [reading.part.index, reading.part.count]
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on, at the next iteration, where `state_dict` was taken, in a world of the same size.
+        """Go on, at the next iteration, where `state_dict` was taken: the epoch yields the batches that are left.
 
-        Raises: ValueError: it is the position in another part of the data than the one that this rank reads.
+        What is skipped is not loaded: indices are drawn and dropped, and what has a state of its own (torchdata's
+        `StatefulDataLoader`) takes it. A stream without one is read again up to the position, and that is said once.
+        Another number of ranks goes on in the same order of samples, where they are shared out one by one.
+        Raises: ValueError: it is the position in other data, or in other steps where those cannot be told apart.
         """
-        order, part = self._reading.order, self._reading.part
-        saved = next((way for way in ("order", "part") if set(state_dict) == {"loader", way}), "all")
-        here = "order" if order is not None else "all" if part is None else "part"
+        reading, part, order = self._reading, self._reading.part, self._reading.order
+        saved, here = (
+            {name: name in state for name in ("loader", "order", "part")} for state in (state_dict, self._kind())
+        )
         if saved != here:
-            ways = {"order": "one order for many ranks", "part": "one of several parts", "all": "all of the data"}
             raise ValueError(
-                f"The state of a loader that reads {ways[saved]} was given to one that reads {ways[here]}. Load it "
-                "where as many ranks read the same data."
+                f"The state of a loader that reads {_ways(saved)} was given to one that reads {_ways(here)}. Load it "
+                "where as many ranks read the same data through the same kind of loader."
             )
-        if part is not None:
+        if part is not None and state_dict["part"] != [part.index, part.count]:
             index, count = state_dict["part"]
-            if (index, count) != (part.index, part.count):
-                raise ValueError(
-                    f"The state of a loader that reads part {index} of {count} was given to rank {part.index} of "
-                    f"{part.count}, which reads another part. Load the state that this rank saved, in a world of the "
-                    "same size."
-                )
+            raise ValueError(
+                f"The state of a loader that reads part {index} of {count} was given to rank {part.index} of "
+                f"{part.count}, which reads another part. Load the state that this rank saved, in a world of the "
+                "same size."
+            )
         if order is not None:
-            order.load_state_dict(state_dict["order"])
-        self._stateful.load_state_dict(state_dict if order is None and part is None else state_dict["loader"])
+            order.load_state_dict(self._recut(state_dict["order"], state_dict["cut"]))
+        if reading.position is not None:
+            reading.position.load_state_dict(state_dict["loader"])
+        self._resumes = True
 
-    @property
-    def _stateful(self) -> Stateful:
-        stateful = self._reading.source if self._reading.position is None else self._reading.position
-        assert isinstance(stateful, Stateful)  # see `read_as`
-        return stateful
+    def _kind(self) -> set[str]:
+        reading = self._reading
+        found = {"loader": reading.position, "order": reading.order, "part": reading.part}
+        return {name for name, value in found.items() if value is not None}
+
+    def _cut(self) -> dict[str, int | None]:
+        """How the order is cut into steps; `step`: of how many items."""
+        reading = self._reading
+        cut = (reading.stream or reading.index).cut  # type: ignore[union-attr]  # an order has one of them
+        items = reading.index.items if reading.index is not None and cut.keeps_samples else None
+        return {"ranks": cut.share.count, "step": cut.reads[1], "items": length_of(items)}
+
+    def _recut(self, order: dict[str, Any], saved: dict[str, int | None]) -> dict[str, Any]:
+        """The position in steps of ours. Raises ValueError where it is none."""
+        here, name = self._cut(), type(self._loader).__name__
+        if None not in (saved["items"], here["items"]) and saved["items"] != here["items"]:
+            raise ValueError(
+                f"The checkpoint has the position of a loader over {saved['items']} samples, and this `{name}` has "
+                f"{here['items']}. Load it into a loader over the same data, or leave it out of the state."
+            )
+        if saved == here:
+            return order
+        if self._reading.index is None or self._reading.position is not None:
+            if saved["step"] != here["step"]:
+                raise ValueError(
+                    f"The checkpoint has the position of a loader that read {saved['step']} samples a step on "
+                    f"{saved['ranks']} ranks, and this `{name}` reads {here['step']} on {here['ranks']}. A stream goes "
+                    "on in steps of the same size alone: choose `batch_size` so that all ranks together read as many."
+                )
+            return order
+        return order | asdict(Position(start=order["samples"], samples=order["samples"]))
+
+
+def _ways(kinds: dict[str, bool]) -> str:
+    whose = "one of several parts" if kinds["part"] else "one order for all ranks" if kinds["order"] else "all"
+    return f"{whose}{', by a state of its own' if kinds['loader'] else ''}"

@@ -2,14 +2,16 @@
 
 The order of an epoch follows from a seed that the ranks agreed on and from the epoch's number; where the user's
 sampler has random generators of its own, from those. An epoch counts once its iteration has ended or has yielded a
-second batch: `next(iter(loader))` on one rank changes nothing on any. Knows items and epochs; knows no loader.
+second batch, or once the loop has called backward: `next(iter(loader))` on one rank changes nothing on any. The
+position within an epoch is that of the loop, not of what workers have fetched. Knows items and epochs; knows no loader.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice
 from typing import Any, Generic, TypeVar, final
 
@@ -79,14 +81,37 @@ class Drawn(Generic[T]):
             return list(islice(self._iterator, count))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """How far the loop has come in an epoch."""
+
+    start: int = 0
+    """Samples of the order that were read before, by runs that cut it into other steps."""
+    batches: int = 0
+    """Batches that the loop has received since, on each rank."""
+    samples: int = 0
+    """Samples that all ranks have received with them, those of `start` included."""
+
+
 @final
 class Epoch:
-    """One iteration over a loader: the number of its epoch, its streams, and what is drawn from them."""
+    """One iteration over a loader: the number of its epoch, its streams, and what is drawn from them.
 
-    def __init__(self, number: int, streams: Streams) -> None:
+    `begun_at`: where the iteration begins, `position`: where the loop stands.
+    """
+
+    def __init__(self, number: int, streams: Streams, begun_at: Position) -> None:
         self.number, self.streams = number, streams
         self.drawn: Drawn[Any] | None = None
         self.counted = self.over = False
+        self.begun_at = self.position = begun_at
+        self.fetched: deque[int] = deque()
+        """For each batch that was asked for and that the loop has not received: the samples read with it."""
+
+    def receive(self) -> None:
+        """Say that the loop has got another batch."""
+        samples = self.fetched.popleft() if self.fetched else self.position.samples
+        self.position = replace(self.position, batches=self.position.batches + 1, samples=samples)
 
     def draw(self, items: Iterable[T], reads: Reads, *, eager: bool) -> Iterator[T]:
         """Iterate over `items`; `eager` begins at once.
@@ -94,6 +119,7 @@ class Epoch:
         Loaders begin an epoch twice, torch's with workers, torchdata's when they resume, and read the second.
         """
         drawn, again = Drawn(items, self.streams, reads), self.drawn is not None
+        self.fetched.clear()
         if eager:
             drawn.begin(again=again)
         self.drawn = drawn
@@ -109,6 +135,10 @@ class Order:
         self.seed, self.own, self.epoch = seed, own, 0
         self._adopted = [(rng, digest(rng.read()), state) for rng, state in zip(own, states, strict=bool(states))]
         self.latest: Epoch | None = None
+        self.standing: Epoch | None = None
+        """The epoch that the loop has received its last batch from."""
+        self._resumed: tuple[int, Position] | None = None
+        """An epoch, and where its iteration begins."""
         self._opening: Epoch | None = None
         self._unsettled: Epoch | None = None
 
@@ -127,12 +157,17 @@ class Order:
         self.latest = self._opening or self._new()
         return self.latest
 
+    def receive(self, epoch: Epoch) -> None:
+        """Say that the loop has got another batch of `epoch`: there it stands."""
+        epoch.receive()
+        self.standing = epoch
+
     def count(self, epoch: Epoch) -> None:
         """Say that `epoch` was more than a peek. The number moves on, unless somebody has set it meanwhile."""
         if epoch.counted:
             return
         epoch.counted = True
-        self._unsettled = epoch
+        self._unsettled, self._resumed = epoch, None
         if self.epoch == epoch.number:
             self.epoch += 1
 
@@ -150,19 +185,27 @@ class Order:
         epoch.streams.settle(complete=epoch.drawn.ended)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the order stands: the epoch that is being read, or the next one after its end."""
+        """Where the loop stands: in the epoch that it reads, or before the next one."""
         self._adopt()
-        if self.latest is None or self.latest.over:
-            return {"seed": self.seed, "epoch": self.epoch, "generators": [rng.read() for rng in self.own]}
-        return {"seed": self.seed, "epoch": self.latest.number, "generators": self.latest.streams.begun}
+        epoch = self.standing
+        if epoch is not None and not epoch.over:
+            number, position, own = epoch.number, epoch.position, epoch.streams.begun
+        else:
+            number, position, own = self.epoch, self._beginning(), [rng.read() for rng in self.own]
+        return {"seed": self.seed, "epoch": number, "generators": own, **asdict(position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Stand where `state` was taken."""
+        """Let the next epoch begin where `state` was taken."""
         self.seed, self.epoch = state["seed"], state["epoch"]
-        self.latest = self._unsettled = None
+        self._resumed = self.epoch, Position(**{name: state[name] for name in ("start", "batches", "samples")})
+        self.latest = self.standing = self._unsettled = None
         self._adopted.clear()
         for rng, own in zip(self.own, state["generators"], strict=True):
             rng.write(own)
+
+    def seed_of(self, epoch: Epoch, end: int, reader: int) -> int:
+        """The seed of what `reader` draws while it loads the batch that ends after `end` samples of the epoch."""
+        return mix(self.seed, epoch.number, "batch", end, reader)
 
     def _adopt(self) -> None:
         """Write the states of rank 0, but for a generator that the user has moved since: then that is the order."""
@@ -174,4 +217,9 @@ class Order:
     def _new(self) -> Epoch:
         self._adopt()
         self.settle()
-        return Epoch(self.epoch, Streams(mix(self.seed, self.epoch), self.own))
+        return Epoch(self.epoch, Streams(mix(self.seed, self.epoch), self.own), self._beginning())
+
+    def _beginning(self) -> Position:
+        """Where the next epoch begins. An epoch that the user has chosen since begins with its first sample."""
+        number, position = self._resumed or (self.epoch, Position())
+        return position if number == self.epoch else Position()

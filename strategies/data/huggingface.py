@@ -1,14 +1,23 @@
 """Datasets of Hugging Face, recognised by the module of their class: `datasets` need not be installed.
 
-Two private names are read, as no public one tells the same: `_distributed`, how `split_dataset_by_node` split a
-stream (in `split.py`), and `_ex_iterable`, what a stream reads and how it shuffles. Tried with datasets 5.2.
+The private names of `datasets` that are read, here and in `split.py`, are looked up when a stream is met first.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
+
+from fabric.launchers.private_names import Names, require
+
+NAMES: Names = {
+    "datasets.iterable_dataset:IterableDataset": {
+        "_distributed": "how `split_dataset_by_node` has split a stream",
+        "_ex_iterable": "what a stream reads, and how it shuffles",
+    }
+}
 
 
 def is_map_style(dataset: object) -> bool:
@@ -18,7 +27,10 @@ def is_map_style(dataset: object) -> bool:
 
 def is_iterable(dataset: object) -> bool:
     """Whether this is a `datasets.IterableDataset`."""
-    return _is(dataset, "datasets.iterable_dataset", "IterableDataset")
+    found = _is(dataset, "datasets.iterable_dataset", "IterableDataset")
+    if found:
+        _look_up()
+    return found
 
 
 def rows(dataset: Any, places: list[int]) -> list[Any]:
@@ -56,6 +68,11 @@ def shuffle_states(dataset: Any) -> list[str]:
     if not is_iterable(dataset):
         return []
     return [repr(found.bit_generator.state) for found in _walk(dataset._ex_iterable) if _is_random(found)]
+
+
+@cache
+def _look_up() -> None:
+    require("datasets", "5.2", NAMES)
 
 
 def _walk(iterable: Any) -> Iterator[Any]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, final, runtime_checkable
 
-from torch import Tensor
+import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from fabric.strategies.data import huggingface
@@ -75,29 +75,25 @@ class SharedStream(IterableDataset[Any]):
     """
 
     def __init__(self, dataset: IterableDataset[Any], cut: Cut, seed: int) -> None:
-        self.dataset, self.cut, self.seed = dataset, cut, seed
-        self.epoch = 0
-        """The epoch that an iteration reads."""
-        self.live_epoch: Tensor | None = None
-        """The same, in shared memory: for workers that outlive an iteration."""
+        self.dataset, self.cut = dataset, cut
+        self.announced = torch.tensor([seed, 0])
+        """The seed, and the epoch that an iteration reads. In shared memory where workers outlive an iteration."""
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = self.epoch if self.live_epoch is None else int(self.live_epoch)
+        seed, epoch = self.announced.tolist()
         info = get_worker_info()
-        streams = Streams(mix(self.seed, epoch, "stream", info.id if info else 0), [])
+        streams = Streams(mix(seed, epoch, "stream", info.id if info else 0), [])
         return self._batches(streams)
 
-    def announce(self, epoch: int) -> None:
+    def announce(self, seed: int, epoch: int) -> None:
         """Say which epoch the next iteration reads. In the process that iterates, not in a worker."""
-        self.epoch = epoch
-        if self.live_epoch is not None:
-            self.live_epoch.fill_(epoch)
+        self.announced.copy_(torch.tensor([seed, epoch]))
 
     def _batches(self, streams: Streams) -> Iterator[Any]:
         first, step = self.cut.reads
         left_out: list[int] = []
         items = Drawn(self.dataset, streams, Reads(first=first, step=step, largest=step))
-        yield from self.cut(iter(items), left_out.append)
+        yield from (part.batch for part in self.cut(iter(items), left_out.append))
         for num_items in left_out:
             yield LeftOut(num_items)
 

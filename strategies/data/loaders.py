@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from fabric.strategies.data.batch_sampler import MAX_CHUNKS, IndexSource, index_source
 from fabric.strategies.data.content import describe, describe_stream
@@ -25,9 +25,11 @@ from fabric.strategies.data.iterable import Collate, SharedStream, SplitStream, 
 from fabric.strategies.data.loader_check import LoaderNumbers, Ranks, agree_on_loader, agree_on_seed, length_of
 from fabric.strategies.data.partition import Cut, LeaveOut, SampleCut, TurnCut
 from fabric.strategies.data.rng import own_rngs
+from fabric.strategies.data.seeded_dataset import SeededDataset
 from fabric.strategies.data.share import Share, Use
-from fabric.strategies.data.split import Split, refuse_pipe, split_of
+from fabric.strategies.data.split import pipe_error, split_of
 from fabric.strategies.data.transfer import Carry, has_streams, one_ahead, one_by_one
+from fabric.strategies.data.uneven import Agreement, Uneven
 from fabric.strategies.data.workers import WorkerStart
 
 __all__ = ["DeviceLoader", "Share", "Use", "process_dataloader"]
@@ -46,6 +48,7 @@ def process_dataloader(
     numbers: LoaderNumbers,
     say: Callable[[str], None],
     carry: Carry | None = None,
+    uneven: Uneven | None = None,
 ) -> DeviceLoader:
     """The loader, cut to this rank's share (`distribute`), its batches on `device` (`move`).
 
@@ -61,25 +64,33 @@ def process_dataloader(
         raise ValueError("`setup_dataloaders` was given a loader that it returned before. Pass the original loader.")
     if not isinstance(loader, Iterable):
         raise TypeError(f"`setup_dataloaders` was given a `{type(loader).__name__}`, which cannot be iterated.")
-    setup = _Setup(share, use != "train", ranks, numbers, say)
+    setup = _Setup(share, use != "train", ranks, numbers, say, uneven)
     split = split_of(loader, share) if distribute else None
     accelerated = move and device.type != "cpu"
-    # Ahead only of what is at hand: an iterable may depend on the loop, and a stateful loader counts what was fetched.
-    ahead = isinstance(loader, DataLoader) and not isinstance(loader, Stateful) and has_streams(device)
+    # Ahead only of what workers have at hand: an iterable may depend on the loop, a stateful loader counts what was
+    # fetched, and without workers a batch draws from the random generators of the loop.
+    ahead = isinstance(loader, DataLoader) and not isinstance(loader, Stateful) and loader.num_workers > 0
     if isinstance(loader, DataLoader):
         sentence = advice(loading_of(loader, launcher=launcher, accelerated=accelerated))
         if sentence is not None:
             say(sentence)
     if split is not None:
-        reading = _split(loader, split, setup)
-    elif not distribute or ranks.size == 1:
+        agreement = _equal_batches(loader, split.words, setup, exact=_has_indices(loader))
+        reading = replace(_own(loader, setup), agreement=agreement)
+    elif not distribute:
+        # Each rank reads what its loader gives, and may do so alone: nothing is sent unless that was asked for.
+        words, exact = type(loader).__name__, _has_indices(loader)
+        agreement = None if uneven is None else _agreement(loader, words, setup, exact=exact)
+        reading = replace(_own(loader, setup), agreement=agreement)
+    elif ranks.size == 1 and isinstance(loader, Stateful) and not _has_indices(loader):
         reading = _whole(loader, share)
     elif isinstance(loader, DataLoader):
         reading = _shared(loader, setup)
     else:
         reading = _shared_iterable(loader, setup)
-    carry = carry or (one_ahead if ahead else one_by_one)
-    return read_as(loader, replace(reading, device=device if accelerated else None, carry=carry))
+    carry = carry or (one_ahead if ahead and has_streams(device) else one_by_one)
+    reading = replace(reading, device=device if accelerated else None, carry=carry, say=say)
+    return read_as(loader, replace(reading, num_backwards=lambda: numbers.num_backwards))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,57 +100,103 @@ class _Setup:
     ranks: Ranks
     numbers: LoaderNumbers
     say: Callable[[str], None]
+    when_ended: Uneven | None
+
+    @property
+    def part(self) -> Share | None:
+        """Which part this rank reads of data that ranks read apart; None where there is one rank."""
+        return self.share if self.ranks.size > 1 else None
+
+    def alone(self) -> _Setup:
+        """The set-up of a loader that this rank reads whole, for itself."""
+        return replace(self, share=Share(), uneven=True, ranks=_ALONE)
 
 
-def _split(loader: Iterable[Any], split: Split, setup: _Setup) -> Reading:
-    """The loader as the user made it, of which each rank reads another part."""
-    reading = replace(_whole(loader, setup.share), part=setup.share)
-    _equal_batches(loader, split.words, setup)
-    return reading
+_ALONE = Ranks(size=1, broadcast=lambda obj: obj, gather=lambda obj: [obj], same=lambda words: True)
+
+
+def _has_indices(loader: object) -> bool:
+    """Whether this is a loader over a map-style dataset, which reads indices."""
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+
+
+def _own(loader: Iterable[Any], setup: _Setup) -> Reading:
+    """The loader as the user made it, which each rank reads whole, at a position of its own."""
+    if isinstance(loader, Stateful):
+        reading = _whole(loader, setup.share)
+    elif isinstance(loader, DataLoader) and _has_indices(loader):
+        reading = _indexed(loader, setup.alone(), reader=setup.share.index)
+    else:
+        whole = _whole(loader, setup.share)
+        reading = replace(_as_items(whole.source, setup.alone()), start=whole.start, epochal=whole.epochal)
+    return replace(reading, part=setup.part)
 
 
 def _whole(loader: Iterable[Any], share: Share) -> Reading:
     """The loader as the user made it; what changes is how its workers start."""
     if not isinstance(loader, DataLoader) or loader.num_workers == 0:
-        return Reading(source=loader, epochal=_epochal(loader, loader))
+        return Reading(source=loader, epochal=_epochal(loader, loader), position=_stateful(loader))
     start = WorkerStart(share.index, loader.worker_init_fn)
     source = _copy(loader, worker_init_fn=start)
-    return Reading(source=source, start=start, epochal=_epochal(loader, source))
+    return Reading(source=source, start=start, epochal=_epochal(loader, source), position=_stateful(source))
+
+
+def _stateful(items: Iterable[Any]) -> Stateful | None:
+    return items if isinstance(items, Stateful) else None
 
 
 def _shared(loader: DataLoader[Any], setup: _Setup) -> Reading:
+    if not isinstance(loader.dataset, IterableDataset):
+        return _indexed(loader, setup, reader=setup.share.index)
+    if isinstance(loader.dataset, IterDataPipe):
+        if setup.ranks.size > 1:
+            raise pipe_error(loader.dataset)
+        return _own(loader, setup)
+    return _shared_stream(loader, loader.dataset, setup)
+
+
+def _indexed(loader: DataLoader[Any], setup: _Setup, *, reader: int) -> Reading:
+    """A loader over a map-style dataset; `reader`: by which the draws of its workers differ from those of others."""
     own = own_rngs(loader)
     seeds = agree_on_seed(own, setup.numbers.next(), setup.ranks)
-    described = {"batch size": loader.batch_size, "drop_last": loader.drop_last}
-    if isinstance(loader.dataset, IterableDataset):
-        return _shared_stream(loader, loader.dataset, setup, seeds.seed, described)
     order = Order(seeds.seed, own, seeds.states)
-    name, index = index_source(loader, setup.share, setup.uneven, order, _left_out(setup))
-    described |= describe(index.items, loader.dataset, seeds.seed) | {"generators": len(own)}
-    if not agree_on_loader(described, own, setup.ranks):
-        setup.say(
-            "The random generators of this loader's sampler differ between the ranks, which read one common order: "
-            "that of rank 0's. Seed them alike to choose the order yourself."
-        )
-    _refuse(index.cut, index.items)
-    start = WorkerStart(setup.share.index, loader.worker_init_fn)
-    source = _copy(loader, worker_init_fn=start, **{name: index})
+    seeded = loader.num_workers > 0 and not isinstance(loader, Stateful)
+    name, index = index_source(
+        loader, setup.share, setup.uneven, order, _left_out(setup), reader=reader if seeded else None
+    )
+    if setup.ranks.size > 1:
+        described = _described(loader) | describe(index.items, loader.dataset, seeds.seed) | {"generators": len(own)}
+        if not agree_on_loader(described, own, setup.ranks):
+            setup.say(
+                "The random generators of this loader's sampler differ between the ranks, which read one common "
+                "order: that of rank 0's. Seed them alike to choose the order yourself."
+            )
+        _refuse(index.cut, index.items)
+    start = WorkerStart(reader, loader.worker_init_fn)
+    parts: dict[str, Any] = {"dataset": SeededDataset(loader.dataset)} if seeded else {}
+    source = _copy(loader, worker_init_fn=start, **{name: index}, **parts)
     return Reading(
         source=source,
         order=order,
         index=index,
         start=start,
         epochal=_epochal(loader, source),
+        position=_stateful(source),
         begin=setup.numbers.restart,
     )
 
 
-def _shared_stream(
-    loader: DataLoader[Any], dataset: IterableDataset[Any], setup: _Setup, seed: int, described: dict[str, Any]
-) -> Reading:
-    refuse_pipe(dataset)
+def _described(loader: DataLoader[Any]) -> dict[str, Any]:
+    return {"batch size": loader.batch_size, "drop_last": loader.drop_last}
+
+
+def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup: _Setup) -> Reading:
     share, batch_size = setup.share, loader.batch_size
-    agree_on_loader(describe_stream(dataset) | described | {"num_workers": loader.num_workers}, [], setup.ranks)
+    own = own_rngs(loader)
+    seed = agree_on_seed(own, setup.numbers.next(), setup.ranks).seed
+    if setup.ranks.size > 1:
+        described = describe_stream(dataset) | _described(loader) | {"num_workers": loader.num_workers}
+        agree_on_loader(described, [], setup.ranks)
     start = WorkerStart(share.index, loader.worker_init_fn)
     if share.count > 1:
         part = split_stream(dataset, share)
@@ -152,7 +209,7 @@ def _shared_stream(
     order = Order(seed, [])
     stream = SharedStream(dataset, cut, seed)
     if loader.persistent_workers:
-        stream.live_epoch = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        stream.announced.share_memory_()  # type: ignore[no-untyped-call]
     parts = {"dataset": stream, "batch_sampler": None, "collate_fn": Collate(loader.collate_fn)}
     source = _copy(loader, worker_init_fn=start, **parts)
     return Reading(
@@ -162,52 +219,78 @@ def _shared_stream(
         start=start,
         epochal=_epochal(loader, source),
         leave_out=_left_out(setup),
+        position=_stateful(source),
         begin=setup.numbers.restart,
+        rereads=True,
     )
 
 
 def _own_part(loader: DataLoader[Any], stream: SplitStream, setup: _Setup, start: WorkerStart) -> Reading:
     source = _copy(loader, worker_init_fn=start, dataset=stream.part)
-    _equal_batches(source, stream.words, setup)
+    agreement = _equal_batches(source, stream.words, setup, exact=False)
     epochal = tuple({id(each): each for each in (*_epochal(loader, loader), *_epochal(source, source))}.values())
-    return Reading(source=source, start=start, epochal=epochal, begin=stream.follow, part=setup.share)
+    reading = (
+        Reading(source=source, position=source) if isinstance(source, Stateful) else _as_items(source, setup.alone())
+    )
+    reading = replace(reading, start=start, epochal=epochal, begin=stream.follow, part=setup.part)
+    return replace(reading, agreement=agreement)
 
 
-def _equal_batches(loader: Iterable[Any], words: str, setup: _Setup) -> None:
-    """Raise ValueError where ranks that train would read different numbers of batches; say where that is unknown."""
-    length = length_of(loader)
+def _equal_batches(loader: Iterable[Any], words: str, setup: _Setup, *, exact: bool) -> Agreement | None:
+    """How ranks that train on parts of their own come to equal numbers of batches; None where they need not, or do.
+
+    `exact`: a length is that of a sampler, not what a stream says of itself.
+    Raises: ValueError: the lengths are known, and differ.
+    """
     if setup.uneven:
-        return
-    if not setup.ranks.same(repr(length)):
-        lengths = setup.ranks.gather(length)
-        raise ValueError(
-            f"`{words}` gives the {len(lengths)} ranks {', '.join(map(str, lengths))} batches, and each rank trains on "
-            "as many as any other. Pass `drop_last=True`, make the parts equal, or, where ranks may have different "
-            "numbers of batches, pass `use='validate'`, `'test'` or `'predict'`."
-        )
-    if length is None:
-        setup.say(
-            f"Each rank reads its own part, by `{words}`, whose length is unknown. If the parts hold different numbers "
-            "of batches, stop all ranks at the same step."
-        )
+        return None
+    if setup.when_ended is not None:
+        return _agreement(loader, words, setup, exact=exact)
+    length = length_of(loader)
+    if setup.ranks.same(repr(length)):
+        return None if exact else _agreement(loader, words, setup, exact=exact)
+    lengths = setup.ranks.gather(length)
+    raise ValueError(
+        f"`{words}` gives the {len(lengths)} ranks {', '.join(map(str, lengths))} batches, and each rank trains on as "
+        'many as any other. Pass `drop_last=True`, make the parts equal, pass `uneven="stop"` or `uneven="repeat"`, '
+        "or, where ranks may have different numbers of batches, `use='validate'`, `'test'` or `'predict'`."
+    )
+
+
+def _agreement(loader: Iterable[Any], words: str, setup: _Setup, *, exact: bool) -> Agreement | None:
+    if setup.ranks.size == 1 or setup.ranks.votes is None:
+        return None
+    # Ahead as in `process_dataloader`; and without workers too where batches are made here, of a stream, which draws
+    # from random generators of its own.
+    ahead = False
+    if isinstance(loader, DataLoader) and not isinstance(loader, Stateful):
+        ahead = loader.num_workers > 0 or (loader.batch_size is not None and not exact)
+    return Agreement(setup.when_ended or "stop", setup.ranks.votes(), words, setup.say, ahead=ahead)
 
 
 def _shared_iterable(items: Iterable[Any], setup: _Setup) -> Reading:
+    if setup.ranks.size > 1:
+        agree_on_loader({"loader": type(items).__qualname__, "length": length_of(items)}, [], setup.ranks)
+    return _as_items(items, setup)
+
+
+def _as_items(items: Iterable[Any], setup: _Setup) -> Reading:
+    """Ready batches, one to each rank in turn."""
     seed = agree_on_seed([], setup.numbers.next(), setup.ranks).seed
-    agree_on_loader({"loader": type(items).__qualname__, "length": length_of(items)}, [], setup.ranks)
     cut = TurnCut(share=setup.share, uneven=setup.uneven)
     _refuse(cut, items)
     order = Order(seed, [])
     # Anything but a list is read no further than the step, so that its own state is that of the loop.
-    chunks = MAX_CHUNKS if isinstance(items, (list, tuple)) else 1
-    index = IndexSource(items, items, cut, order, _left_out(setup), chunks=chunks, eager=True)
+    at_hand = isinstance(items, (list, tuple))
+    index = IndexSource(items, items, cut, order, _left_out(setup), chunks=MAX_CHUNKS if at_hand else 1, eager=True)
     return Reading(
         source=index,
         order=order,
         index=index,
-        position=items,
+        position=_stateful(items),
         epochal=_epochal(items, items),
         begin=setup.numbers.restart,
+        rereads=not at_hand,
     )
 
 

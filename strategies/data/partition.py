@@ -14,16 +14,25 @@ rank gets a sample at every step, and a step's samples are all its own. Only B =
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, TypeAlias, final
+from typing import Any, ClassVar, TypeAlias, final
 
 from fabric.strategies.data.epochs import Reads
 from fabric.strategies.data.share import Share
 
 LeaveOut: TypeAlias = Callable[[int], None]
 """Told how many items at the end of an order were left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One share's batch of a step."""
+
+    batch: Any
+    end: int
+    """How many samples of the order all ranks have read with this step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +42,21 @@ class Cut(ABC):
     share: Share
     uneven: bool
 
+    keeps_samples: ClassVar[bool] = True
+    """Whether the items of the order are samples, whatever the size of a batch."""
+
     @property
     @abstractmethod
     def reads(self) -> tuple[int, int]:
         """How many items make the first batch, and how many each further one."""
 
     @abstractmethod
-    def __call__(self, items: Iterator[Any], leave_out: LeaveOut) -> Iterator[Any]:
+    def __call__(self, items: Iterator[Any], leave_out: LeaveOut) -> Iterator[Part]:
         """This share's batches."""
+
+    def skip(self, items: Iterator[Any], num_samples: int) -> Iterator[Any]:
+        """The items after the first `num_samples` samples of the order."""
+        return islice(items, num_samples, None)
 
     @abstractmethod
     def length(self, num_items: int) -> int:
@@ -72,36 +88,37 @@ class SampleCut(Cut):
     @property
     def ahead(self) -> int:
         """Samples to know of before a step is given: whether the last one will need to take from it."""
-        return 0 if self.drop_last else self.share.count
+        return 0 if self.drop_last or self.share.count == 1 else self.share.count
 
     @property
     def reads(self) -> tuple[int, int]:
         return self.step + self.ahead, self.step
 
-    def __call__(self, items: Iterator[Any], leave_out: LeaveOut) -> Iterator[Any]:
+    def __call__(self, items: Iterator[Any], leave_out: LeaveOut) -> Iterator[Part]:
         held: list[Any] = []
-        step, needed = self.step, self.step + self.ahead
+        end, step, needed = 0, self.step, self.step + self.ahead
         mine = slice(self.share.index * self.batch_size, (self.share.index + 1) * self.batch_size)
         while True:
             held += islice(items, needed - len(held))
             if len(held) < needed:
                 break
-            yield held[mine]
+            end += step
+            yield Part(held[mine], end)
             del held[:step]
         if not self.drop_last:
-            yield from self._tail(held, leave_out)
+            yield from self._tail(held, end + len(held), leave_out)
 
-    def _tail(self, held: list[Any], leave_out: LeaveOut) -> Iterator[Any]:
+    def _tail(self, held: list[Any], end: int, leave_out: LeaveOut) -> Iterator[Part]:
         count, rest = self.share.count, max(len(held) - self.step, 0)
         if rest and self.batch_size > 1:
-            yield self.share.of(held[:-count])
-            yield self.share.of(held[-count:])
+            yield Part(self.share.of(held[:-count]), end - count)
+            yield Part(self.share.of(held[-count:]), end)
             return
         if len(held) >= count:
-            yield self.share.of(held[: len(held) - rest])
+            yield Part(self.share.of(held[: len(held) - rest]), end - rest)
             held = held[len(held) - rest :]
         if held and self.uneven and self.share.index < len(held):
-            yield [held[self.share.index]]
+            yield Part([held[self.share.index]], end)
         if held and not self.uneven:
             leave_out(len(held))
 
@@ -138,21 +155,41 @@ class SampleCut(Cut):
 class BatchCut(Cut):
     """Batches of indices, one to each rank in turn; a last round that lacks some is split until each rank has one."""
 
+    keeps_samples = False
+
     @property
     def reads(self) -> tuple[int, int]:
-        return 2 * self.share.count, self.share.count
+        return (1 if self.share.count == 1 else 2) * self.share.count, self.share.count
 
-    def __call__(self, items: Iterator[Any], leave_out: LeaveOut) -> Iterator[Any]:
-        count, before = self.share.count, list[Any]()
+    def __call__(self, items: Iterator[Any], leave_out: LeaveOut) -> Iterator[Part]:
+        count, before, end = self.share.count, list[Any](), 0
+        if count == 1:
+            for batch in items:
+                end += _size(batch)
+                yield Part(batch, end)
+            return
         while len(round_ := list(islice(items, count))) == count:
             if before:
-                yield before[self.share.index]
+                end += sum(map(_size, before))
+                yield Part(before[self.share.index], end)
             before = round_
         if round_:
             before, round_ = self._levelled(before, round_)
         for last in (before, round_):
+            end += sum(map(_size, last))
             if self.share.index < len(last):
-                yield last[self.share.index]
+                yield Part(last[self.share.index], end)
+
+    def skip(self, items: Iterator[Any], num_samples: int) -> Iterator[Any]:
+        skipped = 0
+        while skipped < num_samples:
+            skipped += _size(next(items, range(num_samples)))
+        if skipped > num_samples:
+            raise ValueError(
+                f"The checkpoint stands after {num_samples} samples of the epoch, and no batch of the batch sampler "
+                "ends there. Let all ranks together read as many samples a step as in the run that was saved."
+            )
+        yield from items
 
     def _levelled(self, before: list[Any], last: list[Any]) -> tuple[list[Any], list[Any]]:
         """Both rounds with one batch per rank: the largest batches are halved, then those of the round before give."""
@@ -188,12 +225,13 @@ class TurnCut(Cut):
     def reads(self) -> tuple[int, int]:
         return self.share.count, self.share.count
 
-    def __call__(self, items: Iterator[Any], leave_out: LeaveOut) -> Iterator[Any]:
-        count, index = self.share.count, self.share.index
+    def __call__(self, items: Iterator[Any], leave_out: LeaveOut) -> Iterator[Part]:
+        count, index, end = self.share.count, self.share.index, 0
         while len(round_ := list(islice(items, count))) == count:
-            yield round_[index]
+            end += count
+            yield Part(round_[index], end)
         if self.uneven and index < len(round_):
-            yield round_[index]
+            yield Part(round_[index], end + len(round_))
         if round_ and not self.uneven:
             leave_out(len(round_))
 
@@ -211,3 +249,8 @@ class TurnCut(Cut):
             "`DataLoader` with a `batch_size`, or, where ranks may have different numbers of batches, "
             "`use='validate'`, `'test'` or `'predict'`."
         )
+
+
+def _size(batch: object) -> int:
+    """How many samples a batch of indices has."""
+    return len(batch) if isinstance(batch, Sized) else 1

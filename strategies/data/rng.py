@@ -27,6 +27,7 @@ class Rng:
     """One stream of random numbers: how to read its state, write it, and seed it."""
 
     read: Callable[[], Any]
+    """The state, of what a checkpoint can hold: tensors, numbers, text, and tuples and dictionaries of them."""
     write: Callable[[Any], object]
     seed: Callable[[int], object]
 
@@ -37,7 +38,8 @@ def mix(*parts: object) -> int:
 
 
 def process_rngs() -> list[Rng]:
-    """The streams that code draws from when it names none. Numpy's only where something has imported numpy."""
+    """The streams that code draws from when it names none: torch's on the CPU, Python's, and numpy's where something
+    has imported numpy."""
     generator = torch.default_generator
     found = [
         Rng(generator.get_state, generator.set_state, generator.manual_seed),
@@ -45,8 +47,20 @@ def process_rngs() -> list[Rng]:
     ]
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        found.append(Rng(numpy.random.get_state, numpy.random.set_state, lambda seed: numpy.random.seed(seed % 2**32)))
+        found.append(_numpys(numpy.random, lambda seed: numpy.random.seed(seed % 2**32)))
     return found
+
+
+@contextmanager
+def put_back() -> Iterator[None]:
+    """Whatever is drawn within it, the process's streams stand afterwards as before."""
+    rngs = process_rngs()
+    states = [rng.read() for rng in rngs]
+    try:
+        yield
+    finally:
+        for rng, state in zip(rngs, states, strict=True):
+            rng.write(state)
 
 
 def own_rngs(loader: DataLoader[Any]) -> list[Rng]:
@@ -70,15 +84,36 @@ def _own_rng(value: object) -> Rng | None:
     if numpy is None:
         return None
     if isinstance(value, numpy.random.RandomState):
-        return Rng(value.get_state, value.set_state, lambda seed: value.seed(seed % 2**32))
+        return _numpys(value, lambda seed: value.seed(seed % 2**32))
     if isinstance(value, numpy.random.Generator):
         bits = value.bit_generator
 
         def write(state: Any) -> None:
             bits.state = state
 
-        return Rng(lambda: bits.state, write, lambda seed: write(type(bits)(seed).state))
+        return Rng(lambda: _listed(bits.state), write, lambda seed: write(type(bits)(seed).state))
     return None
+
+
+def _numpys(owner: Any, seed: Callable[[int], object]) -> Rng:
+    """`owner`: numpy's module `random`, or a `RandomState`."""
+
+    def read() -> tuple[Any, ...]:
+        name, keys, *rest = owner.get_state()
+        return name, keys.tobytes(), *rest
+
+    def write(state: tuple[Any, ...]) -> None:
+        name, keys, *rest = state
+        owner.set_state((name, sys.modules["numpy"].frombuffer(keys, "uint32"), *rest))
+
+    return Rng(read, write, seed)
+
+
+def _listed(state: Any) -> Any:
+    """The state of a bit generator without arrays, which a checkpoint does not hold."""
+    if isinstance(state, dict):
+        return {key: _listed(entry) for key, entry in state.items()}
+    return state.tolist() if type(state).__module__ == "numpy" else state
 
 
 def digest(state: Any) -> bytes:

@@ -61,13 +61,12 @@ def split_of(loader: object, share: Share) -> Split | None:
     return None
 
 
-def refuse_pipe(dataset: object) -> None:
-    """Raise ValueError for a data pipe, which torch's loader shares out by itself."""
-    if isinstance(dataset, IterDataPipe):
-        raise ValueError(
-            f"`{type(dataset).__name__}` is a data pipe, which shards itself in torch's `DataLoader` where it has a "
-            "`sharding_filter`. Pass `use_distributed_sampler=False`, or make it an `IterableDataset`."
-        )
+def pipe_error(pipe: IterDataPipe[Any]) -> ValueError:
+    """What several ranks raise for a data pipe, which torch's loader shares out by itself."""
+    return ValueError(
+        f"`{type(pipe).__name__}` is a data pipe, which shards itself in torch's `DataLoader` where it has a "
+        "`sharding_filter`. Pass `use_distributed_sampler=False`, or make it an `IterableDataset`."
+    )
 
 
 def _parts(loader: object) -> Iterator[object]:

@@ -1,7 +1,7 @@
 """What a loader's worker process does first: end with its rank, and draw other random numbers than its peers.
 
 torch seeds worker `i` of every rank alike when the ranks are seeded alike; augmentations would then repeat on every
-rank. Share 0 keeps torch's seeds, so that one process is plain PyTorch.
+rank. Over a map-style dataset each batch has a seed of its own besides: see `SeededDataset`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.utils.data import get_worker_info
 
 from fabric.strategies.data.iterable import SharedStream
 from fabric.strategies.data.rng import mix, process_rngs
+from fabric.strategies.data.seeded_dataset import SeededDataset
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -42,7 +43,7 @@ class WorkerStart:
         info = get_worker_info()
         assert info is not None
         # WorkerInfo guards its attributes, and users read both in their own `worker_init_fn`.
-        if isinstance(info.dataset, SharedStream):
+        if isinstance(info.dataset, (SharedStream, SeededDataset)):
             object.__setattr__(info, "dataset", info.dataset.dataset)
         if self.share_index:
             seed = mix(info.seed, self.share_index)

@@ -20,11 +20,13 @@ from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.collectives.packing import Spec
 from fabric.strategies.deepspeed.gradients import Shown
+from fabric.strategies.deepspeed.library import STAGE_3, look_up
 from fabric.strategies.module.added_parameters import Newcomers
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
 from fabric.strategies.module.copies import Hook
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder, start_comparing
+from fabric.strategies.torch_internals import disable_dynamo
 
 
 @final
@@ -34,6 +36,8 @@ class Engine:
     def __init__(
         self, runtime: Runtime, module: nn.Module, engine: Any, stage: int, *, broadcast_buffers: bool
     ) -> None:
+        if stage == 3:
+            look_up(STAGE_3)
         self.runtime = runtime
         self.module = module
         self.engine = engine
@@ -99,17 +103,11 @@ class Engine:
 
         return finish
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Add gradients to the shards."""
-        finish = self.watch()
-        (self.engine.scale(loss) if self.zero.needs_scaler() else loss).backward(*args, **kwargs)
-        finish()
-
     def _reached_by_backward(self, parameter: Tensor) -> None:
         self._reached.add(parameter)
         self._added_up.add(parameter)
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @disable_dynamo
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._is_called = True
 

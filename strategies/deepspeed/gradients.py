@@ -14,6 +14,8 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
+from fabric.strategies.torch_internals import disabled_torch_function_impl
+
 
 @final
 class InShards(Tensor):
@@ -30,7 +32,7 @@ class InShards(Tensor):
         made.is_zeroed = False
         return made
 
-    __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
+    __torch_function__: ClassVar[Any] = disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

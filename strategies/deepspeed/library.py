@@ -19,7 +19,46 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fabric.launchers.private_names import Names, require
 from fabric.launchers.world import World
+
+NAMES: Names = {
+    "deepspeed": {"ops": "`__compatible_ops__`: keeps the extension for inference from being compiled"},
+    "deepspeed.utils.groups": {"_release_process_group_references": "the process groups of an earlier world"},
+    "deepspeed.comm.comm": {"cdb": "whose functions of torch are deprecated, and replaced here"},
+    "deepspeed.runtime.compiler": {"compile": "keeps Muon's functions from being compiled at import"},
+    "deepspeed.runtime.engine:DeepSpeedEngine": {
+        "_backward_prologue": "starts a backward; `engine.backward` is not for a loss that other models share",
+        "allreduce_gradients": "reduces once per window, at stage 1",
+        "basic_optimizer": "the optimizer within the one of ZeRO",
+        "module_forward_pre_hook module_forward_post_hook": "taken off the module when the strategy is released",
+    },
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": {
+        "bit16_groups single_partition_of_fp32_groups params_in_partition get_param_id": "which shard has what",
+        "micro_step_id averaged_gradients all_grad_tensors overflow": "the window of accumulated gradients",
+        "clear_backward_seen_flag finalize_gradient_accumulation_boundary needs_scaler loss_scale": "each backward",
+        "ipg_buckets reduce_ipg_grads": "the order in which ranks reduce is compared",
+        "_use_compact_grad_partition_buffer _get_compact_grad_partition_slice grad_partition_insertion_offset "
+        "grad_start_offset partition_size real_dp_process_group": "a gradient that the user zeroes is zeroed in shards",
+        "cpu_offload accumulated_grads_in_cpu grad_position norm_for_param_grads reset_cpu_buffers "
+        "_finalize_cpu_offload_gradient_accumulation _offload_accumulated_param_ids _wait_for_offload_copies "
+        "update_offload_overflow_tracker": "offloaded gradients accumulate in place",
+        "_hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state": "states that are loaded are found again",
+    },
+}
+STAGE_3: Names = {
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": {
+        "fp16_groups fp32_partitioned_groups_flat": "which shard has what",
+        "_get_fp32_grad_state_partition grad_partitions_flat_buffer overflow": "gradients in shards",
+        "clear_backward_seen_flag finalize_gradient_accumulation_boundary needs_scaler loss_scale": "each backward",
+        "_offload_boundary_param_ids": "the window of accumulated gradients",
+    },
+    "deepspeed.runtime.zero.partition_parameters:Init": {
+        "ds_tensor ds_shape": "the shard of a parameter, and its whole shape",
+    },
+    "deepspeed.runtime.zero.partition_parameters": {"is_zero_param": "whether a parameter is in shards"},
+}
+"""Private names, and others that DeepSpeed does not document."""
 
 RELEASES = "0.19"
 """What the strategy was written against: it reads gradients and states where this release keeps them."""
@@ -40,11 +79,17 @@ def why_not(found: str | None) -> str | None:
     return None
 
 
+def look_up(names: Names) -> None:
+    """Raise ImportError where this DeepSpeed lacks one of the private names. Imports what owns them."""
+    require("deepspeed", f"{RELEASES}.8", names)
+
+
 def join(world: World, device_type: str) -> None:
     """Let DeepSpeed use the process group that the ranks have met in. Ranks: all call it, once per world."""
     with undisturbed(world, device_type) as deepspeed:
         from deepspeed.utils import groups
 
+        look_up(NAMES)
         groups._release_process_group_references()  # of an earlier world in this process
         operators = deepspeed.ops.__compatible_ops__
         built = operators.get("deepspeed_shm_comm")

@@ -30,11 +30,14 @@ from torch.utils._pytree import tree_leaves
 
 from fabric.strategies.fairscale.fsdp_cpu import fully_sharded_on_cpu
 from fabric.strategies.fairscale.fsdp_state import holds_local
-from fabric.strategies.fairscale.library import LATE, UNUSED, name_some, root_logger_untouched
+from fabric.strategies.fairscale.library import FULLY_SHARDED, LATE, UNUSED, look_up, name_some, root_logger_untouched
+from fabric.strategies.gradients.sync import Finish, GradientSync, all_of
 from fabric.strategies.module.added_parameters import Newcomers
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
 from fabric.strategies.module.forward import ForwardPath, leave_uncompiled
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.execution_order import ExecutionOrder
+from fabric.strategies.torch_internals import current_graph_task_id
 
 UNCOMPILABLE = (
     "`torch.compile` under `strategy='ddp_fully_sharded'`: FairScale gathers parameters in code that the compiler "
@@ -66,7 +69,7 @@ class _Unit(nn.Module):
 
 
 @final
-class Slices:
+class FairScaleFSDPGradientSync(GradientSync):
     """One model in slices: FairScale's wrappers, beside the modules they gather parameters for."""
 
     def __init__(
@@ -104,6 +107,8 @@ class Slices:
             ForwardPath(part, partial(self._through, wrapper), uncompilable=UNCOMPILABLE)
             for part, wrapper in wrapped.items()
         ]
+        self.order = ExecutionOrder(runtime, module, parts)
+        self._ordered = self.order.around(self._forward)
         inner = [part for part in module.modules() if part is not module and part not in wrapped]
         self.given = {part: vars(part).get("forward") for part in inner if part._parameters}
         for part in self.given:
@@ -111,6 +116,9 @@ class Slices:
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Around a forward: parameters are gathered before, slices after, and buffers follow rank 0. Ranks: all."""
+        return self._ordered(function, args, kwargs)
+
+    def _forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.is_grad_enabled():
             self.newcomers.refuse(LATE)
         self._drop_stale()
@@ -142,9 +150,9 @@ class Slices:
             for wrapper in self.wrappers:
                 wrapper._require_backward_grad_sync = before
 
-    def watch(self) -> Callable[[], None] | None:
-        """Before a backward; what is given out raises where a parameter was left out of it."""
-        return self._check if self.root._require_backward_grad_sync else None
+    def watch(self) -> Finish | None:
+        """What is given out raises where a parameter was left out of the backward."""
+        return all_of(self.order.watch(), self._check if self.root._require_backward_grad_sync else None)
 
     def _check(self) -> None:
         took_part = bool(self.reduced)
@@ -170,6 +178,7 @@ class Slices:
         """Take our part of each forward off. The parameters stay slices: to put them together takes all ranks."""
         for path in self.paths:
             path.release()
+        self.order.release()
         for part, given in self.given.items():
             if given is None:
                 vars(part).pop("forward", None)
@@ -181,14 +190,14 @@ class Slices:
 class _Inner:
     """`forward` of a submodule with parameters, which are in slices unless a forward of the model has gathered them."""
 
-    def __init__(self, slices: Slices, part: nn.Module) -> None:
+    def __init__(self, slices: FairScaleFSDPGradientSync, part: nn.Module) -> None:
         functools.update_wrapper(self, part.forward)
         self._slices, self._part, self._forward = slices, part, part.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._slices.num_running or torch.compiler.is_compiling():
             return self._forward(*args, **kwargs)
-        if torch._C._current_graph_task_id() == -1:  # else activation checkpointing computes it again in backward
+        if current_graph_task_id() == -1:  # else activation checkpointing computes it again in backward
             raise RuntimeError(
                 _BY_ITSELF.format(part=type(self._part).__name__, model=type(self._slices.module).__name__)
             )
@@ -209,6 +218,7 @@ def _wrapper(runtime: Runtime, reduced: Callable[[Tensor], None]) -> Callable[..
     """FairScale's class, which tells of each gradient it has reduced, and runs any backward."""
     import torch.distributed
 
+    look_up(FULLY_SHARDED)
     if runtime.device.type == "cpu":
         fully_sharded = fully_sharded_on_cpu()
     else:

@@ -1,6 +1,7 @@
 """What both strategies of FairScale share: whether it is here, how ranks meet, and clipping of gradients in shards.
 
-FairScale 0.4.13 is the last release there will be, so what is its private matter stays as it is, and is used.
+FairScale 0.4.13 is the last release there will be. The private names of it that are used are looked up when it is
+imported first.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from fabric.launchers.private_names import Names, require
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.module.buffers import follow_rank_zero
 from fabric.strategies.precision.loss_scaler import LossScaler
@@ -35,6 +37,37 @@ def why_not(strategy: str, target: Target) -> str | None:
             f"{target.accelerator.name!r}. Pass `strategy='fsdp'`."
         )
     return None
+
+
+FULLY_SHARDED: Names = {
+    "fairscale.nn.data_parallel:FullyShardedDataParallel": {
+        "_lazy_init": "makes the root the root, where a submodule is called first",
+        "_free_full_params _use_fp32_param_shard": "parameters that were changed are gathered anew",
+        "_rebuild_full_params _prep_grads_for_backward _use_full_params": "before each backward, of which any may come",
+        "_post_backward_hook _post_reduction_hook _wait_for_post_backward": "which parameters a backward reduced",
+        "_require_backward_grad_sync": "holds synchronisation back; `no_sync` is not for one backward of several",
+        "_fp32_shard _full_param_padded _orig_size _saved_grad_shard": "the parts and the whole of a parameter",
+        "_reducer _streams": "the end of a backward, on a CPU",
+    }
+}
+SHARDED: Names = {
+    "fairscale.nn.data_parallel:ShardedDataParallel": {
+        "_grad_to_be_reduced _trainable_params _bucket_flush_callback_set _work_handles _consume_work_handles": (
+            "which gradients a backward reduced, and when their messages have arrived"
+        ),
+        "_clear_counters _should_accumulate_grads": "holds synchronisation back for one backward of several",
+        "_grad_hooks": "removed when the strategy is",
+    },
+    "fairscale.optim:OSS": {
+        "_param_to_rank": "which rank steps a parameter",
+        "_broadcast_params": "gives all ranks the weights that each has stepped",
+    },
+}
+
+
+def look_up(names: Names) -> None:
+    """Raise ImportError where this FairScale lacks one of the private names. Imports it."""
+    require("fairscale", "0.4.13", names)
 
 
 @contextmanager

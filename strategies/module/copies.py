@@ -14,8 +14,9 @@ from copy import deepcopy
 from functools import partial
 from typing import Any, NoReturn, final
 
-import torch
 from torch import nn
+
+from fabric.strategies.torch_internals import disable_dynamo
 
 
 @final
@@ -25,7 +26,7 @@ class Hook:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch._C._dynamo import eval_frame
 
 from fabric.strategies.module.copies import forget_copied_hooks
+from fabric.strategies.torch_internals import disable_dynamo, require_compiler
 
 Around: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """`around(function, args, kwargs)` runs `function` the strategy's way and returns what it returned."""
@@ -174,6 +175,7 @@ def _paused(run: Around, function: Callable[..., Any], args: tuple[Any, ...], kw
     compiler = eval_frame.set_eval_frame(None)
     called = function
     if function.__module__.startswith("torch."):  # torch compiles its own functions within others alone
+        require_compiler()
         from torch._dynamo.external_utils import wrap_inline
 
         called = wrap_inline(function)
@@ -203,7 +205,7 @@ leave_uncompiled(_paused)
 
 
 # torch's own lazy form, as its DistributedDataParallel uses it: `torch.compiler.disable` imports the compiler, 1 s.
-@torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
+@functools.partial(disable_dynamo, recursive=False)
 def outside_of_graphs(run: Around, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """End the graph of the function that calls this. Then as `_paused`."""
     return _paused(run, function, args, kwargs)

@@ -169,9 +169,6 @@ def loss_scaler_for(
 
 
 def _all_finite(gradients: list[Tensor]) -> bool:
-    # One kernel per tensor and one transfer: 0.16 of asking each tensor.
+    # One transfer for all: 0.16 of asking each tensor.
     held = [gradient for gradient in gradients if gradient.numel()]
-    if not held:
-        return True
-    norms = torch._foreach_norm(held, float("inf"))
-    return bool(torch.stack([norm.to(norms[0].device) for norm in norms]).isfinite().all())
+    return bool(torch.nn.utils.get_total_norm(held, float("inf")).isfinite())

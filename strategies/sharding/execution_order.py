@@ -19,6 +19,7 @@ from fabric.strategies.module.copies import Hook
 from fabric.strategies.module.forward import Around
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.dtensor import user_class
+from fabric.strategies.torch_internals import disable_dynamo
 
 
 @final
@@ -44,7 +45,7 @@ class ExecutionOrder:
             # Before anybody's hooks, for those of a backend may send something already.
             self._hooks.append(module.register_forward_pre_hook(Hook(self._enter), prepend=True))
 
-    def around(self, inner: Around | None) -> Around | None:
+    def around(self, inner: Around) -> Around:
         """`inner`, and the comparison around it. Ranks: all run what comes of it; where two differ, all raise
         RuntimeError: in it, in the check that `watch` gives, or in the next forward."""
         if not self._is_needed:
@@ -52,7 +53,7 @@ class ExecutionOrder:
 
         def compared(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self._begin()
-            output = function(*args, **kwargs) if inner is None else inner(function, args, kwargs)
+            output = inner(function, args, kwargs)
             self._start()
             if not (self._module.training and torch.is_grad_enabled()):
                 self._finish()
@@ -61,7 +62,7 @@ class ExecutionOrder:
         return compared
 
     def watch(self) -> Callable[[], None] | None:
-        """Before a backward. Gives what to call after it: see `Prepared.watches`."""
+        """See `GradientSync.watch`."""
         return None if self._compare is None else self._finish
 
     def release(self) -> None:
@@ -69,24 +70,24 @@ class ExecutionOrder:
         for hook in self._hooks:
             hook.remove()
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @disable_dynamo
     def _begin(self) -> None:
         self._finish()
         self._ran.clear()  # of what backward computed again
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @disable_dynamo
     def _note(self, name: str, part: nn.Module, args: Any) -> None:
         self._ran.append(name)
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @disable_dynamo
     def _start(self) -> None:
         self._compare = start_comparing(self._runtime, list(self._ran), self._sentence)
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @disable_dynamo
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._finish()
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @disable_dynamo
     def _finish(self) -> None:
         compare, self._compare = self._compare, None
         if compare is not None:

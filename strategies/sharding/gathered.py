@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from fabric.strategies.module.copies import Hook
 from fabric.strategies.module.forward import leave_uncompiled
 from fabric.strategies.sharding.dtensor import as_sharded, user_class
+from fabric.strategies.torch_internals import current_graph_task_id, disable_dynamo, require_fully_shard
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -42,6 +43,8 @@ class Gathered:
     """
 
     def __init__(self, module: nn.Module, units: Sequence[FSDPModule]) -> None:
+        if units:
+            require_fully_shard()
         self._units = [(unit, groups) for unit in units if (groups := _groups(unit))]
         self._depth = 0
         self._gathered: list[_Unit] = []
@@ -86,7 +89,7 @@ class Gathered:
         return entered if self._units else function
 
     def watch(self) -> Callable[[], None] | None:
-        """Before a backward. Gives what to call after it: see `Prepared.watches`."""
+        """See `GradientSync.watch`."""
         if not self._units:
             return None
         self._drop_discarded()
@@ -107,7 +110,7 @@ class Gathered:
         for part in self._parts:
             vars(part).pop("zero_grad", None)
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @disable_dynamo
     def _enter(self) -> None:
         self._depth += 1
         if self._depth > 1:
@@ -121,13 +124,13 @@ class Gathered:
             kept = []
         self._gathered = kept
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @disable_dynamo
     def _renew(self, unit: nn.Module) -> None:
         """A unit is called by itself: it is gathered anew, for its shards may have changed."""
-        if self._depth == 0 and torch._C._current_graph_task_id() == -1:
+        if self._depth == 0 and current_graph_task_id() == -1:
             cast("FSDPModule", unit).reshard()
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @disable_dynamo
     def _leave(self, output: Any) -> None:
         self._depth -= 1
         if self._depth:
@@ -184,6 +187,12 @@ class Gathered:
                 each.unsharded_accumulated_grad = None
                 each._unsharded_param.grad = None
         self._unreduced = kept
+
+
+def take_as_root(module: nn.Module, units: Sequence[FSDPModule]) -> None:
+    """Let the model be the root of its units, if it is one. Otherwise the first unit that runs takes itself for it."""
+    if module in cast("Sequence[nn.Module]", units):
+        cast(Any, module)._get_fsdp_state()._lazy_init()
 
 
 def mark_gathering(module: nn.Module, method: str, gathered: Gathered) -> None:

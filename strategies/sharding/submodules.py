@@ -15,6 +15,7 @@ from torch import nn
 
 from fabric.strategies.module.forward import Around, ForwardPath, leave_uncompiled
 from fabric.strategies.sharding.gathered import Gathered, mark_gathering
+from fabric.strategies.torch_internals import current_graph_task_id
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -28,9 +29,6 @@ def enter_alone(
     `around`: what is to be around a forward of theirs. Ranks: all call the same submodules, in the same order.
     """
     entries = []
-    if path.module in cast("Sequence[nn.Module]", units):
-        # Else the first unit that runs takes itself for the root.
-        cast(Any, path.module)._get_fsdp_state()._lazy_init()
     inner = set(cast("Sequence[nn.Module]", units))
     for unit in inner:
         if unit is not path.module:  # gathers by itself, and what it calls has nothing to gather
@@ -64,7 +62,7 @@ class _Entry:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._path.running or torch.compiler.is_compiling():
             return self._forward(*args, **kwargs)
-        if torch._C._current_graph_task_id() != -1:  # backward computes it again
+        if current_graph_task_id() != -1:  # backward computes it again
             return self._forward(*args, **kwargs)
         return self._alone(args, kwargs)
 

@@ -86,11 +86,11 @@ def _keep_apart(module: nn.Module) -> Callable[[], None]:
 
 
 def _take_buffers(module: nn.Module) -> None:
-    import torch_xla
+    from fabric.launchers.xla_internals import sharding_of
 
     for tensor in (*module.parameters(), *module.buffers()):
         # One that SPMD divides among devices would lose its mark, and its buffers are not deleted.
-        if tensor.device.type == "xla" and "devices" not in torch_xla._XLAC._get_xla_sharding_spec(tensor):
+        if tensor.device.type == "xla" and "devices" not in sharding_of(tensor):
             tensor.data = tensor.data * True  # computed, and so new; it is the same to the last bit
 
 
@@ -174,8 +174,19 @@ def seed_device() -> None:
     """
     import torch_xla
 
-    if torch_xla._XLAC._xla_runtime_is_initialized():
+    from fabric.launchers.xla_internals import runtime_is_initialized
+
+    if runtime_is_initialized():
         torch_xla.manual_seed(torch.initial_seed() % 2**63)
+
+
+def device_rng() -> tuple[Callable[[], Any], Callable[[Any], object], Callable[[int], object]]:
+    """How to read, write and seed the random numbers of this rank's device."""
+    import torch_xla
+    import torch_xla.core.xla_model
+
+    model = torch_xla.core.xla_model
+    return model.get_rng_state, model.set_rng_state, torch_xla.manual_seed
 
 
 def marked_batches(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:

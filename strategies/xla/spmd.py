@@ -70,8 +70,10 @@ def connect_program(
     import torch_xla
     import torch_xla.runtime as xr
 
+    from fabric.launchers.xla_internals import runtime_is_initialized
+
     if not xr.is_spmd():
-        if torch_xla._XLAC._xla_runtime_is_initialized():
+        if runtime_is_initialized():
             raise RuntimeError(
                 f"This process has used an XLA device already, and `strategy={word!r}` must be told to XLA "
                 "before that. Make the `Fabric`, and launch, before the first tensor on 'xla'."
@@ -118,17 +120,18 @@ def cut_batches(
 
 def is_marked(tensor: Tensor) -> bool:
     """Whether it was said, or found by XLA, how the tensor lies."""
-    import torch_xla
+    from fabric.launchers.xla_internals import sharding_of
 
-    return bool(torch_xla._XLAC._get_xla_sharding_spec(tensor))
+    return bool(sharding_of(tensor))
 
 
 def axes_of(tensor: Tensor, mesh: Any) -> frozenset[str]:
     """The axes of the mesh along which devices hold different parts of the tensor."""
     import numpy
-    import torch_xla
 
-    said = _TILES.match(torch_xla._XLAC._get_xla_sharding_spec(tensor))
+    from fabric.launchers.xla_internals import sharding_of
+
+    said = _TILES.match(sharding_of(tensor))
     if said is None:
         return frozenset()
     tiles, devices = (numpy.array([int(number) for number in numbers.split(",")]) for numbers in said.groups())
@@ -150,9 +153,8 @@ def _lay_states(optimizers: Sequence[Optimizer]) -> Callable[[], None]:
 
 
 def _lay_state(optimizer: Optimizer, *_: Any) -> None:
-    import torch_xla
+    from fabric.launchers.xla_internals import native
 
-    native = torch_xla._XLAC
     for parameter, entries in optimizer.state.items():
         alike = [v for v in entries.values() if isinstance(v, Tensor) and v.shape == parameter.shape]
         for value in alike:

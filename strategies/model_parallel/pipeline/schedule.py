@@ -35,6 +35,7 @@ from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.precision.forward_precision import autocast, cast_inputs, casts
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.dtensor import as_sharded, local_part
+from fabric.strategies.torch_internals import require_pipelining
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,6 +62,7 @@ class _Built:
     """torch's schedule, which receives into buffers of fixed shapes, and the shapes it was built for."""
 
     specs: list[Spec]
+    num_microbatches: int
     schedule: Any
 
 
@@ -106,9 +108,9 @@ class Stages:
             kind = "outputs" if batch.target is None else "loss"
         for stage in self.stages:
             stage.follow_mode()
-        schedule = self._schedule(kind, batch)
+        built = self._built_for(kind, batch)
         with self.runtime.new_tensors:
-            return self._train(schedule, batch) if kind == "train" else self._evaluate(schedule, batch)
+            return self._train(built.schedule, batch) if kind == "train" else self._evaluate(built, batch)
 
     def release(self) -> None:
         """Take off what is ours."""
@@ -135,13 +137,13 @@ class Stages:
         loss: Tensor = _Handover.apply(self._total(losses, scale), scale, gradients, anchor, *self.parameters.values())  # type: ignore[no-untyped-call]
         return loss
 
-    def _evaluate(self, schedule: Any, batch: _Batch) -> Any:
+    def _evaluate(self, built: _Built, batch: _Batch) -> Any:
         if batch.target is None:
-            outputs = self._run(schedule.step, batch, None)
+            outputs = self._run(built.schedule.step, batch, None)
             return self.collective.broadcast_object(outputs, self.options.last_rank)
         losses: list[Tensor] = []
-        self.factor = 1.0 / (schedule._n_microbatches if self.options.loss_reduction == "mean" else 1)
-        self._run(schedule.eval, batch, losses)
+        self.factor = 1.0 / (built.num_microbatches if self.options.loss_reduction == "mean" else 1)
+        self._run(built.schedule.eval, batch, losses)
         return self._total(losses, 1.0)
 
     def _run(self, step: Callable[..., Any], batch: _Batch, losses: list[Tensor] | None) -> Any:
@@ -158,7 +160,7 @@ class Stages:
         loss: Tensor = self.collective.broadcast_object(total, self.options.last_rank)
         return loss
 
-    def _schedule(self, kind: Kind, batch: _Batch) -> Any:
+    def _built_for(self, kind: Kind, batch: _Batch) -> _Built:
         """The schedule for a batch of these shapes: that of the last such call, or a new one."""
         tensors = batch.tensors()
         specs = [Spec.of(tensor) for tensor in tensors]
@@ -168,8 +170,8 @@ class Stages:
         if built is None or is_new:
             count = _num_microbatches(tensors, self.options.num_microbatches, divides=kind == "train")
             self._built.pop(kind, None)  # its buffers go before others come
-            built = self._built[kind] = _Built(specs, self._build(kind, count))
-        return built.schedule
+            built = self._built[kind] = _Built(specs, count, self._build(kind, count))
+        return built
 
     def _agree(self, kind: Kind, tensors: Sequence[Tensor], *, with_content: bool) -> None:
         """Raise CollectiveError where ranks would run different things. Other shapes than expected abort gloo."""
@@ -180,6 +182,7 @@ class Stages:
         agree(self.collective, "\n".join(lines))
 
     def _build(self, kind: Kind, count: int) -> Any:
+        require_pipelining()
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -373,9 +376,12 @@ def _forward_only(options: Pipeline) -> str:
 def _leave_out_backwards(schedule: Any) -> None:
     """Without gradients torch goes through the backwards of a schedule, too, and where two neighbouring stages lie on
     one rank, as they do in a V, it fails there (torch 2.13)."""
-    orders = getattr(schedule, "pipeline_order_with_comms", {})  # one stage per rank: torch has another way
-    for rank, actions in orders.items():
-        orders[rank] = [action for action in actions if action.computation_type.value in _FORWARD]
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+    if isinstance(schedule, _PipelineScheduleRuntime):  # with one stage per rank torch runs no backwards
+        orders = schedule.pipeline_order_with_comms
+        for rank, actions in orders.items():
+            orders[rank] = [action for action in actions if action.computation_type.value in _FORWARD]
 
 
 _FORWARD = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")

@@ -145,20 +145,30 @@ def test_samples_too_few_for_a_step_are_joined_by_samples_of_the_step_before(cou
     assert in_order(shares) == list(range(4 * count + 1))
 
 
-@pytest.mark.parametrize("generator", [True, False])
-def test_one_process_reads_as_plain_pytorch_and_leaves_the_same_random_state(generator: bool) -> None:
+def test_one_process_reads_by_a_generator_as_plain_pytorch() -> None:
     def make() -> DataLoader[int]:
-        chosen = torch.Generator().manual_seed(5) if generator else None
-        return DataLoader(Numbers(20), 3, shuffle=True, generator=chosen)
+        return DataLoader(Numbers(20), 3, shuffle=True, generator=torch.Generator().manual_seed(5))
 
-    torch.manual_seed(0)
     plain = make()
-    expected = [[batch.tolist() for batch in plain] for _ in range(3)]
-    state = torch.get_rng_state()
-    torch.manual_seed(0)
     (ours,) = share_out(lambda _: make(), 1)
-    assert [read([ours])[0] for _ in range(3)] == expected
-    assert torch.equal(torch.get_rng_state(), state)
+    assert [read([ours])[0] for _ in range(3)] == [[batch.tolist() for batch in plain] for _ in range(3)]
+
+
+@pytest.mark.parametrize("sampler", [None, GlobalShuffle(24)])
+def test_one_seed_gives_one_global_batch_whatever_the_number_of_ranks(sampler: Any) -> None:
+    orders = []
+    for count in (1, 2, 4):
+        torch.manual_seed(0)
+        loaders = share_out(
+            lambda _, n=count: DataLoader(Numbers(24), 8 // n, shuffle=sampler is None, sampler=sampler),  # type: ignore[misc]
+            count,
+        )
+        state = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+        orders.append([in_order(read(loaders)) for _ in range(2)])
+        assert torch.equal(torch.get_rng_state(), state[0])
+        assert (random.getstate(), np.random.get_state()[1].tolist()) == state[1:]
+    assert orders[0][0] != orders[0][1]
+    assert orders[0] == orders[1] == orders[2]
 
 
 def test_a_sampler_that_draws_from_global_streams_has_one_order_on_all_ranks_and_leaves_them_alone() -> None:
@@ -510,17 +520,18 @@ def test_a_stateful_loader_resumes_in_the_order_in_which_it_stood() -> None:
     assert read(resumed) == read(loaders)
 
 
-@pytest.mark.filterwarnings(TORCHDATA_BEHIND)
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_prepared_loader_has_a_state_exactly_where_its_loader_has_one(count: int) -> None:
+def test_a_prepared_loader_has_a_state_unless_its_batches_come_in_any_order(count: int) -> None:
     (loader, *_) = share_out(lambda _: DataLoader(Numbers(6), 2), count)
-    assert not hasattr(loader, "state_dict")
-    assert not hasattr(loader, "load_state_dict")
-    with pytest.raises(AttributeError, match="`state_dict` of a prepared `DataLoader`: it does not know its position"):
-        loader.state_dict()
-    (loader, *_) = share_out(lambda _: StatefulDataLoader(Numbers(6), 2), count)
     assert hasattr(loader, "state_dict")
     assert hasattr(loader, "load_state_dict")
+    (loader, *_) = share_out(lambda _: DataLoader(Numbers(6), 2, num_workers=1, in_order=False), count)
+    assert not hasattr(loader, "state_dict")
+    assert not hasattr(loader, "load_state_dict")
+    with pytest.raises(
+        AttributeError, match="`state_dict` of a prepared `DataLoader`: with `in_order=False` it has no"
+    ):
+        loader.state_dict()
 
 
 def test_a_batch_is_what_the_loader_made() -> None:

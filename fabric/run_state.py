@@ -1,0 +1,64 @@
+"""Which parts of a fabric go into a checkpoint without being asked, and when they are taken out of it again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fabric.seed import device_rngs
+from fabric.strategies.checkpoint.run_state import RunState
+from fabric.strategies.checkpoint.state import Stateful
+from fabric.strategies.data.device_loader import DeviceLoader
+from fabric.strategies.data.rng import Rng, process_rngs
+from fabric.strategies.runtime import Runtime
+
+
+def run_state_of(runtime: Runtime, scalers: Iterable[Stateful], schedulers: Sequence[Stateful], state: Any) -> RunState:
+    """What a checkpoint of `state` has besides; a scheduler that `state` names is saved there alone."""
+    named = {id(each) for each in _objects(state)}
+    scaler = runtime.loss_scaler
+    return RunState(
+        generators=lambda: {name: rng.read() for name, rng in _rngs(runtime).items()},
+        restore_generators=lambda states, are_own: _restore(_rngs(runtime), states),
+        scalers=[*([scaler] if scaler is not None else []), *scalers],
+        schedulers=[each for each in schedulers if id(each) not in named],
+        gather=runtime.collective.all_gather_object,
+        rank=runtime.world.rank,
+        size=runtime.world.size,
+        say=runtime.report,
+    )
+
+
+def is_run(state: Any) -> bool:
+    """Whether `state` is that of a run, which goes on: it has an optimizer or a prepared loader."""
+    return any(isinstance(each, (Optimizer, DeviceLoader)) for each in _objects(state))
+
+
+def has_objects(state: Any) -> bool:
+    """Whether `state` has more than plain values, which a file of weights has."""
+    return any(isinstance(each, (nn.Module, Stateful)) for each in _objects(state))
+
+
+def _objects(state: Any) -> list[Any]:
+    """What `state` holds, in nested dictionaries and lists too."""
+    if isinstance(state, dict):
+        return [each for entry in state.values() for each in _objects(entry)]
+    if isinstance(state, (list, tuple)):
+        return [each for entry in state for each in _objects(entry)]
+    return [state]
+
+
+def _rngs(runtime: Runtime) -> dict[str, Rng]:
+    named = dict(zip(("torch", "python", "numpy"), process_rngs(), strict=False))
+    return named | {f"{runtime.device.type} {number}": rng for number, rng in enumerate(device_rngs(runtime.devices))}
+
+
+def _restore(rngs: dict[str, Rng], states: dict[str, Any]) -> None:
+    for name, rng in rngs.items():
+        if name in states:
+            state = states[name]
+            rng.write(state.cpu() if isinstance(state, torch.Tensor) else state)

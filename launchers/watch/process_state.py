@@ -1,0 +1,58 @@
+"""What the kernel says of a process that does not answer. Linux's /proc; elsewhere only that it does not answer."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+SILENT = "does not answer"
+ENDED = "has ended"
+
+_STATES = {
+    "T": "stopped by a signal (SIGSTOP, or Ctrl-Z); `kill -CONT {pid}` lets it go on",
+    "t": "stopped by a debugger",
+    "D": "waits for a disk or a network file system, in the kernel",
+    "R": "computes, in C code that holds Python's lock",
+    "S": "sleeps, in C code that holds Python's lock",
+}
+
+
+def describe(pid: int) -> str:
+    """Why a process of this machine that was asked did not answer."""
+    state = state_of(pid)
+    if state is None:
+        return ENDED if Path("/proc/self/stat").exists() else SILENT
+    if state in "ZX":
+        return ENDED
+    return f"{SILENT}: {_STATES.get(state, f'state {state}').format(pid=pid)}"
+
+
+def state_of(pid: int) -> str | None:
+    """The letter of `man 5 proc`, or None where there is no such process, or no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return None
+
+
+def num_switches(thread_id: int) -> int | None:
+    """How often a thread of this process has been switched to: unchanged means that it has not run since.
+
+    None where the kernel does not say.
+    """
+    try:
+        status = Path(f"/proc/{os.getpid()}/task/{thread_id}/status").read_text()
+    except OSError:
+        return None
+    return sum(int(line.split()[1]) for line in status.splitlines() if "ctxt_switches" in line) or None
+
+
+def stopped_children() -> list[int]:
+    """Children of this process that a signal or a debugger has stopped."""
+    children = []
+    for task in Path("/proc/self/task").glob("*/children"):
+        try:
+            children += [int(pid) for pid in task.read_text().split()]
+        except OSError:
+            continue
+    return [pid for pid in children if state_of(pid) in ("T", "t")]

@@ -1,0 +1,148 @@
+"""Questions from process to process, past any process group: one connection each, closed with the answer.
+
+A rank that runs listens; whoever wants to know connects, says the rank's token and a question in one line, and reads
+until the end. Nothing is sent while nobody asks. A process that is stopped, or whose Python lock is held, accepts (the
+kernel does) and stays silent, and one that has ended refuses: both are answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+CLOSE = "close"
+AT_ONCE = 200
+"""How many processes are asked at the same time: each is an open descriptor, of which a process often has 1024."""
+LINE_SECONDS = 2.0
+"""How long one who has connected may take to say what he wants."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a rank's watcher listens."""
+
+    rank: int
+    host: str
+    """Name of the machine, by which ranks of one node know each other."""
+    address: str
+    port: int
+    pid: int
+    token: str
+    """Said by whoever asks: a port is open to all, the answers are not."""
+
+    def to_bytes(self) -> bytes:
+        """As it travels."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Place:
+        """As it was."""
+        return cls(**json.loads(content))
+
+
+Silence = Literal["silent", "refused"]
+
+
+def ask_all(places: Sequence[Place], question: str, seconds: float) -> dict[int, bytes | Silence]:
+    """Each rank's answer. "silent": none within `seconds`; "refused": nobody listens there any more."""
+    answers: dict[int, bytes | Silence] = {}
+    for start in range(0, len(places), AT_ONCE):
+        answers.update(_ask_some(places[start : start + AT_ONCE], question, time.monotonic() + seconds))
+    return answers
+
+
+def _ask_some(places: Sequence[Place], question: str, deadline: float) -> Iterator[tuple[int, bytes | Silence]]:
+    with selectors.DefaultSelector() as selector:
+        heard: dict[int, bytearray] = {}
+        for place in places:
+            family = socket.AF_INET6 if ":" in place.address else socket.AF_INET
+            connection = socket.socket(family, socket.SOCK_STREAM)
+            connection.setblocking(False)
+            connection.connect_ex((place.address, place.port))
+            selector.register(connection, selectors.EVENT_WRITE, place)
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                chosen, place = key.fileobj, key.data
+                assert isinstance(chosen, socket.socket)
+                try:
+                    if place.rank not in heard:
+                        chosen.sendall(f"{place.token} {question}\n".encode())
+                        heard[place.rank] = bytearray()
+                        selector.modify(chosen, selectors.EVENT_READ, place)
+                        continue
+                    data = chosen.recv(1 << 16)
+                except OSError:
+                    selector.unregister(chosen)
+                    chosen.close()
+                    yield place.rank, "refused"
+                    continue
+                heard[place.rank] += data
+                if not data:
+                    selector.unregister(chosen)
+                    chosen.close()
+                    yield place.rank, bytes(heard[place.rank]) or "refused"
+        for key in list(selector.get_map().values()):
+            assert isinstance(key.fileobj, socket.socket)
+            key.fileobj.close()
+            yield key.data.rank, "silent"
+
+
+class Listener:
+    """A port on which questions are answered, each by a thread of its own: an answer may itself need to ask."""
+
+    def __init__(self, address: str, token: str, answer: Callable[[str], bytes]) -> None:
+        self._token, self._answer = token, answer
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._socket = socket.create_server((address, 0), family=family, backlog=4096)
+        self._address = address or "127.0.0.1"
+
+    @property
+    def port(self) -> int:
+        """Chosen by the system."""
+        return int(self._socket.getsockname()[1])
+
+    def turn(self, seconds: float) -> bool:
+        """Wait that long for a question at most, and have it answered. False: the port is closed."""
+        self._socket.settimeout(seconds)
+        try:
+            connection, _ = self._socket.accept()
+        except TimeoutError:
+            return True
+        except OSError:
+            return False
+        try:
+            connection.settimeout(LINE_SECONDS)
+            token, _, question = connection.makefile("rb").readline(4096).decode().rstrip("\n").partition(" ")
+        except (OSError, ValueError):  # whoever asked has gone, or is somebody else
+            connection.close()
+            return True
+        if token != self._token or question == CLOSE:
+            connection.close()
+            if token == self._token:
+                self.shut()
+            return token != self._token
+        threading.Thread(
+            target=self._reply, args=(connection, question), daemon=True, name="fabric-watch-reply"
+        ).start()
+        return True
+
+    def close(self) -> None:
+        """Have the `turn` that waits close the port and return."""
+        with contextlib.suppress(OSError), socket.create_connection((self._address, self.port), LINE_SECONDS) as own:
+            own.sendall(f"{self._token} {CLOSE}\n".encode())
+            own.recv(1)
+
+    def shut(self) -> None:
+        """Close the port, where no `turn` waits."""
+        self._socket.close()
+
+    def _reply(self, connection: socket.socket, question: str) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(self._answer(question))

@@ -1,0 +1,64 @@
+"""The user's line in a stack: the innermost frame that is neither torch's, a backend's, Python's own, nor ours."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import FrameType
+
+LIBRARIES = ("torch", "deepspeed", "fairscale", "horovod", "torch_xla", "fabric", "typing_extensions")
+"""Modules through which a collective is called, and whose lines say nothing about the program."""
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
+_OURS = tuple(str(Path(__file__).parents[2] / layer) + os.sep for layer in ("launchers", "strategies", "fabric"))
+
+
+def users_line(frames: Iterable[tuple[str, int, str]]) -> str:
+    """`train.py:12 in main` for frames (file, line, function), innermost first; the outermost of all where none is the
+    user's; empty without frames."""
+    last = ""
+    libraries = _folders()
+    for file, line, function in frames:
+        last = f"{_short(file)}:{line} in {function}"
+        if not _is_library(file, libraries):
+            return last
+    return last
+
+
+def frames_of(frame: FrameType | None) -> list[tuple[str, int, str]]:
+    """The stack of a thread, innermost first."""
+    found = []
+    while frame is not None:
+        found.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
+        frame = frame.f_back
+    return found
+
+
+def is_within(frames: Sequence[tuple[str, int, str]], ending: str, functions: Sequence[str]) -> bool:
+    """Whether one of the frames is one of these functions of the file whose path ends like that."""
+    return any(file.endswith(ending) and function in functions for file, _, function in frames)
+
+
+def _folders() -> tuple[str, ...]:
+    """Where the libraries that are loaded lie."""
+    folders = list(_OURS)
+    for name in LIBRARIES:
+        module = sys.modules.get(name)
+        file = getattr(module, "__file__", None)
+        if file is not None:
+            folders.append(os.path.dirname(file) + os.sep if file.endswith("__init__.py") else file)
+    return tuple(folders)
+
+
+def _is_library(file: str, libraries: tuple[str, ...]) -> bool:
+    if file.startswith("<frozen"):
+        return True
+    return file.startswith(libraries) or (file.startswith(_STANDARD) and "site-packages" not in file)
+
+
+def _short(file: str) -> str:
+    """Relative to the working directory where it lies below it."""
+    relative = os.path.relpath(file) if os.path.isabs(file) else file
+    return file if relative.startswith("..") else relative

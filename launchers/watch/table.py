@@ -1,0 +1,133 @@
+"""The table that the person at the terminal reads: who waits, in what, for how long, and what the others do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from fabric.launchers.watch.activity import WORLD, Activity, Call
+
+SAME_SHAPES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier")
+"""Operations whose tensors have the same shapes on all ranks."""
+
+
+def who_waits(activities: Sequence[Activity], *, are_ending: bool = False) -> str:
+    """A line for all ranks that do the same, with the time of the one that has done it for longest.
+
+    `are_ending`: whether the time that a collective may wait is over.
+    """
+    waiting = [each for each in activities if each.kind == "collective"]
+    longest = max((each.seconds or 0.0 for each in waiting), default=0.0)
+    verb = "waits" if len(waiting) == 1 else "wait"
+    title = f"{len(waiting)} of {len(activities)} ranks {verb} in a collective, for up to {in_words(longest)}."
+    if are_ending:
+        title += " Their time is over, and they are about to raise."
+    groups: dict[tuple[str, str, str], list[Activity]] = {}
+    for each in activities:
+        groups.setdefault((each.kind, each.words, each.where), []).append(each)
+    rows = [
+        (ranks_in_words(each.rank for each in alike), _what(alike[0]), _how_long(alike))
+        for alike in sorted(groups.values(), key=lambda alike: alike[0].rank)
+    ]
+    return "\n".join([title, *_columns(rows), *_advice(activities)])
+
+
+def first_difference(activities: Sequence[Activity]) -> str:
+    """The journals of all ranks side by side, from the last call that all have made alike; empty where none differ.
+
+    A group of processes is looked at by itself: within it calls are matched by their number.
+    """
+    lines: list[str] = []
+    for group in sorted({call.group for each in activities for call in each.calls}):
+        lines += _difference(group, activities)
+    return "\n".join(lines)
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """`rank 3`, `ranks 0-2, 5`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank{'s' * (len(runs) != 1 or runs[0][0] != runs[0][1])} {shown}"
+
+
+def in_words(seconds: float) -> str:
+    """`31 s`, `5 min 2 s`."""
+    whole = round(seconds)
+    return f"{whole} s" if whole < 120 else f"{whole // 60} min {whole % 60} s"
+
+
+def _what(each: Activity) -> str:
+    return f"{each.words}, {each.where}" if each.where else each.words
+
+
+def _how_long(alike: Sequence[Activity]) -> str:
+    known = [each.seconds for each in alike if each.seconds is not None]
+    if not known:
+        return ""
+    if alike[0].kind == "collective":
+        return in_words(max(known))
+    return f"last collective {in_words(max(known))} ago"
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [min(max(len(row[column]) for row in rows), 90) for column in range(2)]
+    return [f"  {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}".rstrip() for row in rows]
+
+
+def _advice(activities: Sequence[Activity]) -> list[str]:
+    """What it comes down to, where that can be told for sure."""
+    busy = [each.rank for each in activities if each.kind in ("python", "loader")]
+    gone = [each.rank for each in activities if each.kind in ("silent", "ended")]
+    calls = {each.words for each in activities if each.kind == "collective"}
+    if gone:
+        return [f"The others wait for {ranks_in_words(gone)}."]
+    if busy:
+        return [f"The others wait for {ranks_in_words(busy)}, which may be slow, or in another part of the program."]
+    if len(calls) > 1:
+        return ["All ranks wait, in different calls: they wait for each other for ever."]
+    return []
+
+
+def _difference(group: str, activities: Sequence[Activity]) -> list[str]:
+    answering = [each for each in activities if each.kind not in ("silent", "ended")]
+    calls = {each.rank: {call.number: call for call in each.calls if call.group == group} for each in answering}
+    if group != WORLD:  # a rank without a call may be outside of it
+        calls = {rank: known for rank, known in calls.items() if known}
+    start = max(min(known) for known in calls.values() if known)
+    end = max(max(known) for known in calls.values() if known)
+    for number in range(start, end + 1):
+        made = {rank: known.get(number) for rank, known in calls.items()}
+        if len({_compared(call) for call in made.values()}) > 1:
+            before = next((known[number - 1] for known in calls.values() if number - 1 in known), None)
+            alike = [f"  call {number - 1}, on all ranks: {_said(before)}"] if before is not None else []
+            return [
+                f"In the process group {group} the ranks part at call {number}:",
+                *alike,
+                *_side_by_side(number, made),
+            ]
+    return []
+
+
+def _side_by_side(number: int, made: dict[int, Call | None]) -> list[str]:
+    speakers: dict[str, list[int]] = {}
+    for rank, call in made.items():
+        speakers.setdefault(_said(call), []).append(rank)
+    return [f"  call {number}, {ranks_in_words(ranks)}: {said}" for said, ranks in speakers.items()]
+
+
+def _compared(call: Call | None) -> str:
+    """What is the same on all ranks of a right program: of some operations the shapes are not, and lines seldom."""
+    if call is None:
+        return ""
+    name = call.operation.partition(" ")[0]
+    return call.operation if name in SAME_SHAPES else name
+
+
+def _said(call: Call | None) -> str:
+    if call is None:
+        return "has not made it"
+    return f"{call.operation}, {call.where}" if call.where else call.operation

@@ -1,0 +1,289 @@
+"""A thread of each rank that tells what the rank does, and asks the others when it waits for too long.
+
+# Note [Silent until something waits]
+A rank that runs sends nothing: its thread looks at its own journal every few seconds and listens. A rank that waits in
+a collective for longer than it may tells rank 0's watcher (or, where that is silent, the next rank's), which asks every
+rank, once, and prints one table. It asks over connections of its own (`questions.py`), because the process group is
+what hangs, and ends nothing. While the ranks wait on, it is told again after twice the time.
+
+What it costs: one request to the store and one open port per rank; per look 0.1 ms of the Python lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol, final
+
+from fabric.launchers.rank.network import own_address
+from fabric.launchers.rank.rank import own_supervisor
+from fabric.launchers.supervision.report import Reporter
+from fabric.launchers.watch import process_state
+from fabric.launchers.watch.activity import Activity, Call, Kind
+from fabric.launchers.watch.questions import Listener, Place, Silence, ask_all
+from fabric.launchers.watch.stack import frames_of, is_within, users_line
+from fabric.launchers.watch.table import first_difference, who_waits
+from fabric.launchers.world import World
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+ANSWER_SECONDS = 1.5
+"""How long a rank may take to answer. Its thread needs Python's lock, which an operation holds for milliseconds."""
+LAST_WORDS_SECONDS = 3.0
+"""How long before a collective gives up the journals are compared: afterwards their ranks end. A third of a timeout
+that is shorter than thrice this."""
+LOOK_SECONDS = 5.0
+"""How often a rank looks at its own journal at most."""
+NUM_SPEAKERS = 4
+"""How many ranks before it a rank tries to tell, before it asks all others itself."""
+LOADER = ("_next_data", "_try_get_data", "_get_data")
+"""Functions of torch's `dataloader.py` in which an iterator waits for its workers."""
+
+
+_NEVER = float("inf")
+
+
+class Journal(Protocol):
+    """The last collectives of this process, and those that it has not finished."""
+
+    def is_waiting(self) -> bool:
+        """Whether a call is pending. Cheap."""
+
+    def calls(self) -> Sequence[Call]:
+        """The last calls of all groups, oldest first."""
+
+
+@final
+class Watcher:
+    """Watches one rank, and speaks for the job where this is the rank that does.
+
+    Made by the thread that runs the loop, on every rank, with the `store` of all ranks; each closes its own.
+    `say_after_seconds`: how long a call may wait before the ranks are asked.
+    """
+
+    def __init__(self, world: World, store: Store, journal: Journal, say_after_seconds: float) -> None:
+        self._world, self._store, self._journal, self._say_after = world, store, journal, say_after_seconds
+        self._thread_id, self._native_id = threading.get_ident(), threading.get_native_id()
+        self._switches: tuple[int | None, float] = (None, time.monotonic())
+        self._told: tuple[str, float] | None = None
+        """The call of which the others have been told, and how long it will have waited when they are told again."""
+        self._asked_at = -_NEVER
+        self._printed_at = {False: -_NEVER, True: -_NEVER}
+        """When this rank spoke for the job, by whether these were the last words."""
+        self._one_at_a_time = threading.Lock()
+        address = own_address(world)
+        token = secrets.token_hex(8)
+        self._listener = Listener(address, token, self._answer)
+        self._place = Place(
+            rank=world.rank,
+            host=socket.gethostname(),
+            address=address or "127.0.0.1",
+            port=self._listener.port,
+            pid=os.getpid(),
+            token=token,
+        )
+        store.set(_key(world.rank), self._place.to_bytes())  # type: ignore[arg-type]
+        self._supervisor: Reporter | None = own_supervisor()
+        if self._supervisor is not None:
+            self._supervisor.watched(self._place.to_bytes())
+        self._thread = threading.Thread(target=self._run, daemon=True, name="fabric-watch")
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and close the port."""
+        self._listener.close()
+        self._thread.join()
+
+    # What this rank does
+
+    def activity(self, *, with_calls: bool = False) -> Activity:
+        """What the rank does now."""
+        calls, now_ns = tuple(self._journal.calls()), time.time_ns()
+        frames = frames_of(sys._current_frames().get(self._thread_id))
+        where = users_line(frames)
+        kind: Kind = "python"
+        words, seconds = "runs Python", calls[-1].seconds(now_ns) if calls else None
+        pending = next((call for call in calls if call.pending), None)
+        if pending is not None:
+            kind, words, seconds = "collective", f"waits in {pending.operation}", pending.seconds(now_ns)
+            if _line(pending.where) not in ("", _line(where)):
+                words, where = f"{words}, {pending.where}", f"Python is at {where}"
+        elif self._waits_for_a_peer(frames):
+            kind, words, seconds = "collective", f"waits in {frames[0][2]}", self._blocked_seconds()
+        elif is_within(frames, "torch/utils/data/dataloader.py", LOADER):
+            stopped = process_state.stopped_children()
+            kind, words = "loader", "waits for a worker of its DataLoader"
+            if stopped:
+                words += f", of which {', '.join(f'process {pid}' for pid in stopped)} is stopped"
+        return Activity(
+            rank=self._world.rank,
+            kind=kind,
+            words=words,
+            where=where,
+            seconds=seconds,
+            calls=calls if with_calls else (),
+        )
+
+    def _waits_for_a_peer(self, frames: Sequence[tuple[str, int, str]]) -> bool:
+        """Whether the thread is in a `send` or `recv`, which the flight recorder does not know on gloo (torch 2.13)."""
+        return is_within(frames[:1], "torch/distributed/distributed_c10d.py", ("send", "recv"))
+
+    def _blocked_seconds(self) -> float:
+        """For how long the thread has not run at all, as far as was looked."""
+        switches, now = process_state.num_switches(self._native_id), time.monotonic()
+        if switches is None or switches != self._switches[0]:
+            self._switches = switches, now
+        return now - self._switches[1]
+
+    # The thread
+
+    def _run(self) -> None:
+        next_look = time.monotonic() + self._pause_seconds
+        while self._listener.turn(max(0.01, next_look - time.monotonic())):
+            if time.monotonic() >= next_look:
+                next_look = time.monotonic() + self._look()
+
+    @property
+    def _pause_seconds(self) -> float:
+        return min(max(self._say_after / 6, 0.05), LOOK_SECONDS)
+
+    def _look(self) -> float:
+        """Tell of a call that waits for longer than it may, once, then after twice the time. Give when to look next."""
+        waiting = self._longest_call()
+        if waiting is None:
+            self._told = None
+            return self._pause_seconds
+        name, seconds, timeout_seconds = waiting
+        due = self._told[1] if self._told is not None and self._told[0] == name else self._say_after
+        left = timeout_seconds - min(LAST_WORDS_SECONDS, timeout_seconds / 3) - seconds if timeout_seconds else _NEVER
+        ends = left <= 0 and due != _NEVER
+        if ends or seconds >= due:
+            self._told = name, _NEVER if ends else 2 * due
+            if ends or time.monotonic() - self._asked_at > self._say_after / 2:
+                words = "ends" if ends else "waits"
+                threading.Thread(target=self._tell, args=(words,), daemon=True, name="fabric-watch-tell").start()
+        return min(self._pause_seconds, max(left, 0.05)) if left > 0 else self._pause_seconds
+
+    def _longest_call(self) -> tuple[str, float, float] | None:
+        """A name for the first call that waits, for how long it has, and how long it may; None where none waits."""
+        blocked = self._blocked_seconds()
+        if self._journal.is_waiting():
+            now_ns = time.time_ns()
+            for call in self._journal.calls():
+                if call.pending:
+                    return f"{call.group}/{call.number}", call.seconds(now_ns), call.timeout_seconds
+        if self._waits_for_a_peer(frames_of(sys._current_frames().get(self._thread_id))):
+            return f"peer/{self._switches[0]}", blocked, 0.0
+        return None
+
+    def _tell(self, question: str) -> None:
+        """Let the first rank that answers ask all and print; this one where none before it does."""
+        with contextlib.suppress(Exception):  # the store may have gone: the job is ending
+            for place in self._places(range(min(self._world.rank, NUM_SPEAKERS))):
+                rank = place.rank
+                if isinstance(ask_all([place], question, ANSWER_SECONDS)[rank], bytes):
+                    return
+            self._print(last_words=question == "ends")
+
+    def _answer(self, question: str) -> bytes:
+        match question.partition(" ")[0]:
+            case "activity" | "journal":
+                self._asked_at = time.monotonic()
+                return self.activity(with_calls=question == "journal").to_bytes()
+            case "waits" | "ends":
+                threading.Thread(
+                    target=self._print, kwargs={"last_words": question == "ends"}, daemon=True, name="fabric-watch-ask"
+                ).start()
+                return b"ok"
+            case "processes":
+                return "\n".join(process_state.describe(int(pid)) for pid in question.split()[1:]).encode()
+            case "table":
+                return (self.table(if_waiting_seconds=float(question.split()[1])) or " ").encode()
+        return b"?"
+
+    # The whole job
+
+    def table(self, *, if_waiting_seconds: float = 0.0, last_words: bool = False) -> str:
+        """Who waits for whom; empty where no rank has waited in a collective for so long."""
+        activities = self._all_activities("journal" if last_words else "activity")
+        waited = max((each.seconds or 0.0 for each in activities if each.kind == "collective"), default=-1.0)
+        if waited < if_waiting_seconds:
+            return ""
+        words = who_waits(activities, are_ending=last_words)
+        difference = first_difference(activities) if last_words else ""
+        return "\n".join([words, difference]) if difference else words
+
+    def _print(self, *, last_words: bool) -> None:
+        with contextlib.suppress(Exception), self._one_at_a_time:
+            apart = LAST_WORDS_SECONDS if last_words else self._say_after / 2
+            if time.monotonic() - self._printed_at[last_words] < apart:
+                return
+            words = self.table(last_words=last_words)
+            self._printed_at[last_words] = time.monotonic()
+            if self._supervisor is not None:
+                self._supervisor.words(words)
+            else:
+                print(words, file=sys.stderr, flush=True)
+
+    def _all_activities(self, question: str) -> list[Activity]:
+        """Of all ranks, in rank order."""
+        size = self._world.size
+        places = self._places(range(size))
+        others = [place for place in places if place.rank != self._world.rank]
+        answers = ask_all(others, question, ANSWER_SECONDS)
+        activities = {self._world.rank: self.activity(with_calls=question == "journal")}
+        silent: list[Place] = []
+        for place in others:
+            try:
+                answer = answers[place.rank]
+                activities[place.rank] = Activity.from_bytes(answer)  # type: ignore[arg-type]
+            except (ValueError, TypeError, KeyError):
+                silent.append(place)
+        activities.update(self._silent(silent, [place for place in places if place.rank in activities], answers))
+        return [activities[rank] for rank in range(size)]
+
+    def _places(self, ranks: Iterable[int]) -> list[Place]:
+        """Over a connection of its own: the loop's may wait."""
+        store = self._store.clone()  # type: ignore[attr-defined]
+        return [Place.from_bytes(each) for each in store.multi_get([_key(rank) for rank in ranks])]
+
+    def _silent(
+        self, silent: Sequence[Place], answering: Sequence[Place], answers: dict[int, bytes | Silence]
+    ) -> dict[int, Activity]:
+        """What the kernel says of ranks that gave no answer, asked of a rank of the same machine that does."""
+        found: dict[int, Activity] = {}
+        for host in sorted({place.host for place in silent}):
+            there = [place for place in silent if place.host == host]
+            asked = next((place for place in answering if place.host == host), None)
+            words = [process_state.SILENT] * len(there)
+            if host == self._place.host:
+                words = [process_state.describe(place.pid) for place in there]
+            elif asked is not None:
+                pids = " ".join(str(place.pid) for place in there)
+                heard = ask_all([asked], f"processes {pids}", ANSWER_SECONDS)[asked.rank]
+                words = heard.decode().splitlines() if isinstance(heard, bytes) else words
+            where = "" if self._world.num_nodes == 1 else f"on {host}"
+            for place, said in zip(there, words, strict=True):
+                has_closed = answers[place.rank] == "refused" and said != process_state.ENDED
+                found[place.rank] = Activity(
+                    rank=place.rank,
+                    kind="ended" if has_closed or said == process_state.ENDED else "silent",
+                    words="has closed its fabric, or is ending" if has_closed else said,
+                    where=where,
+                )
+        return found
+
+
+def _line(where: str) -> str:
+    return where.partition(" in ")[0]
+
+
+def _key(rank: int) -> str:
+    return f"watch/{rank}"

@@ -1,0 +1,128 @@
+"""The private names of torch, all of them, checked when this is imported or, for FSDP and pipelining, when those are.
+
+Functions are bound here. Attributes are used where they are needed: `tests/test_private_names.py` holds that each of
+them is in a list here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar, cast
+
+import torch
+
+from fabric.launchers.private_names import Names, require
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+TESTED = "2.9 to 2.13"
+
+ALWAYS: Names = {
+    "torch": {
+        "_C": "holds the functions below",
+        "_disable_dynamo": "`torch.compiler.disable` imports the compiler, 1 s; DistributedDataParallel uses this",
+        "_foreach_mul_": "one kernel for many gradients, as optimizers of torch use",
+    },
+    "torch._C": {
+        "_current_graph_task_id": "whether a backward is running; no public function says so",
+        "_disabled_torch_function_impl": "a subclass of Tensor without `__torch_function__`, as torch writes its own",
+    },
+    "torch._C._dynamo.eval_frame": {
+        "_FrameAction _FrameExecStrategy set_code_exec_strategy get_eval_frame_callback set_eval_frame": (
+            "`torch.compiler.disable` is for one function or for all that it calls: see "
+            "Note [The compiler sees the user's functions alone]"
+        ),
+    },
+    "torch:Tensor": {
+        "_version": "whether a tensor was written to; PyTorch's documentation names it, and offers nothing else",
+        "_is_view": "whether a gradient shares memory with another",
+        "_make_wrapper_subclass": "how torch's own subclasses of Tensor are made",
+    },
+    "torch.autograd:Variable": {"_execution_engine": "`queue_callback`: what runs when a backward ends; no hook does"},
+    "torch.nn:Module": {
+        "_buffers _parameters _modules": "read per forward, where `named_buffers` is slower and leaves out shared ones",
+        "_non_persistent_buffers_set": "which buffers are in no state dict",
+        "_forward_pre_hooks _forward_hooks": "a copied module must not run the hooks of the original",
+        "_apply": "casts parameters in place; `Module.to` takes no function",
+    },
+    "torch.nn.modules.batchnorm": {"_BatchNorm": "the class that all kinds of BatchNorm have in common"},
+    "torch.nn.parallel:DistributedDataParallel": {
+        "reducer logger": "dropped before the process group: see Note [The reducer ends before the process group]"
+    },
+    "torch.optim:Optimizer": {
+        "_optimizer_step_post_hooks": "whether an optimizer has our hook",
+        "profile_hook_step": "runs the hooks of an optimizer around a `step` of ours",
+    },
+    "torch.utils._pytree": {"tree_flatten tree_leaves tree_map_only tree_unflatten": "nests, as torch walks them"},
+    "torch.utils._python_dispatch": {"TorchDispatchMode": "sees each operation within a block; documented, not public"},
+    "torch.utils.data:DataLoader": {
+        "_iterator _IterableDataset_len_called": "a copy of a loader takes over no iterator and no workers"
+    },
+}
+
+FULLY_SHARD: Names = {
+    "torch.distributed.fsdp:FSDPModule": {"_get_fsdp_state": "leads to the names below"},
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": {
+        "_lazy_init": "makes the root the root, where a submodule is called first",
+        "_fsdp_param_group|_fsdp_param_groups": "the parameters of one unit: one group before torch 2.12, then several",
+    },
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": {
+        "fsdp_params is_sharded reduce_grads": "see Note [Gathered after forward]"
+    },
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": {
+        "_unsharded_param unsharded_param sharded_param unsharded_accumulated_grad": (
+            "see Note [Gradients not reduced yet]"
+        ),
+        "_module_info": "which parameter of which module it is: one that was replaced is found",
+    },
+    "torch.distributed.fsdp.wrap:ModuleWrapPolicy": {"_module_classes": "the classes that it wraps"},
+    "torch.distributed.tensor:DTensor": {"_local_tensor": "`to_local` records a node of the graph for each shard"},
+}
+
+PIPELINING: Names = {
+    "torch.distributed.pipelining.schedules": {"_PipelineScheduleRuntime": "runs several stages on a rank"},
+    "torch.distributed.pipelining.schedules:_PipelineScheduleRuntime": {
+        "pipeline_order_with_comms": "evaluation leaves out the backwards"
+    },
+    "torch.distributed.pipelining.schedules:_Action": {"computation_type": "tells a backward from a forward"},
+}
+
+COMPILED: Names = {
+    "torch._dynamo.external_utils": {"wrap_inline": "lets the compiler compile a function of torch's by itself"},
+    "torch._dynamo.eval_frame:OptimizedModule": {"_orig_mod": "the module within what `torch.compile` returns"},
+}
+
+require("torch", TESTED, ALWAYS)
+
+current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward that runs on this thread; -1 outside of one."""
+disabled_torch_function_impl: Any = torch._C._disabled_torch_function_impl
+
+
+def disable_dynamo(function: Function, *, recursive: bool = True) -> Function:
+    """`torch.compiler.disable`, without importing the compiler."""
+    return cast(Function, torch._disable_dynamo(function, recursive))  # type: ignore[attr-defined]
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Within a backward: call this when it has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+@cache
+def require_fully_shard() -> None:
+    """Raise ImportError where this torch lacks what is used of `fully_shard`. Imports it."""
+    require("torch", TESTED, FULLY_SHARD)
+
+
+@cache
+def require_pipelining() -> None:
+    """Raise ImportError where this torch lacks what is used of its pipeline schedules. Imports them."""
+    require("torch", TESTED, PIPELINING)
+
+
+@cache
+def require_compiler() -> None:
+    """Raise ImportError where this torch lacks what is used of its compiler. Imports it."""
+    require("torch", TESTED, COMPILED)

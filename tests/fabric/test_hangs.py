@@ -1,0 +1,136 @@
+"""A job that hangs says who waits for whom, under every strategy and however a rank came to be late."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from processes import Program, running
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = """
+import ctypes, os, signal, sys, time
+import torch
+from fabric import Fabric
+from fabric.strategies import DDPStrategy
+
+def be_late(how):
+    os.write(1, b"late\\n")
+    if how == "python":
+        signal.pause()
+    if how == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "lock":
+        ctypes.PyDLL(None).pause()
+    if how == "elsewhere":
+        torch.distributed.broadcast(torch.ones(3), src=1)
+    if how == "receive":
+        torch.distributed.recv(torch.ones(2), 0)
+    if how == "loader":
+        next(iter(torch.utils.data.DataLoader([1, 2], num_workers=1, collate_fn=lambda batch: signal.pause())))
+
+how, strategy = sys.argv[1], sys.argv[2]
+launcher = "external" if "TORCHELASTIC_RUN_ID" in os.environ else "fork"
+os.chdir(os.path.dirname(__file__))
+if strategy == "short":
+    strategy = DDPStrategy(timeout_seconds=6)
+fabric = Fabric(accelerator="cpu", strategy=strategy, devices=2, say_after_seconds=0.3, launcher=launcher)
+fabric.launch()
+model = torch.nn.Linear(4, 1)
+model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for step in range(3):
+    if step == 2 and fabric.global_rank == 1:
+        be_late(how)
+    fabric.backward(model(torch.randn(2, 4)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def line(words: str) -> str:
+    """Where the program's line that holds `words` is."""
+    return f"program.py:{next(number for number, text in enumerate(PROGRAM.splitlines(), 1) if words in text)}"
+
+
+LATE = {
+    "python": f"rank 1  runs Python, {line('signal.pause()')} in be_late",
+    "stopped": "rank 1  does not answer: stopped by a signal",
+    "lock": "rank 1  does not answer: sleeps, in C code that holds Python's lock",
+    "elsewhere": f"rank 1  waits in broadcast of float32 (3,), {line('broadcast(')} in be_late",
+    "receive": f"rank 1  waits in recv, {line('recv(')} in be_late",
+    "loader": "rank 1  waits for a worker of its DataLoader",
+}
+
+
+def hanging(tmp_path: Path, how: str, strategy: str) -> list[str | Path]:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    return [tmp_path / "program.py", how, strategy]
+
+
+def read_until(program: Program, words: str) -> str:
+    """Read stderr to the line that holds `words`."""
+    assert program.process.stderr is not None
+    heard = ""
+    for line in program.process.stderr:
+        heard += line
+        if words in line:
+            return heard
+    raise AssertionError(f"{words!r} did not come; stderr was:\n{heard}")
+
+
+@pytest.mark.parametrize("how", LATE)
+def test_the_table_says_what_the_late_rank_does(tmp_path: Path, how: str) -> None:
+    with running(hanging(tmp_path, how, "ddp")) as program:
+        heard = read_until(program, LATE[how])
+    assert f"rank 0  waits in all_reduce of float32 (5,), {line('fabric.backward')} in <module>" in heard
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_2", "ddp_sharded"])
+def test_collectives_of_every_backend_are_seen(tmp_path: Path, strategy: str) -> None:
+    with running(hanging(tmp_path, "python", strategy)) as program:
+        heard = read_until(program, f"rank 1  runs Python, {line('signal.pause()')} in be_late")
+    assert "rank 0  waits in " in heard
+
+
+def test_the_table_comes_again_while_the_ranks_wait_on(tmp_path: Path) -> None:
+    with running(hanging(tmp_path, "python", "ddp")) as program:
+        for _ in range(3):
+            read_until(program, "1 of 2 ranks waits in a collective")
+        assert program.process.poll() is None
+
+
+def test_the_end_of_the_timeout_names_the_call_at_which_ranks_part(tmp_path: Path) -> None:
+    with running(hanging(tmp_path, "elsewhere", "short")) as program:
+        heard = read_until(program, f"rank 1: broadcast of float32 (3,), {line('broadcast(')} in be_late")
+        assert f"rank 0: all_reduce of float32 (5,), {line('fabric.backward')} in <module>" in heard
+        read_until(program, "failed first")
+        assert program.process.wait(30) == 1
+
+
+def test_ctrl_c_on_a_job_that_hangs_prints_the_table(tmp_path: Path) -> None:
+    text = PROGRAM.replace("say_after_seconds=0.3", "say_after_seconds=10")
+    (tmp_path / "program.py").write_text(text)
+    with running([tmp_path / "program.py", "stopped", "ddp"]) as program:
+        program.wait_for("late")
+        read_until(program, "The others wait for rank 1.")  # the hang has lasted for long enough
+        program.process.send_signal(signal.SIGINT)
+        heard = read_until(program, "The others wait for rank 1.")
+        assert "does not answer: stopped by a signal" in heard
+        program.process.send_signal(signal.SIGINT)
+        assert program.process.wait(30) == -signal.SIGINT
+
+
+def test_a_healthy_job_says_nothing(tmp_path: Path) -> None:
+    with running(hanging(tmp_path, "not", "ddp")) as program:
+        _, heard = program.process.communicate(timeout=60)
+    assert heard == ""
+
+
+def test_ranks_of_torchrun_print_the_table_themselves(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    with running([*torchrun, tmp_path / "program.py", "stopped", "ddp"]) as program:
+        heard = read_until(program, "does not answer: stopped by a signal")
+    assert "rank 0  waits in all_reduce" in heard

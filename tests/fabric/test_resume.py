@@ -1,0 +1,143 @@
+"""A run that is stopped and resumed repeats, bit for bit, the losses of one that never stopped."""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR
+from torch.utils.data import DataLoader, Dataset
+
+from fabric import Fabric, read_checkpoint, seed_everything
+
+NUM_EPOCHS = 2
+
+
+class Augmented(Dataset[Any]):
+    def __len__(self) -> int:
+        return 52
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((4,), index / 52) + torch.rand(4) + random.random() + float(np.random.rand()), index
+
+
+def train(fabric: Fabric, path: str, stops: list[int], batch_size: int, num_workers: int) -> list[Any]:
+    """Windows of two micro-batches; the run ends after each of `stops` batches, and a new one goes on from its file."""
+    losses, indices, scales = list[float](), list[list[int]](), list[float]()
+    for attempt, stop in enumerate([*stops, None]):
+        seed_everything(1 + attempt)
+        net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+        optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+        model, optimizer, scheduler = fabric.setup(net, optimizer, scheduler=ExponentialLR(optimizer, 0.9))
+        data = DataLoader(Augmented(), batch_size, shuffle=True, num_workers=num_workers)
+        loader = fabric.setup_dataloaders(data)
+        state = {"model": model, "optimizer": optimizer, "loader": loader, "epoch": 0, "number": 0}
+        if attempt:
+            fabric.load(path, state)
+        fabric._schedulers[:] = [scheduler]
+        number = state["number"]
+        for epoch in range(state["epoch"], NUM_EPOCHS):
+            for inputs, samples in loader:
+                number += 1
+                with fabric.no_backward_sync(model, enabled=number % 2 == 1):
+                    loss = (model(inputs) + torch.rand(())).square().mean()
+                    fabric.backward(loss / 2)
+                losses.append(loss.item())
+                indices.append(samples.tolist())
+                if number % 2 == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    scheduler.step()
+                if number == stop:
+                    break
+            if number == stop:
+                fabric.save(path, {**state, "epoch": epoch, "number": number})
+                break
+        scaler = fabric._connected.loss_scaler
+        scales.append(scaler.scale if scaler is not None else 1.0)
+        fabric._forget()
+    return fabric.collective.all_gather_object((losses, indices, scales[-1]))
+
+
+def trained(path: Path, devices: int, precision: str, stops: list[int], num_workers: int) -> Any:
+    strategy = "ddp" if devices > 1 else "single_device"
+    with Fabric(accelerator="cpu", devices=devices, strategy=strategy, precision=precision) as fabric:
+        return fabric.launch(train, str(path / "file"), stops, 8 // devices, num_workers)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # the scaler skips the first steps
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("devices", "precision"), [(1, "32-true"), (2, "32-true"), (2, "16-mixed")])
+def test_a_run_stopped_several_times_repeats_the_losses_of_one_that_never_stopped(
+    tmp_path: Path, devices: int, precision: str, num_workers: int
+) -> None:
+    whole = trained(tmp_path, devices, precision, [], num_workers)
+    stops = sorted(random.sample(range(2, 14, 2), 3))
+    assert trained(tmp_path, devices, precision, stops, num_workers) == whole, stops
+    if precision == "16-mixed":
+        assert whole[0][2] != 2.0**16  # the scaler's state is in it
+    if devices > 1:
+        assert whole[0][0] != whole[1][0]
+
+
+@pytest.fixture
+def fabric() -> Any:
+    with Fabric(accelerator="cpu", devices=1, precision="16-mixed") as fabric:
+        yield fabric
+
+
+def prepared(fabric: Fabric) -> dict[str, Any]:
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model, optimizer, scheduler = fabric.setup(net, optimizer, scheduler=ExponentialLR(optimizer, 0.9))
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+
+def test_generators_loss_scale_and_schedulers_are_saved_without_being_asked(fabric: Fabric, tmp_path: Path) -> None:
+    state = prepared(fabric)
+    scheduler, scaler = state.pop("scheduler"), fabric._connected.loss_scaler
+    assert scaler is not None
+    scaler.scale, scheduler.last_epoch = 4.0, 7
+    fabric.save(tmp_path / "file", state)
+    drawn = torch.rand(()), random.random(), np.random.rand()
+    scaler.scale, scheduler.last_epoch = 8.0, 9
+    fabric.load(tmp_path / "file", {"model": state["model"]})  # weights alone
+    assert (scaler.scale, scheduler.last_epoch) == (8.0, 9)
+    assert random.random() != drawn[1]
+    assert fabric.load(tmp_path / "file", state) == {}
+    assert (scaler.scale, scheduler.last_epoch) == (4.0, 7)
+    assert (torch.rand(()), random.random(), np.random.rand()) == drawn
+
+
+def test_a_scheduler_that_the_state_names_is_saved_under_its_name_alone(fabric: Fabric, tmp_path: Path) -> None:
+    state = prepared(fabric)
+    fabric.save(tmp_path / "file", state)
+    written = read_checkpoint(tmp_path / "file")
+    assert written["scheduler"]["gamma"] == 0.9
+    assert written["fabric"]["schedulers"] == []
+
+
+def test_a_file_without_the_state_of_a_run_leaves_it_as_it_is_and_that_is_said(
+    fabric: Fabric, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = prepared(fabric)
+    torch.save({"model": state["model"].state_dict(), "optimizer": state["optimizer"].state_dict()}, tmp_path / "file")
+    before = torch.get_rng_state()
+    with caplog.at_level(logging.WARNING, "fabric"):
+        fabric.load(tmp_path / "file", {"model": state["model"], "optimizer": state["optimizer"]})
+    assert torch.equal(torch.get_rng_state(), before)
+    assert "The checkpoint has no random generators, loss scales and schedulers" in caplog.text
+
+
+def test_plain_values_are_saved_as_they_are_and_our_name_is_refused(fabric: Fabric, tmp_path: Path) -> None:
+    fabric.save(tmp_path / "file", nn.Linear(2, 1).state_dict())
+    assert set(read_checkpoint(tmp_path / "file")) == {"weight", "bias"}
+    with pytest.raises(ValueError, match="checkpoints have the generators and the loss scale of the run under this"):
+        fabric.save(tmp_path / "file", {"fabric": 1})

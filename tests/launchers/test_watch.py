@@ -1,0 +1,152 @@
+"""What a job says while it hangs: the parts that need no ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fabric.launchers.watch import process_state
+from fabric.launchers.watch.activity import WORLD, Activity, Call, Kind
+from fabric.launchers.watch.questions import Listener, Place, ask_all
+from fabric.launchers.watch.stack import users_line
+from fabric.launchers.watch.table import first_difference, ranks_in_words, who_waits
+
+
+def doing(rank: int, words: str, kind: Kind = "collective", seconds: float | None = 31.0, **more: str) -> Activity:
+    return Activity(rank=rank, kind=kind, words=words, seconds=seconds, **more)
+
+
+def made(rank: int, *operations: str, kind: Kind = "collective", first: int = 1, group: str = WORLD) -> Activity:
+    calls = tuple(
+        Call(group=group, number=number, operation=operation, where=f"train.py:{number}", started_ns=0)
+        for number, operation in enumerate(operations, first)
+    )
+    return Activity(rank=rank, kind=kind, words="", calls=calls)
+
+
+def test_ranks_that_do_the_same_share_a_line() -> None:
+    activities = [doing(rank, "waits in all_reduce", where="a.py:3 in main") for rank in (0, 1, 3)]
+    activities.insert(2, doing(2, "runs Python", "python", 33.0, where="a.py:9 in save"))
+    assert who_waits(activities).splitlines() == [
+        "3 of 4 ranks wait in a collective, for up to 31 s.",
+        "  ranks 0-1, 3  waits in all_reduce, a.py:3 in main  31 s",
+        "  rank 2        runs Python, a.py:9 in save          last collective 33 s ago",
+        "The others wait for rank 2, which may be slow, or in another part of the program.",
+    ]
+
+
+def test_a_rank_that_does_not_answer_is_the_one_that_is_waited_for() -> None:
+    words = who_waits(
+        [doing(0, "waits in barrier"), doing(1, "does not answer", "silent", None), doing(2, "", "python")]
+    )
+    assert words.endswith("The others wait for rank 1.")
+
+
+def test_ranks_in_different_calls_wait_for_each_other() -> None:
+    words = who_waits([doing(0, "waits in barrier"), doing(1, "waits in broadcast")])
+    assert words.endswith("All ranks wait, in different calls: they wait for each other for ever.")
+
+
+def test_ranks_in_words() -> None:
+    assert ranks_in_words([3]) == "rank 3"
+    assert ranks_in_words([5, 1, 0, 2]) == "ranks 0-2, 5"
+
+
+def test_the_first_call_at_which_ranks_part_is_named() -> None:
+    one, other = made(0, "barrier", "all_reduce of float32 (2,)"), made(1, "barrier", "all_reduce of float32 (3,)")
+    assert first_difference([one, other]).splitlines() == [
+        "In the process group of all ranks the ranks part at call 2:",
+        "  call 1, on all ranks: barrier, train.py:1",
+        "  call 2, rank 0: all_reduce of float32 (2,), train.py:2",
+        "  call 2, rank 1: all_reduce of float32 (3,), train.py:2",
+    ]
+
+
+def test_a_rank_that_has_not_made_the_call_is_named() -> None:
+    words = first_difference([made(0, "barrier", "barrier"), made(1, "barrier"), made(2)])
+    assert "call 1, rank 2: has not made it" in words
+
+
+def test_journals_that_begin_at_different_calls_are_compared_where_both_reach() -> None:
+    assert first_difference([made(0, "barrier", "all_reduce"), made(1, "all_reduce", first=2)]) == ""
+
+
+def test_a_silent_rank_and_one_outside_of_a_group_do_not_differ() -> None:
+    assert first_difference([made(0, "barrier"), made(1, kind="silent")]) == ""
+    assert first_difference([made(0, "barrier", group="3"), made(1)]) == ""
+
+
+def test_operations_whose_shapes_may_differ_are_compared_by_name() -> None:
+    assert first_difference([made(0, "all_to_all of int64 (2,)"), made(1, "all_to_all of int64 (5,)")]) == ""
+
+
+def test_an_activity_travels_whole() -> None:
+    activity = made(3, "barrier", "all_reduce")
+    assert Activity.from_bytes(activity.to_bytes()) == activity
+
+
+def test_the_users_line_is_the_innermost_outside_of_libraries() -> None:
+    import torch
+
+    library = os.path.join(os.path.dirname(torch.__file__), "nn", "modules", "module.py")
+    frames = [
+        (os.__file__, 1, "open"),
+        (library, 7, "forward"),
+        ("/home/me/train.py", 12, "step"),
+        ("/x.py", 1, "main"),
+    ]
+    assert users_line(frames) == "/home/me/train.py:12 in step"
+    assert users_line([]) == ""
+
+
+@contextmanager
+def listening(token: str = "secret") -> Iterator[Place]:
+    listener = Listener("127.0.0.1", token, lambda question: f"{question}!".encode())
+
+    def serve() -> None:
+        while listener.turn(10.0):
+            pass
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield Place(rank=4, host="here", address="127.0.0.1", port=listener.port, pid=os.getpid(), token=token)
+    listener.close()
+    thread.join()
+
+
+def test_a_question_is_answered() -> None:
+    with listening() as place:
+        assert ask_all([place], "why", 10.0) == {4: b"why!"}
+
+
+def test_whoever_does_not_know_the_token_gets_no_answer() -> None:
+    with listening() as place:
+        other = Place(rank=4, host="", address=place.address, port=place.port, pid=0, token="guess")
+        assert ask_all([other], "why", 10.0) == {4: "refused"}
+        assert ask_all([place], "still there", 10.0) == {4: b"still there!"}
+
+
+def test_a_port_that_was_closed_refuses() -> None:
+    with listening() as place:
+        pass
+    assert ask_all([place], "why", 10.0) == {4: "refused"}
+
+
+def test_a_process_that_accepts_and_never_answers_is_silent() -> None:
+    listener = Listener("127.0.0.1", "secret", lambda question: b"")
+    place = Place(rank=1, host="", address="127.0.0.1", port=listener.port, pid=0, token="secret")
+    assert ask_all([place], "why", 0.2) == {1: "silent"}
+    listener.shut()
+
+
+def test_a_stopped_process_is_told_from_one_that_has_ended() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"])
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+    assert "stopped by a signal" in process_state.describe(child.pid)
+    child.kill()
+    child.wait()
+    assert process_state.describe(child.pid) == "has ended"

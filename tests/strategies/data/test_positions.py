@@ -1,0 +1,268 @@
+"""The position of a loader: where the loop stands, saved and gone on from, with as many ranks or others."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from shares import in_order, read, share_out
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+
+from fabric.strategies.data.loaders import DeviceLoader
+
+
+class Numbers(Dataset[int]):
+    """Counts what is loaded."""
+
+    loaded: ClassVar[list[int]] = []
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        self.loaded.append(index)
+        return index
+
+
+class Augmented(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        return index, torch.rand(()).item(), random.random(), float(np.random.rand())
+
+
+class Stream(IterableDataset[int]):
+    """Shuffles by the global generators as it goes."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[int]:
+        items = list(range(self.size))
+        while items:
+            yield items.pop(random.randrange(len(items)))
+
+
+class Drawing(Sampler[int]):
+    """Draws from the global generators as it goes, without end in sight."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(self.size):
+            yield int(torch.randint(1000, ())) + random.randrange(2) + int(np.random.randint(2))
+
+
+def by_generator(size: int) -> RandomSampler:
+    return RandomSampler(range(size), generator=torch.Generator().manual_seed(3))
+
+
+def by_numpy(size: int) -> Sampler[int]:
+    class Permuted(Sampler[int]):
+        def __init__(self) -> None:
+            self.generator, self.old = np.random.default_rng(4), np.random.RandomState(5)
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(self.old.permutation(self.generator.permutation(size)).tolist())
+
+        def __len__(self) -> int:
+            return size
+
+    return Permuted()
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "shuffled": lambda: DataLoader(Numbers(45), 4, shuffle=True),
+    "last dropped": lambda: DataLoader(Numbers(45), 4, shuffle=True, drop_last=True),
+    "by a generator": lambda: DataLoader(Numbers(45), 4, sampler=by_generator(45)),
+    "by numpy": lambda: DataLoader(Numbers(45), 4, sampler=by_numpy(45)),
+    "drawn late": lambda: DataLoader(Numbers(2000), 4, sampler=Drawing(45)),
+    "batches": lambda: DataLoader(Numbers(45), batch_sampler=[*BatchSampler(by_generator(45), 4, False)]),
+    "uneven batches": lambda: DataLoader(Numbers(20), batch_sampler=[[1, 2, 3], [4, 5], [6], [7, 8], [9, 10, 11]]),
+    "unbatched": lambda: DataLoader(Numbers(24), batch_size=None, shuffle=True),
+    "stream": lambda: DataLoader(Stream(45), 4),
+    "list": lambda: [torch.tensor([number]) for number in range(24)],
+}
+
+
+def stopped(loaders: list[DeviceLoader], num_batches: int) -> tuple[list[list[Any]], list[Any]]:
+    """The batches of each rank, and the state while the last of them is at work, as a file would hold it."""
+    shares, states = [], []
+    for loader in loaders:
+        batches = iter(loader)
+        shares.append(read([[next(batches) for _ in range(num_batches)]])[0])  # type: ignore[list-item]
+        states.append(pickle.loads(pickle.dumps(loader.state_dict())))  # type: ignore[attr-defined]
+    return shares, states
+
+
+def resumed(make: Callable[[], Any], count: int, states: list[Any]) -> list[Any]:
+    torch.manual_seed(random.randrange(2**31)), random.seed(torch.initial_seed())
+    loaders: list[Any] = share_out(lambda _: make(), count)
+    for loader, state in zip(loaders, states, strict=True):
+        loader.load_state_dict(copy.deepcopy(state))
+    return loaders
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_run_stopped_at_any_batches_reads_what_one_reads_that_never_stopped(name: str, count: int) -> None:
+    make = LOADERS[name]
+    torch.manual_seed(8)
+    loaders = share_out(lambda _: make(), count)
+    whole, following = read(loaders), read(loaders)
+    num_batches = min(map(len, whole))
+    for first in range(1, num_batches + 1):
+        torch.manual_seed(8)
+        heads, states = stopped(share_out(lambda _: make(), count), first)
+        second = random.randint(0, num_batches - first)
+        again: list[Any] = resumed(make, count, states)
+        if second:
+            middles, states = stopped(again, second)
+            heads = [head + middle for head, middle in zip(heads, middles, strict=True)]
+            again = resumed(make, count, states)
+        assert [head + rest for head, rest in zip(heads, read(again), strict=True)] == whole, (first, second)
+        assert read(again) == following, (first, second)
+
+
+@pytest.mark.parametrize("sampler", ["shuffled", "by a generator", "batches"])
+def test_another_number_of_ranks_goes_on_in_the_same_order_of_samples(sampler: str) -> None:
+    def make(batch_size: int) -> Any:
+        if sampler == "shuffled":
+            return DataLoader(Numbers(48), batch_size, shuffle=True)
+        batches = BatchSampler(by_generator(48), batch_size, False)
+        return DataLoader(Numbers(48), batch_sampler=batches if sampler == "batches" else list(batches))
+
+    torch.manual_seed(8)
+    whole = in_order(read(share_out(lambda _: make(8), 1)))
+    torch.manual_seed(8)
+    seen, states = [], []
+    loaders: list[Any] = share_out(lambda _: make(4), 2)
+    for count, num_batches in ((2, 2), (4, 1), (1, 2), (2, 1)):
+        if states:
+            loaders = resumed(lambda n=count: make(8 // n), count, [states[0]] * count)  # type: ignore[misc]
+        shares, states = stopped(loaders, num_batches)
+        seen += in_order(shares)
+        assert seen == whole[: len(seen)]
+    assert seen == whole
+
+
+def test_another_global_batch_goes_on_after_the_same_sample() -> None:
+    torch.manual_seed(8)
+    loaders = share_out(lambda _: DataLoader(Numbers(45), 4, shuffle=True), 2)
+    whole = in_order(read(loaders))
+    torch.manual_seed(8)
+    heads, states = stopped(share_out(lambda _: DataLoader(Numbers(45), 4, shuffle=True), 2), 3)
+    rest = read(resumed(lambda: DataLoader(Numbers(45), 3, shuffle=True), 3, [states[0]] * 3))
+    assert in_order(heads) + in_order(rest) == whole
+
+
+def test_what_is_skipped_is_not_loaded() -> None:
+    _, (state,) = stopped(share_out(lambda _: DataLoader(Numbers(40), 4, shuffle=True), 1), 7)
+    (loader,) = resumed(lambda: DataLoader(Numbers(40), 4, shuffle=True), 1, [state])
+    Numbers.loaded.clear()
+    batches = read([loader])[0]
+    assert Numbers.loaded == [index for batch in batches for index in batch]
+    assert len(batches) == 3
+
+
+def test_a_stream_that_cannot_skip_is_read_again_and_that_is_said_once() -> None:
+    _, (state,) = stopped(share_out(lambda _: DataLoader(Stream(40), 4), 1), 7)
+    said: list[str] = []
+    (loader,) = share_out(lambda _: DataLoader(Stream(40), 4), 1, said=said)
+    for _ in range(2):
+        loader.load_state_dict(state)
+        assert len(list(loader)) == 3
+    assert len(said) == 1
+    assert "The `DataLoader` cannot skip what was read before the checkpoint, so that it is read again" in said[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("kind", [Augmented, Stream])
+def test_workers_that_fetch_ahead_repeat_what_they_draw(kind: Any, persistent: bool) -> None:
+    def make(num_workers: int = 2) -> Any:
+        options = {"prefetch_factor": 3, "persistent_workers": persistent}
+        return DataLoader(kind(44), 2, shuffle=kind is Augmented or None, num_workers=num_workers, **options)  # type: ignore[arg-type]
+
+    def rows(loaders: list[Any]) -> list[Any]:
+        return [[torch.as_tensor(batch).tolist() for batch in map(stacked, loader)] for loader in loaders]
+
+    def stacked(batch: Any) -> Any:
+        return torch.stack(batch, 1) if isinstance(batch, list) else batch
+
+    torch.manual_seed(8)
+    loaders = share_out(lambda _: make(), 2)
+    whole, following = rows(loaders), rows(loaders)
+    assert whole[0] != whole[1]
+    torch.manual_seed(8)
+    states = []
+    for loader in share_out(lambda _: make(), 2):
+        batches = iter(loader)
+        for _ in range(5):
+            next(batches)
+        states.append(loader.state_dict())
+    for num_workers in (2, 1) if kind is Augmented else (2,):
+        again = resumed(lambda n=num_workers: make(n), 2, states)  # type: ignore[misc]
+        assert rows(again) == [share[5:] for share in whole]
+        assert rows(again) == following
+
+
+def test_a_peek_is_no_position_and_a_break_is_one() -> None:
+    (loader, *_) = share_out(lambda _: DataLoader(Numbers(40), 4, shuffle=True), 2)
+    before = loader.state_dict()
+    next(iter(loader))
+    assert loader.state_dict() == before
+    for number, _ in enumerate(loader):
+        if number == 2:
+            next(iter(loader))
+            break
+    assert loader.state_dict()["order"] | {"epoch": 0, "batches": 3, "samples": 24} == loader.state_dict()["order"]
+    list(loader)
+    assert loader.state_dict()["order"] | {"epoch": 2, "batches": 0, "samples": 0} == loader.state_dict()["order"]
+
+
+def test_an_epoch_that_the_user_chooses_begins_with_its_first_batch() -> None:
+    def make() -> Any:
+        return DataLoader(Numbers(40), 4, shuffle=True)
+
+    _, states = stopped(share_out(lambda _: make(), 1), 7)
+    for epoch, num_batches in ((0, 3), (1, 10)):
+        (loader,) = resumed(make, 1, states)
+        loader.set_epoch(epoch)
+        assert len(list(loader)) == num_batches
+
+
+def test_a_state_that_was_loaded_is_that_of_the_loader() -> None:
+    _, states = stopped(share_out(lambda _: DataLoader(Numbers(40), 4, shuffle=True), 1), 7)
+    (loader,) = resumed(lambda: DataLoader(Numbers(40), 4, shuffle=True), 1, states)
+    assert loader.state_dict() == states[0]
+    next(iter(loader))
+    assert loader.state_dict() == states[0]
+
+
+def test_the_position_in_other_data_is_an_error() -> None:
+    _, (state,) = stopped(share_out(lambda _: DataLoader(Numbers(40), 4), 1), 7)
+    (loader,) = share_out(lambda _: DataLoader(Numbers(41), 4), 1)
+    with pytest.raises(ValueError, match="a loader over 40 samples, and this `DataLoader` has 41"):
+        loader.load_state_dict(state)
+    _, (state,) = stopped(share_out(lambda _: DataLoader(Stream(40), 4), 1), 7)
+    (loader,) = share_out(lambda _: DataLoader(Stream(40), 5), 1)
+    with pytest.raises(ValueError, match="read 4 samples a step on 1 ranks, and this `DataLoader` reads 5 on 1"):
+        loader.load_state_dict(state)
+    with pytest.raises(ValueError, match="one order for all ranks was given to one that reads one of several parts"):
+        share_out(lambda _: DataLoader(Numbers(40), 4), 2, distribute=False)[0].load_state_dict(state)
+    _, (state, *_) = stopped(share_out(lambda _: DataLoader(Numbers(45), batch_sampler=[[1, 2]] * 9), 1), 7)
+    (loader,) = resumed(lambda: DataLoader(Numbers(45), batch_sampler=[[1, 2, 3]] * 9), 1, [state])
+    with pytest.raises(ValueError, match="after 14 samples of the epoch in 7 batches a rank; here they have 21"):
+        list(loader)
+    (loader, _) = resumed(lambda: DataLoader(Numbers(45), batch_sampler=[[1, 2, 3]] * 9), 2, [state] * 2)
+    with pytest.raises(ValueError, match="after 14 samples of the epoch, and no batch of the batch sampler ends there"):
+        list(loader)

@@ -1,0 +1,168 @@
+"""Each private name of another library that a source file uses is in a list, with a reason, and exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from fabric.launchers.private_names import Names, require
+
+ROOT = Path(__file__).parents[1]
+LISTS = {
+    "launchers.rank.interpreter": ("NAMES", "OF_LOADERS"),
+    "launchers.xla_internals": ("NAMES",),
+    "strategies.torch_internals": ("ALWAYS", "FULLY_SHARD", "PIPELINING", "COMPILED"),
+    "strategies.data.huggingface": ("NAMES",),
+    "strategies.deepspeed.library": ("NAMES", "STAGE_3"),
+    "strategies.fairscale.library": ("FULLY_SHARDED", "SHARDED"),
+}
+"""Where the lists are, and what they are called."""
+PUBLIC = {"os._exit", "_thread", "_asdict", "_make", "_fields"}
+"""Python documents these."""
+OF_USERS = {
+    "_fabric _fabric_optimizers": "a LightningModule's, which Lightning Fabric sets as well",
+    "_opt_called _wrapped_by_lr_sched": "marks that schedulers of torch look for on an optimizer",
+    "_shuffle": "the name of webdataset's function for shuffling, which a pipeline shows",
+    "_world_size _rank _parallel_rank_world": "how samplers of other packages name what they split by",
+    "_checkpoint_wrapped_module": "a prefix in names of parameters, which torch's wrapper for checkpointing leaves",
+    "_reset_parameters": "the method of `nn.MultiheadAttention` and `nn.Transformer` that draws their weights",
+    "_local_scalar_dense _foreach_zero_": "operators, as a TorchDispatchMode is told them",
+    "_schema": "of an operator: whether it writes to its arguments",
+}
+"""Attributes of what a user brings, looked for there and nowhere relied upon, with the reason."""
+
+
+def sources() -> list[Path]:
+    return sorted(path for layer in ("fabric", "strategies", "launchers") for path in (ROOT / layer).rglob("*.py"))
+
+
+def lists() -> dict[str, Names]:
+    """Each list, read without importing its file: torch_xla is not installed everywhere."""
+    found = {}
+    for module, names in LISTS.items():
+        tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
+        for node in tree.body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id in names:
+                assert node.value is not None
+                found[f"{module}.{node.target.id}"] = ast.literal_eval(node.value)
+    assert len(found) == sum(map(len, LISTS.values()))
+    return found
+
+
+def listed() -> set[str]:
+    return {
+        name
+        for table in lists().values()
+        for reasons in table.values()
+        for several in reasons
+        for name in re.split(r"[ |]", several)
+    }
+
+
+def is_private(name: str) -> bool:
+    return re.fullmatch(r"_[a-zA-Z]\w*", name) is not None
+
+
+@cache
+def nodes() -> list[tuple[Path, ast.AST]]:
+    """All of the sources, without the lists themselves and without what is imported for types alone."""
+    found = []
+    for path in sources():
+        waiting: list[ast.AST] = [ast.parse(path.read_text())]
+        while waiting:
+            node = waiting.pop()
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                continue
+            if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "Names":
+                continue
+            found.append((path, node))
+            waiting += ast.iter_child_nodes(node)
+    return found
+
+
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def looked_up(node: ast.Call | ast.Subscript) -> Iterator[str]:
+    """The name within `getattr(x, "name")`, `vars(x)["name"]` and `vars(x).get("name")`."""
+    called = ast.unparse(node.func if isinstance(node, ast.Call) else node.value)
+    if re.search(r"^(get|set|has|del)attr$|(\bvars\(.*\)|__dict__)(\.\w+)?$", called):
+        constants = node.args if isinstance(node, ast.Call) else [node.slice]
+        yield from (each.value for each in constants if isinstance(each, ast.Constant) and isinstance(each.value, str))
+
+
+def own_names() -> set[str]:
+    """Private names that a class of ours, or a module of ours, defines."""
+    found = set()
+    for _, node in nodes():
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+            found.add(node.attr)
+    return found
+
+
+def uses() -> dict[str, set[str]]:
+    """Names that stand for something of another library, and the files that use them."""
+    found: dict[str, set[str]] = {}
+    ours = own_names() | {"_is_local"}  # ours on a parameter of FairScale's
+    for path, node in nodes():
+        names: list[str] = []
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            names = [] if ast.unparse(node) in PUBLIC else [node.attr]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if not modules or modules[0].split(".")[0] != "fabric":
+                names = [part for each in [*modules, *(one.name for one in node.names)] for part in each.split(".")]
+        elif isinstance(node, ast.Call | ast.Subscript):
+            names = list(looked_up(node))
+        for name in names:
+            if is_private(name) and name not in ours | PUBLIC:
+                found.setdefault(name, set()).add(path.relative_to(ROOT).as_posix())
+    return found
+
+
+def test_every_private_name_that_a_source_file_uses_is_in_a_list() -> None:
+    of_users = {name for several in OF_USERS for name in several.split()}
+    modules = {"_internal", "_dynamo", "_utils", "_pytree", "_python_dispatch"}  # of listed owners
+    unknown = {name: files for name, files in uses().items() if name not in listed() | of_users | modules}
+    assert not unknown, "add them to the list of their library, or use what is public"
+
+
+def test_no_list_names_what_no_source_file_uses() -> None:
+    counts = Counter(word for path in sources() for word in re.findall(r"\w+", path.read_text()))
+    assert not {name for name in listed() if counts[name] < 2}
+
+
+@pytest.mark.slow
+def test_the_installed_releases_have_each_name_of_the_lists() -> None:
+    tables = {name: table for name, table in lists().items() if find_spec(next(iter(table)).partition(".")[0])}
+    program = (  # in a process of its own: importing DeepSpeed changes the environment
+        "from fabric.launchers.private_names import require\n"
+        f"for name, table in {tables!r}.items(): require(name, 'an earlier release', table)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_missing_name_is_an_error_that_names_both_releases() -> None:
+    missing: Mapping[str, Mapping[str, str]] = {"torch.nn:Module": {"_buffers _never_was": "to be missed"}}
+    with pytest.raises(
+        ImportError,
+        match=r"torch 2\.\d+\.\d+\S* has no `torch\.nn\.Module\._never_was`, a private name that torchfabric relies "
+        r"on: to be missed\. torchfabric was tested with torch 2\.9 to 2\.13: install one of those, or a newer"
+        r" torchfabric",
+    ):
+        require("torch", "2.9 to 2.13", missing)
