@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
+import template
 import torch
 
 from fabric.launchers.environments.slurm import SlurmEnvironment
@@ -88,7 +88,7 @@ def test_the_usable_accelerators_end_with_the_cpu() -> None:
 
 
 def program_of(*arguments: str, stdin: str | None = None) -> str:
-    done = subprocess.run(
+    done = template.run(
         [sys.executable, *arguments], input=stdin, capture_output=True, text=True, timeout=100, check=True
     )
     return done.stdout.split()[-1]
