@@ -15,7 +15,7 @@ from fabric import spelling
 from fabric.launchers.environments.environment import Environment
 from fabric.launchers.environments.ours import OursEnvironment
 from fabric.launchers.world import World
-from fabric.spelling import Devices, LauncherWord
+from fabric.spelling import Devices
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.strategy import Strategy
@@ -37,7 +37,7 @@ class Request:
     main_address: str | None = None
     main_port: int | None = None
     precision: Precision = _PRECISION
-    launcher: LauncherWord = "auto"
+    launcher: str = "auto"
     max_restarts: int | None = None
     """How often `elastic` starts all ranks again. Said on the command line alone; None: not said."""
     deterministic: bool | Literal["warn"] = False
