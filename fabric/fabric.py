@@ -111,6 +111,8 @@ class Fabric:
     `callbacks`: objects whose methods `call` runs. `loggers`: objects that take metrics.
     `launcher`: auto, script, fork, forkserver, spawn, elastic, external.
     `deterministic`: True (raise where an operation has no deterministic form), "warn", or False.
+    `timeout_seconds`: how long a collective waits for the other ranks before it raises, whatever the strategy; None is
+    the strategy's own, half an hour unless it says otherwise.
     `say_after_seconds`: where a rank waits in one collective for longer, the job prints what each rank does.
     """
 
@@ -127,6 +129,7 @@ class Fabric:
         loggers: Any = (),
         launcher: str = "auto",
         deterministic: Any = False,
+        timeout_seconds: float | None = None,
         say_after_seconds: float = DEFAULT_SAY_AFTER_SECONDS,
     ) -> None:
         said = {name: value for name, value in locals().items() if name != "self"}
