@@ -154,6 +154,7 @@ _CASES = (
         needs=("load", "optimizer_state"),
     ),
     Case(name="uneven", claim="a last batch that is smaller", body=loops.tail, needs=("uneven",)),
+    Case(name="uneven_stream", claim="a stream with more batches on one rank", body=loops.uneven_stream),
     Case(name="loaders_first", claim="numbers drawn after loaders were set up", body=loops.loaders_first),
     Case(
         name="gather_gradients",
