@@ -29,7 +29,7 @@ from fabric.strategies.module.changes import Additions
 from fabric.strategies.module.copies import IN_STAGES, refuse_copies
 from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
 from fabric.strategies.module.forward import ForwardPath
-from fabric.strategies.module.parameter_rebinding import follow
+from fabric.strategies.module.parameter_rebinding import rebinding
 from fabric.strategies.module.prepare import place, prepared
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
@@ -68,7 +68,7 @@ def pipelined(
         follow_rank_zero(runtime.collective, tensors)
     drop_others(inner, stages)
     whole.leave()
-    with follow(inner, optimizers):
+    with rebinding(inner, optimizers):
         was_empty = any(parameter.is_meta for parameter in inner.parameters())
         for part in in_order_of_apply(inner):
             unfilled.fill(part, runtime.device, peers)
