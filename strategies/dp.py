@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.collectives.single import SingleDeviceCollective
-from fabric.strategies.gradients.sync import Finish, GradientSync
+from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
 from fabric.strategies.module.activation_checkpointing import rebind_copies
 from fabric.strategies.module.prepare import place, replica
 from fabric.strategies.precision.precision import Precision
@@ -80,6 +80,9 @@ class DPGradientSync(GradientSync):
 
     def watch(self) -> Finish | None:
         return None
+
+    def scale(self, factor: Factor) -> None:
+        scale_gradients(self.parallel.module.module.parameters(), factor)
 
     def release(self) -> None:
         pass

@@ -20,7 +20,7 @@ from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.packing import Spec
 from fabric.strategies.ddp.comm_hooks import register
 from fabric.strategies.gradients.reducer import end_reducer
-from fabric.strategies.gradients.sync import Finish, GradientSync
+from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
 from fabric.strategies.module.buffers import follow_rank_zero
 from fabric.strategies.module.changes import Contents
 
@@ -76,6 +76,9 @@ class DDPGradientSync(GradientSync):
                 # Not before forward, as torch does: an evaluation then finds equal buffers, and needs no message.
                 follow_rank_zero(self.collective, buffers)
         return output
+
+    def scale(self, factor: Factor) -> None:
+        scale_gradients(self.module.parameters(), factor)
 
     def release(self) -> None:
         if self.parallel is not None:

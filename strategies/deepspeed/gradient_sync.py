@@ -13,7 +13,7 @@ from typing import Any, final
 from torch import nn
 
 from fabric.strategies.deepspeed.engine import Engine, gathered_parts
-from fabric.strategies.gradients.sync import Finish, GradientSync
+from fabric.strategies.gradients.sync import Factor, Finish, GradientSync
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
 
@@ -35,6 +35,9 @@ class DeepSpeedGradientSync(GradientSync):
     def watch(self) -> Finish | None:
         return self.engine.watch()
 
+    def scale(self, factor: Factor) -> None:
+        self.engine.multiply(factor)
+
     def release(self) -> None:
         self.engine.release()
 
@@ -55,6 +58,9 @@ class UntrainedGradientSync(GradientSync):
 
     def watch(self) -> Finish | None:
         return None  # what another model's loss sends through it needs nothing of it
+
+    def scale(self, factor: Factor) -> None:
+        pass  # it has no gradients
 
     def release(self) -> None:
         self.order.release()

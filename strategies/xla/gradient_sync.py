@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fabric.strategies.collectives.call_check import agree
-from fabric.strategies.gradients.sync import Finish, GradientSync
+from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
 from fabric.strategies.module.changes import Contents
 from fabric.strategies.xla.collective import XLACollective
@@ -46,6 +46,9 @@ class XLAGradientSync(GradientSync):
         if self.synced and torch.is_grad_enabled():
             follow_rank_zero(self.collective, buffers_of(self.buffered))
         return output
+
+    def scale(self, factor: Factor) -> None:
+        scale_gradients(self.parameters.values(), factor)
 
     def release(self) -> None:
         pass

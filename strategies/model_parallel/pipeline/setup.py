@@ -19,7 +19,7 @@ from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.gradients.averaging import MeshAveraging
 from fabric.strategies.gradients.clipping import clip_norm
-from fabric.strategies.gradients.sync import Finish, GradientSync
+from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
 from fabric.strategies.model_parallel.pipeline.options import Pipeline
 from fabric.strategies.model_parallel.pipeline.schedule import Stages
 from fabric.strategies.model_parallel.pipeline.split import Stage, cut, drop_others, give_back, take_over
@@ -126,6 +126,9 @@ class PipelineGradientSync(GradientSync):
 
     def watch(self) -> Finish | None:
         return self.averaging.watch()
+
+    def scale(self, factor: Factor) -> None:
+        scale_gradients(self.averaging.parameters, factor)
 
     def release(self) -> None:
         self.stages.release()
