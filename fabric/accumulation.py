@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import islice
 from typing import Any, Generic, TypeVar, final
 
 from torch.optim import Optimizer
@@ -52,12 +53,12 @@ class Accumulation:
     ) -> Iterator[Window[T]]:
         """See `Fabric.accumulate`."""
         total, taken = _length(batches), 0
-        iterator = iter(batches)
-        for first in iterator:
+        remaining = _Ahead(iter(batches))
+        while remaining.has_next():
             if self.is_unsynced and any(p.grad is not None for model in models for p in model.module.parameters()):
                 raise RuntimeError(_LEFT)
             length = None if total is None else min(num_batches, total - taken)
-            self._steps_of, self._window = models, Window(first, iterator, num_batches, length, unsynced)
+            self._steps_of, self._window = models, Window(remaining, num_batches, length, unsynced)
             yield self._window
             if self._window.num_read == 0:
                 raise RuntimeError(_UNREAD)
@@ -90,14 +91,12 @@ class Window(Generic[T]):
 
     def __init__(
         self,
-        first: T,
-        rest: Iterator[T],
+        remaining: _Ahead[T],
         num_batches: int,
         length: int | None,
         unsynced: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._first, self._rest = first, rest
-        self._num_batches, self._length, self._unsynced = num_batches, length, unsynced
+        self._remaining, self._num_batches, self._length, self._unsynced = remaining, num_batches, length, unsynced
         self._was_asked = False
         self.num_read = 0
         """How many micro-batches were given out."""
@@ -123,16 +122,15 @@ class Window(Generic[T]):
         return self._batches()
 
     def _batches(self) -> Iterator[T]:
-        batch = self._first
-        if self._num_batches > 1:
-            following = self._next()
-            if following:
-                with self._unsynced():
-                    while following:
-                        self.num_read += 1
-                        yield batch
-                        batch = following[0]
-                        following = self._next() if self.num_read + 1 < self._num_batches else ()
+        batch = next(self._remaining)
+        if self._num_batches > 1 and self._remaining.has_next():
+            with self._unsynced():
+                is_last = False
+                while not is_last:
+                    self.num_read += 1
+                    yield batch
+                    batch = next(self._remaining)
+                    is_last = self.num_read + 1 == self._num_batches or not self._remaining.has_next()
         self.num_read += 1
         if self._was_asked and self.num_read != self._length:
             raise RuntimeError(
@@ -143,10 +141,22 @@ class Window(Generic[T]):
         self.is_complete = True
         yield batch
 
-    def _next(self) -> tuple[T] | tuple[()]:
-        for batch in self._rest:
-            return (batch,)
-        return ()
+
+@final
+class _Ahead(Iterator[T]):
+    """An iterator that knows whether there is a next one, which it then holds."""
+
+    def __init__(self, iterator: Iterator[T]) -> None:
+        self._iterator = iterator
+        self._held: list[T] = []
+
+    def has_next(self) -> bool:
+        if not self._held:
+            self._held = list(islice(self._iterator, 1))
+        return bool(self._held)
+
+    def __next__(self) -> T:
+        return self._held.pop() if self.has_next() else next(self._iterator)
 
 
 def _length(batches: Any) -> int | None:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.gradients.clipping import parameters_of
-from fabric.strategies.gradients.sync import GradientSync
+from fabric.strategies.gradients.sync import Factor, GradientSync
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.sharding.dtensor import as_sharded, local_part
 
@@ -140,7 +140,7 @@ def _stacked(weights: Sequence[Weight]) -> Tensor:
     return torch.stack([there.new_tensor(each) if isinstance(each, float) else each for each in weights])
 
 
-def _inverse(means: Tensor) -> list[float] | list[Tensor]:
+def _inverse(means: Tensor) -> Sequence[Factor]:
     """By what gradients are multiplied. Where all weights are zero no sample counts, and gradients become zero."""
     if means.device.type == "cpu":
         return [1 / mean if mean else 0.0 for mean in means.tolist()]
