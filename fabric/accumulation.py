@@ -55,7 +55,7 @@ class Accumulation:
         total, taken = _length(batches), 0
         remaining = _Ahead(iter(batches))
         while remaining.has_next():
-            if self.is_unsynced and any(p.grad is not None for model in models for p in model.module.parameters()):
+            if self.is_unsynced and any(p.grad is not None for model in models for p in model.sync.parameters_held()):
                 raise RuntimeError(_LEFT)
             length = None if total is None else min(num_batches, total - taken)
             self._steps_of, self._window = models, Window(remaining, num_batches, length, unsynced)

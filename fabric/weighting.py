@@ -38,7 +38,7 @@ class Weighting:
 
     def refuse_unweighted(self) -> None:
         """Raise RuntimeError where a loss without a weight would be added to gradients that are still to be divided."""
-        if any(not kept.is_discarded(module) for module, kept in self._kept_back.items()):
+        if any(not kept.is_discarded() for kept in self._kept_back.values()):
             raise RuntimeError(_MIXED)
 
     def keep_back(self, models: Sequence[Prepared], weight: Weight, run: Callable[[], None]) -> None:
@@ -46,7 +46,7 @@ class Weighting:
         weights = [self._before(model) + weight for model in models]
         run()
         self._kept_back.update(
-            {model.module: _KeptBack.of(model.module, each) for model, each in zip(models, weights, strict=True)}
+            {model.module: _KeptBack.of(model.sync, each) for model, each in zip(models, weights, strict=True)}
         )
 
     def synchronise(
@@ -67,7 +67,7 @@ class Weighting:
         for model, factor in zip(models, factors, strict=True):
             model.sync.scale(factor)
             self._kept_back.pop(model.module, None)
-            self._divided[model.module] = [(p, p.grad) for p in model.module.parameters() if p.grad is not None]
+            self._divided[model.module] = [(p, p.grad) for p in model.sync.parameters_held() if p.grad is not None]
         if bare is not None:
             bare.scale(factors[0])
 
@@ -76,7 +76,7 @@ class Weighting:
         kept = self._kept_back.get(model.module)
         if kept is None:
             return 0.0
-        if kept.is_discarded(model.module):
+        if kept.is_discarded():
             del self._kept_back[model.module]
             return 0.0
         return kept.weight
@@ -95,21 +95,22 @@ class Weighting:
 class _KeptBack:
     """The weight of gradients that one model keeps back, and what its first gradient was then."""
 
+    sync: GradientSync
     weight: Weight
     gradient: Tensor | None
     version: int
 
     @classmethod
-    def of(cls, module: nn.Module, weight: Weight) -> _KeptBack:
-        gradient = _first_gradient(module)
-        return cls(weight, gradient, _version(gradient))
+    def of(cls, sync: GradientSync, weight: Weight) -> _KeptBack:
+        gradient = _first_gradient(sync)
+        return cls(sync, weight, gradient, _version(gradient))
 
-    def is_discarded(self, module: nn.Module) -> bool:
+    def is_discarded(self) -> bool:
         """Whether the gradients were set to None or to zero since."""
-        gradient = _first_gradient(module)
+        gradient = _first_gradient(self.sync)
         if gradient is not None and gradient is self.gradient and _version(gradient) == self.version:
             return False
-        return not any(_is_nonzero(parameter.grad) for parameter in module.parameters())
+        return not any(_is_nonzero(parameter.grad) for parameter in self.sync.parameters_held())
 
 
 def check_weight(weight: Any) -> Weight:
@@ -147,8 +148,8 @@ def _inverse(means: Tensor) -> Sequence[Factor]:
     return list(torch.where(means == 0, 0, 1 / means).unbind())
 
 
-def _first_gradient(module: nn.Module) -> Tensor | None:
-    return next((p.grad for p in module.parameters() if p.grad is not None), None)
+def _first_gradient(sync: GradientSync) -> Tensor | None:
+    return next((p.grad for p in sync.parameters_held() if p.grad is not None), None)
 
 
 def _version(gradient: Tensor | None) -> int:

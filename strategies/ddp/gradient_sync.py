@@ -6,13 +6,13 @@ It is kept beside the user's module, and made anew where what the model trains h
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fabric.strategies.collectives.call_check import agree
@@ -77,8 +77,11 @@ class DDPGradientSync(GradientSync):
                 follow_rank_zero(self.collective, buffers)
         return output
 
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self.module.parameters()
+
     def scale(self, factor: Factor) -> None:
-        scale_gradients(self.module.parameters(), factor)
+        scale_gradients(self.parameters_held(), factor)
 
     def release(self) -> None:
         if self.parallel is not None:

@@ -6,11 +6,11 @@ for a rank has no room for whole ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
-from torch import nn
+from torch import Tensor, nn
 
 from fabric.strategies.deepspeed.engine import Engine, gathered_parts
 from fabric.strategies.gradients.sync import Factor, Finish, GradientSync
@@ -35,6 +35,9 @@ class DeepSpeedGradientSync(GradientSync):
     def watch(self) -> Finish | None:
         return self.engine.watch()
 
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self.engine.trained
+
     def scale(self, factor: Factor) -> None:
         self.engine.multiply(factor)
 
@@ -58,6 +61,9 @@ class UntrainedGradientSync(GradientSync):
 
     def watch(self) -> Finish | None:
         return None  # what another model's loss sends through it needs nothing of it
+
+    def parameters_held(self) -> Iterable[Tensor]:
+        return ()
 
     def scale(self, factor: Factor) -> None:
         pass  # it has no gradients

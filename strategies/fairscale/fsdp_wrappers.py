@@ -18,7 +18,7 @@ Note [Traps of FairScale closed here]
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -174,8 +174,11 @@ class FairScaleFSDPGradientSync(GradientSync):
                 wrapper._free_full_params()
                 wrapper._use_fp32_param_shard()
 
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self.names
+
     def scale(self, factor: Factor) -> None:
-        scale_gradients(self.names, factor)
+        scale_gradients(self.parameters_held(), factor)
 
     def release(self) -> None:
         """Take our part of each forward off. The parameters stay slices: to put them together takes all ranks."""

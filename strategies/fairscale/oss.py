@@ -13,7 +13,7 @@ Note [Traps of FairScale closed here]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -221,8 +221,11 @@ class FairScaleShardedGradientSync(GradientSync):
         }
         return {**state_dict, "state": own}
 
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self.owner
+
     def scale(self, factor: Factor) -> None:
-        scale_gradients(self.owner, factor)
+        scale_gradients(self.parameters_held(), factor)
 
     def release(self) -> None:
         """Take the hooks off, and give each parameter memory of its own again. State stays with its owners."""
@@ -257,6 +260,9 @@ class NoOwnersGradientSync(GradientSync):
     def watch(self) -> Finish:
         before = [(parameter, parameter.grad, _version(parameter.grad)) for parameter in self.module.parameters()]
         return partial(self._refuse_changed, before)
+
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self.module.parameters()
 
     def scale(self, factor: Factor) -> None:
         pass  # it has no gradients

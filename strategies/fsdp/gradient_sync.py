@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, cast, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, all_of, scale_gradients
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
@@ -67,8 +67,11 @@ class FSDPGradientSync(GradientSync):
     def watch(self) -> Finish | None:
         return all_of(self.order.watch(), self.same.watch(), self.gathered.watch())
 
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self.parameters
+
     def scale(self, factor: Factor) -> None:
-        scale_gradients(self.parameters, factor)
+        scale_gradients(self.parameters_held(), factor)
 
     def release(self) -> None:
         self.gathered.release()

@@ -44,6 +44,10 @@ class GradientSync(ABC):
         """Called before each backward that may reach the model. None: there is nothing to do after it."""
 
     @abstractmethod
+    def parameters_held(self) -> Iterable[Tensor]:
+        """The parameters as optimizers hold them: shards, where `module.parameters()` may give gathered ones."""
+
+    @abstractmethod
     def scale(self, factor: Factor) -> None:
         """Multiply the synchronised gradients that the model has now, and that its optimizers would step with.
 
@@ -71,8 +75,11 @@ class LocalGradientSync(GradientSync):
     def watch(self) -> Finish | None:
         return None
 
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self.module.parameters()
+
     def scale(self, factor: Factor) -> None:
-        scale_gradients(self.module.parameters(), factor)
+        scale_gradients(self.parameters_held(), factor)
 
     def release(self) -> None:
         pass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
@@ -56,8 +56,11 @@ class HorovodGradientSync(GradientSync):
         # Where all that the loss is made of is new, no hook of ours is called.
         return None if self.is_unsynced or self.contents.is_as_it_was() else self._refuse_unmet
 
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self.parameters
+
     def scale(self, factor: Factor) -> None:
-        scale_gradients(self.parameters, factor)
+        scale_gradients(self.parameters_held(), factor)
 
     def release(self) -> None:
         self._remove_hooks()

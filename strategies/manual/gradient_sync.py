@@ -9,7 +9,7 @@ there: unlike an average (see Note [Averages of averages]), a division may not b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
@@ -102,8 +102,11 @@ class ManualGradientSync(GradientSync):
         names = [self.names.get(parameter, f"parameter {index}") for index, parameter in enumerate(plain)]
         refuse_unequal_gradients(self.context.collective, dict(zip(names, plain, strict=True)))
 
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self.parallel.module.parameters()
+
     def scale(self, factor: Factor) -> None:
-        scale_gradients(self.parallel.module.parameters(), factor)
+        scale_gradients(self.parameters_held(), factor)
 
     def release(self) -> None:
         if self.parallel.release is not None:

@@ -68,8 +68,11 @@ class BareParameters(GradientSync):
         finally:
             self._is_held = before
 
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self._parameters
+
     def scale(self, factor: Factor) -> None:
-        scale_gradients(self._parameters, factor)
+        scale_gradients(self.parameters_held(), factor)
 
     def release(self) -> None:
         for hook in self._hooks:

@@ -6,13 +6,13 @@ while every rank still has the whole model, and only what a rank keeps is moved 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.state import uncompiled
@@ -127,8 +127,11 @@ class PipelineGradientSync(GradientSync):
     def watch(self) -> Finish | None:
         return self.averaging.watch()
 
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self.averaging.parameters
+
     def scale(self, factor: Factor) -> None:
-        scale_gradients(self.averaging.parameters, factor)
+        scale_gradients(self.parameters_held(), factor)
 
     def release(self) -> None:
         self.stages.release()
