@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 import torch
@@ -45,18 +46,20 @@ from fabric.seed import seed_everything
 from fabric.spelling import DEFAULT_SAY_AFTER_SECONDS
 from fabric.stop import StopRequest
 from fabric.strategies.accelerators.accelerator import Accelerator
-from fabric.strategies.checkpoint import run_state, single_file
+from fabric.strategies.checkpoint import loading, run_state, saving, single_file
 from fabric.strategies.checkpoint.run_state import RunState
 from fabric.strategies.checkpoint.state import (
     PLAIN,
     Filter,
     StateAccess,
     Stateful,
+    in_memory,
     load_into,
     restore,
     state_of,
     uncompiled,
 )
+from fabric.strategies.checkpoint.storage import storage_of
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.collective import Collective, ReduceOp
 from fabric.strategies.collectives.journal import FlightRecorder
@@ -110,6 +113,8 @@ class Fabric:
     `callbacks`: objects whose methods `call` runs. `loggers`: objects that take metrics.
     `launcher`: auto, script, fork, forkserver, spawn, elastic, external.
     `deterministic`: True (raise where an operation has no deterministic form), "warn", or False.
+    `timeout_seconds`: how long a collective waits for the other ranks before it raises, whatever the strategy; None is
+    the strategy's own, half an hour unless it says otherwise.
     `say_after_seconds`: where a rank waits in one collective for longer, the job prints what each rank does.
     """
 
@@ -126,6 +131,7 @@ class Fabric:
         loggers: Any = (),
         launcher: str = "auto",
         deterministic: Any = False,
+        timeout_seconds: float | None = None,
         say_after_seconds: float = DEFAULT_SAY_AFTER_SECONDS,
     ) -> None:
         said = {name: value for name, value in locals().items() if name != "self"}
@@ -603,20 +609,20 @@ class Fabric:
     # Saving
 
     def save(self, path: str | os.PathLike[str], state: Mapping[str, Any], filter: Filter | None = None) -> None:
-        """Write modules, optimizers, anything with a `state_dict`, and plain values to one file, whole or not at all.
+        """Write modules, optimizers, anything with a `state_dict`, and plain values to a folder, whole or not at all.
 
+        Each rank writes a part; any strategy with any number of ranks can load it. What was there before stays until
+        the new checkpoint is complete and on disk. `path`: on a disk that all ranks share, or an address for fsspec.
         `filter`: for a name in `state`, a function `(key, value) -> bool` that chooses what is saved. A data loader
-        without a `state_dict` is left out, and that is said once. Unless `state` is plain values alone, the file has an
+        without a `state_dict` is left out, and that is said once. Unless `state` is plain values alone, there is an
         entry `"fabric"` besides: the random generators of every rank, the loss scales, and the schedulers that were
         given to `setup`. Save after a step, not within a window of micro-batches: gradients are in no checkpoint.
         Ranks: all; each receives about 10 KB of generators from every other.
-        Raises: CheckpointError: on every rank, if rank 0 could not write.
+        Raises: CheckpointError: on every rank, if any rank could not write. TypeError: a value is of no kind that can
+        be read back without running code.
         """
-        check_named("save", state)
-        content = state_of(state, filter, self._state_access, self._loader_states)
-        if has_objects(dict(state)):
-            content[run_state.NAME] = self._run_state(state).read()
-        single_file.save(self._connected.collective, path, content)
+        content = self._content("save", state, filter, gathered=False)
+        saving.save(self._connected.collective, storage_of(path), content)
 
     def load(
         self, path: str | os.PathLike[str], state: MutableMapping[str, Any] | None = None, strict: bool = True
@@ -625,25 +631,25 @@ class Fabric:
 
         Where `state` has an optimizer or a prepared loader, the run goes on as the one that was saved: generators, loss
         scales and schedulers are restored too, at the end of this call. Weights alone leave them as they are. From a
-        file that has none, nothing is restored, and that is said. With another number of ranks, rank 0's generators
-        are those of all.
-        Ranks: all. Raises: CheckpointError: on every rank, if a rank could not read; KeyError: `strict`, and the file
-        lacks a name of `state`.
+        checkpoint that has none, nothing is restored, and that is said. With another number of ranks, rank 0's
+        generators are those of all. Reads a file of `torch.save` with the same names, too. Checksums are verified
+        before any object is changed.
+        Ranks: all. Raises: CheckpointError: on every rank, if a rank could not read, or found damaged bytes; KeyError:
+        `strict`, and the checkpoint lacks a name of `state`.
         """
         if state is not None:
             check_named("load", state)
-        content = single_file.load(self._connected.collective, path)
         found = {} if state is None else state
+        content = self._read(path)
         run = content.pop(run_state.NAME, None)
         rest = restore(found, content, strict=strict, access=self._state_access, loaders=self._loader_states)
         if is_run(dict(found)):
-            self._run_state(found).write(run)
+            self._run_state(found).write(in_memory(run))
         return rest
 
     def load_raw(self, path: str | os.PathLike[str], obj: Stateful, strict: bool = True) -> None:
-        """Load a file that holds the bare state of one module or optimizer, as `torch.save(net.state_dict())` does."""
-        content = single_file.load(self._connected.collective, path)
-        load_into(obj, content, strict=strict, access=self._state_access)
+        """Load the bare state of one module or optimizer, as `torch.save(net.state_dict(), path)` writes it."""
+        load_into(obj, self._read(path), strict=strict, access=self._state_access)
 
     # Stopping
 
@@ -800,6 +806,21 @@ class Fabric:
         if isinstance(obj, Optimizer) and obj in self._optimizers:
             return self._optimizers[obj]
         return next((model.state for model in self._models.values() if model.holds(obj)), otherwise)
+
+    def _read(self, path: str | os.PathLike[str]) -> Any:
+        """What is in a checkpoint, or in a file of `torch.save`. Ranks: all."""
+        collective = self._connected.collective
+        return (
+            single_file.load(collective, path) if Path(path).is_file() else loading.load(collective, storage_of(path))
+        )
+
+    def _content(self, method: str, state: Mapping[str, Any], keep: Filter | None, *, gathered: bool) -> dict[str, Any]:
+        """The objects' states: whole on rank 0 (`gathered`), or what each rank holds. Ranks: all."""
+        check_named(method, state)
+        content = state_of(state, keep, self._state_access, self._loader_states, gathered=gathered)
+        if has_objects(dict(state)):
+            content[run_state.NAME] = self._run_state(state).read()
+        return content
 
     @property
     def _loader_states(self) -> LoaderStates:

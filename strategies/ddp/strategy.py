@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fabric.strategies.capabilities import Capability
+from fabric.strategies.checkpoint.state import ReplicatedState
 from fabric.strategies.ddp.comm_hooks import CommHook, check, why_not
 from fabric.strategies.ddp.gradient_sync import UNUSED, DDPGradientSync
 from fabric.strategies.ddp.zero1 import OwnersState, deal_out, refuse_whole
@@ -77,7 +78,8 @@ class DDPStrategy(ProcessGroupStrategy):
         place(runtime, module, optimizers, move=move)
         sync = DDPGradientSync(self, runtime.collective, module)
         if not shards:
-            return replica(runtime, module, optimizers, sync)
+            prepared = replica(runtime, module, optimizers, sync)
+            return replace(prepared, state=ReplicatedState(runtime.world.size))
         prepared = replica(runtime, module, optimizers, sync, end=deal_out(runtime.collective, optimizers))
         return replace(prepared, state=OwnersState(runtime.collective))
 

@@ -14,6 +14,7 @@ from typing import final
 from torch import nn
 from torch.optim import Optimizer
 
+from fabric.launchers.environments.horovod import INSTALL
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.horovod.collective import HorovodCollective
@@ -81,9 +82,3 @@ def _why_not(target: Target) -> str | None:
         f"`strategy='horovod'` with `accelerator={device_type!r}`: Horovod carries tensors of the CPU, and of CUDA "
         "where it was built with HOROVOD_GPU_OPERATIONS=NCCL. Pass `accelerator='cpu'`, or use 'ddp'."
     )
-
-
-INSTALL = (
-    "Release 0.28.1 does not compile against today's torch by itself. In torchfabric's repository, run "
-    "`tests/over_horovod/build_wheel.sh python wheels && pip install wheels/horovod-*.whl` (two minutes)."
-)
