@@ -33,7 +33,7 @@ from fabric.machine import Found, Machine
 from fabric.request import Request
 from fabric.spelling import DEFAULT_MAX_RESTARTS
 from fabric.strategies.accelerators.accelerator import Accelerator
-from fabric.strategies.options import check_options
+from fabric.strategies.options import check_options, with_timeout
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.registry import make_strategy, variant_for
 from fabric.strategies.strategy import Strategy
@@ -76,6 +76,7 @@ def resolve(request: Request, machine: Machine) -> Resolved:
     strategy, word = _strategy(request, machine, found)
     check_options(strategy)
     strategy = variant_for(strategy, found.accelerator.name, word=word)
+    strategy = _with_timeout(strategy, word, request)
     _refuse(strategy_against_the_launcher(strategy, word, request, machine))
     _refuse(accelerator_against_the_precision(found.accelerator, request.precision))
     _refuse(accelerator_against_the_strategy(found.accelerator, strategy, word))
@@ -94,6 +95,19 @@ def resolve(request: Request, machine: Machine) -> Resolved:
         world=machine.world,
         topology=topology,
     )
+
+
+def _with_timeout(strategy: Strategy, word: str, request: Request) -> Strategy:
+    seconds = request.timeout_seconds
+    if seconds is None or strategy.launchers == ("inline",):  # one process waits for nobody
+        return strategy
+    timed = with_timeout(strategy, seconds)
+    if timed is None:
+        raise ValueError(
+            f"`timeout_seconds={seconds:g}`, but `strategy={word}` has no `timeout_seconds`, or another one already. "
+            f"Leave one of them out."
+        )
+    return timed
 
 
 def _refuse(sentence: str | None) -> None:

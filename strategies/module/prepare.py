@@ -51,7 +51,7 @@ def replica(
     """
     around = with_precision(runtime, None if sync is None else sync.forward)
     path = ForwardPath(module, refuse_empty(module, around), uncompilable=uncompilable)
-    return prepared(runtime, module, optimizers, sync or LocalGradientSync(), path, end)
+    return prepared(runtime, module, optimizers, sync or LocalGradientSync(module), path, end)
 
 
 def prepared(
