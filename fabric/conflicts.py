@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
+from fabric.launchers.environments import ENVIRONMENTS
 from fabric.launchers.registry import OURS, PER_DEVICE, launcher_row
 from fabric.machine import Machine
 from fabric.request import Request
@@ -18,11 +19,7 @@ from fabric.strategies.strategy import Strategy
 
 Conflict: TypeAlias = Callable[[Request, Machine], str | None]
 
-_LOOKED_FOR = (
-    "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (torchrun, or by hand), "
-    "SLURM_PROCID and SLURM_STEP_ID (srun), JSM_NAMESPACE_RANK (jsrun), OMPI_COMM_WORLD_RANK (mpirun), HOROVOD_RANK "
-    "(horovodrun)"
-)
+_LOOKED_FOR = ", ".join(words for environment in ENVIRONMENTS if (words := environment.looked_for))
 _PLACE_OPTIONS = {"node_rank": "--node-rank", "main_address": "--main-address", "main_port": "--main-port"}
 _PLACE_VARIABLES = {"node_rank": "NODE_RANK", "main_address": "MASTER_ADDR", "main_port": "MASTER_PORT"}
 

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fabric.accumulation import Accumulation, Window
 from fabric.arguments import (
     check_function,
     check_limits,
@@ -44,18 +46,20 @@ from fabric.seed import seed_everything
 from fabric.spelling import DEFAULT_SAY_AFTER_SECONDS
 from fabric.stop import StopRequest
 from fabric.strategies.accelerators.accelerator import Accelerator
-from fabric.strategies.checkpoint import run_state, single_file
+from fabric.strategies.checkpoint import loading, run_state, saving, single_file
 from fabric.strategies.checkpoint.run_state import RunState
 from fabric.strategies.checkpoint.state import (
     PLAIN,
     Filter,
     StateAccess,
     Stateful,
+    in_memory,
     load_into,
     restore,
     state_of,
     uncompiled,
 )
+from fabric.strategies.checkpoint.storage import storage_of
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.collective import Collective, ReduceOp
 from fabric.strategies.collectives.journal import FlightRecorder
@@ -65,16 +69,17 @@ from fabric.strategies.data.device_loader import DeviceLoader
 from fabric.strategies.data.share import Use
 from fabric.strategies.data.transfer import move
 from fabric.strategies.data.uneven import Uneven
+from fabric.strategies.gradients.sync import backward_through
 from fabric.strategies.module.activation_checkpointing import recompute
 from fabric.strategies.module.bare_parameters import BareParameters, outside, refuse_later, refuse_shards
 from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.prepare import backward_through
 from fabric.strategies.precision.forward_precision import autocast
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.dtensor import as_sharded
 from fabric.strategies.strategy import Strategy
+from fabric.weighting import Weighting, check_weight
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -108,6 +113,8 @@ class Fabric:
     `callbacks`: objects whose methods `call` runs. `loggers`: objects that take metrics.
     `launcher`: auto, script, fork, forkserver, spawn, elastic, external.
     `deterministic`: True (raise where an operation has no deterministic form), "warn", or False.
+    `timeout_seconds`: how long a collective waits for the other ranks before it raises, whatever the strategy; None is
+    the strategy's own, half an hour unless it says otherwise.
     `say_after_seconds`: where a rank waits in one collective for longer, the job prints what each rank does.
     """
 
@@ -124,6 +131,7 @@ class Fabric:
         loggers: Any = (),
         launcher: str = "auto",
         deterministic: Any = False,
+        timeout_seconds: float | None = None,
         say_after_seconds: float = DEFAULT_SAY_AFTER_SECONDS,
     ) -> None:
         said = {name: value for name, value in locals().items() if name != "self"}
@@ -143,6 +151,8 @@ class Fabric:
         """Loaders without a state, by the names under which they were left out of a checkpoint."""
         self._bare: BareParameters | None = None
         self._backward: Callable[..., None] | None = None
+        self._accumulation = Accumulation()
+        self._weighting: Weighting | None = None
         self._stop: StopRequest | None = None
 
     # Who and where
@@ -426,24 +436,69 @@ class Fabric:
         """The precision's autocast, for operations outside a prepared model's forward."""
         return autocast(self._connected.precision, self._connected.device)
 
-    def backward(self, loss: Tensor, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        """Compute gradients, averaged over the ranks. `model`: whose, where each model has an engine of its own.
+    def backward(
+        self,
+        loss: Tensor,
+        *args: Any,
+        model: nn.Module | Sequence[nn.Module] | None = None,
+        weight: float | Tensor | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Compute gradients, averaged over the ranks.
 
+        `weight`: how many samples or tokens the loss is a sum over on this rank, zero among them. After the window (all
+        backwards up to a synchronised one: `accumulate`, `no_backward_sync`) gradients are the sum of all losses'
+        gradients over all ranks, divided by the sum of all weights; zero, where that is zero. Clipping and the step see
+        them so. Costs a scalar all-reduce for each window. Each backward of a window has a weight, or none has.
+        `model`: the one, or those, whose gradients the loss is computed for. Needed where each model has an engine of
+        its own, and for `weight` where several models are set up.
         Further arguments go to `Tensor.backward`. Ranks: all call it, unless within `no_backward_sync`.
         """
+        named: tuple[nn.Module, ...] = ()
+        backward = self._backward
         if model is not None:
-            prepared = self._prepared(model, "backward(model=...)")
-            # The loss of one model may go through another, whose gradients must be looked after as well.
-            together = self._backward if all(each.joins_backward for each in self._models.values()) else None
-            backward = together or prepared.backward
-        elif self._backward is not None:
-            backward = self._backward
-        else:
+            named = (model,) if isinstance(model, nn.Module) else tuple(model)
+            backward = self._backward_for([self._prepared(each, "backward(model=...)") for each in named])
+        if backward is None:
             raise RuntimeError("`fabric.backward(loss)` before `fabric.setup(model)`. Set the model up first.")
         runtime = self._connected
         runtime.loader_numbers.num_backwards += 1
         with runtime.new_tensors:  # activation checkpointing runs forward again
-            backward(loss, *args, **kwargs)
+            if weight is not None:
+                self._backward_weighted(partial(backward, loss, *args, **kwargs), named, weight)
+            else:
+                if self._weighting is not None:
+                    self._weighting.refuse_unweighted()
+                backward(loss, *args, **kwargs)
+        self._accumulation.is_unsynced = bool(self._accumulation.held)
+
+    def accumulate(self, batches: Iterable[T], num_batches: int, *models: nn.Module) -> Iterator[Window[T]]:
+        """Give the micro-batches in windows of `num_batches`, one optimizer step each; the last may be shorter.
+
+            for window in fabric.accumulate(loader, 8):
+                for tokens, targets in window:
+                    loss = cross_entropy(model(tokens), targets, reduction="sum")
+                    fabric.backward(loss, weight=len(targets))
+                optimizer.step()
+                optimizer.zero_grad()
+
+        Gradients are synchronised in the last micro-batch of a window alone: `models` (none: all that are set up) keep
+        them back in those before, as within `no_backward_sync`. Which one is the last is known without a length, by
+        reading one micro-batch ahead, and never beyond the window. `len(window)` is the number of its micro-batches,
+        where the loader has a length; `weight` needs no length. Leave a window early by `break`, and discard its
+        gradients with `optimizer.zero_grad()`; a step that would use gradients that were not synchronised raises
+        RuntimeError. Ranks: all, with as many windows each; a window may have other lengths on other ranks.
+        """
+        if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 1:
+            raise ValueError(
+                f"`accumulate(loader, {num_batches!r})`: a window has a number of micro-batches, 1 or more."
+            )
+        prepared = tuple(self._prepared(each, "accumulate") for each in models) or tuple(self._models.values())
+        if not prepared:
+            raise RuntimeError("`fabric.accumulate(...)` before `fabric.setup(model)`. Set the model up first.")
+        self._accumulation.guard(self._optimizers)
+        unsynced = partial(self._accumulation.unsynced, prepared, self._bare)
+        return self._accumulation.windows(batches, num_batches, prepared, unsynced)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """Within it, forward and backward of `module` leave gradients where they were computed. For accumulation: the
@@ -451,7 +506,7 @@ class Fabric:
         prepared = self._prepared(module, "no_backward_sync")
         if not enabled:
             return nullcontext()
-        return self._bare.unsynced_with(prepared.unsynced) if self._bare else prepared.unsynced()
+        return self._accumulation.unsynced([prepared], self._bare)
 
     def clip_gradients(
         self,
@@ -554,20 +609,20 @@ class Fabric:
     # Saving
 
     def save(self, path: str | os.PathLike[str], state: Mapping[str, Any], filter: Filter | None = None) -> None:
-        """Write modules, optimizers, anything with a `state_dict`, and plain values to one file, whole or not at all.
+        """Write modules, optimizers, anything with a `state_dict`, and plain values to a folder, whole or not at all.
 
+        Each rank writes a part; any strategy with any number of ranks can load it. What was there before stays until
+        the new checkpoint is complete and on disk. `path`: on a disk that all ranks share, or an address for fsspec.
         `filter`: for a name in `state`, a function `(key, value) -> bool` that chooses what is saved. A data loader
-        without a `state_dict` is left out, and that is said once. Unless `state` is plain values alone, the file has an
+        without a `state_dict` is left out, and that is said once. Unless `state` is plain values alone, there is an
         entry `"fabric"` besides: the random generators of every rank, the loss scales, and the schedulers that were
         given to `setup`. Save after a step, not within a window of micro-batches: gradients are in no checkpoint.
         Ranks: all; each receives about 10 KB of generators from every other.
-        Raises: CheckpointError: on every rank, if rank 0 could not write.
+        Raises: CheckpointError: on every rank, if any rank could not write. TypeError: a value is of no kind that can
+        be read back without running code.
         """
-        check_named("save", state)
-        content = state_of(state, filter, self._state_access, self._loader_states)
-        if has_objects(dict(state)):
-            content[run_state.NAME] = self._run_state(state).read()
-        single_file.save(self._connected.collective, path, content)
+        content = self._content("save", state, filter, gathered=False)
+        saving.save(self._connected.collective, storage_of(path), content)
 
     def load(
         self, path: str | os.PathLike[str], state: MutableMapping[str, Any] | None = None, strict: bool = True
@@ -576,25 +631,25 @@ class Fabric:
 
         Where `state` has an optimizer or a prepared loader, the run goes on as the one that was saved: generators, loss
         scales and schedulers are restored too, at the end of this call. Weights alone leave them as they are. From a
-        file that has none, nothing is restored, and that is said. With another number of ranks, rank 0's generators
-        are those of all.
-        Ranks: all. Raises: CheckpointError: on every rank, if a rank could not read; KeyError: `strict`, and the file
-        lacks a name of `state`.
+        checkpoint that has none, nothing is restored, and that is said. With another number of ranks, rank 0's
+        generators are those of all. Reads a file of `torch.save` with the same names, too. Checksums are verified
+        before any object is changed.
+        Ranks: all. Raises: CheckpointError: on every rank, if a rank could not read, or found damaged bytes; KeyError:
+        `strict`, and the checkpoint lacks a name of `state`.
         """
         if state is not None:
             check_named("load", state)
-        content = single_file.load(self._connected.collective, path)
         found = {} if state is None else state
+        content = self._read(path)
         run = content.pop(run_state.NAME, None)
         rest = restore(found, content, strict=strict, access=self._state_access, loaders=self._loader_states)
         if is_run(dict(found)):
-            self._run_state(found).write(run)
+            self._run_state(found).write(in_memory(run))
         return rest
 
     def load_raw(self, path: str | os.PathLike[str], obj: Stateful, strict: bool = True) -> None:
-        """Load a file that holds the bare state of one module or optimizer, as `torch.save(net.state_dict())` does."""
-        content = single_file.load(self._connected.collective, path)
-        load_into(obj, content, strict=strict, access=self._state_access)
+        """Load the bare state of one module or optimizer, as `torch.save(net.state_dict(), path)` writes it."""
+        load_into(obj, self._read(path), strict=strict, access=self._state_access)
 
     # Stopping
 
@@ -688,17 +743,47 @@ class Fabric:
 
     def _forget(self) -> None:
         """Let go of what was set up."""
-        self._models, self._optimizers, self._schedulers, self._backward, self._bare = {}, {}, [], None, None
+        self._accumulation.release()
+        self._models, self._optimizers, self._schedulers, self._backward = {}, {}, [], None
+        self._bare = self._weighting = None
+
+    def _backward_for(self, named: Sequence[Prepared]) -> Callable[..., None] | None:
+        """The backward of a loss of these models."""
+        # The loss of one model may go through another, whose gradients must be looked after as well.
+        if len(named) == 1 and not all(each.joins_backward for each in self._models.values()):
+            return self._backward_of(*named)
+        return self._backward
+
+    def _backward_weighted(self, run: Callable[[], None], named: Sequence[nn.Module], weight: Any) -> None:
+        checked = check_weight(weight)
+        models = [self._models[each] for each in named or self._models]
+        bare = self._bare or None
+        if len(self._models) > 1 and (not named or bare is not None):
+            raise ValueError(_WHOSE_WEIGHT if bare is None else _WHOSE_BARE)
+        if self._weighting is None:
+            self._weighting = Weighting(self._connected.collective)
+        held = [any(each is model for each in self._accumulation.held) for model in models]
+        if all(held):
+            self._weighting.keep_back(models, checked, run)
+        elif any(held):
+            raise RuntimeError(_HELD_IN_PART)
+        else:
+            self._weighting.synchronise(models, checked, run, bare, self._optimizers)
 
     def _joint_backward(self) -> Callable[..., None]:
-        models = list(self._models.values())
-        if len(models) == 1 and not self._bare:
-            return models[0].backward
-        if all(model.joins_backward for model in models):
-            watches = [watch for model in models for watch in model.watches]
-            bare = [self._bare.watch] if self._bare else []
-            return backward_through(self._connected.loss_scaler, [*watches, *bare])
+        models = self._models.values()
+        if len(models) == 1 or all(model.joins_backward for model in models):
+            return self._backward_of(*models)
         return _which_model
+
+    def _backward_of(self, *models: Prepared) -> Callable[..., None]:
+        """The backward of a loss that may reach these models."""
+        scaler = self._connected.loss_scaler
+        scale = models[0].scale_loss if len(models) == 1 else None
+        bare = [self._bare] if self._bare else []
+        return backward_through(
+            scale or (None if scaler is None else scaler.scale_loss), [*(model.sync for model in models), *bare]
+        )
 
     def _writer(self, logger: object) -> MetricWriter:
         """How to give metrics to a logger, which is checked when it is seen for the first time."""
@@ -721,6 +806,21 @@ class Fabric:
         if isinstance(obj, Optimizer) and obj in self._optimizers:
             return self._optimizers[obj]
         return next((model.state for model in self._models.values() if model.holds(obj)), otherwise)
+
+    def _read(self, path: str | os.PathLike[str]) -> Any:
+        """What is in a checkpoint, or in a file of `torch.save`. Ranks: all."""
+        collective = self._connected.collective
+        return (
+            single_file.load(collective, path) if Path(path).is_file() else loading.load(collective, storage_of(path))
+        )
+
+    def _content(self, method: str, state: Mapping[str, Any], keep: Filter | None, *, gathered: bool) -> dict[str, Any]:
+        """The objects' states: whole on rank 0 (`gathered`), or what each rank holds. Ranks: all."""
+        check_named(method, state)
+        content = state_of(state, keep, self._state_access, self._loader_states, gathered=gathered)
+        if has_objects(dict(state)):
+            content[run_state.NAME] = self._run_state(state).read()
+        return content
 
     @property
     def _loader_states(self) -> LoaderStates:
@@ -798,6 +898,20 @@ def _run(world: World, fabric: Fabric, function: Callable[..., T], args: tuple[A
         raise
     fabric.close()
     return result
+
+
+_WHOSE_WEIGHT = (
+    "`fabric.backward(loss, weight=...)` with several models set up: a weight counts for the gradients that its loss "
+    "gives. Say whose: `model=generator`, or `model=[encoder, decoder]` for a loss through both."
+)
+_WHOSE_BARE = (
+    "`fabric.backward(loss, weight=...)` with several models and parameters that are in none: by which weights those "
+    "are divided cannot be known. Make them part of a module, `self.temperature = nn.Parameter(...)`."
+)
+_HELD_IN_PART = (
+    "`fabric.backward(loss, weight=..., model=[...])` where some of the models keep their gradients back and others do "
+    "not. Enter `no_backward_sync` for all of them, or pass all of them to `accumulate`."
+)
 
 
 def _which_model(*args: Any, **kwargs: Any) -> None:

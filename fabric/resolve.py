@@ -33,7 +33,7 @@ from fabric.machine import Found, Machine
 from fabric.request import Request
 from fabric.spelling import DEFAULT_MAX_RESTARTS
 from fabric.strategies.accelerators.accelerator import Accelerator
-from fabric.strategies.options import check_options
+from fabric.strategies.options import check_options, with_timeout
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.registry import make_strategy, variant_for
 from fabric.strategies.strategy import Strategy
@@ -76,11 +76,12 @@ def resolve(request: Request, machine: Machine) -> Resolved:
     strategy, word = _strategy(request, machine, found)
     check_options(strategy)
     strategy = variant_for(strategy, found.accelerator.name, word=word)
+    strategy = _with_timeout(strategy, word, request)
     _refuse(strategy_against_the_launcher(strategy, word, request, machine))
     _refuse(accelerator_against_the_precision(found.accelerator, request.precision))
     _refuse(accelerator_against_the_strategy(found.accelerator, strategy, word))
     devices = choose_devices(request, machine, found, strategy)
-    _agree_with_the_world(request, machine, strategy, word, len(devices))
+    _check_world(request, machine, strategy, word, len(devices))
     num_nodes = machine.world.num_nodes if machine.world is not None else request.num_nodes
     _refuse(strategy.refuse(machine.target(found, len(devices), num_nodes, request.precision)))
     topology = _topology(request, machine, strategy.num_processes(len(devices)))
@@ -94,6 +95,19 @@ def resolve(request: Request, machine: Machine) -> Resolved:
         world=machine.world,
         topology=topology,
     )
+
+
+def _with_timeout(strategy: Strategy, word: str, request: Request) -> Strategy:
+    seconds = request.timeout_seconds
+    if seconds is None or strategy.launchers == ("inline",):  # one process waits for nobody
+        return strategy
+    timed = with_timeout(strategy, seconds)
+    if timed is None:
+        raise ValueError(
+            f"`timeout_seconds={seconds:g}`, but `strategy={word}` has no `timeout_seconds`, or another one already. "
+            f"Leave one of them out."
+        )
+    return timed
 
 
 def _refuse(sentence: str | None) -> None:
@@ -133,7 +147,7 @@ def _auto_strategy(request: Request, machine: Machine, found: Found) -> str:
     return found.accelerator.auto_strategies[several]
 
 
-def _agree_with_the_world(request: Request, machine: Machine, strategy: Strategy, word: str, num_devices: int) -> None:
+def _check_world(request: Request, machine: Machine, strategy: Strategy, word: str, num_devices: int) -> None:
     world, processes = machine.world, strategy.num_processes(num_devices)
     if world is None or processes == world.local_size:
         return

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from torch import nn
@@ -77,6 +77,15 @@ def carry_over(strategy: Strategy, to: type[S], *, word: str, accelerator: str) 
             f"{', '.join(lost)}. Leave it out, or write `strategy={to.__name__}(...)`, with options of its own."
         )
     return to(**{name: value for name, value in written.items() if name in known})
+
+
+def with_timeout(strategy: S, seconds: float) -> S | None:
+    """The strategy whose collectives wait for so long; None where it has no such option, or has said another time."""
+    own = next((field for field in fields(strategy) if field.name == "timeout_seconds"), None)
+    if own is None or getattr(strategy, own.name) not in (own.default, seconds):
+        return None
+    options: dict[str, Any] = {own.name: seconds}
+    return replace(strategy, **options)
 
 
 def check_function(strategy: Strategy, option: str, call: str) -> None:

@@ -26,6 +26,8 @@ _CHECKS: Mapping[str, Callable[[object, str], object]] = {
     "precision": spelling.read_precision_word,
     "launcher": spelling.read_launcher,
     "max_restarts": spelling.read_rank,
+    "timeout_seconds": spelling.read_seconds,
+    "say_after_seconds": spelling.read_seconds,
 }
 
 

@@ -28,6 +28,7 @@ from fabric.lightning.reductions import in_place, reduction
 from fabric.lightning.strategies import Strategy, strategy_of
 from fabric.lightning.utilities.seed import seed_everything
 from fabric.lightning.wrappers import AfterStep, _FabricModule, is_wrapped, prepared, unwrap
+from fabric.strategies.checkpoint import single_file
 from fabric.strategies.collectives.collective import Collective
 
 T = TypeVar("T")
@@ -311,8 +312,12 @@ class Fabric:
         state: Mapping[str, Any],
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write one file, whatever the strategy. Loaders without a position are left out. Ranks: all."""
-        self.core.save(path, _unwrapped("save", state), filter)
+        """Write one file, whatever the strategy, as that library's code reads: by `torch.load`. Rank 0 gathers it.
+
+        Loaders without a position are left out. Ranks: all.
+        """
+        content = self.core._content("save", _unwrapped("save", state), filter, gathered=True)
+        single_file.save(self.core._connected.collective, path, content)
 
     def load(
         self,

@@ -72,6 +72,12 @@ _CASES = (
         optimizer="adamw",
     ),
     Case(
+        name="weights",
+        claim="windows of micro-batches whose losses have weights, clipped by norm",
+        body=loops.weighted,
+        needs=("accumulate", "clip_norm"),
+    ),
+    Case(
         name="not_finite",
         claim="a norm that is not finite raises where that is asked for",
         body=loops.not_finite,

@@ -100,6 +100,30 @@ def train(loop: Loop, trial: Trial, recipe: Recipe) -> Outcome:
     return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses, norms)
 
 
+def weighted(loop: Loop, trial: Trial) -> Outcome:
+    """Windows of micro-batches, the last one shorter, of samples that count as often as their weights say, or not."""
+    net = trial.net()
+    model, optimizer = loop.setup(net, trial.optimizer(net, "adamw"))
+    draw = trial.draw("windows")
+    num_batches, num_windows = draw.randint(2, 4), draw.randint(1, 2)
+    num_steps = num_batches * num_windows + draw.randint(1, num_batches - 1)
+    losses, norms = [], []
+    batches = loop.setup_dataloaders(trial.loader(num_steps))
+    for window in loop.accumulate(batches, num_batches, model):
+        for tokens, targets, index in window:
+            weights = index % 3  # zeros among them
+            each = cross_entropy(model(tokens).to(trial.dtype), targets, reduction="none")
+            loss = (each * weights).sum()
+            loop.backward(loss, model=model, weight=weights.sum())
+            losses.append(mean(loop, loss) * trial.num_shares)
+        norm = loop.clip_gradients(model, optimizer, max_norm=0.02)
+        assert norm is not None
+        norms.append(norm.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses, norms)
+
+
 def repeated_backward(loop: Loop, trial: Trial, scalar: bool = False) -> Outcome:
     """Forward and backward several times before a step, each backward synchronised; parameters of few elements."""
     net = trial.narrow(scalar=scalar)

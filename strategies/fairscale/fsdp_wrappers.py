@@ -18,23 +18,24 @@ Note [Traps of FairScale closed here]
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from fabric.strategies.fairscale.fsdp_cpu import fully_sharded_on_cpu
 from fabric.strategies.fairscale.fsdp_state import holds_local
 from fabric.strategies.fairscale.library import FULLY_SHARDED, LATE, UNUSED, look_up, name_some, root_logger_untouched
+from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, all_of, scale_gradients
 from fabric.strategies.module.added_parameters import Newcomers
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
 from fabric.strategies.module.forward import ForwardPath, leave_uncompiled
+from fabric.strategies.nest import tensors_in
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.execution_order import ExecutionOrder
 from fabric.strategies.torch_internals import current_graph_task_id
 
 UNCOMPILABLE = (
@@ -63,11 +64,11 @@ class _Unit(nn.Module):
 
     def forward(self, call: _Call) -> list[Tensor]:
         call.output = call.function(*call.args, **call.kwargs)
-        return _tensors(call.output)
+        return tensors_in(call.output)
 
 
 @final
-class Slices:
+class FairScaleFSDPGradientSync(GradientSync):
     """One model in slices: FairScale's wrappers, beside the modules they gather parameters for."""
 
     def __init__(
@@ -105,6 +106,8 @@ class Slices:
             ForwardPath(part, partial(self._through, wrapper), uncompilable=UNCOMPILABLE)
             for part, wrapper in wrapped.items()
         ]
+        self.order = ExecutionOrder(runtime, module, parts)
+        self._ordered = self.order.around(self._forward)
         inner = [part for part in module.modules() if part is not module and part not in wrapped]
         self.given = {part: vars(part).get("forward") for part in inner if part._parameters}
         for part in self.given:
@@ -112,6 +115,9 @@ class Slices:
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Around a forward: parameters are gathered before, slices after, and buffers follow rank 0. Ranks: all."""
+        return self._ordered(function, args, kwargs)
+
+    def _forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.is_grad_enabled():
             self.newcomers.refuse(LATE)
         self._drop_stale()
@@ -143,9 +149,9 @@ class Slices:
             for wrapper in self.wrappers:
                 wrapper._require_backward_grad_sync = before
 
-    def watch(self) -> Callable[[], None] | None:
-        """Before a backward; what is given out raises where a parameter was left out of it."""
-        return self._check if self.root._require_backward_grad_sync else None
+    def watch(self) -> Finish | None:
+        """What is given out raises where a parameter was left out of the backward."""
+        return all_of(self.order.watch(), self._check if self.root._require_backward_grad_sync else None)
 
     def _check(self) -> None:
         took_part = bool(self.reduced)
@@ -167,10 +173,17 @@ class Slices:
                 wrapper._free_full_params()
                 wrapper._use_fp32_param_shard()
 
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self.names
+
+    def scale(self, factor: Factor) -> None:
+        scale_gradients(self.parameters_held(), factor)
+
     def release(self) -> None:
         """Take our part of each forward off. The parameters stay slices: to put them together takes all ranks."""
         for path in self.paths:
             path.release()
+        self.order.release()
         for part, given in self.given.items():
             if given is None:
                 vars(part).pop("forward", None)
@@ -182,7 +195,7 @@ class Slices:
 class _Inner:
     """`forward` of a submodule with parameters, which are in slices unless a forward of the model has gathered them."""
 
-    def __init__(self, slices: Slices, part: nn.Module) -> None:
+    def __init__(self, slices: FairScaleFSDPGradientSync, part: nn.Module) -> None:
         functools.update_wrapper(self, part.forward)
         self._slices, self._part, self._forward = slices, part, part.forward
 
@@ -277,14 +290,3 @@ def _take_back(parameters: Sequence[Any], rank: int, size: int) -> None:
             continue
         own = parameter.grad.view(-1)[rank * average.numel() : (rank + 1) * average.numel()]
         own.add_(average[: own.numel()], alpha=size)
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    """The tensors of a nest, also within dataclasses: those that a backward may start from."""
-    found: list[Tensor] = []
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            found += _tensors([getattr(leaf, field.name) for field in fields(leaf)])
-    return found

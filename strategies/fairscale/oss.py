@@ -13,8 +13,8 @@ Note [Traps of FairScale closed here]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, final
@@ -22,7 +22,6 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.fairscale.library import (
@@ -35,8 +34,10 @@ from fabric.strategies.fairscale.library import (
     root_logger_untouched,
 )
 from fabric.strategies.gradients.clipping import parameters_of
+from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
 from fabric.strategies.module.added_parameters import Newcomers
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
+from fabric.strategies.nest import map_only_tensors
 
 
 @final
@@ -52,7 +53,7 @@ class _Forward(nn.Module):
 
 
 @final
-class Owners:
+class FairScaleShardedGradientSync(GradientSync):
     """Who owns which parameter of one model, and which gradients are averages by now."""
 
     def __init__(
@@ -115,7 +116,7 @@ class Owners:
         finally:
             self.parallel._should_accumulate_grads = before
 
-    def watch(self) -> Callable[[], None]:
+    def watch(self) -> Finish:
         """Prime the reduction of the coming backward; what is given out looks at what came of it."""
         self.parallel._clear_counters()
         aside = [(parameter, parameter.grad) for parameter in self.averages if parameter.grad is not None]
@@ -204,7 +205,7 @@ class Owners:
 
     def _gather_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The state of all ranks in torch's own format, as copies on the CPU. Ranks: all."""
-        own = tree_map_only(Tensor, lambda tensor: tensor.to("cpu", copy=True), state_dict["state"])
+        own = map_only_tensors(lambda tensor: tensor.to("cpu", copy=True), state_dict["state"])
         parts = [
             self.collective.broadcast_object(own if rank == self.collective.rank else None, src=rank)
             for rank in range(self.collective.size)
@@ -219,6 +220,12 @@ class Owners:
             index: state for index, state in state_dict["state"].items() if owners.get(index) == self.collective.rank
         }
         return {**state_dict, "state": own}
+
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self.owner
+
+    def scale(self, factor: Factor) -> None:
+        scale_gradients(self.parameters_held(), factor)
 
     def release(self) -> None:
         """Take the hooks off, and give each parameter memory of its own again. State stays with its owners."""
@@ -235,3 +242,42 @@ class _ShardOf:
     def __init__(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
         self.optimizer = optimizer
         self.param_groups = groups
+
+
+@final
+class NoOwnersGradientSync(GradientSync):
+    """A model without an optimizer has no owners: gradients would stay where they were computed, and that raises."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return function(*args, **kwargs)
+
+    def unsynced(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def watch(self) -> Finish:
+        before = [(parameter, parameter.grad, _version(parameter.grad)) for parameter in self.module.parameters()]
+        return partial(self._refuse_changed, before)
+
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self.module.parameters()
+
+    def scale(self, factor: Factor) -> None:
+        pass  # it has no gradients
+
+    def release(self) -> None:
+        pass
+
+    def _refuse_changed(self, before: Sequence[tuple[Tensor, Tensor | None, int]]) -> None:
+        if any(p.grad is not gradient or _version(p.grad) != version for p, gradient, version in before):
+            raise RuntimeError(
+                f"This backward computed gradients of `{type(self.module).__name__}`, set up without an "
+                "optimizer: under `strategy='ddp_sharded'` nobody averages them. Write "
+                "`fabric.setup(model, optimizer)`, or freeze it with `requires_grad_(False)`."
+            )
+
+
+def _version(gradient: Tensor | None) -> int:
+    return -1 if gradient is None else gradient._version

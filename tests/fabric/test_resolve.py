@@ -125,6 +125,8 @@ CHOSEN = [
     Row({"devices": 2, "launcher": "script"}, machine(), {"launcher": "script"}),
     Row({"devices": 2, "launcher": "elastic"}, machine(), {"launcher": "elastic", "max_restarts": 3}),
     Row({"devices": 2, "max_restarts": 0}, machine(), {"launcher": "elastic", "max_restarts": 0}),
+    Row({"devices": 2, "timeout_seconds": 30.0}, machine(), {"strategy": DDPStrategy(timeout_seconds=30.0)}),
+    Row({"devices": 1, "timeout_seconds": 30.0}, machine(), {"strategy": SingleDeviceStrategy()}),
     Row({"launcher": "elastic"}, machine(), {"launcher": "elastic", "size": 1}),
     Row({"max_restarts": 2, "devices": 2}, started_by("elastic", 2), {"launcher": "external", "size": 2}),
     Row({"devices": 2, "launcher": "forkserver"}, machine(program="interactive"), {"launcher": "forkserver"}),
@@ -222,6 +224,10 @@ REFUSED = [
     Row(
         {"strategy": DDPStrategy(launcher="fork"), "launcher": "script"},
         error="`strategy=DDPStrategy(...)` starts its processes by 'fork', but `launcher='script'` was written.",
+    ),
+    Row(
+        {"strategy": DDPStrategy(timeout_seconds=60), "timeout_seconds": 30.0, "devices": 2},
+        error="`timeout_seconds=30`, but `strategy=DDPStrategy(...)` has no `timeout_seconds`, or another one already.",
     ),
     Row({"max_restarts": 2, "launcher": "fork"}, error="only 'elastic' starts ranks again. Leave one of them out."),
     Row(
