@@ -22,7 +22,6 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.fairscale.library import (
@@ -38,6 +37,7 @@ from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.module.added_parameters import Newcomers
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
+from fabric.strategies.nest import map_only_tensors
 
 
 @final
@@ -205,7 +205,7 @@ class FairScaleShardedGradientSync(GradientSync):
 
     def _gather_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The state of all ranks in torch's own format, as copies on the CPU. Ranks: all."""
-        own = tree_map_only(Tensor, lambda tensor: tensor.to("cpu", copy=True), state_dict["state"])
+        own = map_only_tensors(lambda tensor: tensor.to("cpu", copy=True), state_dict["state"])
         parts = [
             self.collective.broadcast_object(own if rank == self.collective.rank else None, src=rank)
             for rank in range(self.collective.size)

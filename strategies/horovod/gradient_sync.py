@@ -13,8 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.collectives.call_check import agree
 from fabric.strategies.collectives.collective import Collective, CollectiveError
-from fabric.strategies.collectives.flat import exchange
-from fabric.strategies.collectives.packing import Spec
+from fabric.strategies.collectives.packing import Spec, exchange
 from fabric.strategies.gradients.clipping import NONE, kind_of, on_gradient, refuse_sparse
 from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor, nn
 
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.collectives.flat import follow
+from fabric.strategies.collectives.packing import fill_from
 
 
 def follow_rank_zero(collective: Collective, tensors: Iterable[Tensor]) -> None:
     """Copy rank 0's values into the tensors of all ranks, in place. Ranks: all, with tensors of the same shapes."""
     sent = [(tensor, 0) for tensor in tensors]
     if sent:  # most models have no buffer, and every forward asks
-        follow(collective, sent)
+        fill_from(collective, sent)
 
 
 def buffers_of(parts: Sequence[nn.Module]) -> list[Tensor]:
