@@ -62,7 +62,7 @@ def test_one_rank_alone_looks_and_its_looks_become_rare() -> None:
     store: Any = Counted()
     world = World(rank=0, size=2, local_size=2, rendezvous=Rendezvous(address="127.0.0.1", port=1, hosted=True))
     patience = Patience(world, time.monotonic() + 0.5, 0.5, print)
-    with pytest.raises(TimeoutError, match="waited 0.5 s for rank 1, which did not arrive"):
+    with pytest.raises(TimeoutError, match=r"waited 0\.5 s for rank 1, which did not arrive"):
         _await_everyone(store, world, patience)
     assert store.requests["check"] < 100
     assert store.requests["wait"] == 0
