@@ -29,6 +29,7 @@ from fabric.strategies.deepspeed.config import (
 )
 from fabric.strategies.deepspeed.engine import NOT_GATHERED, UNUSED, Engine, close, gathered_parts, remember
 from fabric.strategies.deepspeed.library import join, local_rank, undisturbed, why_not
+from fabric.strategies.deepspeed.loss_scale import LossScale
 from fabric.strategies.deepspeed.state import ZeroState, is_sharded
 from fabric.strategies.module.bare_parameters import IN_MODULE
 from fabric.strategies.module.buffers import follow_rank_zero
@@ -163,6 +164,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             optimizers=(optimizer,),
             backward=pieces.backward,
             joins_backward=not engine.optimizer.needs_scaler(),
+            loss_scale=LossScale(engine.optimizer.loss_scaler) if engine.optimizer.needs_scaler() else None,
             watches=(pieces.watch,),
             unsynced=nullcontext,
             clip_norm=pieces.clip_norm,

@@ -82,6 +82,7 @@ def pipelined(
     def forward(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unfilled.check(peers)  # not all ranks: those of other stages may have nothing to fill
         additions.refuse()
+        runtime.draw_apart()
         with averaging.unsynced():  # backwards within it are not the user's
             return model.forward(function, args, kwargs)
 
