@@ -13,10 +13,12 @@ SAYS := pyproject.toml constraints.txt Makefile
 
 # torch comes first and from constraints.txt; nothing later may bring another one.
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Tests that have targets of their own are left to them; the ten slowest are shown.
+APART := --ignore tests/clusters --ignore tests/clients --ignore tests/type_checking --durations 10
 # Installing this package writes beside its sources: of targets that run at a time, one after the other does.
 ALONE := $(if $(shell command -v flock),flock .venv)
 
-.PHONY: demo environment slurm test test-clients test-clusters test-horovod test-xla lint check bench clean
+.PHONY: demo environment slurm test test-thorough test-clients test-clusters test-horovod test-xla lint check bench clean
 
 demo: $(RUN)/demo.done  ## A CNN on handwritten digits, in two processes
 	$(RUN)/bin/python examples/digits.py --accelerator cpu --devices 2
@@ -25,8 +27,11 @@ environment: $(RUN)/test.done  ## What the tests run in
 
 slurm: $(RUN)/slurm.done  ## What tests on several machines need beside it: Debian, as root
 
-test: environment  ## The tests; PYTEST_ARGS='-k seed' for some
-	$(RUN)/bin/python -m pytest --ignore tests/clusters --ignore tests/clients --ignore tests/type_checking $(PYTEST_ARGS)
+test: environment  ## The tests but those marked thorough; PYTEST_ARGS='-k seed' for some
+	$(RUN)/bin/python -m pytest $(APART) -m 'not thorough' $(PYTEST_ARGS)
+
+test-thorough: environment  ## These tests, and those marked thorough
+	$(RUN)/bin/python -m pytest $(APART) $(PYTEST_ARGS)
 
 # Programs of other people, with models of a few thousand random weights: nothing is downloaded.
 test-clients: $(CLIENTS)/test.done  ## litgpt over fabric.lightning, and transformers under every strategy
@@ -46,7 +51,7 @@ test-xla: $(XLA)/test.done  ## Tests over torch_xla and its own torch, on the pr
 	CPU_NUM_DEVICES=2 timeout 1500 $(XLA)/bin/python -m pytest tests/xla $(PYTEST_ARGS)
 	CPU_NUM_DEVICES=4 timeout 600 $(XLA)/bin/python -m pytest tests/xla -k 'xla_collective or xla_device or precision' $(PYTEST_ARGS)
 
-check: test test-clients test-xla test-horovod test-clusters lint  ## All of these; --jobs 2 runs two of them at a time
+check: test-thorough test-clients test-xla test-horovod test-clusters lint  ## All of these; --jobs 2 runs two of them at a time
 
 bench: $(RUN)/bench.done  ## Ratios against raw PyTorch, and against others where they are installed
 	$(RUN)/bin/python tests/benchmarks $(BENCH_ARGS)

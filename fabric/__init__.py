@@ -16,17 +16,19 @@ if TYPE_CHECKING:
     from fabric.loggers.csv_file import CSVLogger as CSVLogger
     from fabric.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
     from fabric.seed import seed_everything as seed_everything
-    from fabric.strategies.checkpoint.single_file import CheckpointError as CheckpointError
+    from fabric.strategies.checkpoint.errors import CheckpointError as CheckpointError
+    from fabric.strategies.checkpoint.loading import read_checkpoint as read_checkpoint
     from fabric.strategies.collectives.collective import CollectiveError as CollectiveError
 
 _HOME = {
     "CSVLogger": "fabric.loggers.csv_file",
-    "CheckpointError": "fabric.strategies.checkpoint.single_file",
+    "CheckpointError": "fabric.strategies.checkpoint.errors",
     "CollectiveError": "fabric.strategies.collectives.collective",
     "Fabric": "fabric.fabric",
     "TensorBoardLogger": "fabric.loggers.tensorboard",
     "WorkerError": "fabric.launchers",
     "World": "fabric.launchers",
+    "read_checkpoint": "fabric.strategies.checkpoint.loading",
     "seed_everything": "fabric.seed",
 }
 
@@ -38,6 +40,7 @@ __all__ = [
     "TensorBoardLogger",
     "WorkerError",
     "World",
+    "read_checkpoint",
     "seed_everything",
 ]
 

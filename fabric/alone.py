@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fabric.launchers.registry import OURS
 from fabric.machine import Machine
 from fabric.request import Request
-from fabric.spelling import OUR_LAUNCHERS
 
 
 def world_of_its_own(request: Request, machine: Machine) -> Machine:
@@ -26,7 +26,7 @@ def world_of_its_own(request: Request, machine: Machine) -> Machine:
     world = machine.world
     if world is None or world.size == 1 or not request.asks_for_one(world):
         return machine
-    if world.launcher not in OUR_LAUNCHERS and not machine.has_met_others:
+    if world.launcher not in OURS and not machine.has_met_others:
         return machine
     own_device = machine.current_device if machine.current_device is not None else world.local_rank
     return replace(machine, world=None, variables=(), own_device=own_device)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.run_state import NAME
 from fabric.strategies.data.share import Use
+from fabric.strategies.data.uneven import Uneven
 
 
 def check_function(function: object) -> None:
@@ -42,6 +43,18 @@ def check_use(use: object) -> None:
     if use is not None and use not in get_args(Use):
         words = ", ".join(map(repr, get_args(Use)))
         raise ValueError(f"`setup_dataloaders(use={use!r})`: write one of {words}, or leave it out to train.")
+
+
+def check_uneven(uneven: object, use: object) -> None:
+    """Raise ValueError for a word that says nothing of ranks that end first, or where they may end when they like."""
+    words = ", ".join(map(repr, get_args(Uneven)))
+    if uneven is not None and uneven not in get_args(Uneven):
+        raise ValueError(f"`setup_dataloaders(uneven={uneven!r})`: write one of {words}, or leave it out.")
+    if uneven is not None and use not in (None, "train"):
+        raise ValueError(
+            f"`setup_dataloaders(uneven={uneven!r}, use={use!r})`: ranks may have different numbers of batches there, "
+            "and agree on none. Leave `uneven` out, or train."
+        )
 
 
 def check_limits(clip_val: float | None, max_norm: float | None) -> None:

@@ -9,27 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
+from fabric.launchers.environments import ENVIRONMENTS
+from fabric.launchers.registry import OURS, PER_DEVICE, launcher_row
 from fabric.machine import Machine
 from fabric.request import Request
-from fabric.spelling import OUR_LAUNCHERS, STARTING_LAUNCHERS
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.strategy import Strategy
 
 Conflict: TypeAlias = Callable[[Request, Machine], str | None]
 
-_LOOKED_FOR = (
-    "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (torchrun, or by hand), "
-    "SLURM_PROCID and SLURM_STEP_ID (srun), JSM_NAMESPACE_RANK (jsrun), OMPI_COMM_WORLD_RANK (mpirun), HOROVOD_RANK "
-    "(horovodrun)"
-)
+_LOOKED_FOR = ", ".join(words for environment in ENVIRONMENTS if (words := environment.looked_for))
 _PLACE_OPTIONS = {"node_rank": "--node-rank", "main_address": "--main-address", "main_port": "--main-port"}
 _PLACE_VARIABLES = {"node_rank": "NODE_RANK", "main_address": "MASTER_ADDR", "main_port": "MASTER_PORT"}
-_PROGRAMS = {
-    "command": "`python -c` or standard input",
-    "interactive": "an interactive session",
-    "notebook": "a notebook",
-}
 
 
 def external_launcher_without_a_world(request: Request, machine: Machine) -> str | None:
@@ -67,7 +59,7 @@ def nodes_against_the_world(request: Request, machine: Machine) -> str | None:
 def place_against_a_foreign_world(request: Request, machine: Machine) -> str | None:
     """Whoever started the processes has decided where they meet."""
     world, said = machine.world, _place_said(request)
-    if world is None or world.launcher in OUR_LAUNCHERS or not said:
+    if world is None or world.launcher in OURS or not said:
         return None
     return f"`{said}` says where a node stands, but {describe_world(machine)}, and decided that already. Leave it out."
 
@@ -125,13 +117,15 @@ def node_rank_beyond_the_nodes(request: Request, machine: Machine) -> str | None
 
 def launcher_against_the_program(request: Request, machine: Machine) -> str | None:
     """A launcher that this program, or this system, cannot serve."""
-    return None if machine.world is not None else why_not_launch_by(request.launcher, machine)
+    if machine.world is not None or request.launcher not in OURS:
+        return None
+    return launcher_row(request.launcher).why_not(machine.program, machine.system)
 
 
 def restarts_by_another(request: Request, machine: Machine) -> str | None:
     """Ranks are to start again, but not by the launcher that can do that."""
     said, world = request.max_restarts, machine.world
-    if said is None or (world is not None and world.launcher in OUR_LAUNCHERS):
+    if said is None or (world is not None and world.launcher in OURS):
         return None
     if world is not None:
         return (
@@ -172,23 +166,10 @@ CONFLICTS: tuple[Conflict, ...] = (
 )
 
 
-def why_not_launch_by(launcher: str, machine: Machine) -> str | None:
-    """Why this launcher cannot start anything here at all. What depends on the moment is asked at `launch`."""
-    if launcher == "script" and machine.program != "script":
-        others = "'spawn'" if machine.system == "Windows" else "'fork' (or 'forkserver' with `launch(function)`)"
-        return (
-            f"`launcher='script'` runs the script's file again in every process, but this is "
-            f"{_PROGRAMS[machine.program]} and has no file. Write `launcher={others}`, or put the code into a file."
-        )
-    if launcher in ("fork", "forkserver") and machine.system == "Windows":
-        return f"`launcher={launcher!r}` needs `os.fork`, which Windows has not. Write `launcher='spawn'` or 'script'."
-    return None
-
-
 def strategy_against_the_launcher(strategy: Strategy, word: str, request: Request, machine: Machine) -> str | None:
     """The strategy starts its processes in a way that is not the one asked for, or than the one that happened."""
     own = [launcher for launcher in strategy.launchers if launcher != "inline"]
-    if not own or set(own) == set(STARTING_LAUNCHERS):
+    if not own or set(own) == set(PER_DEVICE):
         return None
     ways = " or ".join(map(repr, own))
     # Over XLA there is none: replicas start in one way.
@@ -198,7 +179,7 @@ def strategy_against_the_launcher(strategy: Strategy, word: str, request: Reques
             f"`strategy={word}` starts its processes by {ways}, but {describe_world(machine)}. Start the script by "
             f"itself{another}."
         )
-    if request.launcher in OUR_LAUNCHERS and request.launcher not in own:
+    if request.launcher in OURS and request.launcher not in own:
         return (
             f"`strategy={word}` starts its processes by {ways}, but `launcher={request.launcher!r}` was written. Leave "
             f"`launcher` out{another}."
@@ -245,7 +226,7 @@ def describe_world(machine: Machine) -> str:
     """The world in the environment, with who made it and what told of it."""
     world = machine.world
     assert world is not None
-    if world.launcher in OUR_LAUNCHERS:
+    if world.launcher in OURS:
         return (
             f"this process is rank {world.rank} of the {world.size} that an earlier `launch()` started by "
             f"{world.launcher!r} ({world.local_size} on this node)"

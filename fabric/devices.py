@@ -7,9 +7,9 @@ Where a world exists already, `auto` takes as many as make its processes. On the
 from __future__ import annotations
 
 from fabric.conflicts import describe_world
+from fabric.launchers.registry import OURS
 from fabric.machine import Found, Machine
 from fabric.request import Request
-from fabric.spelling import OUR_LAUNCHERS
 from fabric.strategies.strategy import Strategy
 
 
@@ -77,7 +77,7 @@ def _one_each(machine: Machine, found: Found) -> bool:
     torchrun and our launchers show all devices to all processes, so one device for several is a mistake there.
     """
     world = machine.world
-    shows_all = (*OUR_LAUNCHERS, "torchelastic")
+    shows_all = (*OURS, "torchelastic")
     return world is not None and world.local_size > found.num_devices == 1 and world.launcher not in shows_all
 
 

@@ -10,7 +10,9 @@ import atexit
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 import torch
@@ -23,6 +25,7 @@ from fabric.arguments import (
     check_module,
     check_named,
     check_optimizers,
+    check_uneven,
     check_use,
 )
 from fabric.callbacks import call
@@ -42,18 +45,20 @@ from fabric.seed import seed_everything
 from fabric.spelling import DEFAULT_SAY_AFTER_SECONDS
 from fabric.stop import StopRequest
 from fabric.strategies.accelerators.accelerator import Accelerator
-from fabric.strategies.checkpoint import run_state, single_file
+from fabric.strategies.checkpoint import loading, run_state, saving, single_file
 from fabric.strategies.checkpoint.run_state import RunState
 from fabric.strategies.checkpoint.state import (
     PLAIN,
     Filter,
     StateAccess,
     Stateful,
+    in_memory,
     load_into,
     restore,
     state_of,
     uncompiled,
 )
+from fabric.strategies.checkpoint.storage import storage_of
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.collective import Collective, ReduceOp
 from fabric.strategies.collectives.journal import FlightRecorder
@@ -62,10 +67,11 @@ from fabric.strategies.collectives.rank_zero_first import rank_zero_first
 from fabric.strategies.data.device_loader import DeviceLoader
 from fabric.strategies.data.share import Use
 from fabric.strategies.data.transfer import move
+from fabric.strategies.data.uneven import Uneven
+from fabric.strategies.gradients.sync import backward_through
 from fabric.strategies.module.activation_checkpointing import recompute
 from fabric.strategies.module.bare_parameters import BareParameters, outside, refuse_later, refuse_shards
 from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.prepare import backward_through
 from fabric.strategies.precision.forward_precision import autocast
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
@@ -105,6 +111,8 @@ class Fabric:
     `callbacks`: objects whose methods `call` runs. `loggers`: objects that take metrics.
     `launcher`: auto, script, fork, forkserver, spawn, elastic, external.
     `deterministic`: True (raise where an operation has no deterministic form), "warn", or False.
+    `timeout_seconds`: how long a collective waits for the other ranks before it raises, whatever the strategy; None is
+    the strategy's own, half an hour unless it says otherwise.
     `say_after_seconds`: where a rank waits in one collective for longer, the job prints what each rank does.
     """
 
@@ -121,6 +129,7 @@ class Fabric:
         loggers: Any = (),
         launcher: str = "auto",
         deterministic: Any = False,
+        timeout_seconds: float | None = None,
         say_after_seconds: float = DEFAULT_SAY_AFTER_SECONDS,
     ) -> None:
         said = {name: value for name, value in locals().items() if name != "self"}
@@ -347,6 +356,7 @@ class Fabric:
         use_distributed_sampler: bool = True,
         move_to_device: bool = True,
         use: Use | None = None,
+        uneven: Uneven | None = None,
     ) -> Loader: ...
     @overload
     def setup_dataloaders(
@@ -358,6 +368,7 @@ class Fabric:
         use_distributed_sampler: bool = True,
         move_to_device: bool = True,
         use: Use | None = None,
+        uneven: Uneven | None = None,
     ) -> tuple[Loader, Loader2]: ...
     @overload
     def setup_dataloaders(
@@ -366,6 +377,7 @@ class Fabric:
         use_distributed_sampler: bool = True,
         move_to_device: bool = True,
         use: Use | None = None,
+        uneven: Uneven | None = None,
     ) -> Any: ...
     def setup_dataloaders(
         self,
@@ -373,11 +385,16 @@ class Fabric:
         use_distributed_sampler: bool = True,
         move_to_device: bool = True,
         use: Use | None = None,
+        uneven: Uneven | None = None,
     ) -> Any:
         """Give each rank its share of the data, on its device: the loader alone, or all in the order given.
 
         A loader is never constructed again; the user's own stays as it was. `use` (train by default, validate, test,
         predict) says what the loader is for. `use_distributed_sampler=False`: every rank reads what its loader gives.
+        `uneven`: what ranks that train on streams of different lengths do when the first has ended: "stop" together
+        (the default, and said), raise an "error", or "repeat" their own data until all have ended. They agree before
+        each batch, so every rank iterates, and leaves its loop at the same step; a loop on some ranks alone is no
+        `use='train'`. With `use_distributed_sampler=False` they agree only where `uneven` is given.
         Data that is split for this rank already (`DistributedSampler`, `split_dataset_by_node` of a stream,
         webdataset's `split_by_node`, any sampler with a rank) is not split again. A map-style dataset that was cut
         before (`datasets.Dataset.shard`, `Subset`) does not say so: ranks whose datasets differ raise.
@@ -387,9 +404,11 @@ class Fabric:
         if not loaders:
             raise ValueError("`fabric.setup_dataloaders()` was given no loader. Pass at least one.")
         check_use(use)
+        check_uneven(uneven, use)
+        runtime = self._connected if uneven is None else replace(self._connected, uneven=uneven)
         prepared = tuple(
             self.strategy.process_dataloader(
-                self._connected, loader, use or "train", distribute=use_distributed_sampler, move=move_to_device
+                runtime, loader, use or "train", distribute=use_distributed_sampler, move=move_to_device
             )
             for loader in loaders
         )
@@ -425,14 +444,13 @@ class Fabric:
 
         Further arguments go to `Tensor.backward`. Ranks: all call it, unless within `no_backward_sync`.
         """
+        backward = self._backward
         if model is not None:
             prepared = self._prepared(model, "backward(model=...)")
             # The loss of one model may go through another, whose gradients must be looked after as well.
-            together = self._backward if all(each.joins_backward for each in self._models.values()) else None
-            backward = together or prepared.backward
-        elif self._backward is not None:
-            backward = self._backward
-        else:
+            if not all(each.joins_backward for each in self._models.values()):
+                backward = self._backward_of(prepared)
+        if backward is None:
             raise RuntimeError("`fabric.backward(loss)` before `fabric.setup(model)`. Set the model up first.")
         runtime = self._connected
         runtime.loader_numbers.num_backwards += 1
@@ -445,7 +463,7 @@ class Fabric:
         prepared = self._prepared(module, "no_backward_sync")
         if not enabled:
             return nullcontext()
-        return self._bare.unsynced_with(prepared.unsynced) if self._bare else prepared.unsynced()
+        return self._bare.unsynced_with(prepared.sync) if self._bare else prepared.sync.unsynced()
 
     def clip_gradients(
         self,
@@ -548,20 +566,20 @@ class Fabric:
     # Saving
 
     def save(self, path: str | os.PathLike[str], state: Mapping[str, Any], filter: Filter | None = None) -> None:
-        """Write modules, optimizers, anything with a `state_dict`, and plain values to one file, whole or not at all.
+        """Write modules, optimizers, anything with a `state_dict`, and plain values to a folder, whole or not at all.
 
+        Each rank writes a part; any strategy with any number of ranks can load it. What was there before stays until
+        the new checkpoint is complete and on disk. `path`: on a disk that all ranks share, or an address for fsspec.
         `filter`: for a name in `state`, a function `(key, value) -> bool` that chooses what is saved. A data loader
-        without a `state_dict` is left out, and that is said once. Unless `state` is plain values alone, the file has an
+        without a `state_dict` is left out, and that is said once. Unless `state` is plain values alone, there is an
         entry `"fabric"` besides: the random generators of every rank, the loss scales, and the schedulers that were
         given to `setup`. Save after a step, not within a window of micro-batches: gradients are in no checkpoint.
         Ranks: all; each receives about 10 KB of generators from every other.
-        Raises: CheckpointError: on every rank, if rank 0 could not write.
+        Raises: CheckpointError: on every rank, if any rank could not write. TypeError: a value is of no kind that can
+        be read back without running code.
         """
-        check_named("save", state)
-        content = state_of(state, filter, self._state_access, self._loader_states)
-        if has_objects(dict(state)):
-            content[run_state.NAME] = self._run_state(state).read()
-        single_file.save(self._connected.collective, path, content)
+        content = self._content("save", state, filter, gathered=False)
+        saving.save(self._connected.collective, storage_of(path), content)
 
     def load(
         self, path: str | os.PathLike[str], state: MutableMapping[str, Any] | None = None, strict: bool = True
@@ -570,25 +588,25 @@ class Fabric:
 
         Where `state` has an optimizer or a prepared loader, the run goes on as the one that was saved: generators, loss
         scales and schedulers are restored too, at the end of this call. Weights alone leave them as they are. From a
-        file that has none, nothing is restored, and that is said. Where the data is shared out among
-        another number of ranks, rank 0's generators are those of all, until they draw apart.
-        Ranks: all. Raises: CheckpointError: on every rank, if a rank could not read; KeyError: `strict`, and the file
-        lacks a name of `state`.
+        checkpoint that has none, nothing is restored, and that is said. Where the data is shared
+        out among another number of ranks, rank 0's generators are those of all, until they draw apart. Reads a file of `torch.save` with the same names, too. Checksums are verified
+        before any object is changed.
+        Ranks: all. Raises: CheckpointError: on every rank, if a rank could not read, or found damaged bytes; KeyError:
+        `strict`, and the checkpoint lacks a name of `state`.
         """
         if state is not None:
             check_named("load", state)
-        content = single_file.load(self._connected.collective, path)
         found = {} if state is None else state
+        content = self._read(path)
         run = content.pop(run_state.NAME, None)
         rest = restore(found, content, strict=strict, access=self._state_access, loaders=self._loader_states)
         if is_run(dict(found)):
-            self._run_state(found).write(run)
+            self._run_state(found).write(in_memory(run))
         return rest
 
     def load_raw(self, path: str | os.PathLike[str], obj: Stateful, strict: bool = True) -> None:
-        """Load a file that holds the bare state of one module or optimizer, as `torch.save(net.state_dict())` does."""
-        content = single_file.load(self._connected.collective, path)
-        load_into(obj, content, strict=strict, access=self._state_access)
+        """Load the bare state of one module or optimizer, as `torch.save(net.state_dict(), path)` writes it."""
+        load_into(obj, self._read(path), strict=strict, access=self._state_access)
 
     # Stopping
 
@@ -685,14 +703,19 @@ class Fabric:
         self._models, self._optimizers, self._schedulers, self._backward, self._bare = {}, {}, [], None, None
 
     def _joint_backward(self) -> Callable[..., None]:
-        models = list(self._models.values())
-        if len(models) == 1 and not self._bare:
-            return models[0].backward
-        if all(model.joins_backward for model in models):
-            watches = [watch for model in models for watch in model.watches]
-            bare = [self._bare.watch] if self._bare else []
-            return backward_through(self._connected.loss_scaler, [*watches, *bare])
+        models = self._models.values()
+        if len(models) == 1 or all(model.joins_backward for model in models):
+            return self._backward_of(*models)
         return _which_model
+
+    def _backward_of(self, *models: Prepared) -> Callable[..., None]:
+        """The backward of a loss that may reach these models."""
+        scaler = self._connected.loss_scaler
+        scale = models[0].scale_loss if len(models) == 1 else None
+        bare = [self._bare] if self._bare else []
+        return backward_through(
+            scale or (None if scaler is None else scaler.scale_loss), [*(model.sync for model in models), *bare]
+        )
 
     def _writer(self, logger: object) -> MetricWriter:
         """How to give metrics to a logger, which is checked when it is seen for the first time."""
@@ -715,6 +738,21 @@ class Fabric:
         if isinstance(obj, Optimizer) and obj in self._optimizers:
             return self._optimizers[obj]
         return next((model.state for model in self._models.values() if model.holds(obj)), otherwise)
+
+    def _read(self, path: str | os.PathLike[str]) -> Any:
+        """What is in a checkpoint, or in a file of `torch.save`. Ranks: all."""
+        collective = self._connected.collective
+        return (
+            single_file.load(collective, path) if Path(path).is_file() else loading.load(collective, storage_of(path))
+        )
+
+    def _content(self, method: str, state: Mapping[str, Any], keep: Filter | None, *, gathered: bool) -> dict[str, Any]:
+        """The objects' states: whole on rank 0 (`gathered`), or what each rank holds. Ranks: all."""
+        check_named(method, state)
+        content = state_of(state, keep, self._state_access, self._loader_states, gathered=gathered)
+        if has_objects(dict(state)):
+            content[run_state.NAME] = self._run_state(state).read()
+        return content
 
     @property
     def _loader_states(self) -> LoaderStates:

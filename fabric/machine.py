@@ -11,13 +11,15 @@ import platform
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
 
 import torch
 import torch.distributed
 
 from fabric import spelling
-from fabric.launchers.environments import detect_world
+from fabric.launchers.environments import ENVIRONMENTS, detect_world
+from fabric.launchers.environments.environment import Environment
+from fabric.launchers.environments.ours import OursEnvironment
+from fabric.launchers.rank.program import Program, this_program
 from fabric.launchers.world import World
 from fabric.request import Request
 from fabric.strategies.accelerators.accelerator import Accelerator
@@ -29,8 +31,7 @@ from fabric.strategies.strategy import Strategy
 from fabric.strategies.target import Target
 from fabric.words import place_by_hand
 
-Program: TypeAlias = Literal["script", "command", "interactive", "notebook"]
-"""A file or module; `python -c` or standard input; a prompt; a notebook's kernel. Only the first can be run again."""
+_SCRIPT = Program(flags=(), kind="script", target="train.py", arguments=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,7 @@ class Machine:
     """Cores this process may run on."""
     system: str = "Linux"
     """Linux, Darwin or Windows."""
-    program: Program = "script"
+    program: Program = _SCRIPT
     world: World | None = None
     """In the environment: an external launcher's, or ours where this process is a rank of an earlier launch."""
     variables: tuple[str, ...] = ()
@@ -96,9 +97,9 @@ class Machine:
             found=tuple(Found.look(accelerator) for accelerator in _to_look_at(request.accelerator)),
             num_cores=_num_cores(),
             system=platform.system(),
-            program=_program(),
+            program=this_program(),
             world=world,
-            variables=_variables(environ, world.launcher) if world is not None else (),
+            variables=_variables(environ, world.launcher, request.environment) if world is not None else (),
             has_met_others=world is not None and world.size > 1 and _has_met_others(),
             current_device=_current_device() if world is not None else None,
             node_rank=_read(place, "node_rank", "NODE_RANK", spelling.read_rank),
@@ -129,16 +130,6 @@ class Machine:
         return tuple(sorted(usable, key=lambda found: found.accelerator.name == "cpu"))
 
 
-_TELLING = {
-    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NNODES"),
-    "lsf": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
-    "mpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMI_RANK", "PMI_SIZE"),
-    "horovod": ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
-}
-_TELLING_BY_DEFAULT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""The variables in which launchers tell of a world; they only serve messages."""
-
-
 def _world(environ: Mapping[str, str], request: Request) -> World | None:
     own = request.environment
     if own is None:
@@ -167,9 +158,9 @@ def _packages(wanted: str | Strategy) -> Mapping[str, str]:
     return (make_strategy(wanted) if isinstance(wanted, str) else wanted).look_for_packages()
 
 
-def _variables(environ: Mapping[str, str], launcher: str) -> tuple[str, ...]:
-    names = _TELLING.get(launcher, _TELLING_BY_DEFAULT)
-    return tuple(f"{name}={environ[name]}" for name in names if name in environ)
+def _variables(environ: Mapping[str, str], launcher: str, own: Environment | None) -> tuple[str, ...]:
+    teller = own or next((one for one in ENVIRONMENTS if one.name == launcher), OursEnvironment())
+    return tuple(f"{name}={environ[name]}" for name in teller.telling if name in environ)
 
 
 def _has_met_others() -> bool:
@@ -196,12 +187,3 @@ def _read(place: Mapping[str, str], word: str, variable: str, read: Callable[[ob
 def _num_cores() -> int:
     affinity: Callable[[int], set[int]] | None = getattr(os, "sched_getaffinity", None)  # Linux alone has it
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-
-
-def _program() -> Program:
-    if "ipykernel" in sys.modules and "IPython" in sys.modules:
-        return "notebook"
-    if "ps1" in vars(sys):  # set once there is a prompt, also after the script of `python -i script.py`
-        return "interactive"
-    path = getattr(sys.modules["__main__"], "__file__", None)
-    return "script" if path not in (None, "<stdin>") else "command"

@@ -15,7 +15,7 @@ from fabric import spelling
 from fabric.launchers.environments.environment import Environment
 from fabric.launchers.environments.ours import OursEnvironment
 from fabric.launchers.world import World
-from fabric.spelling import Devices, LauncherWord
+from fabric.spelling import Devices
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.strategy import Strategy
@@ -37,10 +37,12 @@ class Request:
     main_address: str | None = None
     main_port: int | None = None
     precision: Precision = _PRECISION
-    launcher: LauncherWord = "auto"
+    launcher: str = "auto"
     max_restarts: int | None = None
     """How often `elastic` starts all ranks again. Said on the command line alone; None: not said."""
     deterministic: bool | Literal["warn"] = False
+    timeout_seconds: float | None = None
+    """None: the strategy's own."""
     say_after_seconds: float = spelling.DEFAULT_SAY_AFTER_SECONDS
     environment: Environment | None = None
     """The user's own cluster environment, from `plugins`."""
@@ -176,6 +178,10 @@ def _read_deterministic(value: object, said: str) -> bool | Literal["warn"]:
     raise ValueError(f"`{said}`: write True, False, or 'warn' to be told where an operation is not deterministic.")
 
 
+def _read_timeout(value: object, said: str) -> float | None:
+    return None if value is None else spelling.read_seconds(value, said)
+
+
 _READ: Mapping[str, Callable[[Any, str], Any]] = {
     "accelerator": _read_accelerator,
     "strategy": _read_strategy,
@@ -188,5 +194,6 @@ _READ: Mapping[str, Callable[[Any, str], Any]] = {
     "launcher": spelling.read_launcher,
     "max_restarts": spelling.read_rank,
     "deterministic": _read_deterministic,
+    "timeout_seconds": _read_timeout,
     "say_after_seconds": spelling.read_seconds,
 }

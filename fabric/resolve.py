@@ -24,16 +24,16 @@ from fabric.conflicts import (
     accelerator_against_the_strategy,
     describe_world,
     strategy_against_the_launcher,
-    why_not_launch_by,
 )
 from fabric.devices import choose_devices, said_devices
 from fabric.launchers.launcher import Topology
+from fabric.launchers.registry import PER_DEVICE, launcher_row
 from fabric.launchers.world import World
 from fabric.machine import Found, Machine
 from fabric.request import Request
-from fabric.spelling import DEFAULT_MAX_RESTARTS, STARTING_LAUNCHERS
+from fabric.spelling import DEFAULT_MAX_RESTARTS
 from fabric.strategies.accelerators.accelerator import Accelerator
-from fabric.strategies.options import check_options
+from fabric.strategies.options import check_options, with_timeout
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.registry import make_strategy, variant_for
 from fabric.strategies.strategy import Strategy
@@ -49,7 +49,7 @@ class Resolved:
     """Indices of the devices this node uses; `devices[local_rank]` is a rank's own, where each rank has one."""
     precision: Precision
     launcher: str
-    """The word for `choose_launcher`: auto, inline, script, fork, forkserver, spawn, elastic or external."""
+    """For `choose_launcher`: a name of `launchers/registry.py`, auto (what is safest at `launch`), or external."""
     max_restarts: int
     """How often `elastic` starts all ranks again."""
     world: World | None
@@ -76,6 +76,7 @@ def resolve(request: Request, machine: Machine) -> Resolved:
     strategy, word = _strategy(request, machine, found)
     check_options(strategy)
     strategy = variant_for(strategy, found.accelerator.name, word=word)
+    strategy = _with_timeout(strategy, word, request)
     _refuse(strategy_against_the_launcher(strategy, word, request, machine))
     _refuse(accelerator_against_the_precision(found.accelerator, request.precision))
     _refuse(accelerator_against_the_strategy(found.accelerator, strategy, word))
@@ -94,6 +95,19 @@ def resolve(request: Request, machine: Machine) -> Resolved:
         world=machine.world,
         topology=topology,
     )
+
+
+def _with_timeout(strategy: Strategy, word: str, request: Request) -> Strategy:
+    seconds = request.timeout_seconds
+    if seconds is None or strategy.launchers == ("inline",):  # one process waits for nobody
+        return strategy
+    timed = with_timeout(strategy, seconds)
+    if timed is None:
+        raise ValueError(
+            f"`timeout_seconds={seconds:g}`, but `strategy={word}` has no `timeout_seconds`, or another one already. "
+            f"Leave one of them out."
+        )
+    return timed
 
 
 def _refuse(sentence: str | None) -> None:
@@ -203,8 +217,8 @@ def _launcher(request: Request, machine: Machine, strategy: Strategy, topology: 
         return "elastic"
     if topology.size == 1:
         return "inline"
-    word: str = request.launcher
-    if word == "auto" and not set(STARTING_LAUNCHERS) <= set(strategy.launchers):
-        word = strategy.launchers[0]
-        _refuse(why_not_launch_by(word, machine))
-    return word
+    if request.launcher != "auto" or set(PER_DEVICE) <= set(strategy.launchers):
+        return request.launcher
+    own = strategy.launchers[0]
+    _refuse(launcher_row(own).why_not(machine.program, machine.system))
+    return own

@@ -9,15 +9,12 @@ from __future__ import annotations
 import math
 from typing import Literal, TypeAlias
 
+from fabric.launchers.registry import OURS
+
 Devices: TypeAlias = Literal["auto", "all"] | int | tuple[int, ...]
 """All that fit, all there are, a number of them, or their indices."""
-LauncherWord: TypeAlias = Literal["auto", "script", "fork", "forkserver", "spawn", "elastic", "external"]
-
-STARTING_LAUNCHERS: tuple[LauncherWord, ...] = ("script", "fork", "forkserver", "spawn")
-"""The launchers that start processes of our own."""
-OUR_LAUNCHERS: tuple[LauncherWord, ...] = (*STARTING_LAUNCHERS, "elastic")
-"""What a world that we made may say of its launcher: `elastic` starts ranks by two of the others."""
-LAUNCHERS: tuple[LauncherWord, ...] = ("auto", *OUR_LAUNCHERS, "external")
+LAUNCHERS = ("auto", *OURS, "external")
+"""What `Fabric(launcher=...)` takes."""
 DEFAULT_SAY_AFTER_SECONDS = 30.0
 """After how long in one collective the job says who waits for whom."""
 DEFAULT_MAX_RESTARTS = 3
@@ -80,7 +77,7 @@ def read_word(value: object, said: str) -> str:
     return value
 
 
-def read_launcher(value: object, said: str) -> LauncherWord:
+def read_launcher(value: object, said: str) -> str:
     """Read a launcher's word."""
     for word in LAUNCHERS:
         if value == word:

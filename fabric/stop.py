@@ -49,8 +49,8 @@ class StopRequest:
         """Tell all ranks to stop. Any rank may call it, alone."""
         if self._size == 1:
             self._agree(0)
-        for rank in range(self._size):
-            self._store.set(f"stop/{rank}", "stop")
+        ranks = [f"stop/{rank}" for rank in range(self._size)]
+        self._store.multi_set(ranks, ["stop"] * self._size)  # type: ignore[attr-defined]
 
     def reached(self) -> bool:
         """Whether the loop ends here. Ranks: all ask once per step."""
@@ -83,9 +83,11 @@ class StopRequest:
             mine = self._asked
         store.set(f"asked/{self._rank}", str(mine))
         try:
-            counts = [f"asked/{rank}" for rank in range(self._size)]
-            store.wait(counts, self._timeout)
-            self._agree(max(int(store.get(count)) for count in counts) + 1)
+            if store.add("num_asked", 1) == self._size:  # the last one reads all, once
+                counts = store.multi_get([f"asked/{rank}" for rank in range(self._size)])
+                store.set("stop_at", str(max(map(int, counts)) + 1))
+            store.wait(["stop_at"], self._timeout)
+            self._agree(int(store.get("stop_at")))
         except Exception as error:
             with self._condition:
                 self._failure = error

@@ -23,7 +23,7 @@ _BY_HAND = {"main_address": "MASTER_ADDR", "main_port": "MASTER_PORT", "node_ran
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class ProgramId:
     """Which program a process runs."""
 
     arguments: tuple[str, ...]
@@ -32,13 +32,13 @@ class Program:
     """The real path of the script, `-m NAME` for a module, None where there is neither."""
 
     @classmethod
-    def current(cls) -> Program:
+    def current(cls) -> ProgramId:
         """The program of this process."""
         return cls(arguments=tuple(sys.orig_argv[1:]), main=_main_of(sys.modules["__main__"]))
 
 
 def module_main(name: str) -> str:
-    """What `Program.main` is for a module; a package and its `__main__` are the same program."""
+    """What `ProgramId.main` is for a module; a package and its `__main__` are the same program."""
     return f"-m {name.removesuffix('.__main__')}"
 
 
@@ -49,17 +49,17 @@ def _main_of(module: ModuleType) -> str | None:
     return os.path.realpath(path) if path is not None else None
 
 
-def carry(words: Mapping[str, str], program: Program) -> dict[str, str]:
+def carry(words: Mapping[str, str], program: ProgramId) -> dict[str, str]:
     """The variable by which `program` will find `words`."""
     return {VARIABLE: json.dumps({"arguments": program.arguments, "main": program.main, "words": dict(words)})}
 
 
-def words(environ: Mapping[str, str], program: Program | None = None) -> dict[str, str]:
+def words(environ: Mapping[str, str], program: ProgramId | None = None) -> dict[str, str]:
     """The words that `fabric run` was given for this program (or for `program`), as they were typed."""
     if VARIABLE not in environ:
         return {}
     carried = json.loads(environ[VARIABLE])
-    here = Program.current() if program is None else program
+    here = ProgramId.current() if program is None else program
     same_line = here.arguments == tuple(carried["arguments"])
     same_main = here.main is not None and here.main == carried["main"]
     return dict(carried["words"]) if same_line or same_main else {}

@@ -34,6 +34,8 @@ from typing import Any, TypeVar, final
 
 from fabric.launchers.launcher import Launcher, Topology
 from fabric.launchers.rank.belongings import Belongings
+from fabric.launchers.rank.fork_safety import fork_is_safe
+from fabric.launchers.rank.program import is_interactive
 from fabric.launchers.rank.rank import become_rank, run_and_end
 from fabric.launchers.supervision import ending
 from fabric.launchers.supervision.os_process import exit_fd
@@ -44,6 +46,11 @@ from fabric.launchers.world import World
 
 R = TypeVar("R")
 
+NO_NEXT_LINE = (
+    "`launch()` in an interactive session: the lines to come are typed into one process, and several ranks cannot "
+    "share them. Pass what they do as a function: `launch(function)`, with `launcher='fork'` where it was typed here."
+)
+
 
 @final
 class Fork(Launcher):
@@ -53,6 +60,7 @@ class Fork(Launcher):
         self.topology = topology
 
     def launch(self, worker: Callable[..., R], *args: Any) -> R:
+        _refuse_unsafe()
         with Supervisor(self.topology, "fork", expects_results=True) as supervisor:
             started = _fork_all(supervisor)
             if started is not None:
@@ -63,6 +71,9 @@ class Fork(Launcher):
         return result
 
     def enter(self) -> World:
+        _refuse_unsafe()
+        if is_interactive():
+            raise ValueError(NO_NEXT_LINE)
         with Supervisor(self.topology, "fork", expects_results=False) as supervisor:
             started = _fork_all(supervisor)
             if started is None:
@@ -71,6 +82,15 @@ class Fork(Launcher):
             ending.leave(supervisor)
         gc.freeze()  # what was there before the fork is not looked at again when the rank ends: 0.2 s less
         return started[0]
+
+
+def _refuse_unsafe() -> None:
+    unsafe = fork_is_safe()
+    if unsafe is not None:
+        raise ValueError(
+            f"`launcher='fork'`: {unsafe}. Call `launch` before the first tensor operation, or pass "
+            "`launcher='forkserver'` and a function."
+        )
 
 
 def _fork_all(supervisor: Supervisor) -> tuple[World, Reporter] | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.collectives.single import SingleDeviceCollective
+from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.module.activation_checkpointing import rebind_copies
 from fabric.strategies.module.prepare import place, replica
 from fabric.strategies.precision.precision import Precision
@@ -60,12 +62,27 @@ class DataParallelStrategy(Strategy):
         place(runtime, module, optimizers, move=move)
         if len(runtime.devices) == 1:
             return replica(runtime, module, optimizers)
-        parallel = DataParallel(_Copy(module), device_ids=list(runtime.devices))
+        return replica(runtime, module, optimizers, DPGradientSync(runtime, module))
 
-        def forward(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return parallel(function, args, kwargs)
 
-        return replica(runtime, module, optimizers, around=forward)
+@final
+class DPGradientSync(GradientSync):
+    """Splits each forward over the devices; autograd adds up the gradients of the copies, on the first."""
+
+    def __init__(self, runtime: Runtime, module: nn.Module) -> None:
+        self.parallel = DataParallel(_Copy(module), device_ids=list(runtime.devices))
+
+    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.parallel(function, args, kwargs)
+
+    def unsynced(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def watch(self) -> Finish | None:
+        return None
+
+    def release(self) -> None:
+        pass
 
 
 @final

@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from torch import nn
 
+from fabric.launchers.registry import PER_DEVICE
 from fabric.strategies.module.wrap_policy import check_policy
 from fabric.strategies.strategy import Strategy
 
 S = TypeVar("S", bound=Strategy)
 
-LAUNCHERS = ("auto", "script", "fork", "forkserver", "spawn")
+_LAUNCHERS = ("auto", *PER_DEVICE)
 
 
 def own_launchers(word: str) -> tuple[str, ...]:
     """The launchers of a strategy with one process per device, whose option `launcher` is `word`."""
-    return LAUNCHERS[1:] if word == "auto" else (word,)
+    return PER_DEVICE if word == "auto" else (word,)
 
 
 def _is_whole(value: Any) -> bool:
@@ -55,8 +56,8 @@ def check_options(strategy: Strategy) -> None:
             raise ValueError(f"{written} is no time to wait. Write a number of seconds above 0.")
         if field.name.endswith("_bytes") and value < 1:
             raise ValueError(f"{written} is no size. Write a number of bytes from 1 on.")
-        if field.name == "launcher" and value not in LAUNCHERS:
-            raise ValueError(f"{written} is no launcher of a strategy's own. Write one of {_listed(LAUNCHERS)}.")
+        if field.name == "launcher" and value not in _LAUNCHERS:
+            raise ValueError(f"{written} is no launcher of a strategy's own. Write one of {_listed(_LAUNCHERS)}.")
         if field.name == "backend":
             _check_backend(written, value)
 
@@ -76,6 +77,15 @@ def carry_over(strategy: Strategy, to: type[S], *, word: str, accelerator: str) 
             f"{', '.join(lost)}. Leave it out, or write `strategy={to.__name__}(...)`, with options of its own."
         )
     return to(**{name: value for name, value in written.items() if name in known})
+
+
+def with_timeout(strategy: S, seconds: float) -> S | None:
+    """The strategy whose collectives wait for so long; None where it has no such option, or has said another time."""
+    own = next((field for field in fields(strategy) if field.name == "timeout_seconds"), None)
+    if own is None or getattr(strategy, own.name) not in (own.default, seconds):
+        return None
+    options: dict[str, Any] = {own.name: seconds}
+    return replace(strategy, **options)
 
 
 def check_function(strategy: Strategy, option: str, call: str) -> None:

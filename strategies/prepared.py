@@ -1,4 +1,4 @@
-"""What a model has become once a strategy has set it up: how to run backward, hold back the sync, clip, and undo.
+"""What a model has become once a strategy has set it up: how gradients are synchronised, clipped, saved, and undone.
 
 A value that carries functions: what differs between strategies is in them, so no reader asks which strategy it was.
 The module and the optimizers are what the user gets back, and wherever the strategy lets us they are the user's own.
@@ -6,19 +6,15 @@ The module and the optimizers are what the user gets back, and wherever the stra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.state import PLAIN, StateAccess, Stateful, uncompiled
-
-Watch: TypeAlias = Callable[[], Callable[[], None] | None]
-"""Called before a backward. What it gives is called after, and finishes what the backward left to do, or raises
-RuntimeError where its gradients are not what they should be. None: there is nothing to do."""
+from fabric.strategies.gradients.sync import GradientSync
 
 
 @final
@@ -30,14 +26,8 @@ class Prepared:
     """What the user calls."""
     optimizers: tuple[Optimizer, ...]
     """What the user steps, in the order given."""
-    backward: Callable[..., None]
-    """`(loss, *args, **kwargs)`: compute gradients, averaged over the ranks that share the model's data."""
-    joins_backward: bool
-    """Whether one backward may run through this model and others; False where an engine of its own must run it."""
-    watches: Sequence[Watch]
-    """Called before a backward, in this order."""
-    unsynced: Callable[[], AbstractContextManager[None]]
-    """A context in which gradients stay on the rank that computed them. On exit all is as before."""
+    sync: GradientSync
+    """What is done around forward and backward."""
     clip_norm: Callable[[Optimizer, float, float, bool], Tensor]
     """`(optimizer, max_norm, norm_type, error_if_nonfinite)`: scale the gradients so that their norm over all shards
     is at most `max_norm`; gives the norm from before."""
@@ -45,6 +35,10 @@ class Prepared:
     """`(optimizer, clip_val)`: clamp each gradient to `[-clip_val, clip_val]`."""
     release: Callable[[], None]
     """Give the user's objects back as they were: no hook and no attribute of ours stays on them."""
+    scale_loss: Callable[[Tensor], Tensor] | None = None
+    """How an engine of its own scales a loss for this model alone; None: as the precision does."""
+    joins_backward: bool = True
+    """Whether one backward may run through this model and others; False where `scale_loss` would scale the others."""
     loss_scale: Stateful | None = None
     """The scale of losses, where an engine of its own has one instead of the runtime."""
     state: StateAccess = PLAIN

@@ -16,6 +16,7 @@ from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.data.loader_check import LoaderNumbers
 from fabric.strategies.data.share import Share
 from fabric.strategies.data.transfer import Carry
+from fabric.strategies.data.uneven import Uneven
 from fabric.strategies.precision.forward_precision import dtype_of_new_tensors
 from fabric.strategies.precision.loss_scaler import LossScaler, loss_scaler_for
 from fabric.strategies.precision.precision import Precision
@@ -47,6 +48,8 @@ class Runtime:
     """The part of the data that this rank reads. Ranks that hold parts of one model have the same one."""
     carry: Carry | None = None
     """How batches go to the device, where it has a way of its own."""
+    uneven: Uneven | None = None
+    """What ranks do when the first of them has no batch left; None: what `Fabric.setup_dataloaders` says of it."""
     mesh: DeviceMesh | None = None
     """The ranks along named axes, where the strategy has axes."""
     loader_numbers: LoaderNumbers = field(default_factory=LoaderNumbers)

@@ -6,18 +6,26 @@ import gc
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import template
 
-KEPT = ("fork_server.py", "resource_tracker")
-"""Processes that end with the session: the fork server, and Python's own tracker after a first spawn."""
+KEPT = ("fork_server.py", "resource_tracker", "template.py")
+"""Processes that end with the session: the fork server, Python's own tracker after a first spawn, and the template of
+test programs."""
 
 
-def pytest_configure() -> None:
+LEFT = pytest.StashKey[list[str]]()
+"""Tests marked `thorough` that were deselected: their files."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Signals mean what they mean, also where the tests run in a script's background, or under `nohup`: Ctrl-C or a
     hang-up is ignored there, and every program that a test starts would ignore it, too."""
+    config.stash[LEFT] = []
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
@@ -31,6 +39,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs an accelerator, and torch finds none here"))
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    """Keep what `-m 'not thorough'` leaves out, for the line at the end."""
+    for item in items:
+        if "thorough" in item.keywords:
+            item.config.stash[LEFT].append(item.path.relative_to(item.config.rootpath).as_posix())
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """A line with what was skipped and why, and a line with what is left to `make check`."""
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped"))
+    if reasons:
+        told = "; ".join(f"{number} ({reason})" for reason, number in reasons.most_common())
+        terminalreporter.write_line(f"{reasons.total()} skipped: {told}")
+    if files := Counter(config.stash[LEFT]):
+        told = ", ".join(f"{number} of {file}" for file, number in files.most_common())
+        terminalreporter.write_line(f"{files.total()} left to `make check`: {told}")
 
 
 FOREIGN = ("tqdm_monitor",)
@@ -47,6 +73,13 @@ def ranks_come_from_a_fork_server() -> None:
     torch.set_num_threads(2)
     torch.zeros(4_000_000).add_(1)
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def template_ends_with_the_session() -> Iterator[None]:
+    """The process that test programs are forked from."""
+    yield
+    template.end()
 
 
 @pytest.fixture(autouse=True)
@@ -96,4 +129,5 @@ def _children() -> dict[int, str]:
                 continue
             if words and not any(kept in words for kept in KEPT):
                 found[int(pid)] = words
+    found.update((pid, "a program that the template forked") for pid in template.running)
     return found

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import template
 import torch
 from torch import nn
 
@@ -126,7 +127,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def python(environment: dict[str, str], *arguments: str | Path) -> str:
     command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment)
+    done = template.run(command, capture_output=True, text=True, timeout=110, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -17,20 +17,11 @@ import torch
 
 from fabric.cli.clusters import clusters
 from fabric.cli.strategies import describe_strategy, show_strategies
-from fabric.conflicts import why_not_launch_by
+from fabric.launchers.registry import LAUNCHERS
 from fabric.machine import Found, Machine
 from fabric.request import Request
-from fabric.spelling import OUR_LAUNCHERS
 from fabric.strategies.accelerators.registry import accelerators
 from fabric.strategies.registry import Registration, strategy_registrations
-
-_LAUNCHERS: Mapping[str, str] = {
-    "script": "runs the script's file again in every process",
-    "fork": "goes on from the very line; safe while the process has one thread and its accelerator is untouched",
-    "forkserver": "runs a function in fresh processes, fast from the second time on",
-    "spawn": "runs a function in fresh processes, on every system",
-    "elastic": "script, or forkserver for a function, and after a failure all ranks again",
-}
 
 
 def doctor(*, as_json: bool, only_strategies: bool = False) -> int:
@@ -63,8 +54,9 @@ def report(machine: Machine, strategies: Mapping[str, Registration]) -> dict[str
             for found in machine.found
         ],
         "launchers": [
-            {"name": word, "description": _LAUNCHERS[word], "why_not": why_not_launch_by(word, machine)}
-            for word in OUR_LAUNCHERS
+            {"name": row.name, "description": row.description, "why_not": row.why_not(machine.program, machine.system)}
+            for row in LAUNCHERS.values()
+            if row.is_written
         ],
         "clusters": clusters(os.environ),
         "strategies": [describe_strategy(machine, registration) for registration in strategies.values()],

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 from fabric import spelling
-from fabric.words import Program, carry, module_main
+from fabric.words import ProgramId, carry, module_main
 
 _CHECKS: Mapping[str, Callable[[object, str], object]] = {
     "accelerator": spelling.read_word,
@@ -26,6 +26,8 @@ _CHECKS: Mapping[str, Callable[[object, str], object]] = {
     "precision": spelling.read_precision_word,
     "launcher": spelling.read_launcher,
     "max_restarts": spelling.read_rank,
+    "timeout_seconds": spelling.read_seconds,
+    "say_after_seconds": spelling.read_seconds,
 }
 
 
@@ -43,10 +45,10 @@ def run(parsed: argparse.Namespace) -> int:
     os.execve(sys.executable, [sys.executable, *program.arguments], {**os.environ, **carry(words, program)})
 
 
-def _program(script: str, arguments: list[str], *, is_module: bool) -> Program:
+def _program(script: str, arguments: list[str], *, is_module: bool) -> ProgramId:
     if is_module:
-        return Program(arguments=("-m", script, *arguments), main=module_main(script))
+        return ProgramId(arguments=("-m", script, *arguments), main=module_main(script))
     if not os.path.exists(script):
         raise ValueError(f"`{script}` is no file. Write the path of a script, or `-m` and the name of a module.")
     main = os.path.join(script, "__main__.py") if os.path.isdir(script) else script
-    return Program(arguments=(script, *arguments), main=os.path.realpath(main))
+    return ProgramId(arguments=(script, *arguments), main=os.path.realpath(main))

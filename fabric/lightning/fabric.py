@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from fabric.callbacks import call
 from fabric.fabric import Fabric as CoreFabric
 from fabric.launchers.rank.program import is_interactive
+from fabric.launchers.registry import LAUNCHERS
 from fabric.lightning.accelerators import Accelerator, accelerator_of
 from fabric.lightning.carry import refuse
 from fabric.lightning.connector import core_arguments
@@ -27,6 +28,7 @@ from fabric.lightning.reductions import in_place, reduction
 from fabric.lightning.strategies import Strategy, strategy_of
 from fabric.lightning.utilities.seed import seed_everything
 from fabric.lightning.wrappers import AfterStep, _FabricModule, is_wrapped, prepared, unwrap
+from fabric.strategies.checkpoint import single_file
 from fabric.strategies.collectives.collective import Collective
 
 T = TypeVar("T")
@@ -310,8 +312,12 @@ class Fabric:
         state: Mapping[str, Any],
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write one file, whatever the strategy. Loaders without a position are left out. Ranks: all."""
-        self.core.save(path, _unwrapped("save", state), filter)
+        """Write one file, whatever the strategy, as that library's code reads: by `torch.load`. Rank 0 gathers it.
+
+        Loaders without a position are left out. Ranks: all.
+        """
+        content = self.core._content("save", _unwrapped("save", state), filter, gathered=True)
+        single_file.save(self.core._connected.collective, path, content)
 
     def load(
         self,
@@ -380,7 +386,7 @@ class Fabric:
         chosen = self.core._configuration
         if chosen.topology.size == 1 or chosen.world is not None:
             return False
-        return is_interactive() or chosen.launcher in _BY_FUNCTION or "script" not in chosen.strategy.launchers
+        return is_interactive() or _starts_at_a_function(chosen.launcher) or "script" not in chosen.strategy.launchers
 
     def _watch(self, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:
@@ -404,7 +410,8 @@ class Fabric:
         )
 
 
-_BY_FUNCTION = ("spawn", "forkserver")
+def _starts_at_a_function(launcher: str) -> bool:
+    return launcher in LAUNCHERS and LAUNCHERS[launcher].needs_function
 
 
 def _run(core: CoreFabric, fabric: Fabric, function: Callable[..., T], args: Any, kwargs: Any) -> T:

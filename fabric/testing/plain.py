@@ -11,12 +11,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Protocol, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fabric.strategies.checkpoint.loading import read_checkpoint
 from fabric.strategies.checkpoint.state import restore, state_of
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.single import SingleDeviceCollective
@@ -208,7 +210,7 @@ class _PlainLoop:
         self.barrier()
 
     def load(self, path: str, state: MutableMapping[str, Any] | None = None) -> dict[str, Any]:
-        content = torch.load(path, weights_only=True)
+        content = read_checkpoint(path) if Path(path).is_dir() else torch.load(path, weights_only=True)
         return restore({} if state is None else state, content, strict=True)
 
     def _is_average(self, gradient: Tensor) -> bool:

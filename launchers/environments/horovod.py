@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import final
 from zlib import crc32
 
-from fabric.launchers.environments.environment import Environment
+from fabric.launchers.environments.environment import Environment, Start
 from fabric.launchers.environments.variables import agreed, integer, port_of_job, show, text
 from fabric.launchers.world import Rendezvous, World
 
@@ -26,6 +26,11 @@ NAMES = (
     "HOROVOD_CROSS_SIZE",
 )
 
+INSTALL = (
+    "Release 0.28.1 does not compile against today's torch by itself. In torchfabric's repository, run "
+    "`tests/over_horovod/build_wheel.sh python wheels && pip install wheels/horovod-*.whl` (two minutes)."
+)
+
 
 @final
 class HorovodEnvironment(Environment):
@@ -34,6 +39,22 @@ class HorovodEnvironment(Environment):
     @property
     def name(self) -> str:
         return "horovod"
+
+    @property
+    def start(self) -> Start:
+        return Start(
+            command="horovodrun --gloo -np 2 python train.py",
+            program="horovodrun",
+            otherwise=INSTALL,
+        )
+
+    @property
+    def looked_for(self) -> str:
+        return "HOROVOD_RANK (horovodrun)"
+
+    @property
+    def telling(self) -> tuple[str, ...]:
+        return "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"
 
     def detect(self, environ: Mapping[str, str]) -> bool:
         return "HOROVOD_RANK" in environ

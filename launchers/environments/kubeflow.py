@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import final
 
-from fabric.launchers.environments.environment import Environment
+from fabric.launchers.environments.environment import Environment, Start
 from fabric.launchers.environments.variables import agreed, integer, show, text
 from fabric.launchers.world import Rendezvous, World
 
@@ -25,6 +25,17 @@ class KubeflowEnvironment(Environment):
     @property
     def name(self) -> str:
         return "kubeflow"
+
+    @property
+    def start(self) -> Start:
+        return Start(
+            command="kubectl apply -f examples/clusters/pytorchjob.yaml",
+            program="kubectl",
+            files=("$KUBECONFIG", "~/.kube/config", "/var/run/secrets/kubernetes.io/serviceaccount/token"),
+            cluster="take the kubeconfig of a cluster on which Kubeflow's training operator runs",
+            otherwise="`apt-get install kubernetes-client`, and take the kubeconfig of a cluster on which Kubeflow's "
+            "training operator runs",
+        )
 
     def detect(self, environ: Mapping[str, str]) -> bool:
         # LOCAL_RANK is set by launchers that start several ranks on a machine, never by the operator.

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import final
 
-from fabric.launchers.environments.environment import Environment
+from fabric.launchers.environments.environment import Environment, Start
 from fabric.launchers.environments.variables import agreed, integer, port_of_job, text
 from fabric.launchers.world import Rendezvous, World
 
@@ -33,6 +33,23 @@ class LSFEnvironment(Environment):
     @property
     def name(self) -> str:
         return "lsf"
+
+    @property
+    def start(self) -> Start:
+        return Start(
+            command="jsrun -n 2 python train.py",
+            program="jsrun",
+            otherwise="log in to a node of the cluster: IBM brings it with LSF and Spectrum MPI, no package "
+            "index has it",
+        )
+
+    @property
+    def looked_for(self) -> str:
+        return "JSM_NAMESPACE_RANK (jsrun)"
+
+    @property
+    def telling(self) -> tuple[str, ...]:
+        return "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"
 
     def detect(self, environ: Mapping[str, str]) -> bool:
         return "JSM_NAMESPACE_RANK" in environ

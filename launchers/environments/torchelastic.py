@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import final
 
-from fabric.launchers.environments.environment import Environment
+from fabric.launchers.environments.environment import Environment, Start
 from fabric.launchers.environments.variables import agreed, integer, text
 from fabric.launchers.world import Rendezvous, World
 
@@ -19,6 +19,18 @@ class TorchElasticEnvironment(Environment):
     @property
     def name(self) -> str:
         return "torchelastic"
+
+    @property
+    def start(self) -> Start:
+        return Start(
+            command="torchrun --nproc-per-node 2 train.py",
+            program="torchrun",
+            otherwise="`pip install --force-reinstall --no-deps torch` brings it",
+        )
+
+    @property
+    def looked_for(self) -> str:
+        return "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (torchrun, or by hand)"
 
     def detect(self, environ: Mapping[str, str]) -> bool:
         return "TORCHELASTIC_RUN_ID" in environ

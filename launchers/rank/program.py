@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-Kind: TypeAlias = Literal["script", "module", "command", "stdin", "interactive"]
+Kind: TypeAlias = Literal["script", "module", "command", "stdin", "interactive", "notebook"]
+"""`python FILE`, `python -m NAME`, `python -c`, standard input, a prompt (`python -i` too), a notebook's kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,11 @@ class Program:
         return self.kind in ("script", "module")
 
     @property
+    def is_interactive(self) -> bool:
+        """Whether somebody types the next line."""
+        return self.kind in ("interactive", "notebook")
+
+    @property
     def words(self) -> str:
         """How it was started, for messages."""
         return {
@@ -40,13 +46,15 @@ class Program:
             "command": "`python -c`",
             "stdin": "a program from stdin",
             "interactive": "an interactive session",
+            "notebook": "a notebook",
         }[self.kind]
 
 
 def this_program() -> Program:
     """The program that runs in this process."""
     if is_interactive():
-        return Program(flags=(), kind="interactive", target="", arguments=())
+        kind: Kind = "notebook" if {"ipykernel", "IPython"} <= set(sys.modules) else "interactive"
+        return Program(flags=(), kind=kind, target="", arguments=())
     return parse(sys.orig_argv)
 
 

@@ -109,17 +109,13 @@ def _await_server(
 
 
 def _await_everyone(meeting: Store, world: World, patience: Patience) -> None:
-    """Return once every rank has called it. The last to arrive tells all: one message per rank, whatever the size."""
-    from torch.distributed import DistStoreError
-
+    """Return once every rank has called it. The last to arrive tells all: four requests per rank, whatever the size."""
     meeting.set(f"arrived/{world.rank}", "")
-    if meeting.add("num_arrived", 1) == world.size:
+    place = meeting.add("num_arrived", 1)
+    if place == world.size:
         meeting.set("complete", "")
-    while True:
-        try:
-            meeting.wait(["complete"], patience.turn())
-            return
-        except DistStoreError:
-            missing = [rank for rank in range(world.size) if not meeting.check([f"arrived/{rank}"])]
-        # Of those that are here, one speaks.
-        patience.wait_for(missing, speaks=set(range(world.rank)) <= set(missing))
+    patience.wait_until(meeting, "complete", lambda: _missing(meeting, world), speaks=place == 1)
+
+
+def _missing(meeting: Store, world: World) -> list[int]:
+    return [rank for rank in range(world.size) if not meeting.check([f"arrived/{rank}"])]

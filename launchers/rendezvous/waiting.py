@@ -5,12 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from fabric.launchers.world import World
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
 SAY_EVERY_SECONDS = 5.0
 """How long a wait lasts before it says for whom it waits. Unmeasured: long enough that a normal start says nothing."""
+
+LATER = 0.05
+"""Of the time waited so far: how much later than the last one the speaker hears it, at most."""
+LONGEST_PAUSE_SECONDS = 0.25
 
 
 @final
@@ -21,6 +28,26 @@ class Patience:
         self._who, self._timeout_seconds, self._say = f"rank {world.rank} of {world.size}", timeout_seconds, say
         self._deadline = deadline
         self._next_words = time.monotonic() + SAY_EVERY_SECONDS
+
+    def wait_until(self, store: Store, key: str, missing: Callable[[], Sequence[int]], *, speaks: bool) -> None:
+        """Return once somebody has set the key. Raises: TimeoutError: nobody has; it names the `missing` ranks.
+
+        One rank of all `speaks`: it looks again and again, at times that grow with how long it has waited. The others
+        send one request and hear when it is time: torch writes warnings of sockets for a wait of theirs that is
+        repeated.
+        """
+        from torch.distributed import DistStoreError
+
+        started = time.monotonic()
+        while speaks and not store.check([key]):
+            self.wait_for(missing() if time.monotonic() > min(self._next_words, self._deadline) else (), speaks=True)
+            time.sleep(min(max((time.monotonic() - started) * LATER, 0.001), LONGEST_PAUSE_SECONDS))
+        while True:
+            try:
+                store.wait([key], timedelta(seconds=max(self._deadline - time.monotonic(), 0.001)))
+                return
+            except DistStoreError:
+                self.wait_for(missing(), speaks=False)
 
     def turn(self) -> timedelta:
         """How long to wait before `wait_for` is called again."""

@@ -14,15 +14,8 @@ from typing import Any
 
 import torch
 
+from fabric.strategies.checkpoint.errors import CheckpointError
 from fabric.strategies.collectives.collective import Collective
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read. Carries the rank that failed; the cause is chained there."""
-
-    def __init__(self, message: str, *, rank: int) -> None:
-        super().__init__(message)
-        self.rank = rank
 
 
 def save(collective: Collective, path: str | os.PathLike[str], state: Any) -> None:

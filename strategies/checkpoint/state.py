@@ -1,19 +1,22 @@
 """The user's objects as plain state, and back.
 
-What a checkpoint holds is whole and plain, whichever strategy wrote it: a module's tensors under its own names, an
-optimizer's as one process of plain PyTorch would have them, by index. So every strategy reads what any other wrote,
-and `torch.load(path)["model"]` loads into the plain module. How a whole state comes out of shards and goes back is
-the strategy's `StateAccess`.
+What a checkpoint holds is plain, whichever strategy wrote it: a module's tensors under its own names, an optimizer's as
+one process of plain PyTorch would have them, by index. So every strategy reads what any other wrote. How a state comes
+out of shards and goes back is the strategy's `StateAccess`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping
+from copy import copy
 from typing import Any, Protocol, TypeAlias, final, runtime_checkable
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from fabric.strategies.checkpoint.loading import Stored
+from fabric.strategies.checkpoint.placed import Placed, on_ranks
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
 
@@ -53,6 +56,39 @@ class StateAccess(ABC):
     def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
         """Load it."""
 
+    def place_module(self, module: nn.Module) -> dict[str, Any]:
+        """As `read_module`, with a `Placed` for each tensor of which other ranks hold a part, or a copy.
+
+        Nothing is gathered. A tensor that is not `Placed` is rank 0's, whole.
+        """
+        return self.read_module(module)
+
+    def place_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        """As `read_optimizer`, in the same way."""
+        return self.read_optimizer(optimizer)
+
+    def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
+        """As `write_module`, of a state with a `Stored` for each tensor."""
+        self.write_module(module, in_memory(content, mapped=True), strict=strict)
+
+    def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
+        """As `write_optimizer`, in the same way."""
+        self.write_optimizer(optimizer, in_memory(content))
+
+
+def in_memory(content: Any, *, mapped: bool = False) -> Any:
+    """A nest with each `Stored` read, whole: into memory of its own, or (`mapped`) to be copied from and forgotten."""
+    if isinstance(content, Stored):
+        return content.whole() if mapped else content.whole().clone()
+    if isinstance(content, dict):
+        read = copy(content)  # of its own class, and with its attributes: torch notes versions on a module's state
+        for key, entry in content.items():
+            read[key] = in_memory(entry, mapped=mapped)
+        return read
+    if type(content) in (list, tuple):
+        return type(content)(in_memory(entry, mapped=mapped) for entry in content)
+    return content
+
 
 @final
 class PlainState(StateAccess):
@@ -69,6 +105,46 @@ class PlainState(StateAccess):
 
     def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
         optimizer.load_state_dict(content)
+
+
+@final
+class ReplicatedState(StateAccess):
+    """Every rank has the whole state, the same as all: each writes a part of the parameters and optimizer states.
+
+    Buffers are those of rank 0: statistics may differ from rank to rank.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._ranks = tuple(range(size))
+
+    def read_module(self, module: nn.Module) -> dict[str, Any]:
+        return PLAIN.read_module(module)
+
+    def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
+        PLAIN.write_module(module, content, strict=strict)
+
+    def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        return PLAIN.read_optimizer(optimizer)
+
+    def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
+        PLAIN.write_optimizer(optimizer, content)
+
+    def place_module(self, module: nn.Module) -> dict[str, Any]:
+        state = module.state_dict()
+        for name, _ in module.named_parameters(remove_duplicate=False):
+            if isinstance(state.get(name), Tensor):
+                state[name] = on_ranks(state[name], self._ranks)
+        return state
+
+    def place_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        content = optimizer.state_dict()
+        states = {
+            index: {
+                name: on_ranks(each, self._ranks) if isinstance(each, Tensor) else each for name, each in own.items()
+            }
+            for index, own in content["state"].items()
+        }
+        return {**content, "state": states}
 
 
 PLAIN = PlainState()
@@ -123,11 +199,14 @@ def state_of(
     keep: Filter | None = None,
     access: FindAccess = plain,
     loaders: LoaderAccess = NO_LOADERS,
+    *,
+    gathered: bool = True,
 ) -> dict[str, Any]:
     """Replace each stateful object of `state` by its state; `keep` chooses, per name, which entries stay.
 
-    Loaders that have no state are left out; in a list, None takes their place.
-    Ranks: all call it, each with the same names. Rank 0 gets the whole.
+    Loaders that have no state are left out; in a list, None takes their place. `gathered`: rank 0 gets the whole of
+    models and optimizers; otherwise each rank what it holds, as `Placed`.
+    Ranks: all call it, each with the same names.
     Raises: ValueError: `keep` has a name that `state` has not. TypeError: `keep` names something that is no mapping.
     """
     for name in keep or {}:
@@ -135,7 +214,8 @@ def state_of(
             raise ValueError(
                 f"`filter` has {name!r}, but the state has {', '.join(map(repr, state))}. Filter what is saved."
             )
-    read = {name: _plain(name, value, access, loaders) for name, value in state.items()}
+    reading = _Reading(access, loaders, gathered)
+    read = {name: reading.plain(name, value) for name, value in state.items()}
     return {name: _kept(name, value, (keep or {}).get(name)) for name, value in read.items() if value is not SKIPPED}
 
 
@@ -162,18 +242,18 @@ def restore(
         if name in content or _is_stateless(state[name], loaders):
             found = content.get(name, SKIPPED)
             state[name] = _given_back(name, state[name], found, strict=strict, access=access, loaders=loaders)
-    return {name: value for name, value in content.items() if name not in state}
+    return {name: in_memory(value) for name, value in content.items() if name not in state}
 
 
 def load_into(target: Stateful, content: dict[str, Any], *, strict: bool, access: FindAccess = plain) -> None:
     """Load `content` into one object; `strict` matters to modules alone."""
     if isinstance(target, nn.Module):
         module = uncompiled(target)
-        access(module).write_module(module, content, strict=strict)
+        access(module).load_module(module, content, strict=strict)
     elif isinstance(target, Optimizer):
-        access(target).write_optimizer(target, content)
+        access(target).load_optimizer(target, content)
     else:
-        target.load_state_dict(content)
+        target.load_state_dict(in_memory(content))
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
@@ -186,23 +266,23 @@ def _given_back(
 ) -> Any:
     """What stands in the place of `target` once `content` is loaded: itself, where it took its state."""
     if loaders.is_loader(target):
-        loaders.write(name, target, content)
+        loaders.write(name, target, in_memory(content))
         return target
     if isinstance(target, Stateful):
         load_into(target, content, strict=strict, access=access)
         return target
     if not _holds_state(target, loaders):
-        return content
+        return in_memory(content)
     if isinstance(target, dict) and isinstance(content, dict):
         target.update(restore(target, content, strict=strict, access=access, loaders=loaders))
         return target
-    if isinstance(content, list) and len(content) == len(target):
+    if isinstance(content, (list, tuple)) and len(content) == len(target):
         pairs = zip(target, content, strict=True)
         return [_given_back(name, each, part, strict=strict, access=access, loaders=loaders) for each, part in pairs]
+    there = f"{len(content)} entries" if isinstance(content, (list, tuple)) else f"a `{type(content).__name__}`"
     raise ValueError(
-        f"`state[{name!r}]` is a `{type(target).__name__}` of {len(target)} entries, and the checkpoint has "
-        f"{f'a list of {len(content)}' if isinstance(content, list) else f'a `{type(content).__name__}`'} there. Load "
-        "into as many objects as were saved."
+        f"`state[{name!r}]` is a `{type(target).__name__}` of {len(target)} entries, and the checkpoint has {there} "
+        "there. Load into as many objects as were saved."
     )
 
 
@@ -218,23 +298,34 @@ def _is_stateless(value: Any, loaders: LoaderAccess) -> bool:
     return loaders.is_loader(value) and not isinstance(value, Stateful)
 
 
-def _plain(name: str, value: Any, access: FindAccess, loaders: LoaderAccess) -> Any:
-    if isinstance(value, nn.Module):
-        module = uncompiled(value)
-        return access(module).read_module(module)
-    if isinstance(value, Optimizer):
-        return access(value).read_optimizer(value)
-    if loaders.is_loader(value):
-        return loaders.read(name, value)
-    if isinstance(value, Stateful):
-        return value.state_dict()
-    if isinstance(value, dict):
-        read = {key: _plain(str(key), entry, access, loaders) for key, entry in value.items()}
-        return {key: entry for key, entry in read.items() if entry is not SKIPPED}
-    if isinstance(value, (list, tuple)):
-        entries = [_plain(name, entry, access, loaders) for entry in value]
-        return [None if entry is SKIPPED else entry for entry in entries]
-    return value
+@final
+class _Reading:
+    """One pass over a state."""
+
+    def __init__(self, access: FindAccess, loaders: LoaderAccess, gathered: bool) -> None:
+        self.access, self.loaders, self.gathered = access, loaders, gathered
+
+    def plain(self, name: str, value: Any) -> Any:
+        """The state of an object, and of all in a nest."""
+        if isinstance(value, nn.Module):
+            module = uncompiled(value)
+            access = self.access(module)
+            return access.read_module(module) if self.gathered else access.place_module(module)
+        if isinstance(value, Optimizer):
+            access = self.access(value)
+            return access.read_optimizer(value) if self.gathered else access.place_optimizer(value)
+        if self.loaders.is_loader(value):
+            return self.loaders.read(name, value)
+        if isinstance(value, Stateful):
+            return value.state_dict()
+        if isinstance(value, dict):
+            read = {key: self.plain(str(key), entry) for key, entry in value.items()}
+            return {key: entry for key, entry in read.items() if entry is not SKIPPED}
+        if isinstance(value, (list, tuple)):
+            entries = [self.plain(name, entry) for entry in value]
+            kept = [None if entry is SKIPPED else entry for entry in entries]
+            return tuple(kept) if type(value) is tuple else kept
+        return value
 
 
 def _kept(name: str, value: Any, choose: Callable[[str, Any], bool] | None) -> Any:
@@ -244,4 +335,9 @@ def _kept(name: str, value: Any, choose: Callable[[str, Any], bool] | None) -> A
         raise TypeError(
             f"`filter[{name!r}]` chooses entries of a mapping, but `state[{name!r}]` is a `{type(value).__name__}`."
         )
-    return {key: entry for key, entry in value.items() if choose(key, entry)}
+    return {key: entry for key, entry in value.items() if choose(key, _shown(entry))}
+
+
+def _shown(entry: Any) -> Any:
+    """What a filter sees: of a tensor that lies in parts, one of its shape and dtype without values."""
+    return entry.like if isinstance(entry, Placed) else entry

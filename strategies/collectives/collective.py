@@ -120,6 +120,14 @@ class Collective(ABC):
         default floating-point dtype. See `dtypes.py` for the dtypes that an `op` refuses.
         """
 
+    def start_all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Callable[[], Tensor]:
+        """`all_reduce` that goes on by itself where the backend can. What is given out waits, and gives the result.
+
+        Ranks: all start it. Each calls what is given out at most once, when it likes.
+        """
+        reduced = self.all_reduce(tensor, op)
+        return lambda: reduced
+
     @abstractmethod
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Give every rank the tensors of all ranks, stacked in rank order: `(*S)` -> `(W, *S)`."""

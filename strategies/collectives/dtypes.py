@@ -101,14 +101,15 @@ def to_number(tensor: Tensor, size: int) -> float:
 
 def from_number(total: float, op: ReduceOp, spec: Spec, size: int) -> Tensor | None:
     """The result for tensors of `spec`, from the sum of their numbers; None where integers did not add up exactly."""
-    if spec.dtype.is_floating_point:
-        dtype, wide = spec.dtype, torch.float64
-    elif math.isnan(total):
+    if math.isnan(total) and not spec.dtype.is_floating_point:
         return None
+    number = total / size if op == "mean" else total
+    if op == "mean" or spec.dtype.is_floating_point:
+        dtype = spec.dtype if spec.dtype.is_floating_point else torch.get_default_dtype()
+        result = torch.tensor(number, dtype=dtype, device="cpu")
     else:
-        dtype, wide = (torch.get_default_dtype(), torch.float64) if op == "mean" else (spec.dtype, torch.int64)
-    number = total / size if op == "mean" else total if wide.is_floating_point else int(total)
-    return torch.tensor(number, dtype=wide, device="cpu").to(dtype).view(spec.shape)
+        result = torch.tensor(int(number), dtype=torch.int64, device="cpu").to(spec.dtype)  # wraps
+    return result.view(spec.shape) if spec.shape else result
 
 
 def _refusal(dtype: torch.dtype, op: str, instead: str) -> str:

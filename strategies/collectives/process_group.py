@@ -144,6 +144,16 @@ class TorchCollective(CarriesObjects):
         self._run("all_reduce", tensor, dist.all_reduce, wire, _OPS[op])
         return from_wire(wire, op, tensor.dtype, self._size)
 
+    def start_all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Callable[[], Tensor]:
+        wire = to_wire(tensor, op, copy=True)
+        work = self._run("all_reduce", tensor, dist.all_reduce, wire, _OPS[op], async_op=True)
+
+        def finish() -> Tensor:
+            self._run("all_reduce", tensor, _wait, work)
+            return from_wire(wire, op, tensor.dtype, self._size)
+
+        return finish
+
     def all_gather(self, tensor: Tensor) -> Tensor:
         gathered = torch.empty((self._size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
         self._run("all_gather", tensor, _all_gather, as_bytes(gathered), as_bytes(tensor))

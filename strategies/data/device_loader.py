@@ -19,6 +19,7 @@ from fabric.strategies.data.loader_check import length_of
 from fabric.strategies.data.rng import put_back
 from fabric.strategies.data.share import Share
 from fabric.strategies.data.transfer import Carry, one_by_one
+from fabric.strategies.data.uneven import Agreement
 from fabric.strategies.data.workers import WorkerStart
 
 END = object()
@@ -64,6 +65,8 @@ class Reading:
     """Called before each iteration."""
     position: Stateful | None = None
     """What knows how far an iteration has come by itself; else the loader counts."""
+    agreement: Agreement | None = None
+    """How ranks that read data of different lengths come to the same number of batches."""
     part: Share | None = None
     """Where each rank reads other data than its peers, so that it stands at a position of its own: which part."""
     rereads: bool = False
@@ -113,6 +116,8 @@ class DeviceLoader(ABC):
             batches = without_left_out(batches, reading.leave_out)
             if opened is not None:
                 batches = islice(batches, opened.begun_at.batches, None)
+        if reading.agreement is not None:
+            batches = reading.agreement(batches, again=lambda: iter(reading.source))
         if reading.device is not None and reading.device.type != "cpu":
             batches = reading.carry(batches, reading.device)
         if reading.order is None or opened is None:

@@ -14,6 +14,7 @@ from typing import Any, final
 import torch
 
 from fabric.strategies.data.rng import Rng, digest, mix
+from fabric.strategies.data.uneven import Votes
 
 SHUFFLED_BY = "random state of its shuffle"
 """The name under which a description has the random state of a dataset that shuffles itself."""
@@ -30,6 +31,8 @@ class Ranks:
     """Gives every rank the objects of all ranks."""
     same: Callable[[str], bool]
     """Whether all ranks passed the same words: one all-reduce of one number."""
+    votes: Callable[[], Votes] | None = None
+    """Makes what loaders agree by while they are iterated."""
 
 
 @final

@@ -29,6 +29,7 @@ from fabric.strategies.data.seeded_dataset import SeededDataset
 from fabric.strategies.data.share import Share, Use
 from fabric.strategies.data.split import pipe_error, split_of
 from fabric.strategies.data.transfer import Carry, has_streams, one_ahead, one_by_one
+from fabric.strategies.data.uneven import Agreement, Uneven
 from fabric.strategies.data.workers import WorkerStart
 
 __all__ = ["DeviceLoader", "Share", "Use", "process_dataloader"]
@@ -48,6 +49,7 @@ def process_dataloader(
     say: Callable[[str], None],
     carry: Carry | None = None,
     draw_apart: Callable[[], None] = lambda: None,
+    uneven: Uneven | None = None,
 ) -> DeviceLoader:
     """The loader, cut to this rank's share (`distribute`), its batches on `device` (`move`).
 
@@ -63,7 +65,7 @@ def process_dataloader(
         raise ValueError("`setup_dataloaders` was given a loader that it returned before. Pass the original loader.")
     if not isinstance(loader, Iterable):
         raise TypeError(f"`setup_dataloaders` was given a `{type(loader).__name__}`, which cannot be iterated.")
-    setup = _Setup(share, use != "train", ranks, numbers, say)
+    setup = _Setup(share, use != "train", ranks, numbers, say, uneven)
     split = split_of(loader, share) if distribute else None
     accelerated = move and device.type != "cpu"
     # Ahead only of what workers have at hand: an iterable may depend on the loop, a stateful loader counts what was
@@ -74,9 +76,13 @@ def process_dataloader(
         if sentence is not None:
             say(sentence)
     if split is not None:
-        _equal_batches(loader, split.words, setup)
-    if split is not None or not distribute:
-        reading = _own(loader, setup)
+        agreement = _equal_batches(loader, split.words, setup, exact=_has_indices(loader))
+        reading = replace(_own(loader, setup), agreement=agreement)
+    elif not distribute:
+        # Each rank reads what its loader gives, and may do so alone: nothing is sent unless that was asked for.
+        words, exact = type(loader).__name__, _has_indices(loader)
+        agreement = None if uneven is None else _agreement(loader, words, setup, exact=exact)
+        reading = replace(_own(loader, setup), agreement=agreement)
     elif ranks.size == 1 and isinstance(loader, Stateful) and not _has_indices(loader):
         reading = _whole(loader, share)
     elif isinstance(loader, DataLoader):
@@ -95,6 +101,7 @@ class _Setup:
     ranks: Ranks
     numbers: LoaderNumbers
     say: Callable[[str], None]
+    when_ended: Uneven | None
 
     @property
     def part(self) -> Share | None:
@@ -221,31 +228,46 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup
 
 def _own_part(loader: DataLoader[Any], stream: SplitStream, setup: _Setup, start: WorkerStart) -> Reading:
     source = _copy(loader, worker_init_fn=start, dataset=stream.part)
-    _equal_batches(source, stream.words, setup)
+    agreement = _equal_batches(source, stream.words, setup, exact=False)
     epochal = tuple({id(each): each for each in (*_epochal(loader, loader), *_epochal(source, source))}.values())
     reading = (
         Reading(source=source, position=source) if isinstance(source, Stateful) else _as_items(source, setup.alone())
     )
-    return replace(reading, start=start, epochal=epochal, begin=(*reading.begin, stream.follow), part=setup.part)
+    begin = (*reading.begin, stream.follow)
+    reading = replace(reading, start=start, epochal=epochal, begin=begin, part=setup.part)
+    return replace(reading, agreement=agreement)
 
 
-def _equal_batches(loader: Iterable[Any], words: str, setup: _Setup) -> None:
-    """Raise ValueError where ranks that train would read different numbers of batches; say where that is unknown."""
-    length = length_of(loader)
+def _equal_batches(loader: Iterable[Any], words: str, setup: _Setup, *, exact: bool) -> Agreement | None:
+    """How ranks that train on parts of their own come to equal numbers of batches; None where they need not, or do.
+
+    `exact`: a length is that of a sampler, not what a stream says of itself.
+    Raises: ValueError: the lengths are known, and differ.
+    """
     if setup.uneven:
-        return
-    if not setup.ranks.same(repr(length)):
-        lengths = setup.ranks.gather(length)
-        raise ValueError(
-            f"`{words}` gives the {len(lengths)} ranks {', '.join(map(str, lengths))} batches, and each rank trains on "
-            "as many as any other. Pass `drop_last=True`, make the parts equal, or, where ranks may have different "
-            "numbers of batches, pass `use='validate'`, `'test'` or `'predict'`."
-        )
-    if length is None:
-        setup.say(
-            f"Each rank reads its own part, by `{words}`, whose length is unknown. If the parts hold different numbers "
-            "of batches, stop all ranks at the same step."
-        )
+        return None
+    if setup.when_ended is not None:
+        return _agreement(loader, words, setup, exact=exact)
+    length = length_of(loader)
+    if setup.ranks.same(repr(length)):
+        return None if exact else _agreement(loader, words, setup, exact=exact)
+    lengths = setup.ranks.gather(length)
+    raise ValueError(
+        f"`{words}` gives the {len(lengths)} ranks {', '.join(map(str, lengths))} batches, and each rank trains on as "
+        'many as any other. Pass `drop_last=True`, make the parts equal, pass `uneven="stop"` or `uneven="repeat"`, '
+        "or, where ranks may have different numbers of batches, `use='validate'`, `'test'` or `'predict'`."
+    )
+
+
+def _agreement(loader: Iterable[Any], words: str, setup: _Setup, *, exact: bool) -> Agreement | None:
+    if setup.ranks.size == 1 or setup.ranks.votes is None:
+        return None
+    # Ahead as in `process_dataloader`; and without workers too where batches are made here, of a stream, which draws
+    # from random generators of its own.
+    ahead = False
+    if isinstance(loader, DataLoader) and not isinstance(loader, Stateful):
+        ahead = loader.num_workers > 0 or (loader.batch_size is not None and not exact)
+    return Agreement(setup.when_ended or "stop", setup.ranks.votes(), words, setup.say, ahead=ahead)
 
 
 def _shared_iterable(items: Iterable[Any], setup: _Setup) -> Reading:

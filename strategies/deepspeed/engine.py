@@ -103,12 +103,6 @@ class Engine:
 
         return finish
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Add gradients to the shards."""
-        finish = self.watch()
-        (self.engine.scale(loss) if self.zero.needs_scaler() else loss).backward(*args, **kwargs)
-        finish()
-
     def _reached_by_backward(self, parameter: Tensor) -> None:
         self._reached.add(parameter)
         self._added_up.add(parameter)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -27,10 +27,12 @@ from fabric.strategies.deepspeed.config import (
     engine_config,
     read_config,
 )
-from fabric.strategies.deepspeed.engine import NOT_GATHERED, UNUSED, Engine, close, gathered_parts, remember
+from fabric.strategies.deepspeed.engine import NOT_GATHERED, UNUSED, Engine, close, remember
+from fabric.strategies.deepspeed.gradient_sync import DeepSpeedGradientSync, UntrainedGradientSync
 from fabric.strategies.deepspeed.library import join, local_rank, undisturbed, why_not
 from fabric.strategies.deepspeed.loss_scale import LossScale
 from fabric.strategies.deepspeed.state import ZeroState, is_sharded
+from fabric.strategies.gradients.sync import GradientSync, LocalGradientSync
 from fabric.strategies.module.bare_parameters import IN_MODULE
 from fabric.strategies.module.buffers import follow_rank_zero
 from fabric.strategies.module.copies import own_hooks, refuse_copies, refuse_pickles
@@ -41,7 +43,6 @@ from fabric.strategies.module.prepare import place, with_precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.execution_order import ExecutionOrder
 from fabric.strategies.target import Target, releases
 
 
@@ -151,22 +152,22 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         state = ZeroState(runtime.world, self._stage, engine.optimizer, groups or [pieces.trained])
         if self._stage != 3:  # there the weights stay in shards, and what knows of them with them
             stack.callback(_give_back, optimizer, state.groups, forget)
-        stack.callback(pieces.release)
+        sync = DeepSpeedGradientSync(pieces)
+        stack.callback(sync.release)
         stack.callback(pieces.drive(optimizer))
-        around = with_precision(runtime, pieces.order.around(pieces.forward))
+        around = with_precision(runtime, sync.forward)
         stack.callback(ForwardPath(module, refuse_empty(module, around)).release)
         optimizer.state.clear()  # of the parameters before they were cut
         if before is not None:
             state.write_optimizer(optimizer, before)
-
+        scales = engine.optimizer.needs_scaler()
         return Prepared(
             module=module,
             optimizers=(optimizer,),
-            backward=pieces.backward,
-            joins_backward=not engine.optimizer.needs_scaler(),
-            loss_scale=LossScale(engine.optimizer.loss_scaler) if engine.optimizer.needs_scaler() else None,
-            watches=(pieces.watch,),
-            unsynced=nullcontext,
+            sync=sync,
+            scale_loss=engine.scale if scales else None,
+            joins_backward=not scales,
+            loss_scale=LossScale(engine.optimizer.loss_scaler) if engine.optimizer.loss_scaler.dynamic else None,
             clip_norm=pieces.clip_norm,
             clip_value=pieces.clip_value,
             release=stack.pop_all().close,
@@ -227,23 +228,21 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         def refuse(*args: Any, **kwargs: Any) -> Any:
             raise RuntimeError(_NO_OPTIMIZER.format(name=name))
 
-        around = with_precision(runtime, None)
+        sync: GradientSync = LocalGradientSync()
         if self._stage == 3:
             stack.callback(close, self._initialize(runtime, module, None, move))
-            order = ExecutionOrder(runtime, module, gathered_parts(module))
-            stack.callback(order.release)
-            around = order.around(around)
+            sync = UntrainedGradientSync(runtime, module)
         else:
             place(runtime, module, (), move=move)
+        stack.callback(sync.release)
+        around = with_precision(runtime, sync.forward if self._stage == 3 else None)
         stack.callback(ForwardPath(module, refuse_empty(module, around)).release)
 
         return Prepared(
             module=module,
             optimizers=(),
-            backward=refuse,
-            joins_backward=True,
-            watches=(),
-            unsynced=nullcontext,
+            sync=sync,
+            scale_loss=refuse,
             clip_norm=refuse,
             clip_value=refuse,
             release=stack.pop_all().close,

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.fairscale.fsdp_state import IN_SLICES, attach_module, attach_optimizer, holds_local
-from fabric.strategies.fairscale.fsdp_wrappers import UNCOMPILABLE, Slices
+from fabric.strategies.fairscale.fsdp_wrappers import UNCOMPILABLE, FairScaleFSDPGradientSync
 from fabric.strategies.fairscale.library import (
     NEEDS_ALL,
     NOT_AVERAGED,
@@ -40,7 +40,6 @@ from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.execution_order import ExecutionOrder
 from fabric.strategies.target import Target, releases
 
 
@@ -95,7 +94,7 @@ class FairScaleFSDPStrategy(ProcessGroupStrategy):
         _refuse_dtypes(module, runtime.precision)
         refuse_optimizers("ddp_fully_sharded", optimizers, _WHOLE_MATRICES)
         start_alike(runtime.collective, module)
-        slices = Slices(
+        sync = FairScaleFSDPGradientSync(
             runtime,
             module,
             parts,
@@ -103,33 +102,19 @@ class FairScaleFSDPStrategy(ProcessGroupStrategy):
             bucket_bytes=self.bucket_bytes,
             broadcast_buffers=self.broadcast_buffers,
         )
-        order = ExecutionOrder(runtime, module, parts)
-        hooks = [
-            order.release,
+        undo = [
             attach_module(runtime.collective, module),
             *(attach_optimizer(runtime.collective, optimizer, owned) for optimizer in optimizers),
         ]
-        prepared = replica(
-            runtime,
-            module,
-            optimizers,
-            around=order.around(slices.forward),
-            unsynced=slices.unsynced,
-            watches=(order.watch, slices.watch),
-            uncompilable=UNCOMPILABLE,
-        )
 
-        def release() -> None:
-            prepared.release()
-            slices.release()
-            for undo in hooks:
-                undo()
+        def end() -> None:
+            for each in undo:
+                each()
 
         return replace(
-            prepared,
+            replica(runtime, module, optimizers, sync, end=end, uncompilable=UNCOMPILABLE),
             clip_norm=partial(clip_norm, owned=owned, collective=runtime.collective, scaler=runtime.loss_scaler),
             clip_value=partial(clip_value, owned=owned, scaler=runtime.loss_scaler),
-            release=release,
         )
 
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:

@@ -31,10 +31,12 @@ from torch.utils._pytree import tree_leaves
 from fabric.strategies.fairscale.fsdp_cpu import fully_sharded_on_cpu
 from fabric.strategies.fairscale.fsdp_state import holds_local
 from fabric.strategies.fairscale.library import FULLY_SHARDED, LATE, UNUSED, look_up, name_some, root_logger_untouched
+from fabric.strategies.gradients.sync import Finish, GradientSync, all_of
 from fabric.strategies.module.added_parameters import Newcomers
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
 from fabric.strategies.module.forward import ForwardPath, leave_uncompiled
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.execution_order import ExecutionOrder
 from fabric.strategies.torch_internals import current_graph_task_id
 
 UNCOMPILABLE = (
@@ -67,7 +69,7 @@ class _Unit(nn.Module):
 
 
 @final
-class Slices:
+class FairScaleFSDPGradientSync(GradientSync):
     """One model in slices: FairScale's wrappers, beside the modules they gather parameters for."""
 
     def __init__(
@@ -105,6 +107,8 @@ class Slices:
             ForwardPath(part, partial(self._through, wrapper), uncompilable=UNCOMPILABLE)
             for part, wrapper in wrapped.items()
         ]
+        self.order = ExecutionOrder(runtime, module, parts)
+        self._ordered = self.order.around(self._forward)
         inner = [part for part in module.modules() if part is not module and part not in wrapped]
         self.given = {part: vars(part).get("forward") for part in inner if part._parameters}
         for part in self.given:
@@ -112,6 +116,9 @@ class Slices:
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Around a forward: parameters are gathered before, slices after, and buffers follow rank 0. Ranks: all."""
+        return self._ordered(function, args, kwargs)
+
+    def _forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.is_grad_enabled():
             self.newcomers.refuse(LATE)
         self._drop_stale()
@@ -143,9 +150,9 @@ class Slices:
             for wrapper in self.wrappers:
                 wrapper._require_backward_grad_sync = before
 
-    def watch(self) -> Callable[[], None] | None:
-        """Before a backward; what is given out raises where a parameter was left out of it."""
-        return self._check if self.root._require_backward_grad_sync else None
+    def watch(self) -> Finish | None:
+        """What is given out raises where a parameter was left out of the backward."""
+        return all_of(self.order.watch(), self._check if self.root._require_backward_grad_sync else None)
 
     def _check(self) -> None:
         took_part = bool(self.reduced)
@@ -171,6 +178,7 @@ class Slices:
         """Take our part of each forward off. The parameters stay slices: to put them together takes all ranks."""
         for path in self.paths:
             path.release()
+        self.order.release()
         for part, given in self.given.items():
             if given is None:
                 vars(part).pop("forward", None)
@@ -182,7 +190,7 @@ class Slices:
 class _Inner:
     """`forward` of a submodule with parameters, which are in slices unless a forward of the model has gathered them."""
 
-    def __init__(self, slices: Slices, part: nn.Module) -> None:
+    def __init__(self, slices: FairScaleFSDPGradientSync, part: nn.Module) -> None:
         functools.update_wrapper(self, part.forward)
         self._slices, self._part, self._forward = slices, part, part.forward
 

@@ -14,7 +14,7 @@ Note [Traps of FairScale closed here]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, final
@@ -35,6 +35,7 @@ from fabric.strategies.fairscale.library import (
     root_logger_untouched,
 )
 from fabric.strategies.gradients.clipping import parameters_of
+from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.module.added_parameters import Newcomers
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
 
@@ -52,7 +53,7 @@ class _Forward(nn.Module):
 
 
 @final
-class Owners:
+class FairScaleShardedGradientSync(GradientSync):
     """Who owns which parameter of one model, and which gradients are averages by now."""
 
     def __init__(
@@ -115,7 +116,7 @@ class Owners:
         finally:
             self.parallel._should_accumulate_grads = before
 
-    def watch(self) -> Callable[[], None]:
+    def watch(self) -> Finish:
         """Prime the reduction of the coming backward; what is given out looks at what came of it."""
         self.parallel._clear_counters()
         aside = [(parameter, parameter.grad) for parameter in self.averages if parameter.grad is not None]
@@ -235,3 +236,36 @@ class _ShardOf:
     def __init__(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
         self.optimizer = optimizer
         self.param_groups = groups
+
+
+@final
+class NoOwnersGradientSync(GradientSync):
+    """A model without an optimizer has no owners: gradients would stay where they were computed, and that raises."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return function(*args, **kwargs)
+
+    def unsynced(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def watch(self) -> Finish:
+        before = [(parameter, parameter.grad, _version(parameter.grad)) for parameter in self.module.parameters()]
+        return partial(self._refuse_changed, before)
+
+    def release(self) -> None:
+        pass
+
+    def _refuse_changed(self, before: Sequence[tuple[Tensor, Tensor | None, int]]) -> None:
+        if any(p.grad is not gradient or _version(p.grad) != version for p, gradient, version in before):
+            raise RuntimeError(
+                f"This backward computed gradients of `{type(self.module).__name__}`, set up without an "
+                "optimizer: under `strategy='ddp_sharded'` nobody averages them. Write "
+                "`fabric.setup(model, optimizer)`, or freeze it with `requires_grad_(False)`."
+            )
+
+
+def _version(gradient: Tensor | None) -> int:
+    return -1 if gradient is None else gradient._version

@@ -26,7 +26,7 @@ from fabric.strategies.fairscale.library import (
     start_alike,
     why_not,
 )
-from fabric.strategies.fairscale.oss import Owners
+from fabric.strategies.fairscale.oss import FairScaleShardedGradientSync, NoOwnersGradientSync
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.module.bare_parameters import IN_MODULE
 from fabric.strategies.module.prepare import place, replica
@@ -67,23 +67,14 @@ class FairScaleShardedStrategy(ProcessGroupStrategy):
         refuse_optimizers("ddp_sharded", optimizers, ())
         start_alike(runtime.collective, module)
         if not optimizers:
-            return replica(runtime, module, optimizers, watches=(partial(_watch_without_optimizer, module),))
-        sharding = Owners(runtime.collective, module, optimizers, broadcast_buffers=self.broadcast_buffers)
-        prepared = replica(
-            runtime, module, optimizers, around=sharding.forward, unsynced=sharding.unsynced, watches=(sharding.watch,)
+            return replica(runtime, module, optimizers, NoOwnersGradientSync(module))
+        sync = FairScaleShardedGradientSync(
+            runtime.collective, module, optimizers, broadcast_buffers=self.broadcast_buffers
         )
-
-        def release() -> None:
-            prepared.release()
-            sharding.release()
-
         return replace(
-            prepared,
-            clip_norm=partial(
-                clip_norm, owned=sharding.owned, collective=runtime.collective, scaler=runtime.loss_scaler
-            ),
-            clip_value=partial(clip_value, owned=sharding.owned, scaler=runtime.loss_scaler),
-            release=release,
+            replica(runtime, module, optimizers, sync),
+            clip_norm=partial(clip_norm, owned=sync.owned, collective=runtime.collective, scaler=runtime.loss_scaler),
+            clip_value=partial(clip_value, owned=sync.owned, scaler=runtime.loss_scaler),
         )
 
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
@@ -117,25 +108,6 @@ def _refuse_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> No
                 "side in memory, which takes one dtype: make an optimizer for each, or pass `strategy='ddp'`."
             )
         seen.update(parameters)
-
-
-def _watch_without_optimizer(module: nn.Module) -> Callable[[], None]:
-    """A model without optimizer has no owners: its gradients would stay where they were computed."""
-    before = [(parameter, parameter.grad, _version(parameter.grad)) for parameter in module.parameters()]
-
-    def check() -> None:
-        if any(p.grad is not gradient or _version(p.grad) != version for p, gradient, version in before):
-            raise RuntimeError(
-                f"This backward computed gradients of `{type(module).__name__}`, set up without an "
-                "optimizer: under `strategy='ddp_sharded'` nobody averages them. Write "
-                "`fabric.setup(model, optimizer)`, or freeze it with `requires_grad_(False)`."
-            )
-
-    return check
-
-
-def _version(gradient: Tensor | None) -> int:
-    return -1 if gradient is None else gradient._version
 
 
 _LATER = (

@@ -9,11 +9,10 @@ order (another one raises, or waits until the timeout where shapes differ); and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +21,14 @@ from torch.optim import Optimizer
 
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
-from fabric.strategies.gradients.clipping import clip_norm, clip_value
-from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
-from fabric.strategies.module.changes import Additions, GatheredFlags
+from fabric.strategies.fsdp.gradient_sync import FSDPGradientSync
+from fabric.strategies.module.buffers import follow_rank_zero
 from fabric.strategies.module.copies import IN_SHARDS, refuse_copies
 from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.module.parameter_rebinding import follow
-from fabric.strategies.module.prepare import attach_scaler, backward_through, with_precision
+from fabric.strategies.module.prepare import prepared, with_precision
 from fabric.strategies.module.wrap_policy import Policy, check_policy, matching, whole_at_once
 from fabric.strategies.precision.forward_precision import cast_module
 from fabric.strategies.precision.precision import Precision
@@ -38,17 +36,11 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.dtensor import ShardedState
-from fabric.strategies.sharding.execution_order import ExecutionOrder
-from fabric.strategies.sharding.gathered import Gathered, mark_gathering
-from fabric.strategies.sharding.layout import fsdp_modules, refuse_cut
+from fabric.strategies.sharding.layout import refuse_cut
 from fabric.strategies.sharding.mesh import check_degrees
-from fabric.strategies.sharding.same_gradients import SameGradients
 from fabric.strategies.sharding.submodules import enter_alone
 from fabric.strategies.sharding.whole_draws import draw_whole
 from fabric.strategies.target import Target
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
 
 
 @final
@@ -136,28 +128,13 @@ class FSDPStrategy(ProcessGroupStrategy):
             unfilled.finish(inner, runtime.device, runtime.collective)
             if unfilled.was_empty and runtime.world.size > 1:
                 follow_rank_zero(runtime.collective, inner.buffers())
-        undo = [draw_whole(inner, runtime.device, runtime.collective)]
-        gathered = Gathered(inner, (sharded := fsdp_modules(inner)))
-        model = _Sharded(self, runtime, cast("FSDPModule", inner), unfilled, gathered)
-        order = ExecutionOrder(runtime, inner, units)
-        path = ForwardPath(inner, order.around(with_precision(runtime, model.forward)), model.mark)
-        undo.append(enter_alone(path, sharded, gathered, path.around))
-        undo += [path.release, order.release, gathered.release, attach_scaler(runtime.loss_scaler, optimizers)]
-        same = SameGradients(runtime, inner, gathered)
-        watches = (order.watch, same.watch, gathered.watch)
-        undo.append(refuse_copies(inner, IN_SHARDS))
-        return Prepared(
-            module=module,
-            optimizers=tuple(optimizers),
-            backward=backward_through(runtime.loss_scaler, watches),
-            joins_backward=True,
-            watches=watches,
-            unsynced=model.unsynced,
-            clip_norm=partial(clip_norm, scaler=runtime.loss_scaler),
-            clip_value=partial(clip_value, scaler=runtime.loss_scaler),
-            release=partial(_each, undo[::-1]),
-            state=ShardedState(runtime.world.rank),
-        )
+        undo_draws = draw_whole(inner, runtime.device, runtime.collective)
+        sync = FSDPGradientSync(runtime, inner, units, unfilled, broadcast_buffers=self.broadcast_buffers)
+        path = ForwardPath(inner, with_precision(runtime, sync.forward), sync.mark)
+        alone = enter_alone(path, sync.sharded, sync.gathered, path.around)
+        ends = (alone, undo_draws, refuse_copies(inner, IN_SHARDS))
+        made = prepared(runtime, module, optimizers, sync, path, *ends)
+        return replace(made, state=ShardedState(runtime.world.rank))
 
     def _units(self, module: nn.Module, precision: Precision) -> set[nn.Module]:
         """The parts that are gathered one by one; the root is one of them."""
@@ -196,51 +173,6 @@ class FSDPStrategy(ProcessGroupStrategy):
             ),
             offload_policy=CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
         )
-
-
-@final
-class _Sharded:
-    """One model in shards: what happens around its forward, and whether its gradients travel."""
-
-    def __init__(
-        self, options: FSDPStrategy, runtime: Runtime, module: FSDPModule, unfilled: Unfilled, gathered: Gathered
-    ) -> None:
-        self.collective = runtime.collective
-        self.module = module
-        self.unfilled = unfilled
-        self.additions = Additions(cast(nn.Module, module), by_name=True)
-        self.flags = GatheredFlags(cast(nn.Module, module))
-        self.gathered = gathered
-        self.synced = True
-        self.buffered = []
-        if options.broadcast_buffers and runtime.world.size > 1:
-            self.buffered = list(cast(nn.Module, module).modules())
-
-    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.unfilled.check(self.collective)
-        self.additions.refuse()
-        self.flags.follow()
-        output = function(*args, **kwargs)
-        if self.synced and torch.is_grad_enabled():
-            follow_rank_zero(self.collective, buffers_of(self.buffered))
-        return output
-
-    def mark(self, method: str) -> None:
-        """Let another method find whole parameters."""
-        mark_gathering(cast(nn.Module, self.module), method, self.gathered)
-
-    @contextmanager
-    def unsynced(self) -> Iterator[None]:
-        before = self.synced
-        self._sync(False)
-        try:
-            yield
-        finally:
-            self._sync(before)
-
-    def _sync(self, enabled: bool) -> None:
-        self.synced = enabled
-        self.module.set_requires_gradient_sync(enabled)
 
 
 _LEAVE_OUT = (
@@ -314,8 +246,3 @@ _SCALARS = (
     "torch's `fully_shard` cuts each parameter along its first dimension, and one without dimensions has none. Make it "
     "of shape `(1,)`, as in `nn.Parameter(torch.ones(1))`, or pass `strategy='ddp'` or a stage of DeepSpeed."
 )
-
-
-def _each(actions: Sequence[Callable[[], None]]) -> None:
-    for action in actions:
-        action()

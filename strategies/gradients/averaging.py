@@ -27,7 +27,7 @@ from fabric.strategies.sharding.mesh import along, degree
 
 
 @final
-class Averaging:
+class MeshAveraging:
     """What one model, laid over a mesh, exchanges around backward, and whether it does so at present.
 
     Ranks: all make it together, and one for each model.
@@ -57,13 +57,13 @@ class Averaging:
             for parameter in trainable
         ]
 
-    def end(self) -> None:
+    def release(self) -> None:
         """Leave the parameters as they were."""
         for hook in self.hooks:
             hook.remove()
 
     def watch(self) -> Callable[[], None] | None:
-        """Called before a backward: gives what averages after it."""
+        """See `GradientSync.watch`."""
         self.expected = self.synced
         return self.average if self.synced else None
 

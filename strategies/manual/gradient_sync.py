@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from fabric.strategies.gradients.averaging import average
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.gradients.reducer import end_reducer
+from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.manual.context import ManualContext, Parallelized
 from fabric.strategies.manual.replica_checks import refuse_unequal_gradients
 from fabric.strategies.manual.state import own_parameters
@@ -32,7 +33,7 @@ from fabric.strategies.sharding.mesh import along, axes_of, degree
 
 
 @final
-class Synchronization:
+class ManualGradientSync(GradientSync):
     """One model's. `data_axes`: the axes of the mesh along which ranks read different samples."""
 
     def __init__(self, context: ManualContext, parallel: Parallelized, data_axes: Sequence[str]) -> None:
@@ -73,13 +74,11 @@ class Synchronization:
             self._refuse_unfrozen()
         return function(*args, **kwargs)
 
-    def watch(self) -> Callable[[], None] | None:
-        """What there is to do after this backward."""
+    def watch(self) -> Finish | None:
         return None if self.num_holds else self._finish
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:
-        """Within it, gradients stay where they were computed."""
         parallel = self.parallel
         known = (parallel.averaged_modules, parallel.finish_backward, parallel.unsynced, self.replicas, self.sharded)
         if self.context.world.size > 1 and not any(known):
@@ -103,8 +102,7 @@ class Synchronization:
         names = [self.names.get(parameter, f"parameter {index}") for index, parameter in enumerate(plain)]
         refuse_unequal_gradients(self.context.collective, dict(zip(names, plain, strict=True)))
 
-    def end(self) -> None:
-        """Take off what is ours, and what the function put on, before the process group ends."""
+    def release(self) -> None:
         if self.parallel.release is not None:
             self.parallel.release()
         for handle in self.divided:

@@ -20,7 +20,7 @@ from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.manual.context import ManualContext, Parallelized
-from fabric.strategies.manual.gradient_sync import Synchronization
+from fabric.strategies.manual.gradient_sync import ManualGradientSync
 from fabric.strategies.manual.state import ManualState, own_parameters
 from fabric.strategies.module.bare_parameters import IN_MODULE
 from fabric.strategies.module.parameter_rebinding import rebind
@@ -97,16 +97,8 @@ class ManualStrategy(ProcessGroupStrategy):
         rebind(before, after, optimizers)
         _refuse_left_behind(optimizers, parallel.module, (before, after))
         _refuse_other_dtypes(runtime.precision, parallel.module)
-        sync = Synchronization(context, parallel, self._data_axes(runtime.world.size))
-        prepared = replica(
-            runtime,
-            parallel.module,
-            optimizers,
-            around=sync.forward,
-            unsynced=sync.unsynced,
-            watches=(sync.watch,),
-            end=sync.end,
-        )
+        sync = ManualGradientSync(context, parallel, self._data_axes(runtime.world.size))
+        prepared = replica(runtime, parallel.module, optimizers, sync)
 
         def clip_norm(optimizer: Optimizer, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
             if runtime.world.size > 1:

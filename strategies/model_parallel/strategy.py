@@ -14,11 +14,11 @@ alone, and the optimizer that was made before `setup` goes on. Gradients are ave
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import TYPE_CHECKING, ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -26,30 +26,26 @@ from torch.optim import Optimizer
 
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
-from fabric.strategies.gradients.averaging import Averaging
-from fabric.strategies.gradients.clipping import clip_norm, clip_value, move_state
+from fabric.strategies.gradients.clipping import move_state
+from fabric.strategies.model_parallel.gradient_sync import ModelParallelGradientSync
 from fabric.strategies.model_parallel.pipeline.options import Pipeline
 from fabric.strategies.model_parallel.pipeline.setup import pipelined
 from fabric.strategies.module.bare_parameters import IN_MODULE
 from fabric.strategies.module.buffers import follow_rank_zero
-from fabric.strategies.module.changes import Additions, GatheredFlags
 from fabric.strategies.module.copies import IN_SHARDS, IN_STAGES, refuse_copies
 from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
-from fabric.strategies.module.forward import Around, ForwardPath
+from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.module.parameter_rebinding import follow
-from fabric.strategies.module.prepare import attach_scaler, backward_through, with_precision
+from fabric.strategies.module.prepare import prepared, with_precision
 from fabric.strategies.options import check_function
 from fabric.strategies.precision.forward_precision import cast_module
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.dtensor import ShardedState, as_sharded
-from fabric.strategies.sharding.execution_order import ExecutionOrder
-from fabric.strategies.sharding.gathered import Gathered, mark_gathering
-from fabric.strategies.sharding.layout import Parallelize, fsdp_modules, parallelize, refuse_cut
+from fabric.strategies.sharding.layout import Parallelize, parallelize, refuse_cut
 from fabric.strategies.sharding.mesh import COPIES, Degree, check_written, complete
-from fabric.strategies.sharding.same_gradients import SameGradients
 from fabric.strategies.sharding.submodules import enter_alone
 from fabric.strategies.sharding.whole_draws import draw_whole
 from fabric.strategies.target import Target
@@ -136,63 +132,19 @@ class ModelParallelStrategy(ProcessGroupStrategy):
             place_alike(runtime, inner, optimizers, move=move)
             result = self._parallelize(runtime, inner)
             fill_alike(runtime, inner, unfilled)
-        averaging = Averaging(runtime, inner)
-        around = with_precision(runtime, self._around(runtime, averaging, unfilled))
         undo_draws = draw_whole(inner, runtime.device, runtime.collective)
-        units = fsdp_modules(inner)
-        gathered = Gathered(inner, units)
-        order = ExecutionOrder(runtime, inner, units)
-        path = ForwardPath(inner, order.around(around), partial(_mark, inner, gathered))
-        alone = enter_alone(path, units, gathered, path.around)
-        detach = attach_scaler(runtime.loss_scaler, optimizers)
-        in_shards = any(as_sharded(parameter) is not None for parameter in inner.parameters())
-        copyable = refuse_copies(inner, IN_SHARDS) if in_shards else lambda: None
-
-        def release() -> None:
-            alone()
-            path.release()
-            copyable()
-            order.release()
-            gathered.release()
-            undo_draws()
-            detach()
-            averaging.end()
-
-        same = SameGradients(runtime, inner, gathered)
-        watches = (order.watch, same.watch, averaging.watch, gathered.watch)
-        return Prepared(
-            module=module if result is inner else result,
-            optimizers=tuple(optimizers),
-            backward=backward_through(runtime.loss_scaler, watches),
-            joins_backward=True,
-            watches=watches,
-            unsynced=averaging.unsynced,
-            clip_norm=partial(clip_norm, scaler=runtime.loss_scaler),
-            clip_value=partial(clip_value, scaler=runtime.loss_scaler),
-            release=release,
-            state=ShardedState(runtime.world.rank),
-        )
+        sync = ModelParallelGradientSync(runtime, inner, unfilled, broadcast_buffers=self.broadcast_buffers)
+        path = ForwardPath(inner, with_precision(runtime, sync.forward), sync.mark)
+        ends = [enter_alone(path, sync.averaging.sharded, sync.gathered, path.around), undo_draws]
+        if any(as_sharded(parameter) is not None for parameter in inner.parameters()):
+            ends.append(refuse_copies(inner, IN_SHARDS))
+        made = prepared(runtime, module if result is inner else result, optimizers, sync, path, *ends)
+        return replace(made, state=ShardedState(runtime.world.rank))
 
     def _parallelize(self, runtime: Runtime, module: nn.Module) -> nn.Module:
         if self.parallelize_fn is None:
             return module
         return parallelize(module, mesh_of(runtime), self.parallelize_fn)
-
-    def _around(self, runtime: Runtime, averaging: Averaging, unfilled: Unfilled) -> Around:
-        additions = Additions(averaging.module, by_name=bool(averaging.sharded))
-        flags = GatheredFlags(averaging.module) if averaging.sharded else None
-
-        def forward(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            unfilled.check(runtime.collective)
-            additions.refuse()
-            if flags is not None:
-                flags.follow()
-            output = function(*args, **kwargs)
-            if self.broadcast_buffers and averaging.synced and torch.is_grad_enabled():
-                averaging.follow_buffers()
-            return output
-
-        return forward
 
     def _written(self) -> dict[str, Degree]:
         return {"data": self.data, "shard": self.shard, "context": self.context, "tensor": self.tensor}
@@ -235,9 +187,3 @@ def _plain_tensors(module: nn.Module) -> dict[str, Tensor]:
     """What every rank has whole, by name."""
     named = (*module.named_parameters(), *module.named_buffers())
     return {name: tensor for name, tensor in named if as_sharded(tensor) is None}
-
-
-def _mark(module: nn.Module, gathered: Gathered, method: str) -> None:
-    """Let another method find whole parameters, where `fully_shard` was called on the whole model."""
-    if fsdp_modules(module):
-        mark_gathering(module, method, gathered)

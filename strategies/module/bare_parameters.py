@@ -8,7 +8,7 @@ averages] in `averaging.py`: what is averaged is all that has gathered in `.grad
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -16,14 +16,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.gradients.clipping import on_gradient, parameters_of
+from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.module.buffers import follow_rank_zero
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.dtensor import as_sharded
 
 
 @final
-class BareParameters:
-    """Those of one fabric, and whether the coming backward averages their gradients."""
+class BareParameters(GradientSync):
+    """Those of one fabric, and whether the coming backward averages their gradients. No forward knows of them."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -52,14 +53,15 @@ class BareParameters:
                 if parameter.is_floating_point() or parameter.is_complex()
             ]
 
-    def watch(self) -> Callable[[], None] | None:
-        """See `Prepared.watches`."""
+    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return function(*args, **kwargs)
+
+    def watch(self) -> Finish | None:
         self._is_expected = not self._is_held
         return self._average if self._is_expected else None
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:
-        """Within it gradients stay on the rank that computed them."""
         before, self._is_held = self._is_held, True
         try:
             yield
@@ -67,13 +69,12 @@ class BareParameters:
             self._is_held = before
 
     @contextmanager
-    def unsynced_with(self, others: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    def unsynced_with(self, model: GradientSync) -> Iterator[None]:
         """Both within one context."""
-        with self.unsynced(), others():
+        with self.unsynced(), model.unsynced():
             yield
 
     def release(self) -> None:
-        """Leave the parameters as they were given."""
         for hook in self._hooks:
             hook.remove()
 

@@ -1,27 +1,27 @@
-"""The whole model in every process: what single_device, dp and ddp prepare.
-
-They differ in what happens around forward and in what a backward must obey; both are passed in.
-"""
+"""What a strategy's `setup` makes: a `Prepared`, from the module, its optimizers and what synchronises gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from fabric.strategies.collectives.call_check import all_say
+from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.data.loader_check import Ranks
 from fabric.strategies.data.loaders import DeviceLoader, Use, process_dataloader
+from fabric.strategies.data.uneven import Votes
 from fabric.strategies.gradients.clipping import clip_norm, clip_value, move_state
+from fabric.strategies.gradients.sync import GradientSync, LocalGradientSync
 from fabric.strategies.module.deferred_init import refuse_empty
 from fabric.strategies.module.forward import Around, ForwardPath
 from fabric.strategies.precision.forward_precision import autocast, cast_inputs, cast_module, casts
 from fabric.strategies.precision.loss_scaler import LossScaler
-from fabric.strategies.prepared import Prepared, Watch
+from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 
 
@@ -38,33 +38,44 @@ def replica(
     runtime: Runtime,
     module: nn.Module,
     optimizers: Sequence[Optimizer],
+    sync: GradientSync | None = None,
     *,
-    around: Around | None = None,
-    unsynced: Callable[[], AbstractContextManager[None]] = nullcontext,
-    watches: Sequence[Watch] = (),
     end: Callable[[], None] = lambda: None,
     uncompilable: str | None = None,
 ) -> Prepared:
-    """Prepare a placed module. Where neither the strategy nor the precision has to act, forward is left untouched.
+    """Prepare a placed module, whole or in parts that `sync` puts together around each forward.
 
-    `end`: what the strategy gives back on release, after the module. `uncompilable`: see `ForwardPath`.
+    `sync=None`: this process has the whole batch, and where the precision has nothing to do either, forward is left
+    untouched. `end`: what the strategy gives back on release, after the module. `uncompilable`: see `ForwardPath`.
+    """
+    around = with_precision(runtime, None if sync is None else sync.forward)
+    path = ForwardPath(module, refuse_empty(module, around), uncompilable=uncompilable)
+    return prepared(runtime, module, optimizers, sync or LocalGradientSync(), path, end)
+
+
+def prepared(
+    runtime: Runtime,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    sync: GradientSync,
+    path: ForwardPath,
+    *ends: Callable[[], None],
+) -> Prepared:
+    """What every strategy's `setup` returns, but for what it replaces. `path`: what runs `sync.forward`.
+
+    `ends`: what is given back on release, after the module and the optimizers, in this order.
     """
     scaler = runtime.loss_scaler
-    path = ForwardPath(module, refuse_empty(module, with_precision(runtime, around)), uncompilable=uncompilable)
-    detach = attach_scaler(scaler, optimizers)
+    undo = (path.release, attach_scaler(scaler, optimizers), sync.release, *ends)
 
     def release() -> None:
-        path.release()
-        detach()
-        end()
+        for each in undo:
+            each()
 
     return Prepared(
         module=module,
         optimizers=tuple(optimizers),
-        backward=backward_through(scaler, watches),
-        joins_backward=True,
-        watches=watches,
-        unsynced=unsynced,
+        sync=sync,
         clip_norm=partial(clip_norm, scaler=scaler),
         clip_value=partial(clip_value, scaler=scaler),
         release=release,
@@ -94,12 +105,30 @@ def share_loader(
             broadcast=collective.broadcast_object,
             gather=collective.all_gather_object,
             same=partial(all_say, collective),
+            votes=partial(votes_over, collective),
         ),
+        uneven=runtime.uneven,
         numbers=runtime.loader_numbers,
         say=runtime.report,
         draw_apart=runtime.draw_apart,
         carry=runtime.carry,
     )
+
+
+def votes_over(collective: Collective) -> Votes:
+    """How the ranks of a collective agree while they iterate, over a process group of their own. Ranks: all."""
+    apart = collective.split(list(range(collective.size)))
+    assert apart is not None
+
+    def start(numbers: list[int]) -> Callable[[], list[int]]:
+        finish = apart.start_all_reduce(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
+        return lambda: [int(number) for number in finish().tolist()]
+
+    def gather(numbers: list[int]) -> list[list[int]]:
+        gathered: list[list[int]] = apart.all_gather(torch.tensor(numbers, device="cpu")).tolist()
+        return gathered
+
+    return Votes(size=collective.size, start=start, gather=gather)
 
 
 def attach_scaler(scaler: LossScaler | None, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
@@ -135,20 +164,3 @@ def with_precision(runtime: Runtime, around: Around | None) -> Around | None:
     if not precision.is_mixed and not casts(precision):
         return around if runtime.share.index == 0 else forward_plain
     return forward_mixed if precision.is_mixed else forward_true
-
-
-def backward_through(scaler: LossScaler | None, watches: Sequence[Watch]) -> Callable[..., None]:
-    """The backward of whole models: scale the loss if the precision asks for it, and check what the watches ask."""
-
-    def backward_alone(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-    def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        # Scaled before anybody watches: scaling brings gradients that are there already to the same scale.
-        scaled = loss if scaler is None else scaler.scale_loss(loss)
-        checks = [check for watch in watches if (check := watch()) is not None]
-        scaled.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
-        for check in checks:
-            check()
-
-    return backward if watches or scaler is not None else backward_alone

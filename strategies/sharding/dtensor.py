@@ -6,13 +6,17 @@ of a class of its own: who shards nothing never pays for it.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.checkpoint.state import StateAccess
+from fabric.strategies.checkpoint.box import Box
+from fabric.strategies.checkpoint.loading import Stored
+from fabric.strategies.checkpoint.placed import Placed
+from fabric.strategies.checkpoint.state import StateAccess, in_memory
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -108,12 +112,37 @@ class ShardedState(StateAccess):
 
     def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
         targets = module.state_dict()
-        state = dict(content)
-        for name in targets.keys() & content.keys():
-            value, target = content[name], targets[name]
-            if isinstance(value, Tensor) and isinstance(target, Tensor) and value.shape == target.shape:
-                state[name] = shard_like(value, target)  # another shape is left for torch to name, with all others
+        state = copy(content)
+        for name, value in content.items():  # another shape is left for torch to name, with all others
+            state[name] = _stored_like(value, targets.get(name))
         module.load_state_dict(state, strict=strict)
+
+    def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
+        self.write_module(module, content, strict=strict)
+
+    def place_module(self, module: nn.Module) -> dict[str, Any]:
+        state = module.state_dict()
+        for name, value in state.items():
+            state[name] = placed(value)
+        return state
+
+    def place_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        content = optimizer.state_dict()
+        states = {
+            index: {name: placed(value) for name, value in entries.items()}
+            for index, entries in sorted(content["state"].items())
+        }
+        return {**content, "state": states}
+
+    def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        indices = [index for group in content["param_groups"] for index in group["params"]]
+        by_index = dict(zip(indices, parameters, strict=False))
+        states = {
+            index: {name: _copied(_stored_like(value, by_index.get(index))) for name, value in entries.items()}
+            for index, entries in content["state"].items()
+        }
+        self.write_optimizer(optimizer, {**in_memory({**content, "state": {}}), "state": states})
 
     def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         content = optimizer.state_dict()
@@ -140,6 +169,63 @@ class ShardedState(StateAccess):
             return value
         gathered = whole(value)
         return gathered.detach().to("cpu") if self.keeps else torch.empty(0)
+
+
+def placed(value: Any) -> Any:
+    """A shard as `Placed`; whatever else as it is.
+
+    Raises: NotImplementedError: it is a sum still to be taken, or cut in a way that is no box.
+    """
+    sharded = as_sharded(value)
+    if sharded is None:
+        return value
+    box, holders = _place(sharded)
+    local = local_part(sharded.detach())
+    assert tuple(local.shape) == box.shape, f"{tuple(local.shape)} is not {box}"
+    parts = ((box, local),) if local.numel() else ()
+    return Placed(tuple(sharded.shape), sharded.dtype, parts, holders)
+
+
+def _place(sharded: DTensor) -> tuple[Box, tuple[int, ...]]:
+    """Which box of the tensor this rank holds, and which ranks hold the same."""
+    mesh, placements = sharded.device_mesh, sharded.placements
+    here = mesh.get_coordinate()
+    assert here is not None
+    offsets, shape = [0] * sharded.ndim, list(sharded.shape)
+    # What `fully_shard` makes of a tensor that is cut already denies that it is a shard: it was cut last.
+    cuts = sorted(
+        (axis for axis, each in enumerate(placements) if not each.is_replicate()),
+        key=lambda axis: (not placements[axis].is_shard(), axis),
+    )
+    for axis in cuts:
+        dim = placements[axis].dim  # type: ignore[attr-defined]
+        size = -(-shape[dim] // mesh.size(axis))  # as `torch.chunk` cuts
+        start = min(here[axis] * size, shape[dim])
+        offsets[dim] += start
+        shape[dim] = min(size, shape[dim] - start)
+    same = tuple(slice(None) if each.is_replicate() else at for each, at in zip(placements, here, strict=True))
+    return Box(tuple(offsets), tuple(shape)), tuple(sorted(mesh.mesh[same].reshape(-1).tolist()))
+
+
+def _stored_like(value: Any, like: Any) -> Any:
+    """Of a tensor in a checkpoint, what this rank needs of it: laid out as `like`, if that has its shape."""
+    sharded = as_sharded(like)
+    if not isinstance(value, Stored):  # of a file that was read whole
+        fits = sharded is not None and isinstance(value, Tensor) and value.shape == sharded.shape
+        return shard_like(value, like) if fits and as_sharded(value) is None else value
+    if sharded is None or tuple(sharded.shape) != value.shape:
+        return value.whole()
+    from torch.distributed.tensor import DTensor
+
+    local = value.part(_place(sharded)[0]).to(local_part(like).device)
+    return DTensor.from_local(
+        local, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
+    )
+
+
+def _copied(value: Any) -> Any:
+    """In memory of its own: an optimizer keeps what it is given."""
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _laid_out(entries: dict[str, Any], parameter: Tensor, standing: dict[str, Any]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class ExecutionOrder:
             # Before anybody's hooks, for those of a backend may send something already.
             self._hooks.append(module.register_forward_pre_hook(Hook(self._enter), prepend=True))
 
-    def around(self, inner: Around | None) -> Around | None:
+    def around(self, inner: Around) -> Around:
         """`inner`, and the comparison around it. Ranks: all run what comes of it; where two differ, all raise
         RuntimeError: in it, in the check that `watch` gives, or in the next forward."""
         if not self._is_needed:
@@ -53,7 +53,7 @@ class ExecutionOrder:
 
         def compared(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self._begin()
-            output = function(*args, **kwargs) if inner is None else inner(function, args, kwargs)
+            output = inner(function, args, kwargs)
             self._start()
             if not (self._module.training and torch.is_grad_enabled()):
                 self._finish()
@@ -62,7 +62,7 @@ class ExecutionOrder:
         return compared
 
     def watch(self) -> Callable[[], None] | None:
-        """Before a backward. Gives what to call after it: see `Prepared.watches`."""
+        """See `GradientSync.watch`."""
         return None if self._compare is None else self._finish
 
     def release(self) -> None:

@@ -89,7 +89,7 @@ class Gathered:
         return entered if self._units else function
 
     def watch(self) -> Callable[[], None] | None:
-        """Before a backward. Gives what to call after it: see `Prepared.watches`."""
+        """See `GradientSync.watch`."""
         if not self._units:
             return None
         self._drop_discarded()
@@ -187,6 +187,12 @@ class Gathered:
                 each.unsharded_accumulated_grad = None
                 each._unsharded_param.grad = None
         self._unreduced = kept
+
+
+def take_as_root(module: nn.Module, units: Sequence[FSDPModule]) -> None:
+    """Let the model be the root of its units, if it is one. Otherwise the first unit that runs takes itself for it."""
+    if module in cast("Sequence[nn.Module]", units):
+        cast(Any, module)._get_fsdp_state()._lazy_init()
 
 
 def mark_gathering(module: nn.Module, method: str, gathered: Gathered) -> None:

@@ -37,7 +37,7 @@ class SameGradients:
         self._is_needed = runtime.world.size > 1 and bool(self._params)
 
     def watch(self) -> Callable[[], None] | None:
-        """Before a backward. Gives what to call after it: see `Prepared.watches`."""
+        """See `GradientSync.watch`."""
         if not self._is_needed:
             return None
         return partial(self._compare, [_mark(each.sharded_param.grad) for _, each in self._params])

@@ -29,9 +29,6 @@ def enter_alone(
     `around`: what is to be around a forward of theirs. Ranks: all call the same submodules, in the same order.
     """
     entries = []
-    if path.module in cast("Sequence[nn.Module]", units):
-        # Else the first unit that runs takes itself for the root.
-        cast(Any, path.module)._get_fsdp_state()._lazy_init()
     inner = set(cast("Sequence[nn.Module]", units))
     for unit in inner:
         if unit is not path.module:  # gathers by itself, and what it calls has nothing to gather

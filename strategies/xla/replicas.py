@@ -7,25 +7,18 @@ a rank that alone reads a loss would then run another graph than the others, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import is_not
-from typing import Any, final
+from typing import final
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
-from fabric.strategies.collectives.call_check import agree
-from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.single import SingleDeviceCollective
 from fabric.strategies.module.bare_parameters import IN_MODULE
-from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
-from fabric.strategies.module.changes import Contents
 from fabric.strategies.module.prepare import replica
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
@@ -42,6 +35,7 @@ from fabric.strategies.xla.device import (
     refuse_accelerator,
     seed_device,
 )
+from fabric.strategies.xla.gradient_sync import UNUSED, XLAGradientSync
 
 
 @final
@@ -66,7 +60,7 @@ class XLAStrategy(Strategy):
     @property
     def lacks(self) -> Mapping[Capability, str]:
         always: dict[Capability, str] = {"bare_parameters": IN_MODULE}
-        return always if self.find_unused_parameters else {**always, "unused": _UNUSED}
+        return always if self.find_unused_parameters else {**always, "unused": UNUSED}
 
     @property
     def marks_steps(self) -> bool:
@@ -113,131 +107,23 @@ class XLAStrategy(Strategy):
         if runtime.world.size > 1 and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
             raise ValueError(_SYNC_BATCH_NORM)
         place(runtime, module, optimizers, to_device=move)
-        averaging = _Averaging(self, runtime.collective, module)
+        sync = None
+        if isinstance(runtime.collective, XLACollective):
+            sync = XLAGradientSync(
+                runtime.collective,
+                module,
+                find_unused_parameters=self.find_unused_parameters,
+                broadcast_buffers=self.broadcast_buffers,
+            )
         undo = prepare_module(module, optimizers)
-        prepared = replica(
-            runtime,
-            module,
-            optimizers,
-            around=averaging.forward if runtime.world.size > 1 else None,
-            unsynced=averaging.unsynced,
-            watches=(averaging.watch,),
-            end=undo,
-        )
-        return replace(prepared, state=XLAState(runtime.world.rank))
+        return replace(replica(runtime, module, optimizers, sync, end=undo), state=XLAState(runtime.world.rank))
 
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
         return prepare_optimizers(runtime, optimizers)
-
-
-@final
-class _Averaging:
-    """One model's averaging. Made by all ranks together; alone there is nothing to average.
-
-    # Note [Averages are new tensors]
-    torch_xla's own `reduce_gradients` and `optimizer_step` reduce `.grad` in place, and 2.9 loses that wherever `.grad`
-    was changed in place before: by a second backward, by clipping, by unscaling. Replicas then drift apart without a
-    word. So an average is recorded as a new tensor, which becomes `.grad`. What was averaged before is the same on
-    every rank, and its average is itself: `.grad` as a whole is averaged, however backwards alternate.
-    """
-
-    def __init__(self, options: XLAStrategy, collective: Collective, module: nn.Module) -> None:
-        self.collective = collective
-        self.module = module
-        self.synced = True
-        self.finds_unused = options.find_unused_parameters
-        self.broadcast_buffers = options.broadcast_buffers and collective.size > 1
-        self.alike: Contents | None = None  # these started from rank 0's values
-        self._arrange()
-
-    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.is_grad_enabled() and not self._is_arranged():
-            self._arrange()
-        output = function(*args, **kwargs)
-        if self.synced and torch.is_grad_enabled():
-            follow_rank_zero(self.collective, buffers_of(self.buffered))
-        return output
-
-    def _is_arranged(self) -> bool:
-        """Whether what is averaged is what is trained. A model that is frozen as a whole for a while stays so."""
-        if not self.contents.is_as_it_was():
-            return False
-        flags = self.contents.flags()
-        return flags == self.flags or not any(flags)
-
-    def _arrange(self) -> None:
-        """Average what is trained now; what is new starts from rank 0's values. Ranks: all."""
-        self.contents = Contents(self.module)
-        self.flags = self.contents.flags()
-        self.parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        self.buffered = self.contents.modules if self.broadcast_buffers else []
-        self.used: frozenset[str] | None = None
-        if self.collective.size > 1:
-            follow_rank_zero(self.collective, self.contents.new_since(self.alike))
-            self.alike = self.contents
-
-    @contextmanager
-    def unsynced(self) -> Iterator[None]:
-        before, self.synced = self.synced, False
-        try:
-            yield
-        finally:
-            self.synced = before
-
-    def watch(self) -> Callable[[], None] | None:
-        if not self.synced or self.collective.size == 1 or not self.parameters:
-            return None
-        before = [parameter.grad for parameter in self.parameters.values()]
-        versions = [grad._version for grad in before if grad is not None]
-
-        def average() -> None:
-            after = [parameter.grad for parameter in self.parameters.values()]
-            if any(map(is_not, after, before)) or versions != [g._version for g in before if g is not None]:
-                self._average()
-
-        return average
-
-    @torch.no_grad()
-    def _average(self) -> None:
-        used = self._used_everywhere()
-        assert isinstance(self.collective, XLACollective)
-        means = self.collective.means([p.grad for p in used if p.grad is not None])
-        for parameter, mean in zip(used, means, strict=True):
-            parameter.grad = mean
-
-    def _used_everywhere(self) -> list[nn.Parameter]:
-        """The parameters whose gradients are averaged, the same on every rank."""
-        mine = frozenset(name for name, parameter in self.parameters.items() if parameter.grad is not None)
-        if self.finds_unused:
-            return self._used_anywhere()
-        if self.used is None:
-            agree(self.collective, "\n".join([f"backward of `{type(self.module).__name__}`", *sorted(mine)]))
-            self.used = mine
-        if mine != self.used:
-            raise RuntimeError(
-                f"In this backward of `{type(self.module).__name__}`, {', '.join(sorted(mine ^ self.used))} took part "
-                f"otherwise than in the first. {_UNUSED}"
-            )
-        return [parameter for name, parameter in self.parameters.items() if name in mine]
-
-    def _used_anywhere(self) -> list[nn.Parameter]:
-        """Those with a gradient on any rank; where this rank has none it is made, of zeros."""
-        parameters = list(self.parameters.values())
-        present = torch.tensor([parameter.grad is not None for parameter in parameters], device="cpu")
-        anywhere = self.collective.all_reduce(present, "max").tolist()
-        used = [parameter for parameter, there in zip(parameters, anywhere, strict=True) if there]
-        for parameter in used:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        return used
 
 
 _SYNC_BATCH_NORM = (
     "SyncBatchNorm over several replicas of `strategy='xla'`: torch's has no messages over XLA, and each replica would "
     "go by the statistics of its own share. Write `nn.BatchNorm2d` (or 1d, 3d) for that, or `strategy='xla_fsdp'`, "
     "where BatchNorm's statistics are those of the whole batch."
-)
-_UNUSED = (
-    "All replicas average the same parameters in every step. Pass "
-    "`XLAStrategy(find_unused_parameters=True)` for a model that leaves some out."
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import rivals
@@ -86,7 +87,7 @@ def _collectives(ours: Fabric, others: dict[str, Any]) -> list[Row]:
                 "AC": accelerator and (lambda: accelerator.reduce(scalar.clone(), "mean")),
             },
             50,
-            "",
+            "1.3 x",
         ),
         (
             "all_gather of 100 x 1 KB",
@@ -121,11 +122,33 @@ def _collectives(ours: Fabric, others: dict[str, Any]) -> list[Row]:
             "1.1 x",
         ),
     ]
+    contests += _checked(ours)
     lines = []
     for name, variants, repeat, target in contests:
         present = {variant: action for variant, action in variants.items() if action is not None}
         lines += race(f"{name}, 2 ranks", present, repeat=repeat, rounds=15, target=target)
     return lines
+
+
+def _checked(ours: Fabric) -> list[tuple[str, dict[str, Action | None], int, str]]:
+    """One tensor, of which ranks compare shape and dtype before it travels, against torch without the comparison."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13, and before
+    contests: list[tuple[str, dict[str, Action | None], int, str]] = []
+    for name, num_elements, repeat in (("4 B", 1, 50), ("1 MB", 2**18, 8), ("4 MB", 2**20, 4), ("16 MB", 2**22, 1)):
+        tensor = torch.randn(num_elements)
+
+        def raw_reduce(tensor: torch.Tensor = tensor) -> None:
+            mine = tensor.clone()
+            dist.all_reduce(mine)
+            mine /= ours.world_size
+
+        def raw_gather(tensor: torch.Tensor = tensor) -> None:
+            gather(torch.empty(ours.world_size * tensor.numel()), tensor)
+
+        reduced: dict[str, Action | None] = {"raw": raw_reduce, "ours": partial(ours.all_reduce, tensor)}
+        gathered: dict[str, Action | None] = {"raw": raw_gather, "ours": partial(ours.all_gather, tensor)}
+        contests += [(f"all_reduce of {name}", reduced, repeat, ""), (f"all_gather of {name}", gathered, repeat, "")]
+    return contests
 
 
 def _parts() -> tuple[nn.Module, torch.optim.Optimizer]:

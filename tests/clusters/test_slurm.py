@@ -21,6 +21,7 @@ from machines import why_not
 from slurm import PROGRAMS, Slurm, slurm
 from torch import nn
 
+from fabric import read_checkpoint
 from fabric.launchers.environments.host_list import HostList
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "clusters" / "slurm.sh"
@@ -33,7 +34,7 @@ pytestmark = [
 PLACE = """
 import json, os, sys
 import torch
-from fabric import Fabric
+from fabric import Fabric, read_checkpoint
 from fabric.launchers import detect_world
 
 fabric = Fabric(accelerator="cpu", devices=int(sys.argv[1]) if sys.argv[1:] else "auto")
@@ -220,7 +221,7 @@ def test_a_signalled_job_saves_requeues_and_ends_with_the_numbers_of_one_never_s
     options = ("--parsable", "--ntasks-per-node=1", "--cpus-per-task=1", "--output", output)
     job = cluster.run("sbatch", *options, EXAMPLE, tmp_path / "train.py", tmp_path).stdout.strip()
     wait_for(over, cluster, output, job)
-    content = torch.load(tmp_path / "result")
+    content = read_checkpoint(tmp_path / "result")
     assert content["restarts"] == 1
     expected = train_in_one_process(content["step"])
     torch.testing.assert_close(content["model"], expected, rtol=1e-10, atol=1e-10)

@@ -99,6 +99,12 @@ class Row:
     def __str__(self) -> str:
         return f"{self.name}-{self.size}-{self.precision}"
 
+    @property
+    def is_thorough(self) -> bool:
+        """Whether `make test` leaves it to `make check`: another row of the technique says nearly the same."""
+        in_half = self.precision in HALF and self.precision != "bf16-mixed" and self.name != "manual"
+        return in_half or (self.name, self.size, self.precision) in THOROUGH
+
     def chosen(self) -> list[Case]:
         """The cases themselves."""
         return [case for case in cases() if case.name in self.cases]
@@ -158,6 +164,22 @@ PLAN: tuple[tuple[str, int, str, tuple[str, ...]], ...] = (
     ("deepspeed_stage_3", 2, "bf16-mixed", FEW),
 )
 """Each strategy runs through all cases once; variants of one class through few."""
+
+THOROUGH = (
+    ("single_device", 1, "64-true"),
+    ("ddp", 1, "64-true"),
+    ("fsdp", 1, "64-true"),
+    ("ddp_sharded", 1, "64-true"),
+    ("ddp_fully_sharded", 1, "32-true"),
+    ("deepspeed_stage_2", 1, "32-true"),
+    ("deepspeed_stage_3", 4, "32-true"),
+    ("deepspeed", 2, "32-true"),
+    ("deepspeed_stage_1_offload", 2, "32-true"),
+    ("deepspeed_stage_2_offload", 2, "32-true"),
+    ("deepspeed_stage_2", 2, "bf16-mixed"),
+    ("ddp_sharded_spawn", 2, "64-true"),
+)
+"""One row of four ranks per technique is not among them."""
 
 
 def rows() -> list[Row]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import template
 
 SCRIPT = """
 import sys
@@ -31,13 +31,13 @@ def run(program: Path, launcher: str, size: int, *arguments: str) -> str:
     start = by_torchrun if launcher == "external" else [sys.executable]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
     command = [*start, str(program), *arguments, launcher, str(size)]
-    done = subprocess.run(command, env=environ, timeout=100, capture_output=True, text=True)
+    done = template.run(command, env=environ, timeout=100, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("launcher", ["script", "fork", "external"])
 def test_launching_without_a_function_gives_the_numbers_of_one_process(
     launcher: str, size: int, tmp_path: Path

@@ -52,10 +52,10 @@ class Outside(Strategy):
                 raise ValueError(NO_VALUES)
             prepared.clip_value(optimizer, clip_val)
 
-        def backward(loss, *args, **kwargs):
-            prepared.backward(loss * runtime.world.size if self.sums else loss, *args, **kwargs)
+        def scale_loss(loss):
+            return loss * runtime.world.size if self.sums else loss
 
-        return replace(prepared, backward=backward, clip_value=clip_value)
+        return replace(prepared, scale_loss=scale_loss, clip_value=clip_value)
 
     def setup_optimizers(self, runtime, optimizers):
         return self.inner.setup_optimizers(runtime, optimizers)

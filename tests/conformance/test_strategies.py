@@ -7,15 +7,15 @@ which precision. Sizes and numbers are drawn anew in each run, from a seed that 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
 import pytest
+import template
 import torch
-from rows import NOT_ON_CPU, Row, forked_rows, rows, why_not
+from rows import NOT_ON_CPU, THOROUGH, Row, forked_rows, rows, why_not
 
 from fabric.strategies.capabilities import CAPABILITIES, Capability
 from fabric.strategies.registry import strategy_registrations
@@ -31,7 +31,9 @@ def refuse_failures(row: Row, findings: list[Finding]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # where a case fails, each is launched alone
-@pytest.mark.parametrize("row", rows(), ids=str)
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=[pytest.mark.thorough] if row.is_thorough else [], id=str(row)) for row in rows()]
+)
 def test_numbers_are_those_of_one_process_or_what_is_declared_is_raised(row: Row, show: Show) -> None:
     findings = survey(row.make(), row.chosen(), devices=row.size, precision=row.precision, tolerance=row.tolerance)
     show(str(row), findings)
@@ -52,7 +54,7 @@ torch.save(findings, sys.argv[1])
 def test_ranks_that_are_forks_give_the_numbers_of_one_process(tmp_path: Path, show: Show) -> None:
     written = tmp_path / "findings"
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
-    subprocess.run([sys.executable, "-c", FORKING, str(written)], check=True, timeout=100, env=environ)
+    template.run([sys.executable, "-c", FORKING, str(written)], check=True, timeout=100, env=environ)
     for row, findings in zip(forked_rows(), torch.load(written, weights_only=False), strict=True):
         show(str(row), findings)
         refuse_failures(row, findings)
@@ -67,6 +69,15 @@ def test_every_strategy_of_the_registry_is_in_the_suite_or_is_refused_here(
         sentence = why_not(name)
         assert sentence is not None, f"{name} runs here, so the suite can run over it"
         show_not_run(name, sentence)
+
+
+def test_every_strategy_and_every_case_has_a_row_that_is_not_left_to_make_check() -> None:
+    kept = [row for row in rows() if not row.is_thorough]
+    assert {row.name for row in rows()} - {row.name for row in kept} == {
+        "deepspeed", "deepspeed_stage_1_offload", "deepspeed_stage_2_offload", "ddp_sharded_spawn",
+    }  # fmt: skip
+    assert {name for row in kept for name in row.cases} == {case.name for case in cases()}
+    assert {(row.name, row.size, row.precision) for row in rows()} >= set(THOROUGH)
 
 
 def test_every_case_is_run_and_the_names_of_rows_are_those_of_cases() -> None:

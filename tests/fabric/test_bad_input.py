@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
+import template
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
@@ -347,7 +347,7 @@ def test_a_package_that_is_not_installed_is_named_with_the_command_that_adds_it(
     program = tmp_path / "without.py"
     program.write_text(WITHOUT)
     command = [sys.executable, str(program), *EXTRAS, "ddp"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=dict(os.environ))
+    done = template.run(command, capture_output=True, text=True, timeout=100, env=dict(os.environ))
     assert done.returncode == 0, done.stderr
     said = dict(line.split("|", 1) for line in done.stdout.splitlines())
     assert said.pop("ddp") == "no error"

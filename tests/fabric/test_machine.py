@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
+import template
 import torch
 
 from fabric.launchers.environments.slurm import SlurmEnvironment
@@ -88,7 +88,7 @@ def test_the_usable_accelerators_end_with_the_cpu() -> None:
 
 
 def program_of(*arguments: str, stdin: str | None = None) -> str:
-    done = subprocess.run(
+    done = template.run(
         [sys.executable, *arguments], input=stdin, capture_output=True, text=True, timeout=100, check=True
     )
     return done.stdout.split()[-1]
@@ -97,7 +97,7 @@ def program_of(*arguments: str, stdin: str | None = None) -> str:
 LOOK = """
 from fabric.machine import Machine
 from fabric.request import Request
-print(Machine.look({}, Request()).program)
+print(Machine.look({}, Request()).program.kind)
 """
 FORK_AFTER_LOOKING = (
     LOOK
@@ -118,7 +118,7 @@ def test_how_the_program_was_started_is_seen(tmp_path: os.PathLike[str]) -> None
         file.write(LOOK)
     assert program_of(script) == "script"
     assert program_of("-c", LOOK) == "command"
-    assert program_of(stdin=LOOK) == "command"
+    assert program_of(stdin=LOOK) == "stdin"
     assert program_of("-i", "-q", stdin=f"{LOOK}\n") == "interactive"
 
 

@@ -15,7 +15,7 @@ from fabric.launchers.world import Rendezvous, World
 from fabric.request import Request
 from fabric.strategies import DDPStrategy, Precision
 from fabric.strategies.accelerators import CPUAccelerator
-from fabric.words import Program, carry
+from fabric.words import ProgramId, carry
 
 
 def build(environ: Mapping[str, str] | None = None, **arguments: Any) -> Request:
@@ -24,7 +24,7 @@ def build(environ: Mapping[str, str] | None = None, **arguments: Any) -> Request
 
 def typed(**words: str) -> dict[str, str]:
     """The environment of a script that `fabric run` started with these words."""
-    return carry(words, Program.current())
+    return carry(words, ProgramId.current())
 
 
 def test_a_request_of_nothing_is_the_default_request() -> None:
@@ -189,7 +189,7 @@ def test_what_script_and_command_line_say_differently_is_refused(
 
 
 def test_words_for_another_program_are_passed_over() -> None:
-    other = Program(arguments=("other.py",), main="/elsewhere/other.py")
+    other = ProgramId(arguments=("other.py",), main="/elsewhere/other.py")
     assert build(carry({"devices": "3"}, other)) == Request()
 
 

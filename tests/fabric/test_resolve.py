@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fabric.conflicts import CONFLICTS
+from fabric.launchers.rank.program import Program
 from fabric.launchers.world import Rendezvous, World
 from fabric.machine import Found, Machine
 from fabric.request import Request
@@ -23,7 +24,9 @@ def machine(cuda: int = 0, mps: int = 0, **fields: Any) -> Machine:
     for name, number in (("cuda", cuda), ("mps", mps)):
         missing = None if number else f"No {name} in this machine."
         found.append(Found(accelerator=TorchAccelerator(name), num_devices=number, why_unavailable=missing))
-    return Machine(found=tuple(found), num_cores=8, **fields)
+    kind = fields.pop("program", "script")
+    program = Program(flags=(), kind=kind, target="train.py", arguments=())
+    return Machine(found=tuple(found), num_cores=8, program=program, **fields)
 
 
 def tpu(number: int, platform: str = "TPU") -> Machine:
@@ -61,7 +64,7 @@ class Row:
         said = ",".join(f"{name}={value}" for name, value in self.said.items()) or "nothing"
         devices = "+".join(f"{found.num_devices}{found.accelerator.name}" for found in self.here.usable())
         world = self.here.world
-        around = f"{world.launcher}{world.size}" if world is not None else self.here.program
+        around = f"{world.launcher}{world.size}" if world is not None else self.here.program.kind
         return f"{said}-on-{devices}-{around}"
 
 
@@ -122,6 +125,8 @@ CHOSEN = [
     Row({"devices": 2, "launcher": "script"}, machine(), {"launcher": "script"}),
     Row({"devices": 2, "launcher": "elastic"}, machine(), {"launcher": "elastic", "max_restarts": 3}),
     Row({"devices": 2, "max_restarts": 0}, machine(), {"launcher": "elastic", "max_restarts": 0}),
+    Row({"devices": 2, "timeout_seconds": 30.0}, machine(), {"strategy": DDPStrategy(timeout_seconds=30.0)}),
+    Row({"devices": 1, "timeout_seconds": 30.0}, machine(), {"strategy": SingleDeviceStrategy()}),
     Row({"launcher": "elastic"}, machine(), {"launcher": "elastic", "size": 1}),
     Row({"max_restarts": 2, "devices": 2}, started_by("elastic", 2), {"launcher": "external", "size": 2}),
     Row({"devices": 2, "launcher": "forkserver"}, machine(program="interactive"), {"launcher": "forkserver"}),
@@ -203,7 +208,7 @@ REFUSED = [
     # Launchers
     Row({"launcher": "external"}, error="nothing in the environment tells of it. Looked for: RANK, WORLD_SIZE"),
     Row({"launcher": "script"}, machine(program="notebook"), error="but this is a notebook and has no file."),
-    Row({"launcher": "script"}, machine(program="command"), error="this is `python -c` or standard input and has no"),
+    Row({"launcher": "script"}, machine(program="command"), error="but this is `python -c` and has no"),
     Row({"launcher": "script"}, machine(program="interactive"), error="an interactive session and has no file. Write "),
     Row({"launcher": "fork"}, machine(system="Windows"), error="`launcher='fork'` needs `os.fork`, which Windows has"),
     Row({"launcher": "forkserver"}, machine(system="Windows"), error="Write `launcher='spawn'` or 'script'."),
@@ -219,6 +224,10 @@ REFUSED = [
     Row(
         {"strategy": DDPStrategy(launcher="fork"), "launcher": "script"},
         error="`strategy=DDPStrategy(...)` starts its processes by 'fork', but `launcher='script'` was written.",
+    ),
+    Row(
+        {"strategy": DDPStrategy(timeout_seconds=60), "timeout_seconds": 30.0, "devices": 2},
+        error="`timeout_seconds=30`, but `strategy=DDPStrategy(...)` has no `timeout_seconds`, or another one already.",
     ),
     Row({"max_restarts": 2, "launcher": "fork"}, error="only 'elastic' starts ranks again. Leave one of them out."),
     Row(

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, Dataset
 
-from fabric import Fabric, seed_everything
+from fabric import Fabric, read_checkpoint, seed_everything
 
 NUM_EPOCHS = 2
 
@@ -119,7 +119,7 @@ def test_generators_loss_scale_and_schedulers_are_saved_without_being_asked(fabr
 def test_a_scheduler_that_the_state_names_is_saved_under_its_name_alone(fabric: Fabric, tmp_path: Path) -> None:
     state = prepared(fabric)
     fabric.save(tmp_path / "file", state)
-    written = torch.load(tmp_path / "file", weights_only=True)
+    written = read_checkpoint(tmp_path / "file")
     assert written["scheduler"]["gamma"] == 0.9
     assert written["fabric"]["schedulers"] == []
 
@@ -138,6 +138,6 @@ def test_a_file_without_the_state_of_a_run_leaves_it_as_it_is_and_that_is_said(
 
 def test_plain_values_are_saved_as_they_are_and_our_name_is_refused(fabric: Fabric, tmp_path: Path) -> None:
     fabric.save(tmp_path / "file", nn.Linear(2, 1).state_dict())
-    assert set(torch.load(tmp_path / "file", weights_only=True)) == {"weight", "bias"}
+    assert set(read_checkpoint(tmp_path / "file")) == {"weight", "bias"}
     with pytest.raises(ValueError, match="checkpoints have the generators and the loss scale of the run under this"):
         fabric.save(tmp_path / "file", {"fabric": 1})

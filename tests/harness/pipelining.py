@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from fabric import Fabric
+from fabric import Fabric, read_checkpoint
 from fabric.strategies import ModelParallelStrategy, Pipeline, Strategy
 
 NUM_WORDS = 11
@@ -193,7 +193,7 @@ def train_plain(recipe: Recipe, num_samples: int, num_stages: int, load: str | N
     optimizer = make(recipe, model.net)
     model.double()
     if load is not None:
-        content = torch.load(load, weights_only=True)
+        content = read_checkpoint(load)
         model.net.load_state_dict(content["model"])
         optimizer.load_state_dict(content["optimizer"])
     losses, norms = [], []
@@ -249,7 +249,7 @@ def train(
     fabric.save(path, {"model": model, "optimizer": optimizer})
     if not fabric.is_global_zero:
         return None
-    content = torch.load(path, weights_only=True)
+    content = read_checkpoint(path)
     return Run(losses, norms, content["model"], content["optimizer"], evaluated)
 
 

@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-MARK = "FABRIC_TEST_MARK"
+import template
+from template import MARK
+
 PATIENCE_SECONDS = 30.0
 """How long a test waits for something that must happen. Only a failing test waits that long."""
 
@@ -63,7 +65,7 @@ def marked(mark: str) -> dict[int, str]:
 def running(arguments: Sequence[str | Path], **environ: str) -> Iterator[Program]:
     """A Python program in its own session with its output piped; whatever is left of it afterwards is killed."""
     mark = uuid.uuid4().hex
-    process = subprocess.Popen(
+    process = template.Popen(
         [sys.executable, *map(str, arguments)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -96,7 +98,7 @@ def all_gone(program: Program, within_seconds: float = 5.0) -> dict[int, str]:
 def run(arguments: Sequence[str | Path], *, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
     """Run a Python program to its end. Its ending words, its exit code, and nobody left behind."""
     mark = uuid.uuid4().hex
-    done = subprocess.run(
+    done = template.run(
         [sys.executable, *map(str, arguments)],
         input=stdin,
         capture_output=True,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from fabric import Fabric
+from fabric import Fabric, read_checkpoint
 
 NUM_STEPS = 4
 BATCH_SIZE = 8
@@ -142,7 +142,7 @@ def train(fabric: Fabric, recipe: Recipe, folder: str, load: str | None = None) 
     fabric.save(path, {"model": model, "optimizer": optimizer})
     if not fabric.is_global_zero:
         return None
-    content = torch.load(path, weights_only=True)
+    content = read_checkpoint(path)
     return Run(losses, norms, content["model"], content["optimizer"]["state"])
 
 

@@ -48,9 +48,7 @@ def test_one_process_is_this_process() -> None:
 @pytest.mark.parametrize(
     ("word", "topology", "world", "words"),
     [
-        ("frok", TWO, None, "`launcher='frok'` names no launcher. Write one of 'auto', 'inline', 'script'"),
-        ("external", TWO, None, "and none of them is set. Start the script with `torchrun`"),
-        ("inline", TWO, None, "is this process alone, but 2 ranks were asked for"),
+        ("frok", TWO, None, "`launcher='frok'` names no launcher. Write one of 'script', 'fork'"),
         ("fork", TWO, WORLD, "this process is rank 1 of 2 already, made by torchelastic. Pass `launcher='auto'`"),
         ("auto", Topology(num_processes=3), WORLD, "3 ranks were asked for, but this process is rank 1 of 2 already"),
         ("forkserver", TWO, None, "`launch()` got none. Write `fabric.launch(main)`"),
@@ -61,7 +59,7 @@ def test_a_word_that_cannot_be_honoured_is_an_error(
     word: str, topology: Topology, world: World | None, words: str
 ) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
-        choose_launcher(word, topology, function=None, world=world)
+        choose_launcher(word, topology, function=None, world=world).enter()
     assert words in str(caught.value)
 
 

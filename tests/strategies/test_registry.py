@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import template
 
 from fabric.strategies import DDPStrategy, Strategy, available_strategies, register_strategy
 from fabric.strategies.registry import make_strategy, strategy_registrations
 
 
-def run(code: str, path: Path | None = None) -> str:
-    """What a fresh process prints, with `path` among its packages."""
+def run(code: str, path: Path | None = None, *, fresh: bool = False) -> str:
+    """What a program prints, with `path` among its packages. `fresh`: it has imported nothing before."""
     head = f"import sys; sys.path.append({str(path)!r})\n" if path is not None else ""
-    done = subprocess.run([sys.executable, "-c", head + code], capture_output=True, text=True, timeout=100)
+    done = template.run([sys.executable, "-c", head + code], capture_output=True, text=True, timeout=100, fresh=fresh)
     return done.stdout + done.stderr
 
 
@@ -137,10 +137,13 @@ print(Machine.look({}, Request(accelerator="maia")).of("maia").num_devices)
 
 @pytest.mark.slow
 def test_reading_the_names_imports_no_strategy() -> None:
-    said = run("""
+    said = run(
+        """
 import sys
 from fabric.strategies import available_strategies
 available_strategies()
 print([name for name in ("torch", "fabric.strategies.ddp.strategy") if name in sys.modules])
-""")
+""",
+        fresh=True,
+    )
     assert said == "[]\n"

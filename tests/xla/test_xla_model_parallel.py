@@ -81,7 +81,7 @@ for name, degrees in meshes.items():
     found["strategy"] = type(fabric.strategy).__name__
     found["world"] = [fabric.world_size, fabric.global_rank]
     fabric.save("saved", {"model": model, "optimizer": optimizer})
-    content = torch.load("saved", weights_only=True)
+    content = read_checkpoint("saved")
     found["saved"] = [[str(t.device), type(t).__name__, list(t.shape)] for t in content["model"].values()]
     fabric.close()
 

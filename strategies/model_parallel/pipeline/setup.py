@@ -7,18 +7,22 @@ while every rank still has the whole model, and only what a rank keeps is moved 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, final
 
 from torch import nn
 from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.state import uncompiled
-from fabric.strategies.gradients.averaging import Averaging
-from fabric.strategies.gradients.clipping import clip_norm, clip_value
+from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.gradients.averaging import MeshAveraging
+from fabric.strategies.gradients.clipping import clip_norm
+from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.model_parallel.pipeline.options import Pipeline
 from fabric.strategies.model_parallel.pipeline.schedule import Stages
-from fabric.strategies.model_parallel.pipeline.split import cut, drop_others, give_back, take_over
+from fabric.strategies.model_parallel.pipeline.split import Stage, cut, drop_others, give_back, take_over
 from fabric.strategies.model_parallel.pipeline.state import PipelineState, WholeModel
 from fabric.strategies.module.buffers import follow_rank_zero
 from fabric.strategies.module.changes import Additions
@@ -26,12 +30,15 @@ from fabric.strategies.module.copies import IN_STAGES, refuse_copies
 from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.parameter_rebinding import follow
-from fabric.strategies.module.prepare import attach_scaler, backward_through, place
+from fabric.strategies.module.prepare import place, prepared
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.dtensor import ShardedState
 from fabric.strategies.sharding.layout import fsdp_modules
 from fabric.strategies.sharding.mesh import along
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def pipelined(
@@ -73,42 +80,57 @@ def pipelined(
         for stage in stages:
             parallelize(stage.module)
         give_back(stages, inner)
-    averaging = Averaging(runtime, nn.ModuleDict({f"stage {stage.index}": stage.module for stage in stages}))
-    averaging.sharded.clear()  # a schedule lets `fully_shard` reduce what it computed, within no_backward_sync, too
-    model = Stages(options, runtime, stages, line, mesh.get_group("pipeline"))
-
-    additions = Additions(inner, by_name=bool(fsdp_modules(inner)))
-
-    def forward(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        unfilled.check(peers)  # not all ranks: those of other stages may have nothing to fill
-        additions.refuse()
-        runtime.draw_apart()
-        with averaging.unsynced():  # backwards within it are not the user's
-            return model.forward(function, args, kwargs)
-
-    path = ForwardPath(inner, forward, _refuse_mark)
-    detach = attach_scaler(runtime.loss_scaler, optimizers)
-    copyable = refuse_copies(inner, IN_STAGES)
-
-    def release() -> None:
-        path.release()
-        copyable()
-        model.release()
-        detach()
-        averaging.end()
-
-    return Prepared(
-        module=module,
-        optimizers=tuple(optimizers),
-        backward=backward_through(runtime.loss_scaler, (averaging.watch,)),
-        joins_backward=True,
-        watches=(averaging.watch,),
-        unsynced=averaging.unsynced,
+    sync = PipelineGradientSync(options, runtime, inner, stages, line, peers, mesh.get_group("pipeline"), unfilled)
+    path = ForwardPath(inner, sync.forward, _refuse_mark)
+    made = prepared(runtime, module, optimizers, sync, path, refuse_copies(inner, IN_STAGES))
+    return replace(
+        made,
         clip_norm=partial(clip_norm, scaler=runtime.loss_scaler, across=line),
-        clip_value=partial(clip_value, scaler=runtime.loss_scaler),
-        release=release,
         state=PipelineState(whole, ShardedState(peers.rank), line, keeps=peers.rank == 0),
     )
+
+
+@final
+class PipelineGradientSync(GradientSync):
+    """One model in a pipeline: a forward runs the whole schedule, its backwards too, and `backward` averages.
+
+    `line`: the ranks that hold the other stages of this copy of the model; `peers`: those that hold the same stages.
+    """
+
+    def __init__(
+        self,
+        options: Pipeline,
+        runtime: Runtime,
+        module: nn.Module,
+        stages: Sequence[Stage],
+        line: Collective,
+        peers: Collective,
+        group: ProcessGroup,
+        unfilled: Unfilled,
+    ) -> None:
+        self.peers, self.unfilled, self.runtime = peers, unfilled, runtime
+        self.averaging = MeshAveraging(runtime, nn.ModuleDict({f"stage {each.index}": each.module for each in stages}))
+        # A schedule lets `fully_shard` reduce what it computed, within `no_backward_sync`, too.
+        self.averaging.sharded.clear()
+        self.stages = Stages(options, runtime, stages, line, group)
+        self.additions = Additions(module, by_name=bool(fsdp_modules(module)))
+
+    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.unfilled.check(self.peers)  # not all ranks: those of other stages may have nothing to fill
+        self.additions.refuse()
+        self.runtime.draw_apart()
+        with self.averaging.unsynced():  # backwards within it are not the user's
+            return self.stages.forward(function, args, kwargs)
+
+    def unsynced(self) -> AbstractContextManager[None]:
+        return self.averaging.unsynced()
+
+    def watch(self) -> Finish | None:
+        return self.averaging.watch()
+
+    def release(self) -> None:
+        self.stages.release()
+        self.averaging.release()
 
 
 def _refuse_mark(method: str) -> None:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
+import template
 import torch
 
 from fabric.cli.clusters import clusters
 from fabric.cli.doctor import report
 from fabric.launchers.environments import ENVIRONMENTS
+from fabric.launchers.environments.horovod import INSTALL
 from fabric.launchers.world import World
 from fabric.machine import Found, Machine
 from fabric.strategies import DDPStrategy, available_strategies
 from fabric.strategies.accelerators import CPUAccelerator, TorchAccelerator
-from fabric.strategies.horovod.strategy import INSTALL
 from fabric.strategies.registry import Registration, strategy_registrations
 
 CPU = Found(accelerator=CPUAccelerator(), num_devices=1)
@@ -101,7 +101,7 @@ def test_each_cluster_environment_has_a_command_or_says_what_is_missing(tmp_path
 
 def doctor(*arguments: str) -> str:
     command = [sys.executable, "-m", "fabric", "doctor", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
+    return template.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import template
 
 TELL = """
 import json, os, subprocess, sys
@@ -45,14 +46,17 @@ print(f"rank {fabric.global_rank} of {fabric.world_size}\\n", end="", flush=True
 """
 
 
-def fabric(*arguments: str, at: Path, command: tuple[str, ...] = ("-m", "fabric")) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+def fabric(
+    *arguments: str, at: Path, command: tuple[str, ...] = ("-m", "fabric"), fresh: bool = False
+) -> subprocess.CompletedProcess[str]:
+    return template.run(
         [sys.executable, *command, *arguments],
         cwd=at,
         capture_output=True,
         text=True,
         timeout=100,
         stdin=subprocess.DEVNULL,
+        fresh=fresh,
     )
 
 
@@ -136,7 +140,7 @@ def test_the_command_line_imports_no_torch(tmp_path: Path, arguments: tuple[str,
         "import sys, fabric.cli\ntry: fabric.cli.main(sys.argv[1:])\nexcept SystemExit: pass\n"
         "print([name for name in sys.modules if name.split('.')[0] in ('torch', 'rich')], file=sys.stderr)"
     )
-    done = fabric(*arguments, at=tmp_path, command=("-c", code))
+    done = fabric(*arguments, at=tmp_path, command=("-c", code), fresh=True)
     assert done.stderr.endswith("[]\n")
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from fabric.spelling import PRECISIONS
 from fabric.strategies.precision.precision import Precision
-from fabric.words import Program, carry, words
+from fabric.words import ProgramId, carry, words
 
-TRAIN = Program(arguments=("train.py", "--lr", "3"), main="/home/train.py")
+TRAIN = ProgramId(arguments=("train.py", "--lr", "3"), main="/home/train.py")
 ENVIRON = carry({"devices": "2"}, TRAIN)
 
 
@@ -20,31 +20,31 @@ def test_without_fabric_run_there_are_no_words() -> None:
     "program",
     [
         TRAIN,
-        Program(arguments=("-c", "from multiprocessing.spawn import spawn_main"), main="/home/train.py"),
-        Program(arguments=("train.py", "--lr", "3"), main="/usr/lib/debugger.py"),
+        ProgramId(arguments=("-c", "from multiprocessing.spawn import spawn_main"), main="/home/train.py"),
+        ProgramId(arguments=("train.py", "--lr", "3"), main="/usr/lib/debugger.py"),
     ],
     ids=["itself", "its multiprocessing child", "itself under a debugger"],
 )
-def test_the_words_reach_the_program_they_were_said_to(program: Program) -> None:
+def test_the_words_reach_the_program_they_were_said_to(program: ProgramId) -> None:
     assert words(ENVIRON, program) == {"devices": "2"}
 
 
 @pytest.mark.parametrize(
     "program",
     [
-        Program(arguments=("evaluate.py",), main="/home/evaluate.py"),
-        Program(arguments=("-m", "train"), main="-m train"),
-        Program(arguments=("-c", "print()"), main=None),
+        ProgramId(arguments=("evaluate.py",), main="/home/evaluate.py"),
+        ProgramId(arguments=("-m", "train"), main="-m train"),
+        ProgramId(arguments=("-c", "print()"), main=None),
     ],
     ids=["another script", "a module of the same name", "no script"],
 )
-def test_the_words_do_not_reach_another_program(program: Program) -> None:
+def test_the_words_do_not_reach_another_program(program: ProgramId) -> None:
     assert words(ENVIRON, program) == {}
 
 
 def test_a_program_without_main_is_not_every_program_without_main() -> None:
-    nameless = Program(arguments=("-c", "1"), main=None)
-    assert words(carry({"devices": "2"}, nameless), Program(arguments=("-c", "2"), main=None)) == {}
+    nameless = ProgramId(arguments=("-c", "1"), main=None)
+    assert words(carry({"devices": "2"}, nameless), ProgramId(arguments=("-c", "2"), main=None)) == {}
 
 
 def test_the_command_line_knows_the_precisions_there_are() -> None:

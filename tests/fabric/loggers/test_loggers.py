@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import template
 
 from fabric import CSVLogger, TensorBoardLogger
 from fabric.loggers.logger import Logger, metric_writer
@@ -209,7 +210,7 @@ def test_a_killed_process_leaves_whole_rows(tmp_path: Path) -> None:
     for trial in range(3):
         root = tmp_path / str(trial)
         command = [sys.executable, "-c", LOG_FOR_EVER, str(root)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        with template.Popen(command, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == b"logging\n"
             process.send_signal(signal.SIGKILL)
@@ -262,7 +263,7 @@ sys.exit(os.waitpid(child, 0)[1])
 
 @pytest.mark.slow
 def test_a_fork_of_an_open_logger_begins_a_run_of_its_own(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", LOG_IN_A_FORK, str(tmp_path)], check=True, timeout=60)
+    template.run([sys.executable, "-c", LOG_IN_A_FORK, str(tmp_path)], check=True, timeout=60)
     assert {value for _, _, value in scalars_of(tmp_path / "version_0")} == {0.0}
     assert [value for _, _, value in scalars_of(tmp_path / "version_1")] == [1.0] * 50
 
@@ -273,7 +274,7 @@ def test_without_tensorboard_the_error_names_the_extra() -> None:
         "import sys\nsys.modules['tensorboard'] = None\n"
         "from fabric.loggers.tensorboard import TensorBoardLogger\nTensorBoardLogger('runs')\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, timeout=60, env=os.environ)
+    ended = template.run([sys.executable, "-c", program], stderr=subprocess.PIPE, timeout=60, env=os.environ)
     assert ended.stderr.decode().splitlines()[-1] == (
         "ModuleNotFoundError: `TensorBoardLogger` needs tensorboard, which is not installed. "
         "Run `pip install 'torchfabric[loggers]'`, or write a file of rows with `CSVLogger`."

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import template
 import torch
 from torch import nn
 from worlds import run_world
@@ -133,7 +134,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path
     path = tmp_path / "file"
     generator = torch.Generator().manual_seed(torch.seed() % 2**31)
     for _ in range(4):
-        victim = subprocess.Popen([sys.executable, "-c", VICTIM, str(path)], stdout=subprocess.PIPE)
+        victim = template.Popen([sys.executable, "-c", VICTIM, str(path)], stdout=subprocess.PIPE)
         assert victim.stdout is not None
         for _ in range(1 + int(torch.randint(20, (), generator=generator))):
             victim.stdout.readline()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import template
 
 from fabric import Fabric
 from fabric.strategies.deepspeed.config import KEYS, OFFLOAD_KEYS, ZERO_KEYS, engine_config, read_config
@@ -130,7 +130,7 @@ print("WORDS" + json.dumps([sorted(values), names(DeepSpeedZeroConfig), names(O)
 
 @pytest.mark.slow
 def test_every_key_that_passes_is_a_word_of_deepspeed() -> None:
-    ran = subprocess.run([sys.executable, "-c", WORDS], capture_output=True, text=True, timeout=100, check=True)
+    ran = template.run([sys.executable, "-c", WORDS], capture_output=True, text=True, timeout=100, check=True)
     top, zero, offload = json.loads(ran.stdout.split("WORDS")[1])
     assert set(KEYS) <= set(top)
     assert set(ZERO_KEYS) <= set(zero)
@@ -143,4 +143,4 @@ def test_making_a_strategy_imports_no_deepspeed() -> None:
         "Fabric(accelerator='cpu', strategy=DeepSpeedStrategy(), devices=2);"
         "assert 'deepspeed' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+    template.run([sys.executable, "-c", code], check=True, timeout=100)

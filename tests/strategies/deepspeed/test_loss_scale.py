@@ -16,7 +16,7 @@ def test_a_scale_that_is_saved_and_loaded_goes_on_as_one_that_was_not() -> None:
 
     def make() -> Any:
         return DynamicLossScaler(
-            init_scale=2.0**8, scale_factor=2.0, scale_window=3, min_scale=1, delayed_shift=2,
+            init_scale=2.0**8, scale_window=3, min_scale=1, delayed_shift=2,
             consecutive_hysteresis=False, raise_error_at_min_scale=False,
         )  # fmt: skip
 

@@ -23,7 +23,7 @@ from torch.optim import SGD, Adadelta, Adagrad, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import StepLR
 from worlds import run_world
 
-from fabric import Fabric
+from fabric import Fabric, read_checkpoint
 from fabric.launchers.world import World
 from fabric.strategies.deepspeed.strategy import DeepSpeedStrategy
 
@@ -277,7 +277,7 @@ def whole(fabric: Any, folder: str, model: nn.Module) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     path = os.path.join(folder, "weights.pt")
     fabric.save(path, {"model": model})
-    weights: dict[str, Tensor] = torch.load(path, weights_only=True)["model"]
+    weights: dict[str, Tensor] = read_checkpoint(path)["model"]
     fabric.barrier()
     return weights
 
@@ -358,7 +358,7 @@ def test_a_checkpoint_is_plain_and_goes_on_under_another_stage_and_world(tmp_pat
     results = run_world(2, save_each_and_load_each, paths, str(tmp_path))[0]
     results += run_world(4, load_each, {3: paths[3]}, str(tmp_path))[0]
     for path in paths.values():
-        content = torch.load(path, weights_only=True)
+        content = read_checkpoint(path)
         model, optimizer = parts(adamw)
         model.load_state_dict(content["model"])
         optimizer.load_state_dict(content["optimizer"])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from fabric import Fabric
+from fabric import Fabric, read_checkpoint
 from fabric.strategies.fairscale.fsdp import FairScaleFSDPStrategy
 from fabric.strategies.fairscale.sharded_ddp import FairScaleShardedStrategy
 from fabric.strategies.precision.precision import Precision
@@ -304,7 +304,7 @@ def test_what_is_saved_loads_into_plain_pytorch_and_into_ddp_and_back(strategy: 
 
     ours, of_ddp = str(tmp_path / "ours"), str(tmp_path / "of_ddp")
     after_six, state = run(strategy, 2, save_and_go_on, ours)
-    content = torch.load(ours)
+    content = read_checkpoint(ours)
     model = make(seed=8)
     optimizer = adamw(model)
     model.load_state_dict(content["model"])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from fabric import Fabric
+from fabric import Fabric, read_checkpoint
 from fabric.strategies import DDPStrategy, ManualStrategy, ModelParallelStrategy, Strategy
 from fabric.strategies.accelerators.cpu import CPUAccelerator
 from fabric.strategies.manual.context import ManualContext, Parallelized
@@ -179,7 +179,7 @@ def test_gradients_of_accumulation_clipping_and_several_models_are_those_of_plai
     launch(strategy, size, run_all, str(tmp_path))
     for loop in LOOPS:
         torch.testing.assert_close(
-            torch.load(tmp_path / loop.__name__),
+            read_checkpoint(tmp_path / loop.__name__),
             plain(loop),
             rtol=1e-5,
             atol=1e-5,

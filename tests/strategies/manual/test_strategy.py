@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
-from fabric import Fabric
+from fabric import Fabric, read_checkpoint
 from fabric.strategies import DDPStrategy, ManualContext, ManualStrategy, Parallelized
 from fabric.strategies.accelerators.torch_accelerator import TorchAccelerator
 from fabric.strategies.sharding.dtensor import whole
@@ -122,7 +122,7 @@ def test_a_checkpoint_goes_to_replicas_and_plain_torch_and_to_other_ranks(tmp_pa
             (runs[0].losses, runs[0].weights, runs[0].moments),
             (expected.losses, dict(expected.weights), expected.moments),
         )
-    content = torch.load(saved or "", weights_only=True)
+    content = read_checkpoint(saved or "")
     again, its_optimizer = make(recipe)
     again.load_state_dict(content["model"])
     its_optimizer.load_state_dict(content["optimizer"])
@@ -244,7 +244,7 @@ def test_split_tables_equal_whole_ones_and_go_on_with_another_number_of_ranks(tm
         assert found is not None
         for index, (task, (model, optimizer, _)) in enumerate(zip(tasks(seed), plain, strict=True)):
             close(found[index], train_plain_recommender(task, model, optimizer), 1e-10)
-            content = torch.load(folder / str(index), weights_only=True)
+            content = read_checkpoint(folder / str(index))
             close(content["model"], dict(model.state_dict()), 1e-10)
             close(content["optimizer"]["state"], optimizer.state_dict()["state"], 1e-10)
         load = str(folder)

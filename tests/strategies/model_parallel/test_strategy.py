@@ -15,7 +15,7 @@ from sharding import BATCH_SIZE, Block, Net, Recipe, Run, batches, make, train_a
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fabric import Fabric
+from fabric import Fabric, read_checkpoint
 from fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy, along
 from fabric.strategies.accelerators.cpu import CPUAccelerator
 from fabric.strategies.accelerators.torch_accelerator import TorchAccelerator
@@ -102,7 +102,7 @@ def train(fabric: Fabric, recipe: Recipe, folder: str, load: str | None = None) 
     fabric.save(path, {"model": model, "optimizer": optimizer})
     if not fabric.is_global_zero:
         return None
-    content = torch.load(path, weights_only=True)
+    content = read_checkpoint(path)
     return Run(losses, norms, content["model"], content["optimizer"]["state"])
 
 

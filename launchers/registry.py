@@ -1,0 +1,124 @@
+"""Launchers by name: one row each. Reading the table imports no launcher, and no torch.
+
+To add one, write its file and its row. Where its name may be written, what is said of it, and what refuses it before
+anything starts, follow from the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, final
+
+from fabric.launchers.rank.program import Program
+
+if TYPE_CHECKING:
+    from fabric.launchers.launcher import Launcher
+
+
+def _anywhere(name: str, program: Program, system: str) -> str | None:
+    return None
+
+
+def _where_there_is_a_file(name: str, program: Program, system: str) -> str | None:
+    if program.can_run_again:
+        return None
+    others = "'spawn'" if system == "Windows" else "'fork' (or 'forkserver' with `launch(function)`)"
+    return (
+        f"`launcher={name!r}` runs the script's file again in every process, but this is {program.words} and has no "
+        f"file. Write `launcher={others}`, or put the code into a file."
+    )
+
+
+def _where_processes_fork(name: str, program: Program, system: str) -> str | None:
+    if system != "Windows":
+        return None
+    return f"`launcher={name!r}` needs `os.fork`, which Windows has not. Write `launcher='spawn'` or 'script'."
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherRow:
+    """One launcher."""
+
+    name: str
+    path: str
+    """`module:callable` within `fabric.launchers`; `callable(topology)` makes it."""
+    description: str = ""
+    """The line that `fabric doctor` shows."""
+    is_written: bool = True
+    """Whether the user writes its name: `Fabric(launcher=name)`."""
+    for_any_strategy: bool = True
+    """Whether it starts the ranks of any strategy with one process per device."""
+    restarts: bool = False
+    """Whether it starts all ranks again after a failure: `callable(topology, max_restarts)` makes it."""
+    needs_function: bool = False
+    """Whether ranks start at a function, so that the lines after `launch()` are not theirs."""
+    why: Callable[[str, Program, str], str | None] = _anywhere
+    """`(name, program, system)`: what `why_not` says."""
+
+    def why_not(self, program: Program, system: str) -> str | None:
+        """Why it can start nothing in this program, or on this system; None where it can.
+
+        What depends on the moment of `launch()` is checked by the launcher itself.
+        """
+        return self.why(self.name, program, system)
+
+    def make(self, *arguments: object) -> Launcher:
+        """The launcher. Imports its file."""
+        module, attribute = self.path.split(":")
+        launcher: Launcher = getattr(import_module(f"fabric.launchers.{module}"), attribute)(*arguments)
+        return launcher
+
+
+_TABLE = (
+    LauncherRow(
+        name="script",
+        path="script:Script",
+        description="runs the script's file again in every process",
+        why=_where_there_is_a_file,
+    ),
+    LauncherRow(
+        name="fork",
+        path="fork:Fork",
+        description=(
+            "goes on from the very line; safe while the process has one thread and its accelerator is untouched"
+        ),
+        why=_where_processes_fork,
+    ),
+    LauncherRow(
+        name="forkserver",
+        path="processes:forkserver",
+        description="runs a function in fresh processes, fast from the second time on",
+        needs_function=True,
+        why=_where_processes_fork,
+    ),
+    LauncherRow(
+        name="spawn",
+        path="processes:spawn",
+        description="runs a function in fresh processes, on every system",
+        needs_function=True,
+    ),
+    LauncherRow(
+        name="elastic",
+        path="elastic:Elastic",
+        description="script, or forkserver for a function, and after a failure all ranks again",
+        for_any_strategy=False,
+        restarts=True,
+    ),
+    LauncherRow(name="xla", path="xla:XLA", is_written=False, for_any_strategy=False, needs_function=True),
+    LauncherRow(name="inline", path="inline:Inline", is_written=False, for_any_strategy=False),
+)
+LAUNCHERS: Mapping[str, LauncherRow] = {row.name: row for row in _TABLE}
+PER_DEVICE = tuple(row.name for row in _TABLE if row.for_any_strategy)
+"""Those that start a process per device, for any strategy."""
+OURS = tuple(row.name for row in _TABLE if row.is_written)
+"""Those that start processes of our own when they are asked for; a world that we made bears one of these names."""
+
+
+def launcher_row(name: str) -> LauncherRow:
+    """The row of a name. Raises: ValueError: no launcher has it; all names are in the message."""
+    if name not in LAUNCHERS:
+        raise ValueError(f"`launcher={name!r}` names no launcher. Write one of {', '.join(map(repr, LAUNCHERS))}.")
+    return LAUNCHERS[name]

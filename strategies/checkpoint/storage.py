@@ -1,0 +1,179 @@
+"""Where the files of one checkpoint are: a folder on a disk, or whatever fsspec reaches.
+
+A file appears whole or not at all under its name, and what `write` and `commit` have returned from survives a crash of
+the process; on a local disk, which is flushed, also that of the machine. An object store decides about the latter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, final
+
+import torch
+from torch import Tensor
+
+Buffer: TypeAlias = "bytes | memoryview"
+
+
+class Storage(ABC):
+    """The files of one checkpoint, by their names."""
+
+    @property
+    @abstractmethod
+    def path(self) -> str:
+        """As the user wrote it."""
+
+    @abstractmethod
+    def write(self, name: str, blocks: Iterable[Buffer]) -> None:
+        """Make a new file of these bytes."""
+
+    @abstractmethod
+    def commit(self, name: str, content: bytes) -> None:
+        """Replace a file, or make it, in one moment: every reader finds the old one or the new one, whole."""
+
+    @abstractmethod
+    def read(self, name: str) -> bytes:
+        """All of a small file. Raises FileNotFoundError."""
+
+    @abstractmethod
+    def tensor(self, name: str, num_bytes: int) -> Tensor:
+        """A file of this length as one tensor of bytes, read where it is used. Writing to it changes no file.
+
+        Raises: ValueError: the file has another length.
+        """
+
+    @abstractmethod
+    def names(self) -> Sequence[str]:
+        """Of all files; none where there is no such folder."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Delete a file; nothing where it is gone already."""
+
+
+def storage_of(path: str | os.PathLike[str]) -> Storage:
+    """A folder; or, for an address with `://`, what fsspec finds there."""
+    text = os.fspath(path)
+    return Remote(text) if "://" in text else Folder(Path(text))
+
+
+@final
+class Folder(Storage):
+    """A folder of a file system that all ranks see."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @property
+    def path(self) -> str:
+        return str(self._folder)
+
+    def write(self, name: str, blocks: Iterable[Buffer]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(self._folder / name, "xb", buffering=0) as file:
+                for block in blocks:
+                    _write_all(file.fileno(), memoryview(block))
+                os.fsync(file.fileno())
+        except BaseException:
+            self.remove(name)
+            raise
+        _flush(self._folder)
+
+    def commit(self, name: str, content: bytes) -> None:
+        beside = f"{name}.new"
+        self.remove(beside)
+        self.write(beside, [content])
+        (self._folder / beside).replace(self._folder / name)
+        _flush(self._folder)
+
+    def read(self, name: str) -> bytes:
+        return (self._folder / name).read_bytes()
+
+    def tensor(self, name: str, num_bytes: int) -> Tensor:
+        with open(self._folder / name, "rb") as file:
+            found = os.fstat(file.fileno()).st_size
+            if found != num_bytes:
+                raise ValueError(f"`{name}` has {found} bytes, and {num_bytes} were written.")
+            if num_bytes == 0:
+                return torch.empty(0, dtype=torch.uint8)
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+    def names(self) -> Sequence[str]:
+        try:
+            return [each.name for each in os.scandir(self._folder) if each.is_file()]
+        except FileNotFoundError:
+            return []
+
+    def remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            (self._folder / name).unlink()
+
+
+@final
+class Remote(Storage):
+    """An address of fsspec: `s3://bucket/run/step-100`, `memory://checkpoint`."""
+
+    def __init__(self, address: str) -> None:
+        import fsspec  # type: ignore[import-untyped]
+
+        self._address = address.rstrip("/")
+        self._system: Any
+        self._system, self._root = fsspec.core.url_to_fs(self._address)
+
+    @property
+    def path(self) -> str:
+        return self._address
+
+    def write(self, name: str, blocks: Iterable[Buffer]) -> None:
+        self._system.makedirs(self._root, exist_ok=True)
+        with self._system.open(self._at(name), "wb") as file:
+            for block in blocks:
+                file.write(block)
+
+    def commit(self, name: str, content: bytes) -> None:
+        self._system.makedirs(self._root, exist_ok=True)
+        self._system.pipe_file(self._at(name), content)
+
+    def read(self, name: str) -> bytes:
+        return bytes(self._system.cat_file(self._at(name)))
+
+    def tensor(self, name: str, num_bytes: int) -> Tensor:
+        content = bytearray(self._system.cat_file(self._at(name)))
+        if len(content) != num_bytes:
+            raise ValueError(f"`{name}` has {len(content)} bytes, and {num_bytes} were written.")
+        return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+
+    def names(self) -> Sequence[str]:
+        self._system.invalidate_cache(self._root)
+        if not self._system.isdir(self._root):
+            return []
+        return [str(each).rsplit("/", 1)[-1] for each in self._system.ls(self._root, detail=False)]
+
+    def remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._system.rm_file(self._at(name))
+
+    def _at(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+
+def _write_all(handle: int, block: memoryview) -> None:
+    while block.nbytes:
+        block = block[os.write(handle, block) :]
+
+
+def _flush(folder: Path) -> None:
+    # A new name survives a power cut only once its folder is on disk.
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,180 @@
+"""Plain values as JSON, and back: loading runs no code, for a value is one of the kinds listed here or it is not saved.
+
+Kept exactly: None, bool, int, float (inf and nan too), str, bytes, complex; lists, tuples, dictionaries with any of
+these as keys, sets; `torch.Size`, dtypes and devices; paths; NumPy's numbers and arrays; the `_metadata` of a module's
+state. What JSON has no word for is an object with one key that begins with "$".
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import PurePath
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Json: TypeAlias = Any
+Keep: TypeAlias = Callable[[str, Any], Json]
+"""`(pointer, tensor)`: takes a tensor of the state, and gives what stands for it."""
+Find: TypeAlias = Callable[[str], Any]
+"""`(pointer)`: the `Stored` of the tensor that was kept under it."""
+
+DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+
+
+def pointer(parent: str, key: object) -> str:
+    """The JSON pointer (RFC 6901) of an entry: `/model/layer.weight`."""
+    return f"{parent}/{str(key).replace('~', '~0').replace('/', '~1')}"
+
+
+def keys_of(pointer: str) -> list[str]:
+    """The keys of a JSON pointer, outermost first."""
+    return [key.replace("~1", "/").replace("~0", "~") for key in pointer.split("/")[1:]]
+
+
+def encode(value: Any, keep: Keep, is_kept: Callable[[Any], bool], at: str = "") -> Json:
+    """Write a nest of plain values as JSON, and hand each leaf for which `is_kept` holds to `keep`.
+
+    Raises: TypeError: a value is of no kind that a checkpoint keeps; names where it stands.
+    """
+    if is_kept(value):
+        return keep(at, value)
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    write = _WRITERS.get(type(value))
+    if write is not None:
+        return write(value, lambda key, entry: encode(entry, keep, is_kept, pointer(at, key)))
+    if isinstance(value, PurePath):
+        return {"$path": str(value)}
+    if type(value).__module__ == "numpy":
+        return _numpy(value, lambda tensor: keep(at, tensor), at)
+    raise TypeError(_NO_VALUE.format(at=at or "/", kind=f"{type(value).__module__}.{type(value).__qualname__}"))
+
+
+def decode(json: Json, find: Find, at: str = "") -> Any:
+    """The nest that `encode` wrote, its tensors given by `find`."""
+    if isinstance(json, list):
+        return [decode(entry, find, pointer(at, index)) for index, entry in enumerate(json)]
+    if not isinstance(json, dict):
+        return json
+    name = next(iter(json), "")
+    if not name.startswith("$"):
+        return {key: decode(entry, find, pointer(at, key)) for key, entry in json.items()}
+    if name not in _READERS:
+        raise ValueError(f"{at or '/'} is a value of the kind {name!r}, which this release does not know.")
+    return _READERS[name](json, lambda key, entry: decode(entry, find, pointer(at, key)), lambda: find(at))
+
+
+Inner: TypeAlias = Callable[[object, Any], Any]
+
+
+def _dict(value: dict[Any, Any], inner: Inner) -> Json:
+    if all(type(key) is str and not key.startswith("$") for key in value):
+        return {key: inner(key, entry) for key, entry in value.items()}
+    return {"$dict": _items(value, inner)}
+
+
+def _items(value: dict[Any, Any], inner: Inner) -> Json:
+    return [[inner(f"{key!r} as key", key), inner(key, entry)] for key, entry in value.items()]
+
+
+def _ordered(value: OrderedDict[Any, Any], inner: Inner) -> Json:
+    metadata = getattr(value, "_metadata", None)
+    return {"$ordered": _items(value, inner), "metadata": None if metadata is None else inner("_metadata", metadata)}
+
+
+def _set(value: set[Any] | frozenset[Any], inner: Inner) -> Json:
+    name = "$set" if isinstance(value, set) else "$frozenset"
+    return {name: [inner(index, entry) for index, entry in enumerate(value)]}
+
+
+_WRITERS: dict[type, Callable[[Any, Inner], Json]] = {
+    dict: _dict,
+    OrderedDict: _ordered,
+    Counter: lambda value, inner: {"$counter": _items(value, inner)},
+    list: lambda value, inner: [inner(index, entry) for index, entry in enumerate(value)],
+    tuple: lambda value, inner: {"$tuple": [inner(index, entry) for index, entry in enumerate(value)]},
+    torch.Size: lambda value, inner: {"$size": list(value)},
+    set: _set,
+    frozenset: _set,
+    bytes: lambda value, inner: {"$bytes": base64.b64encode(value).decode()},
+    complex: lambda value, inner: {"$complex": [repr(value.real), repr(value.imag)]},
+    torch.dtype: lambda value, inner: {"$dtype": str(value).removeprefix("torch.")},
+    torch.device: lambda value, inner: {"$device": str(value)},
+}
+
+
+def _pairs(entries: Any, inner: Inner) -> Iterator[tuple[Any, Any]]:
+    for key, entry in entries:
+        read = inner("", key)
+        yield read, inner(read, entry)
+
+
+def _read_ordered(json: Json, inner: Inner, _: Any) -> OrderedDict[Any, Any]:
+    read = OrderedDict(_pairs(json["$ordered"], inner))
+    if json["metadata"] is not None:
+        read._metadata = inner("_metadata", json["metadata"])  # type: ignore[attr-defined]  # torch's own way
+    return read
+
+
+def _read_array(json: Json, _: Inner, tensor: Callable[[], Any]) -> Any:
+    import numpy
+
+    return numpy.frombuffer(tensor().whole().numpy().tobytes(), json["$array"]).reshape(json["shape"]).copy()
+
+
+def _read_scalar(json: Json, _: Inner, __: Any) -> Any:
+    import numpy
+
+    return numpy.frombuffer(base64.b64decode(json["$scalar"][1]), json["$scalar"][0])[0]
+
+
+_READERS: dict[str, Callable[[Json, Inner, Callable[[], Tensor]], Any]] = {
+    "$tensor": lambda json, inner, tensor: tensor(),
+    "$float": lambda json, inner, tensor: float(json["$float"]),
+    "$dict": lambda json, inner, tensor: dict(_pairs(json["$dict"], inner)),
+    "$ordered": _read_ordered,
+    "$counter": lambda json, inner, tensor: Counter(dict(_pairs(json["$counter"], inner))),
+    "$tuple": lambda json, inner, tensor: tuple(inner(index, each) for index, each in enumerate(json["$tuple"])),
+    "$size": lambda json, inner, tensor: torch.Size(json["$size"]),
+    "$set": lambda json, inner, tensor: {inner(index, each) for index, each in enumerate(json["$set"])},
+    "$frozenset": lambda json, inner, tensor: frozenset(inner(i, each) for i, each in enumerate(json["$frozenset"])),
+    "$bytes": lambda json, inner, tensor: base64.b64decode(json["$bytes"]),
+    "$complex": lambda json, inner, tensor: complex(*map(float, json["$complex"])),
+    "$dtype": lambda json, inner, tensor: DTYPES[json["$dtype"]],
+    "$device": lambda json, inner, tensor: torch.device(json["$device"]),
+    "$path": lambda json, inner, tensor: _path(json["$path"]),
+    "$array": _read_array,
+    "$scalar": _read_scalar,
+}
+
+
+def _path(text: str) -> Any:
+    from pathlib import Path
+
+    return Path(text)
+
+
+def _numpy(value: Any, keep: Callable[[Tensor], Json], at: str) -> Json:
+    """A number or an array of NumPy. Its dtype is one that torch has, or has bytes of."""
+    import numpy
+
+    if isinstance(value, numpy.generic) and value.dtype.kind in "biufc":
+        return {"$scalar": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
+    if isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
+        keep(torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8))  # NumPy has dtypes that torch has not
+        return {"$array": value.dtype.str, "shape": list(value.shape)}
+    raise TypeError(_NO_VALUE.format(at=at or "/", kind=f"numpy.{type(value).__qualname__} of {value.dtype}"))
+
+
+_NO_VALUE = (
+    "The state has a `{kind}` at {at}, and a checkpoint keeps none: reading one back would run code from the file. "
+    "Save an object that has `state_dict` and `load_state_dict`, or its contents as numbers, strings, tensors, lists "
+    "and dictionaries."
+)

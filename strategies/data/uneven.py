@@ -1,0 +1,176 @@
+"""Ranks whose data ends at different batches go on for as long as all of them do, or as any of them does.
+
+Only reading tells how long a stream is. So before each batch the ranks add up who has one: a message of two numbers,
+over a process group of its own, which collectives of the loop do not get in the way of. The next batch is read, and
+its message sent, before the loop gets this one: the message travels while the loop computes. Every rank therefore
+iterates such a loader, and as often as the others.
+
+Why not let a rank that has ended take part with a weight of zero: a mean over ranks would count it all the same.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, final
+
+Uneven: TypeAlias = Literal["stop", "error", "repeat"]
+"""What ranks do when the first of them has no batch left."""
+
+_END = object()
+_NOTHING = -(2**20)
+"""Said by a rank that has not had a single batch to repeat: below zero, whatever the others say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Votes:
+    """How ranks agree while they iterate. Each function is called by all of them."""
+
+    size: int
+    start: Callable[[list[int]], Callable[[], list[int]]]
+    """Starts the sum of all ranks' numbers, each below 2**40. What is returned waits, and gives the sum."""
+    gather: Callable[[list[int]], list[list[int]]]
+    """Gives every rank the numbers of all ranks."""
+
+
+@final
+class Agreement:
+    """One loader's: each call is an iteration."""
+
+    def __init__(self, uneven: Uneven, votes: Votes, words: str, say: Callable[[str], None], *, ahead: bool) -> None:
+        """`words`: the loader, for people. `ahead`: read the next batch, and ask about it, before this one is given."""
+        self._uneven, self._votes, self._words, self._ahead = uneven, votes, words, ahead
+        self._say = say
+        self._iterations = 0
+
+    def __call__(self, batches: Iterator[Any], again: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """The batches, for as many steps as the ranks agree on. `again` begins this rank's data anew."""
+        self._iterations += 1
+        return self._agreed(_Supply(batches, again if self._uneven == "repeat" else None), self._iterations)
+
+    def _agreed(self, supply: _Supply, iteration: int) -> Iterator[Any]:
+        step = 0
+        batch = supply.draw()
+        ask = self._ask(supply, iteration, step)
+        while self._all_go_on(ask(), supply, iteration, step):
+            step += 1
+            if self._ahead:
+                current, batch = batch, supply.draw()
+                ask = self._ask(supply, iteration, step)
+                yield current
+                del current
+            else:
+                yield batch
+                batch = supply.draw()
+                ask = self._ask(supply, iteration, step)
+
+    def _ask(self, supply: _Supply, iteration: int, step: int) -> Callable[[], list[int]]:
+        return self._votes.start([supply.vote, _place(iteration, step)])
+
+    def _all_go_on(self, answer: list[int], supply: _Supply, iteration: int, step: int) -> bool:
+        size = self._votes.size
+        have, places = answer
+        if places != size * _place(iteration, step):
+            raise RuntimeError(self._astray(self._votes.gather([iteration, step])))
+        if have == size or (have > 0 and self._uneven == "repeat"):
+            return True
+        if self._uneven == "repeat":
+            self._tell_of_repeats([number for (number,) in self._votes.gather([supply.num_read])], step)
+        elif have > 0:
+            self._tell_of_rest([vote == 1 for (vote,) in self._votes.gather([supply.vote])], step)
+        return False
+
+    def _tell_of_repeats(self, read: list[int], step: int) -> None:
+        if min(read) == 0 and step < max(read):
+            raise RuntimeError(
+                f"{self._begin()} has no batch for {_ranks([number == 0 for number in read])}, which cannot repeat "
+                "any. Give every rank some data."
+            )
+        if min(read) < step:
+            self._say_once(
+                f"{self._begin()} has different numbers of batches: {_per_rank(read)}. The ranks take {step} steps, "
+                'and those with fewer begin anew, as `uneven="repeat"` says. This is said once.'
+            )
+
+    def _tell_of_rest(self, has_more: list[bool], step: int) -> None:
+        found = (
+            f"{self._begin()} has different numbers of batches: {_ranks([not more for more in has_more])} had {step}, "
+            f"and {_ranks(has_more)} more"
+        )
+        if self._uneven == "error":
+            raise RuntimeError(
+                f'{found}, which `uneven="error"` forbids. Make the parts equal, or pass `uneven="stop"` or `"repeat"`.'
+            )
+        self._say_once(
+            f"{found}, from which no rank trains: all stop together. To use everything, pass "
+            '`setup_dataloaders(..., uneven="repeat")`, by which ranks that have ended begin anew, or make the parts '
+            "equal. This is said once."
+        )
+
+    def _say_once(self, sentence: str) -> None:
+        self._say(sentence)
+        self._say = lambda sentence: None
+
+    def _astray(self, places: list[list[int]]) -> str:
+        where = "; ".join(f"rank {rank}: iteration {i}, batch {n}" for rank, (i, n) in enumerate(places))
+        return (
+            f"{self._begin()} is read to the same batch by all ranks, and they are at different ones ({where}, both "
+            "counted from 0, iterations from 1). Let every rank iterate, and leave its loop, at the same step. A rank "
+            "that looks at a batch alone reads the loader from before `setup_dataloaders`; for a loop on some ranks, "
+            "pass `use='validate'`, `'test'` or `'predict'`."
+        )
+
+    def _begin(self) -> str:
+        return f"The data that each rank reads by `{self._words}`"
+
+
+@final
+class _Supply:
+    """One rank's batches of one iteration, begun anew at their end where `again` is given."""
+
+    def __init__(self, batches: Iterator[Any], again: Callable[[], Iterator[Any]] | None) -> None:
+        self._batches, self._again = batches, again
+        self.num_read = 0
+        """Batches so far, without repeated ones."""
+        self._ended = False
+
+    def draw(self) -> Any:
+        """The next batch; `_END` where there is none."""
+        batch = next(self._batches, _END)
+        if batch is not _END:
+            self.num_read += not self._ended
+            return batch
+        self._ended = True
+        if self._again is None or self.num_read == 0:
+            return batch
+        self._batches = self._again()
+        batch = next(self._batches, _END)
+        if batch is _END:
+            raise RuntimeError(
+                '`setup_dataloaders(..., uneven="repeat")` of data that gives nothing when it is iterated a second '
+                'time. Pass something that begins anew, such as a `DataLoader`, or `uneven="stop"`.'
+            )
+        return batch
+
+    @property
+    def vote(self) -> int:
+        """1 for a batch that was not read before, else 0."""
+        if self._ended and self._again is not None and self.num_read == 0:
+            return _NOTHING
+        return int(not self._ended)
+
+
+def _place(iteration: int, step: int) -> int:
+    return zlib.crc32(f"{iteration} {step}".encode())
+
+
+def _ranks(chosen: list[bool]) -> str:
+    ranks = [str(rank) for rank, is_chosen in enumerate(chosen) if is_chosen]
+    shown = ", ".join(ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def _per_rank(numbers: list[int]) -> str:
+    shown = ", ".join(f"{number} on rank {rank}" for rank, number in enumerate(numbers[:8]))
+    return shown + (f", and {len(numbers) - 8} ranks more" if len(numbers) > 8 else "")

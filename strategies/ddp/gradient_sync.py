@@ -1,0 +1,190 @@
+"""Gradients of one model, averaged by torch's DistributedDataParallel while backward still runs.
+
+It is kept beside the user's module, and made anew where what the model trains has changed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from operator import attrgetter, is_not
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fabric.strategies.collectives.call_check import agree
+from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.collectives.packing import Spec
+from fabric.strategies.ddp.comm_hooks import register
+from fabric.strategies.gradients.reducer import end_reducer
+from fabric.strategies.gradients.sync import Finish, GradientSync
+from fabric.strategies.module.buffers import follow_rank_zero
+from fabric.strategies.module.changes import Contents
+
+if TYPE_CHECKING:
+    from fabric.strategies.ddp.strategy import DDPStrategy
+
+_grad = attrgetter("grad")
+
+
+@final
+class _Forward(nn.Module):
+    """What DistributedDataParallel wraps: it holds the user's module, and calls the method that was asked for."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return function(*args, **kwargs)
+
+
+@final
+class DDPGradientSync(GradientSync):
+    """One model's averaging: whether the next backward will average, and whether the last one did."""
+
+    def __init__(self, options: DDPStrategy, collective: Collective, module: nn.Module) -> None:
+        self.options, self.collective, self.module = options, collective, module
+        self.expects_backward = False
+        self.synced = True
+        self.needs_all = not (options.find_unused_parameters or options.static_graph)
+        self.contents = Contents(module)
+        self.flags: list[bool] = []  # of those that `parallel` was made for
+        self.parameters: list[nn.Parameter] = []
+        self.parallel: DistributedDataParallel | None = None
+        self.alike: Contents | None = None  # these started from rank 0's values
+        if any(self.contents.flags()):
+            self._arrange(self.contents.flags())
+
+    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        if not self._is_arranged():  # all is frozen: there is nothing to average, for now
+            output = function(*args, **kwargs)
+        else:
+            assert self.parallel is not None
+            if self.parallel.require_backward_grad_sync is not self.synced:  # a module's attributes are slow to set
+                self.parallel.require_backward_grad_sync = self.synced
+            output = self.parallel(function, args, kwargs)
+            self.expects_backward = self.expects_backward or self.synced
+        if self.synced and self.parallel is not None and self.options.broadcast_buffers:
+            buffers = self.contents.buffers()
+            if buffers:
+                # Not before forward, as torch does: an evaluation then finds equal buffers, and needs no message.
+                follow_rank_zero(self.collective, buffers)
+        return output
+
+    def release(self) -> None:
+        if self.parallel is not None:
+            end_reducer(self.parallel)
+
+    @contextmanager
+    def unsynced(self) -> Iterator[None]:
+        before, self.synced = self.synced, False
+        try:
+            yield
+        finally:
+            self.synced = before
+
+    def _is_arranged(self) -> bool:
+        """See to it that what is trained now is averaged; False where nothing is. Ranks: all, where that has changed.
+
+        # Note [Layers that come after setup]
+        DistributedDataParallel averages what it found when it was made. So where a layer was added, replaced, frozen or
+        unfrozen since, another one is made, of all ranks together: new tensors start from rank 0's values. A model that
+        is frozen as a whole for a while, as a critic is in each step of its generator, keeps the one it has.
+        """
+        if not self.contents.is_as_it_was():
+            self.contents, self.flags = Contents(self.module), []
+        flags = self.contents.flags()
+        if flags != self.flags:
+            if not any(flags):
+                return False
+            self._arrange(flags)
+        return True
+
+    def _arrange(self, flags: list[bool]) -> None:
+        again, names = self.alike is not None, dict(self.module.named_parameters())
+        if self.parallel is not None:
+            lines = [f"{name}: {Spec.of(each)}" for name, each in names.items() if each.requires_grad]
+            agree(self.collective, "\n".join([f"forward of `{type(self.module).__name__}`, which trains", *lines]))
+            end_reducer(self.parallel)
+        options = self.options
+        self.parallel = DistributedDataParallel(
+            _Forward(self.module),
+            bucket_cap_mb=options.bucket_bytes / 2**20,
+            find_unused_parameters=options.find_unused_parameters,
+            static_graph=options.static_graph,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            init_sync=not again,
+            **_BUFFERS_ARE_OURS,
+        )
+        if options.comm_hook is not None:
+            register(self.parallel, options.comm_hook)
+        follow_rank_zero(self.collective, self.contents.new_since(self.alike))
+        self.alike, self.flags, self.parameters = self.contents, flags, self.contents.trainable()
+
+    def watch(self) -> Finish | None:
+        # Note [Gradients that nobody averaged]
+        # The reducer averages in the first backward after a forward that went through it, and silently leaves
+        # gradients local in any other. So where no such forward is outstanding, no gradient may change.
+        if not self.synced:
+            return None
+        parameters = self.parameters
+        if not self.expects_backward and (
+            not self.contents.is_as_it_was() or self.contents.flags() != self.flags
+        ):  # also of those that no forward has met yet
+            parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        before = list(map(_grad, parameters))
+        versions = [-1 if grad is None else grad._version for grad in before]
+
+        def check() -> None:
+            changed = list(map(is_not, map(_grad, parameters), before))
+            if not all(changed):
+                changed = [
+                    new or (grad is not None and grad._version != version)
+                    for new, grad, version in zip(changed, before, versions, strict=True)
+                ]
+            if not any(changed):
+                return
+            if not self.expects_backward:
+                raise RuntimeError(_NOT_AVERAGED.format(name=type(self.module).__name__))
+            self.expects_backward = False
+            if self.needs_all and not all(changed):
+                # Torch waits for them in silence, the rest of their buckets not averaged, and raises a step too late.
+                left_out = {id(p) for p, took_part in zip(parameters, changed, strict=True) if not took_part}
+                names = [name for name, parameter in self.module.named_parameters() if id(parameter) in left_out]
+                some = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
+                raise RuntimeError(
+                    f"{len(names)} parameters of `{type(self.module).__name__}` ({some}) got no gradient in this "
+                    f"backward, while others did. {UNUSED}"
+                )
+
+        return check
+
+
+# torch 2.13 warns of the old name; 2.9 has no other.
+_BUFFERS_ARE_OURS: dict[str, Any] = {
+    next(
+        name
+        for name in ("forward_sync_buffers", "broadcast_buffers")
+        if name in inspect.signature(DistributedDataParallel).parameters
+    ): False
+}
+
+
+_NOT_AVERAGED = (
+    "This backward computed gradients of `{name}` that were not averaged over the ranks. Either the loss came from a "
+    "method other than `forward` (call `model.mark_forward_method('name')` once after `setup`), or backward ran twice "
+    "after one forward (add the losses, and call `fabric.backward` once), or forward ran inside `no_backward_sync` and "
+    "backward outside of it. The weights are unchanged; `optimizer.zero_grad()` discards the gradients."
+)
+
+UNUSED = (
+    "Averaging waits for every parameter, and so the gradients of some others are not averaged either. Pass "
+    "`find_unused_parameters=True` (`strategy='ddp_find_unused_parameters_true'`), or freeze what takes no part with "
+    "`requires_grad_(False)`."
+)

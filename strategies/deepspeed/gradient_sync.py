@@ -1,0 +1,60 @@
+"""Forward and backward of one model under ZeRO: its engine reduces gradients, and ranks run submodules in one order.
+
+`unsynced` changes nothing: at stage 1 gradients travel once per step in any case, at stages 2 and 3 in every backward,
+for a rank has no room for whole ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, final
+
+from torch import nn
+
+from fabric.strategies.deepspeed.engine import Engine, gathered_parts
+from fabric.strategies.gradients.sync import Finish, GradientSync
+from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.execution_order import ExecutionOrder
+
+
+@final
+class DeepSpeedGradientSync(GradientSync):
+    """One model with an optimizer."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._ordered = engine.order.around(engine.forward)
+
+    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._ordered(function, args, kwargs)
+
+    def unsynced(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def watch(self) -> Finish | None:
+        return self.engine.watch()
+
+    def release(self) -> None:
+        self.engine.release()
+
+
+@final
+class UntrainedGradientSync(GradientSync):
+    """One model in shards without an optimizer: parameters travel, gradients do not."""
+
+    def __init__(self, runtime: Runtime, module: nn.Module) -> None:
+        self.order = ExecutionOrder(runtime, module, gathered_parts(module))
+        self._ordered = self.order.around(lambda function, args, kwargs: function(*args, **kwargs))
+
+    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._ordered(function, args, kwargs)
+
+    def unsynced(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def watch(self) -> Finish | None:
+        return None  # what another model's loss sends through it needs nothing of it
+
+    def release(self) -> None:
+        self.order.release()

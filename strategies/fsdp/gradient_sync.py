@@ -1,0 +1,84 @@
+"""Forward and backward of one model in shards: `fully_shard` sends parameters and gradients, and this checks what it
+does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast, final
+
+import torch
+from torch import nn
+
+from fabric.strategies.gradients.sync import Finish, GradientSync, all_of
+from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
+from fabric.strategies.module.changes import Additions, GatheredFlags
+from fabric.strategies.module.deferred_init import Unfilled
+from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.execution_order import ExecutionOrder
+from fabric.strategies.sharding.gathered import Gathered, mark_gathering, take_as_root
+from fabric.strategies.sharding.layout import fsdp_modules
+from fabric.strategies.sharding.same_gradients import SameGradients
+
+
+@final
+class FSDPGradientSync(GradientSync):
+    """One model in shards. `units`: the submodules whose parameters are all-gathered together, the root among them."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        module: nn.Module,
+        units: Iterable[nn.Module],
+        unfilled: Unfilled,
+        *,
+        broadcast_buffers: bool,
+    ) -> None:
+        self.collective, self.module, self.unfilled = runtime.collective, module, unfilled
+        self.synced = True
+        self.buffered = list(module.modules()) if broadcast_buffers and runtime.world.size > 1 else []
+        self.additions = Additions(module, by_name=True)
+        self.flags = GatheredFlags(module)
+        self.sharded = fsdp_modules(module)
+        self.gathered = Gathered(module, self.sharded)
+        self.order = ExecutionOrder(runtime, module, units)
+        take_as_root(module, self.sharded)
+        self.same = SameGradients(runtime, module, self.gathered)
+        self._ordered = self.order.around(self._forward)
+
+    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._ordered(function, args, kwargs)
+
+    def mark(self, method: str) -> None:
+        """Let another method find whole parameters."""
+        mark_gathering(self.module, method, self.gathered)
+
+    @contextmanager
+    def unsynced(self) -> Iterator[None]:
+        before = self.synced
+        self._sync(False)
+        try:
+            yield
+        finally:
+            self._sync(before)
+
+    def watch(self) -> Finish | None:
+        return all_of(self.order.watch(), self.same.watch(), self.gathered.watch())
+
+    def release(self) -> None:
+        self.gathered.release()
+        self.order.release()
+
+    def _forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.unfilled.check(self.collective)
+        self.additions.refuse()
+        self.flags.follow()
+        output = function(*args, **kwargs)
+        if self.synced and torch.is_grad_enabled():
+            follow_rank_zero(self.collective, buffers_of(self.buffered))
+        return output
+
+    def _sync(self, enabled: bool) -> None:
+        self.synced = enabled
+        cast(Any, self.module).set_requires_gradient_sync(enabled)

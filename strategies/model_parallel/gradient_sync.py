@@ -1,0 +1,66 @@
+"""Forward and backward of one model over a mesh: what its own messages leave out is averaged after a backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from fabric.strategies.gradients.averaging import MeshAveraging
+from fabric.strategies.gradients.sync import Finish, GradientSync, all_of
+from fabric.strategies.module.changes import Additions, GatheredFlags
+from fabric.strategies.module.deferred_init import Unfilled
+from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.execution_order import ExecutionOrder
+from fabric.strategies.sharding.gathered import Gathered, mark_gathering, take_as_root
+from fabric.strategies.sharding.same_gradients import SameGradients
+
+
+@final
+class ModelParallelGradientSync(GradientSync):
+    """One model that `parallelize_fn` has laid over the mesh. A pipeline has `PipelineGradientSync`."""
+
+    def __init__(self, runtime: Runtime, module: nn.Module, unfilled: Unfilled, *, broadcast_buffers: bool) -> None:
+        self.runtime, self.module, self.unfilled = runtime, module, unfilled
+        self.broadcast_buffers = broadcast_buffers
+        self.averaging = MeshAveraging(runtime, module)
+        units = self.averaging.sharded
+        self.additions = Additions(module, by_name=bool(units))
+        self.flags = GatheredFlags(module) if units else None
+        self.gathered = Gathered(module, units)
+        self.order = ExecutionOrder(runtime, module, units)
+        take_as_root(module, units)
+        self.same = SameGradients(runtime, module, self.gathered)
+        self._ordered = self.order.around(self._forward)
+
+    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._ordered(function, args, kwargs)
+
+    def mark(self, method: str) -> None:
+        """Let another method find whole parameters, where `fully_shard` was called on the model."""
+        if self.averaging.sharded:
+            mark_gathering(self.module, method, self.gathered)
+
+    def unsynced(self) -> AbstractContextManager[None]:
+        return self.averaging.unsynced()
+
+    def watch(self) -> Finish | None:
+        return all_of(self.order.watch(), self.same.watch(), self.averaging.watch(), self.gathered.watch())
+
+    def release(self) -> None:
+        self.gathered.release()
+        self.order.release()
+        self.averaging.release()
+
+    def _forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.unfilled.check(self.runtime.collective)
+        self.additions.refuse()
+        if self.flags is not None:
+            self.flags.follow()
+        output = function(*args, **kwargs)
+        if self.broadcast_buffers and self.averaging.synced and torch.is_grad_enabled():
+            self.averaging.follow_buffers()
+        return output

@@ -1,0 +1,283 @@
+"""Checkpoints as folders: what is in them, and what a crash, a full disk, a flipped bit and a planted pickle do."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fabric import CheckpointError, Fabric, read_checkpoint
+from fabric.strategies.checkpoint.box import Box, boxes_of_range, whole
+from fabric.strategies.checkpoint.manifest import CHUNK_BYTES, NAME
+from fabric.strategies.checkpoint.placed import Placed, on_ranks
+from fabric.strategies.checkpoint.saving import commit, plan, save, write
+from fabric.strategies.checkpoint.storage import Folder, storage_of
+from fabric.strategies.collectives.single import SingleDeviceCollective
+
+
+def alone() -> SingleDeviceCollective:
+    collective = SingleDeviceCollective()
+    collective.setup()
+    return collective
+
+
+def save_here(path: Path, state: Any) -> None:
+    save(alone(), Folder(path), state)
+
+
+VALUES = {
+    "none": None,
+    "numbers": [True, 3, -0.5, 2**70, complex(1, -2), float("inf")],
+    "words": {"a/b~c": "x", "$dollar": b"\x00\xff", 3: (1, [2]), (1, "k"): {4}},
+    "torch": [torch.float16, torch.device("cuda", 1), torch.Size([2, 3])],
+    "counter": Counter({30: 1}),
+    "ordered": OrderedDict(b=1, a=2),
+    "numpy": [np.float32(0.1), np.arange(6, dtype=np.uint16).reshape(2, 3)],
+    "path": Path("runs/1"),
+    "tensors": [
+        torch.arange(5)[::2],
+        torch.tensor(1 + 2j),
+        torch.ones(0, 3),
+        torch.tensor([1.5], dtype=torch.bfloat16),
+    ],
+}
+
+
+def test_values_and_tensors_come_back_as_they_were(tmp_path: Path) -> None:
+    save_here(tmp_path / "saved", VALUES)
+    found = read_checkpoint(tmp_path / "saved")
+    tensors, arrays = found.pop("tensors"), found.pop("numpy")
+    for one, other in zip(tensors, VALUES["tensors"], strict=True):  # type: ignore[call-overload]
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert torch.equal(one, other)
+    assert type(arrays[0]) is np.float32
+    assert arrays[0] == np.float32(0.1)
+    assert arrays[1].dtype == np.uint16
+    assert arrays[1].tolist() == [[0, 1, 2], [3, 4, 5]]
+    expected = {name: value for name, value in VALUES.items() if name not in ("tensors", "numpy")}
+    assert found == expected
+    assert [type(value) for value in found.values()] == [type(value) for value in expected.values()]
+    assert math.isnan(_again(tmp_path, {"x": float("nan")})["x"])
+
+
+def _again(folder: Path, state: dict[str, Any]) -> Any:
+    save_here(folder / "again", state)
+    return read_checkpoint(folder / "again")
+
+
+def test_a_value_that_only_code_could_make_again_is_refused_by_its_place(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"a `functools.partial` at /deep/0/it, and a checkpoint keeps none"):
+        save_here(tmp_path / "saved", {"deep": [{"it": __import__("functools").partial(print)}]})
+    assert not (tmp_path / "saved" / NAME).exists()
+
+
+def test_a_sparse_tensor_is_refused_by_its_place(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"The tensor at /x is torch.sparse_coo"):
+        save_here(tmp_path / "saved", {"x": torch.eye(2).to_sparse()})
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 4), (2, 3, 5), (4, 1, 2, 3)], ids=str)
+def test_boxes_of_a_range_are_its_elements_in_order(shape: tuple[int, ...]) -> None:
+    numbers = torch.arange(math.prod(shape)).reshape(shape)
+    for start in range(numbers.numel() + 1):
+        for stop in range(start, numbers.numel() + 1):
+            boxes = list(boxes_of_range(shape, start, stop))
+            found = [numbers[box.slices_in(whole(shape))].reshape(-1) for box in boxes]
+            assert torch.cat([*found, numbers.new_empty(0)]).tolist() == list(range(start, stop))
+            assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def cut(tensor: Tensor, generator: random.Random) -> list[tuple[Box, Tensor]]:
+    """The tensor in boxes of random sizes along random dims."""
+    pieces = [(whole(tensor.shape), tensor)]
+    for _ in range(generator.randrange(4)):
+        box, part = pieces.pop(generator.randrange(len(pieces)))
+        dim = generator.randrange(part.ndim)
+        at = generator.randrange(part.shape[dim] + 1)
+        for start, stop in ((0, at), (at, part.shape[dim])):
+            offsets = list(box.offsets)
+            offsets[dim] += start
+            half = part.narrow(dim, start, stop - start)
+            pieces.append((Box(tuple(offsets), tuple(half.shape)), half))
+    return pieces
+
+
+def test_a_tensor_cut_in_any_boxes_over_any_ranks_is_read_whole_and_in_part(tmp_path: Path) -> None:
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    generator = random.Random(seed)
+    for trial in range(20):
+        tensor = torch.rand(*(generator.randrange(1, 6) for _ in range(generator.randrange(1, 4))))
+        size, parts = generator.randrange(1, 4), cut(tensor, generator)
+        storage = Folder(tmp_path / str(trial))
+        for rank in range(size):
+            own = tuple((box, part) for box, part in parts[rank::size] if part.numel())
+            state = {"x": Placed(tuple(tensor.shape), tensor.dtype, own, (rank,))}
+            write(storage, plan(state, rank, "t"))
+        commit(storage, [f"t.{rank}.json" for rank in range(size)])
+        assert torch.equal(read_checkpoint(storage.path)["x"], tensor)
+
+
+def test_replicated_tensors_are_written_once_and_dealt_out_by_bytes_and_tied_ones_are_one(tmp_path: Path) -> None:
+    tensors = [torch.rand(100, 100), torch.rand(1000), torch.rand(3), torch.rand(50, 20)]
+    state = {f"{number}": on_ranks(tensor, range(3)) for number, tensor in enumerate([*tensors, tensors[0]])}
+    storage = Folder(tmp_path / "saved")
+    for rank in range(3):
+        write(storage, plan(state, rank, "t"))
+    sizes = [(tmp_path / "saved" / f"t.{rank}.bin").stat().st_size for rank in range(3)]
+    total = sum(tensor.nbytes for tensor in tensors)
+    assert total <= sum(sizes) < total + 1000  # alignment
+    assert max(sizes) < 0.45 * total
+    commit(storage, [f"t.{rank}.json" for rank in range(3)])
+    found = read_checkpoint(tmp_path / "saved")
+    assert all(torch.equal(found[str(number)], tensor) for number, tensor in enumerate([*tensors, tensors[0]]))
+
+
+def test_a_flipped_bit_is_found_and_the_tensor_named_before_anything_is_loaded(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(2048, 2048))
+    fabric = Fabric(accelerator="cpu", devices=1)
+    path = tmp_path / "saved"
+    fabric.save(path, {"model": model})
+    (file,) = path.glob("*.bin")
+    content = bytearray(file.read_bytes())
+    content[CHUNK_BYTES + 1000] ^= 4
+    file.write_bytes(content)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        model[0].weight.zero_()
+    with pytest.raises(CheckpointError, match=r"checksum differs\), in or beside .*/model/1.weight"):
+        fabric.load(path, {"model": model})
+    assert not model[0].weight.any()
+    assert torch.equal(model[1].weight, before["1.weight"])
+    manifest = (path / NAME).read_text()
+    (path / NAME).write_text(manifest.replace('"num_ranks":1', '"num_ranks":2'))
+    with pytest.raises(CheckpointError, match="is damaged: its checksum is not"):
+        fabric.load(path, {"model": model})
+    fabric.close()
+
+
+def test_a_file_cut_short_is_found(tmp_path: Path) -> None:
+    save_here(tmp_path / "saved", {"x": torch.ones(1000)})
+    (file,) = (tmp_path / "saved").glob("*.bin")
+    os.truncate(file, 2000)
+    with pytest.raises(CheckpointError, match="has 2000 bytes, and 4000 were written"):
+        read_checkpoint(tmp_path / "saved")
+
+
+def test_no_checkpoint_at_all_and_a_torn_one_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="There is no such folder"):
+        read_checkpoint(tmp_path / "none")
+    write(Folder(tmp_path / "torn"), plan({"x": torch.ones(3)}, 0, "t"))
+    with pytest.raises(CheckpointError, match="the save did not come to its end"):
+        read_checkpoint(tmp_path / "torn")
+
+
+def test_a_planted_pickle_is_never_run(tmp_path: Path) -> None:
+    path, marker = tmp_path / "saved", tmp_path / "ran"
+    save_here(path, {"x": torch.ones(3)})
+    outer = json.loads((path / NAME).read_text())
+    outer["content"]["values"]["evil"] = {"$pickle": "gASV", "$reduce": ["os.mkdir", str(marker)]}
+    (path / NAME).write_text(json.dumps(outer))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        read_checkpoint(path)
+    assert not marker.exists()
+
+
+def test_an_address_of_fsspec_keeps_a_checkpoint(tmp_path: Path) -> None:
+    address = f"memory://{tmp_path.name}/saved"
+    model = nn.Linear(3, 2)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    for step in range(2):
+        fabric.save(address, {"model": model, "step": step})
+    other = {"model": nn.Linear(3, 2), "step": -1}
+    fabric.load(address, other)
+    fabric.close()
+    assert other["step"] == 1
+    torch.testing.assert_close(other["model"].state_dict(), model.state_dict())  # type: ignore[attr-defined]
+    assert len(storage_of(address).names()) == 2  # of the first save nothing is left
+
+
+def save_twice(fabric: Fabric, folder: str) -> tuple[str, bool, int]:
+    path = Path(folder) / "saved"
+    fabric.save(path, {"value": torch.ones(10)})
+    if fabric.global_rank == 1:  # a disk that is full after 100 KB
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    model = fabric.setup(nn.Linear(300, 300))
+    try:
+        fabric.save(path, {"model": model})
+    except CheckpointError as error:
+        fabric.barrier()
+        intact = bool(fabric.load(path)["value"].eq(torch.ones(10)).all())
+        return str(error), intact, len(os.listdir(path))
+    raise AssertionError("a save onto a full disk returned")
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_on_one_rank_raises_on_all_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    found = Fabric(accelerator="cpu", strategy="ddp", devices=2).launch(save_twice, str(tmp_path))
+    assert found is not None
+    sentence, intact, num_files = found
+    assert "Rank 1 could not write the checkpoint" in sentence
+    assert "File too large" in sentence
+    assert intact
+    assert num_files == 2
+
+
+VICTIM = """
+import sys, torch
+from torch import nn
+from fabric import Fabric
+torch.set_num_threads(1)
+
+def save(fabric):
+    model = fabric.setup(nn.Linear(700, 700))
+    for step in range(10**6):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(step)
+        fabric.save(sys.argv[1], {"model": model, "step": step})
+        fabric.print(step, flush=True)
+
+Fabric(accelerator="cpu", strategy="ddp", devices=2, launcher="forkserver").launch(save)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_kill_of_all_ranks_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    seed, torn = random.randrange(2**31), 0
+    print(f"seed {seed}")
+    generator = random.Random(seed)
+    program = tmp_path / "victim.py"
+    program.write_text(VICTIM.replace("\nFabric(", "\nif __name__ == '__main__':\n    Fabric("))
+    path = tmp_path / "saved"
+    for _ in range(3):
+        victim = subprocess.Popen([sys.executable, program, path], stdout=subprocess.PIPE, start_new_session=True)
+        assert victim.stdout is not None
+        for _ in range(generator.randrange(2, 12)):
+            victim.stdout.readline()
+        victim.kill()  # no rank outlives it
+        victim.wait()
+        victim.stdout.read()  # until the last rank has closed it
+        victim.stdout.close()
+        torn += len(os.listdir(path)) > 3
+        content = read_checkpoint(path)
+        for tensor in content["model"].values():
+            assert tensor.eq(content["step"]).all()
+    print(f"{torn} of 3 were in the middle of a save")
+    save_here(path, {"step": 0})
+    assert len(os.listdir(path)) == 1  # no tensors, and nothing that a dead job left

@@ -1,0 +1,260 @@
+"""Ranks that read data of different lengths: none waits for another for ever, and nothing is lost unsaid."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import sklearn  # noqa: F401  # datasets imports it late, and it sets a variable of the environment
+import torch
+from datasets import IterableDataset as Stream
+from fakes import run_threads
+from shares import share_out
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+from worlds import run_world
+
+from fabric import Fabric
+from fabric.launchers.launcher import WorkerError
+from fabric.launchers.world import World
+from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.data.uneven import Agreement, Uneven
+from fabric.strategies.module.prepare import votes_over
+
+
+def agree_over_threads(lengths: list[int], uneven: Uneven, *, ahead: bool, epochs: int = 1) -> list[Any]:
+    """For each rank: its batches, numbered, of each epoch, or the error; and what was said."""
+
+    def body(collective: Collective) -> Any:
+        said: list[str] = []
+        agreement = Agreement(uneven, votes_over(collective), "parts", said.append, ahead=ahead)
+        data = range(lengths[collective.rank])
+        try:
+            return [list(agreement(iter(data), lambda: iter(data))) for _ in range(epochs)], said
+        except RuntimeError as error:
+            return str(error), said
+
+    return run_threads(len(lengths), body)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("uneven", ["stop", "error", "repeat"])
+def test_ranks_with_the_same_number_of_batches_read_them_all_and_nothing_is_said(uneven: Uneven, ahead: bool) -> None:
+    for length in (0, 1, 4):
+        found = agree_over_threads([length] * 3, uneven, ahead=ahead, epochs=2)
+        assert found == [([list(range(length))] * 2, [])] * 3
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_ranks_stop_with_the_first_that_ends_and_say_so_once(ahead: bool) -> None:
+    rng = random.Random(0)
+    for lengths in ([3, 2], [0, 2], [5, 1, 5], *([rng.randrange(5) for _ in range(3)] for _ in range(5))):
+        if len(set(lengths)) == 1:
+            continue
+        shortest = min(lengths)
+        for batches, said in agree_over_threads(lengths, "stop", ahead=ahead, epochs=2):
+            assert batches == [list(range(shortest))] * 2
+            assert len(said) == 1
+    (_, said), _ = agree_over_threads([3, 2], "stop", ahead=ahead)
+    assert said == [
+        "The data that each rank reads by `parts` has different numbers of batches: rank 1 had 2, and rank 0 more, "
+        "from which no rank trains: all stop together. To use everything, pass "
+        '`setup_dataloaders(..., uneven="repeat")`, by which ranks that have ended begin anew, or make the parts '
+        "equal. This is said once."
+    ]
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_ranks_that_have_ended_begin_anew_until_all_have_read_everything(ahead: bool) -> None:
+    for lengths in ([5, 2], [1, 4, 3]):
+        for rank, (batches, said) in enumerate(agree_over_threads(lengths, "repeat", ahead=ahead, epochs=2)):
+            assert batches == [[step % lengths[rank] for step in range(max(lengths))]] * 2
+            assert len(said) == 1
+    (_, said), _ = agree_over_threads([5, 2], "repeat", ahead=ahead)
+    assert "has different numbers of batches: 5 on rank 0, 2 on rank 1. The ranks take 5 steps, and those" in said[0]
+    for words, _ in agree_over_threads([0, 2], "repeat", ahead=ahead):
+        assert "has no batch for rank 0, which cannot repeat any. Give every rank some data." in words
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_different_numbers_of_batches_raise_on_every_rank_where_that_is_asked_for(ahead: bool) -> None:
+    for words, _ in agree_over_threads([3, 2, 3], "error", ahead=ahead):
+        assert 'different numbers of batches: rank 1 had 2, and ranks 0, 2 more, which `uneven="error"` f' in words
+
+
+def test_what_a_loop_may_change_is_not_read_ahead() -> None:
+    def body(collective: Collective) -> list[int]:
+        state, seen = [0], []
+        agreement = Agreement("stop", votes_over(collective), "parts", print, ahead=False)
+        for batch in agreement((state[0] for _ in range(4)), lambda: iter(())):
+            seen.append(batch)
+            state[0] += 1
+        return seen
+
+    assert run_threads(2, body) == [[0, 1, 2, 3]] * 2
+
+
+def numbers(files: list[range]) -> Iterator[dict[str, Any]]:
+    for file in files:
+        yield from ({"x": float(number)} for number in file)
+
+
+def files(*lengths: int) -> Any:
+    """A stream of Hugging Face over files of such lengths, one for each rank."""
+    return Stream.from_generator(numbers, gen_kwargs={"files": [range(length) for length in lengths]})
+
+
+class Own(IterableDataset[Tensor]):
+    """What users write: each rank reads its own part, and the fabric cannot know."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.full((1,), float(number)) for number in range(self.length))
+
+
+class Some(Sampler[int]):
+    """A sampler of the user's, split over ranks unevenly."""
+
+    def __init__(self, num_replicas: int, rank: int) -> None:
+        self.num_replicas, self.rank = num_replicas, rank
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+    def __len__(self) -> int:
+        return 4 + 2 * self.rank
+
+
+def on_fabric(world: World, strategy: str, body: Callable[[Fabric], Any]) -> Any:
+    with Fabric(accelerator="cpu", strategy=strategy, launcher="external") as fabric:
+        fabric.launch()
+        return body(fabric)
+
+
+def train(fabric: Fabric, loader: Any) -> int:
+    """Train with collectives of the loop's own between batches; how many steps."""
+    torch.manual_seed(0)
+    net = nn.Linear(1, 4)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    steps = 0
+    for batch in loader:
+        inputs = batch["x"] if isinstance(batch, dict) else batch
+        fabric.backward(model(inputs.float().reshape(-1, 1)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        assert fabric.all_gather(torch.tensor(steps)).tolist() == [steps] * fabric.world_size
+        steps += 1
+    return steps
+
+
+def every_kind_of_stream(fabric: Fabric) -> dict[str, int]:
+    rank = fabric.global_rank
+    loaders = {
+        "shards": fabric.setup_dataloaders(DataLoader(files(12, 5), 2)),
+        "three steps": fabric.setup_dataloaders(DataLoader(files(6, 6), 2)),
+        "workers": fabric.setup_dataloaders(DataLoader(files(12, 5), 2, num_workers=1)),
+        "stateful": fabric.setup_dataloaders(StatefulDataLoader(files(12, 5), 2)),
+        "repeat": fabric.setup_dataloaders(DataLoader(files(12, 5), 2), uneven="repeat"),
+        "own": fabric.setup_dataloaders(DataLoader(Own(3 + rank), 1), use_distributed_sampler=False, uneven="stop"),
+        "sampler": fabric.setup_dataloaders(DataLoader(range(8), 2, sampler=Some(2, rank)), uneven="stop"),  # type: ignore[arg-type]
+        "iterable": fabric.setup_dataloaders(
+            [torch.ones(2)] * (2 + rank), use_distributed_sampler=False, uneven="repeat"
+        ),
+    }
+    return {name: train(fabric, loader) for name, loader in loaders.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_two_ranks_train_on_streams_of_different_lengths_to_the_same_step() -> None:
+    expected = {"shards": 3, "three steps": 3, "workers": 3, "stateful": 3, "repeat": 6, "own": 3, "sampler": 2}
+    assert run_world(2, on_fabric, "ddp", every_kind_of_stream) == [expected | {"iterable": 3}] * 2
+
+
+def leave_and_nest(fabric: Fabric) -> list[Any]:
+    long, short = (fabric.setup_dataloaders(DataLoader(files(8, 6), 1)) for _ in range(2))
+    values = lambda loader, stop: [float(batch["x"]) for batch in itertools.islice(loader, stop)]  # noqa: E731
+    found: list[Any] = [values(long, 2), values(long, None)]  # left early, and then read to the end
+    found.append(len(list(zip(long, short, strict=True))))
+    found.append([len(values(short, None)) for _ in values(long, 3)])
+    validation = fabric.setup_dataloaders(DataLoader(files(8, 6), 1), use="validate")
+    alone = fabric.setup_dataloaders(DataLoader(Own(4), 1), use_distributed_sampler=False)
+    if fabric.global_rank == 0:
+        found.append((len(values(validation, None)), len(list(alone))))
+    fabric.barrier()
+    return found
+
+
+@pytest.mark.slow
+def test_loops_may_be_left_nested_and_zipped_and_one_rank_may_validate_alone() -> None:
+    first, second = run_world(2, on_fabric, "ddp", leave_and_nest)
+    assert first[:4] == second == [[0.0, 1.0], [0, 1, 2, 3, 4, 5], 6, [6, 6, 6]]
+    assert first[4] == (8, 4)
+
+
+def peek(fabric: Fabric) -> str:
+    loader = fabric.setup_dataloaders(DataLoader(files(6, 6), 1))
+    if fabric.global_rank == 1:
+        next(iter(loader))
+    try:
+        for _ in loader:
+            pass
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.slow
+def test_a_rank_that_reads_a_batch_alone_is_told_on_every_rank_and_nobody_waits_for_ever() -> None:
+    first, second = run_world(2, on_fabric, "ddp", peek)
+    assert first == second
+    assert "they are at different ones (rank 0: iteration 1, batch 2; rank 1: iteration 2, batch 0," in first
+
+
+def fail_within(fabric: Fabric) -> None:
+    for number, _ in enumerate(fabric.setup_dataloaders(DataLoader(files(6, 6), 1))):
+        if number == 2 and fabric.global_rank == 1:
+            raise ValueError("of the loop")
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_within_the_loop_ends_the_others_with_its_error() -> None:
+    with pytest.raises(WorkerError, match="of the loop"):
+        run_world(2, on_fabric, "ddp", fail_within)
+
+
+def test_words_that_do_not_go_together_are_refused() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    loader = DataLoader(Own(3), 1)
+    with pytest.raises(
+        ValueError, match=r"`setup_dataloaders\(uneven='pad'\)`: write one of 'stop', 'error', 'repeat'"
+    ):
+        fabric.setup_dataloaders(loader, uneven="pad")  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match=r"uneven='stop', use='test'\)`: ranks may have different numbers of batches"):
+        fabric.setup_dataloaders(loader, uneven="stop", use="test")
+    assert [float(batch) for batch in fabric.setup_dataloaders(loader, uneven="error")] == [0, 1, 2]
+
+
+def test_different_known_lengths_name_the_word_that_settles_it() -> None:
+    with pytest.raises(ValueError, match=r"4, 6 batches, .* pass `uneven=\"stop\"` or `uneven=\"repeat\"`"):
+        share_out(lambda rank: DataLoader(range(8), 1, sampler=Some(2, rank)), 2)  # type: ignore[arg-type]
+
+
+def count_messages(fabric: Fabric) -> int:
+    """Collectives on the fabric's own process group while a stream is read."""
+    loader = fabric.setup_dataloaders(DataLoader(files(6, 6), 1))
+    calls: list[str] = []
+    run = fabric.collective._run  # type: ignore[attr-defined]
+    fabric.collective._run = lambda *args, **to: (calls.append(args[0]), run(*args, **to))[1]  # type: ignore[attr-defined]
+    assert len(list(loader)) == 6
+    return len(calls)
+
+
+def test_the_agreement_sends_nothing_over_the_process_group_of_the_loop() -> None:
+    assert run_world(2, on_fabric, "ddp", count_messages) == [0, 0]
