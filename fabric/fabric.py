@@ -588,9 +588,9 @@ class Fabric:
 
         Where `state` has an optimizer or a prepared loader, the run goes on as the one that was saved: generators, loss
         scales and schedulers are restored too, at the end of this call. Weights alone leave them as they are. From a
-        checkpoint that has none, nothing is restored, and that is said. Where the data is shared
-        out among another number of ranks, rank 0's generators are those of all, until they draw apart. Reads a file of `torch.save` with the same names, too. Checksums are verified
-        before any object is changed.
+        checkpoint that has none, nothing is restored, and that is said. Where the data is shared out among another
+        number of ranks, rank 0's generators are those of all, until they draw apart. Reads a file of `torch.save` with
+        the same names, too. Checksums are verified before any object is changed.
         Ranks: all. Raises: CheckpointError: on every rank, if a rank could not read, or found damaged bytes; KeyError:
         `strict`, and the checkpoint lacks a name of `state`.
         """
