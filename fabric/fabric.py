@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fabric.accumulation import Accumulation, Window
 from fabric.arguments import (
     check_function,
     check_limits,
@@ -78,6 +79,7 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.dtensor import as_sharded
 from fabric.strategies.strategy import Strategy
+from fabric.weighting import Weighting, check_weight
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -149,6 +151,8 @@ class Fabric:
         """Loaders without a state, by the names under which they were left out of a checkpoint."""
         self._bare: BareParameters | None = None
         self._backward: Callable[..., None] | None = None
+        self._accumulation = Accumulation()
+        self._weighting: Weighting | None = None
         self._stop: StopRequest | None = None
 
     # Who and where
@@ -439,23 +443,69 @@ class Fabric:
         """The precision's autocast, for operations outside a prepared model's forward."""
         return autocast(self._connected.precision, self._connected.device)
 
-    def backward(self, loss: Tensor, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        """Compute gradients, averaged over the ranks. `model`: whose, where each model has an engine of its own.
+    def backward(
+        self,
+        loss: Tensor,
+        *args: Any,
+        model: nn.Module | Sequence[nn.Module] | None = None,
+        weight: float | Tensor | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Compute gradients, averaged over the ranks.
 
+        `weight`: how many samples or tokens the loss is a sum over on this rank, zero among them. After the window (all
+        backwards up to a synchronised one: `accumulate`, `no_backward_sync`) gradients are the sum of all losses'
+        gradients over all ranks, divided by the sum of all weights; zero, where that is zero. Clipping and the step see
+        them so. Costs a scalar all-reduce for each window. Each backward of a window has a weight, or none has.
+        `model`: the one, or those, whose gradients the loss is computed for. Needed where each model has an engine of
+        its own, and for `weight` where several models are set up.
         Further arguments go to `Tensor.backward`. Ranks: all call it, unless within `no_backward_sync`.
         """
+        named: tuple[nn.Module, ...] = ()
         backward = self._backward
         if model is not None:
-            prepared = self._prepared(model, "backward(model=...)")
-            # The loss of one model may go through another, whose gradients must be looked after as well.
-            if not all(each.joins_backward for each in self._models.values()):
-                backward = self._backward_of(prepared)
+            named = (model,) if isinstance(model, nn.Module) else tuple(model)
+            backward = self._backward_for([self._prepared(each, "backward(model=...)") for each in named])
         if backward is None:
             raise RuntimeError("`fabric.backward(loss)` before `fabric.setup(model)`. Set the model up first.")
         runtime = self._connected
         runtime.loader_numbers.num_backwards += 1
         with runtime.new_tensors:  # activation checkpointing runs forward again
-            backward(loss, *args, **kwargs)
+            if weight is not None:
+                self._backward_weighted(partial(backward, loss, *args, **kwargs), named, weight)
+            else:
+                if self._weighting is not None:
+                    self._weighting.refuse_unweighted()
+                backward(loss, *args, **kwargs)
+        self._accumulation.is_unsynced = bool(self._accumulation.held)
+
+    def accumulate(self, batches: Iterable[T], num_batches: int, *models: nn.Module) -> Iterator[Window[T]]:
+        """Give the micro-batches in windows of `num_batches`, one optimizer step each; the last may be shorter.
+
+            for window in fabric.accumulate(loader, 8):
+                for tokens, targets in window:
+                    loss = cross_entropy(model(tokens), targets, reduction="sum")
+                    fabric.backward(loss, weight=len(targets))
+                optimizer.step()
+                optimizer.zero_grad()
+
+        Gradients are synchronised in the last micro-batch of a window alone: `models` (none: all that are set up) keep
+        them back in those before, as within `no_backward_sync`. Which one is the last is known without a length, by
+        reading one micro-batch ahead, and never beyond the window. `len(window)` is the number of its micro-batches,
+        where the loader has a length; `weight` needs no length. Leave a window early by `break`, and discard its
+        gradients with `optimizer.zero_grad()`; a step that would use gradients that were not synchronised raises
+        RuntimeError. Ranks: all, with as many windows each; a window may have other lengths on other ranks.
+        """
+        if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 1:
+            raise ValueError(
+                f"`accumulate(loader, {num_batches!r})`: a window has a number of micro-batches, 1 or more."
+            )
+        prepared = tuple(self._prepared(each, "accumulate") for each in models) or tuple(self._models.values())
+        if not prepared:
+            raise RuntimeError("`fabric.accumulate(...)` before `fabric.setup(model)`. Set the model up first.")
+        self._accumulation.guard(self._optimizers)
+        unsynced = partial(self._accumulation.unsynced, prepared, self._bare)
+        return self._accumulation.windows(batches, num_batches, prepared, unsynced)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """Within it, forward and backward of `module` leave gradients where they were computed. For accumulation: the
@@ -463,7 +513,7 @@ class Fabric:
         prepared = self._prepared(module, "no_backward_sync")
         if not enabled:
             return nullcontext()
-        return self._bare.unsynced_with(prepared.sync) if self._bare else prepared.sync.unsynced()
+        return self._accumulation.unsynced([prepared], self._bare)
 
     def clip_gradients(
         self,
@@ -700,7 +750,32 @@ class Fabric:
 
     def _forget(self) -> None:
         """Let go of what was set up."""
-        self._models, self._optimizers, self._schedulers, self._backward, self._bare = {}, {}, [], None, None
+        self._accumulation.release()
+        self._models, self._optimizers, self._schedulers, self._backward = {}, {}, [], None
+        self._bare = self._weighting = None
+
+    def _backward_for(self, named: Sequence[Prepared]) -> Callable[..., None] | None:
+        """The backward of a loss of these models."""
+        # The loss of one model may go through another, whose gradients must be looked after as well.
+        if len(named) == 1 and not all(each.joins_backward for each in self._models.values()):
+            return self._backward_of(*named)
+        return self._backward
+
+    def _backward_weighted(self, run: Callable[[], None], named: Sequence[nn.Module], weight: Any) -> None:
+        checked = check_weight(weight)
+        models = [self._models[each] for each in named or self._models]
+        bare = self._bare or None
+        if len(self._models) > 1 and (not named or bare is not None):
+            raise ValueError(_WHOSE_WEIGHT if bare is None else _WHOSE_BARE)
+        if self._weighting is None:
+            self._weighting = Weighting(self._connected.collective)
+        held = [any(each is model for each in self._accumulation.held) for model in models]
+        if all(held):
+            self._weighting.keep_back(models, checked, run)
+        elif any(held):
+            raise RuntimeError(_HELD_IN_PART)
+        else:
+            self._weighting.synchronise(models, checked, run, bare, self._optimizers)
 
     def _joint_backward(self) -> Callable[..., None]:
         models = self._models.values()
@@ -838,6 +913,20 @@ def _run(world: World, fabric: Fabric, function: Callable[..., T], args: tuple[A
         raise
     fabric.close()
     return result
+
+
+_WHOSE_WEIGHT = (
+    "`fabric.backward(loss, weight=...)` with several models set up: a weight counts for the gradients that its loss "
+    "gives. Say whose: `model=generator`, or `model=[encoder, decoder]` for a loss through both."
+)
+_WHOSE_BARE = (
+    "`fabric.backward(loss, weight=...)` with several models and parameters that are in none: by which weights those "
+    "are divided cannot be known. Make them part of a module, `self.temperature = nn.Parameter(...)`."
+)
+_HELD_IN_PART = (
+    "`fabric.backward(loss, weight=..., model=[...])` where some of the models keep their gradients back and others do "
+    "not. Enter `no_backward_sync` for all of them, or pass all of them to `accumulate`."
+)
 
 
 def _which_model(*args: Any, **kwargs: Any) -> None:

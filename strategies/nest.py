@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-_ATOMS = (int, float, complex, str, bytes, type(None))
+_NO_CONTAINERS = (int, float, complex, str, bytes, type(None), type)
 
 
 @runtime_checkable
@@ -23,37 +25,68 @@ class NamedFields(Protocol):
     _fields: tuple[str, ...]
 
 
+Container: TypeAlias = "tuple[Literal['key', 'index', 'field'], Sequence[Any], list[Any], Callable[[list[Any]], Any]]"
+"""How the members are named, their names, the members, and what makes such a container of others in their place."""
+
+
 def map_leaves(function: Callable[[Any], Any], nest: Any, *, is_leaf: Callable[[Any], bool], keep: bool = False) -> Any:
     """The nest with `function(leaf)` in place of each leaf, in containers of the same types; the nest itself is left.
 
-    Containers are mappings, lists, tuples, named tuples, dataclasses, instances of attrs classes, and what somebody
-    registered with torch's pytree. What `is_leaf` names is not looked into.
+    Containers are what `opened` opens. What `is_leaf` names is not looked into.
     `keep`: a container in which nothing changed is given back itself, so that what is written into it stays there.
     """
-
-    def walk(one: Any) -> Any:
-        return map_leaves(function, one, is_leaf=is_leaf, keep=keep)
-
-    if is_leaf(nest) or isinstance(nest, _ATOMS):
+    container = None if is_leaf(nest) else opened(nest)
+    if container is None:
         return function(nest)
+    _, _, members, fill = container
+    items = [map_leaves(function, member, is_leaf=is_leaf, keep=keep) for member in members]
+    return nest if keep and all(one is other for one, other in zip(members, items, strict=True)) else fill(items)
+
+
+def tensors_in(nest: Any) -> list[Tensor]:
+    """The tensors of a nest, in the order of its containers."""
+    found: list[Tensor] = []
+
+    def collect(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        return leaf
+
+    map_leaves(collect, nest, is_leaf=is_tensor, keep=True)
+    return found
+
+
+def map_only_tensors(function: Callable[[Tensor], Any], nest: Any, *, keep: bool = False) -> Any:
+    """`map_leaves`, with `function` applied to tensors and all else left as it is."""
+    return map_leaves(
+        lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, nest, is_leaf=is_tensor, keep=keep
+    )
+
+
+def is_tensor(leaf: Any) -> bool:
+    """For `is_leaf`."""
+    return isinstance(leaf, Tensor)
+
+
+def opened(nest: Any) -> Container | None:
+    """The members of a container, and what fills another like it; None where `nest` is no container.
+
+    Containers are mappings, lists, tuples, named tuples, dataclasses, instances of attrs classes, and what somebody
+    registered with torch's pytree.
+    """
+    if isinstance(nest, _NO_CONTAINERS):
+        return None
     if isinstance(nest, (tuple, list)):
-        items = [walk(item) for item in nest]
-        return nest if keep and _unchanged(nest, items) else _sequence(nest, items)
+        return "index", range(len(nest)), list(nest), partial(_sequence, nest)
     if isinstance(nest, Mapping):
-        values = [walk(value) for value in nest.values()]
-        return nest if keep and _unchanged(nest.values(), values) else _mapping(nest, values)
-    if isinstance(nest, type):
-        return function(nest)
+        return "key", list(nest), list(nest.values()), partial(_mapping, nest)
     names = fields_of(nest)
     if names is not None:
-        present = [getattr(nest, name) for name in names]
-        items = [walk(value) for value in present]
-        return nest if keep and _unchanged(present, items) else _replaced(nest, dict(zip(names, items, strict=True)))
+        return "field", names, [getattr(nest, name) for name in names], partial(_replaced, nest, names)
     leaves, spec = tree_flatten(nest)
     if len(leaves) == 1 and leaves[0] is nest:
-        return function(nest)
-    items = [walk(leaf) for leaf in leaves]
-    return nest if keep and _unchanged(leaves, items) else tree_unflatten(items, spec)
+        return None
+    return "index", range(len(leaves)), leaves, partial(tree_unflatten, treespec=spec)
 
 
 def fields_of(obj: Any) -> list[str] | None:
@@ -62,10 +95,6 @@ def fields_of(obj: Any) -> list[str] | None:
         return [field.name for field in dataclasses.fields(obj)]
     of_attrs = getattr(type(obj), "__attrs_attrs__", None)
     return None if of_attrs is None else [field.name for field in of_attrs]
-
-
-def _unchanged(before: Any, after: list[Any]) -> bool:
-    return all(one is other for one, other in zip(before, after, strict=True))
 
 
 def _sequence(like: Any, items: list[Any]) -> Any:
@@ -87,8 +116,8 @@ def _mapping(like: Any, values: list[Any]) -> Any:
     return duplicate
 
 
-def _replaced(like: Any, values: dict[str, Any]) -> Any:
+def _replaced(like: Any, names: list[str], values: list[Any]) -> Any:
     duplicate = copy.copy(like)
-    for name, value in values.items():
+    for name, value in zip(names, values, strict=True):
         object.__setattr__(duplicate, name, value)  # also where it is frozen
     return duplicate

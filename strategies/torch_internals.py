@@ -28,6 +28,7 @@ ALWAYS: Names = {
         "_current_graph_task_id": "whether a backward is running; no public function says so",
         "_disabled_torch_function_impl": "a subclass of Tensor without `__torch_function__`, as torch writes its own",
     },
+    "torch._C._distributed_c10d": {"_dump_fr_trace|_dump_nccl_trace": "reads the flight recorder in this process"},
     "torch._C._dynamo.eval_frame": {
         "_FrameAction _FrameExecStrategy set_code_exec_strategy get_eval_frame_callback set_eval_frame": (
             "`torch.compiler.disable` is for one function or for all that it calls: see "
@@ -42,6 +43,7 @@ ALWAYS: Names = {
     "torch.autograd:Variable": {"_execution_engine": "`queue_callback`: what runs when a backward ends; no hook does"},
     "torch.nn:Module": {
         "_buffers _parameters _modules": "read per forward, where `named_buffers` is slower and leaves out shared ones",
+        "_metadata": "the versions of modules, which `state_dict` attaches to its result",
         "_non_persistent_buffers_set": "which buffers are in no state dict",
         "_forward_pre_hooks _forward_hooks": "a copied module must not run the hooks of the original",
         "_apply": "casts parameters in place; `Module.to` takes no function",
@@ -54,7 +56,7 @@ ALWAYS: Names = {
         "_optimizer_step_post_hooks": "whether an optimizer has our hook",
         "profile_hook_step": "runs the hooks of an optimizer around a `step` of ours",
     },
-    "torch.utils._pytree": {"tree_flatten tree_leaves tree_map_only tree_unflatten": "nests, as torch walks them"},
+    "torch.utils._pytree": {"tree_flatten tree_unflatten": "containers that somebody registered with torch"},
     "torch.utils._python_dispatch": {"TorchDispatchMode": "sees each operation within a block; documented, not public"},
     "torch.utils.data:DataLoader": {
         "_iterator _IterableDataset_len_called": "a copy of a loader takes over no iterator and no workers"

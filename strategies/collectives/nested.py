@@ -45,7 +45,8 @@ def all_gather(collective: Collective, data: Any, *, sync_grads: bool = False) -
         traced = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
         gathered.update(_gather_traced(collective, tensors, traced))
     rest = [index for index in range(len(tensors)) if index not in gathered]
-    together, alone = groups([specs[index] for index in rest], by=lambda spec: spec.device_type)
+    waiting = [specs[index] for index in rest]
+    together, alone = groups((spec.num_bytes for spec in waiting), (spec.device_type for spec in waiting))
     for members in together:
         indices = [rest[member] for member in members]
         packing = Packing([specs[index] for index in indices])
@@ -74,7 +75,7 @@ def all_reduce(collective: Collective, data: Any, op: ReduceOp = "mean") -> Any:
     else:
         agree(collective, call)
     reduced: dict[int, Tensor] = {}
-    together, alone = groups(specs, by=lambda spec: (spec.dtype, spec.device_type))
+    together, alone = groups((each.num_bytes for each in specs), ((each.dtype, each.device_type) for each in specs))
     for indices in together:
         flat = torch.cat([tensors[index].detach().reshape(-1) for index in indices])
         pieces = split_copies(collective.all_reduce(flat, op), [specs[index].num_elements for index in indices])

@@ -95,7 +95,7 @@ def _raise_failure(pickled: bytes, src: int, rank: int) -> None:
 
 def _send(collective: Collective, tensors: Sequence[Tensor], src: int) -> None:
     specs = [Spec.of(tensor) for tensor in tensors]
-    together, alone = groups(specs, by=lambda spec: spec.device_type)
+    together, alone = groups((spec.num_bytes for spec in specs), (spec.device_type for spec in specs))
     for indices in together:
         collective.broadcast(Packing([specs[i] for i in indices]).pack([tensors[i] for i in indices]), src)
     for index in alone:
@@ -103,7 +103,7 @@ def _send(collective: Collective, tensors: Sequence[Tensor], src: int) -> None:
 
 
 def _receive(collective: Collective, specs: Sequence[Spec], src: int) -> list[Tensor]:
-    together, alone = groups(specs, by=lambda spec: spec.device_type)
+    together, alone = groups((spec.num_bytes for spec in specs), (spec.device_type for spec in specs))
     received: dict[int, Tensor] = {}
     for indices in together:
         packing = Packing([specs[i] for i in indices])

@@ -1,20 +1,22 @@
-"""Tensors as bytes, and many small tensors as one: a message costs the same whether it carries one number or 100 KB.
+"""Small tensors packed into one message, which costs the same with one number as with 100 KB; tensors sent as bytes.
 
-A dtype is a matter of reductions only. Whatever merely moves travels as bytes, so that a backend need not know bool,
-float8 or complex.
+Only reductions need a dtype. Everything else is sent as bytes, so that a backend need not support bool, float8 or
+complex.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast, final
 
 import torch
 from torch import Tensor
 
+from fabric.strategies.collectives.collective import Collective
+
 LARGE_BYTES = 2**19
-"""From here on a tensor travels alone: copying it into a common buffer costs more than a message of its own.
+"""From this size on a tensor is sent alone: copying it into a common buffer costs more than a message of its own.
 
 Measured on gloo, 2 ranks on one machine, 4 and 16 tensors, time packed over time alone: all_gather 0.9 at 256 KB, 1.2
 at 512 KB, 1.1-1.8 at 1 MB, 3.5 at 4 MB; all_reduce 0.7 at 256 KB, 0.8-0.9 at 512 KB, 1 from 1 MB on.
@@ -76,17 +78,65 @@ class Spec:
         return torch.empty((), dtype=self.dtype, device=self.device_type).expand(self.shape)
 
 
-def groups(specs: Sequence[Spec], by: Callable[[Spec], Hashable]) -> tuple[list[list[int]], list[int]]:
-    """Which tensors are sent together, as indices: small ones with equal `by(spec)`; and the others, each alone."""
+def groups(sizes: Iterable[int], keys: Iterable[Hashable]) -> tuple[list[list[int]], list[int]]:
+    """Which tensors are sent together, as indices: small ones with equal keys; and the others, each alone.
+
+    `sizes`: in bytes.
+    """
     alone: list[int] = []
     together: dict[Hashable, list[int]] = {}
-    for index, spec in enumerate(specs):
-        if spec.num_bytes >= LARGE_BYTES:
+    for index, (num_bytes, key) in enumerate(zip(sizes, keys, strict=True)):
+        if num_bytes >= LARGE_BYTES:
             alone.append(index)
         else:
-            together.setdefault(by(spec), []).append(index)
+            together.setdefault(key, []).append(index)
     alone += [indices[0] for indices in together.values() if len(indices) == 1]
     return [indices for indices in together.values() if len(indices) > 1], alone
+
+
+@torch.no_grad()
+def exchange(tensors: Iterable[Tensor], message: Callable[[Tensor], Tensor]) -> None:
+    """Replace each tensor's values, in place, by what `message` makes of them elementwise. Small ones are packed.
+
+    Ranks: all that `message` talks to, with tensors of the same shapes in the same order.
+    """
+    given = list(tensors)
+    together, alone = groups((tensor.nbytes for tensor in given), (tensor.dtype for tensor in given))
+    for index in alone:
+        given[index].data.copy_(message(given[index].detach().contiguous()))
+    for indices in together:
+        members = [given[index] for index in indices]
+        _put_back(message(_flat(members)), members)
+
+
+@torch.no_grad()
+def fill_from(collective: Collective, tensors: Iterable[tuple[Tensor, int]]) -> None:
+    """Give each tensor, in place, the values that it has on the rank it comes with. Small ones are packed.
+
+    Ranks: all, with tensors of the same shapes in the same order. Past autograd, as `Collective.fill`.
+    """
+    given = list(tensors)
+    together, alone = groups((one.nbytes for one, _ in given), ((one.dtype, src) for one, src in given))
+    packed = [([given[index][0] for index in indices], given[indices[0]][1]) for indices in together]
+    flats = [_flat(members) for members, _ in packed]
+    collective.fill(
+        [*flats, *(given[index][0] for index in alone)],
+        [*(src for _, src in packed), *(given[index][1] for index in alone)],
+    )
+    for flat, (members, src) in zip(flats, packed, strict=True):
+        if src != collective.rank:
+            _put_back(flat, members)
+
+
+def _flat(members: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in members])
+
+
+def _put_back(flat: Tensor, members: Sequence[Tensor]) -> None:
+    # `.data`: autograd may have saved a tensor, and does not count what is written past it.
+    parts = flat.split_with_sizes([tensor.numel() for tensor in members])
+    for tensor, part in zip(members, parts, strict=True):
+        tensor.data.copy_(part.view_as(tensor))
 
 
 def split_copies(tensor: Tensor, lengths: list[int]) -> Sequence[Tensor]:

@@ -26,7 +26,7 @@ END = object()
 
 
 @runtime_checkable
-class Stateful(Protocol):
+class Resumable(Protocol):
     """A loader that knows its position, as torchdata's `StatefulDataLoader`."""
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -63,7 +63,7 @@ class Reading:
     leave_out: Callable[[int], None] = lambda num_items: None
     begin: tuple[Callable[[], None], ...] = ()
     """Called before each iteration."""
-    position: Stateful | None = None
+    position: Resumable | None = None
     """What knows how far an iteration has come by itself; else the loader counts."""
     agreement: Agreement | None = None
     """How ranks that read data of different lengths come to the same number of batches."""

@@ -18,7 +18,7 @@ from torch.optim import LBFGS, Optimizer
 
 from fabric.strategies.checkpoint.state import PLAIN, StateAccess
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.collectives.flat import follow
+from fabric.strategies.collectives.packing import fill_from
 from fabric.strategies.gradients.clipping import parameters_of
 
 
@@ -112,7 +112,7 @@ class _Share:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._show()
         moved = [parameter for parameter in self.owner if parameter.requires_grad or parameter.grad is not None]
-        follow(self.collective, ((parameter, self.owner[parameter]) for parameter in moved))
+        fill_from(self.collective, ((parameter, self.owner[parameter]) for parameter in moved))
         # Written past autograd, which is to know: a backward through a forward from before is wrong on every rank.
         torch.autograd.graph.increment_version(moved)
 

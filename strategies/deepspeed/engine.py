@@ -7,15 +7,13 @@ Reads DeepSpeed's gradient shards where release 0.19 keeps them, for its own cli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import is_dataclass
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.collectives.packing import Spec
@@ -24,6 +22,7 @@ from fabric.strategies.deepspeed.library import STAGE_3, look_up
 from fabric.strategies.module.added_parameters import Newcomers
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
 from fabric.strategies.module.copies import Hook
+from fabric.strategies.nest import tensors_in
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder, start_comparing
 from fabric.strategies.torch_internals import disable_dynamo
@@ -84,7 +83,7 @@ class Engine:
         if torch.is_grad_enabled():
             follow_rank_zero(self.runtime.collective, buffers_of(self.buffered))
             start = self._starts_backward()
-            for tensor in _tensors(output):
+            for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(start)  # type: ignore[no-untyped-call]
         return output
@@ -129,8 +128,10 @@ class Engine:
     def _start_backward(self) -> None:
         if self._is_reduced:
             raise RuntimeError(
-                f"A backward of `{type(self.module).__name__}` between `clip_gradients` and `optimizer.step()`: under "
-                "DeepSpeed, clipping closes the window of accumulated gradients. Clip after the last backward."
+                f"A backward of `{type(self.module).__name__}` between `clip_gradients`, or a synchronised "
+                "`backward(weight=...)`, and `optimizer.step()`: under DeepSpeed, both close the window of accumulated "
+                "gradients. Clip after the last backward, and run those before it within `fabric.accumulate` or "
+                "`no_backward_sync`."
             )
         self._has_gradients = True
         self.engine._backward_prologue()
@@ -167,6 +168,13 @@ class Engine:
         bound = clip_val * float(self.zero.loss_scale)
         for shard in self._shards():
             shard.clamp_(-bound, bound)
+        self._show()
+
+    def multiply(self, factor: float | Tensor) -> None:
+        """Multiply each gradient. As clipping does, it closes the window of backwards."""
+        self._follow_zero_grad()
+        for shard in self._shards():
+            shard.mul_(factor.to(shard.device) if isinstance(factor, Tensor) else factor)
         self._show()
 
     def discard(self) -> None:
@@ -451,14 +459,6 @@ def close(engine: Any) -> None:
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
     engine.destroy()
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif is_dataclass(leaf):
-            yield from _tensors(list(vars(leaf).values()))
 
 
 _RUN_TWICE = (

@@ -228,7 +228,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         def refuse(*args: Any, **kwargs: Any) -> Any:
             raise RuntimeError(_NO_OPTIMIZER.format(name=name))
 
-        sync: GradientSync = LocalGradientSync()
+        sync: GradientSync = LocalGradientSync(module)
         if self._stage == 3:
             stack.callback(close, self._initialize(runtime, module, None, move))
             sync = UntrainedGradientSync(runtime, module)

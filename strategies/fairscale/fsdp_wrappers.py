@@ -18,23 +18,22 @@ Note [Traps of FairScale closed here]
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from fabric.strategies.fairscale.fsdp_cpu import fully_sharded_on_cpu
 from fabric.strategies.fairscale.fsdp_state import holds_local
 from fabric.strategies.fairscale.library import FULLY_SHARDED, LATE, UNUSED, look_up, name_some, root_logger_untouched
-from fabric.strategies.gradients.sync import Finish, GradientSync, all_of
+from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, all_of, scale_gradients
 from fabric.strategies.module.added_parameters import Newcomers
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
 from fabric.strategies.module.forward import ForwardPath, leave_uncompiled
+from fabric.strategies.nest import tensors_in
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
 from fabric.strategies.torch_internals import current_graph_task_id
@@ -65,7 +64,7 @@ class _Unit(nn.Module):
 
     def forward(self, call: _Call) -> list[Tensor]:
         call.output = call.function(*call.args, **call.kwargs)
-        return _tensors(call.output)
+        return tensors_in(call.output)
 
 
 @final
@@ -173,6 +172,12 @@ class FairScaleFSDPGradientSync(GradientSync):
             for wrapper in self.wrappers:
                 wrapper._free_full_params()
                 wrapper._use_fp32_param_shard()
+
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self.names
+
+    def scale(self, factor: Factor) -> None:
+        scale_gradients(self.parameters_held(), factor)
 
     def release(self) -> None:
         """Take our part of each forward off. The parameters stay slices: to put them together takes all ranks."""
@@ -285,14 +290,3 @@ def _take_back(parameters: Sequence[Any], rank: int, size: int) -> None:
             continue
         own = parameter.grad.view(-1)[rank * average.numel() : (rank + 1) * average.numel()]
         own.add_(average[: own.numel()], alpha=size)
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    """The tensors of a nest, also within dataclasses: those that a backward may start from."""
-    found: list[Tensor] = []
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            found += _tensors([getattr(leaf, field.name) for field in fields(leaf)])
-    return found

@@ -13,7 +13,7 @@ Note [Traps of FairScale closed here]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -22,7 +22,6 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.fairscale.library import (
@@ -35,9 +34,10 @@ from fabric.strategies.fairscale.library import (
     root_logger_untouched,
 )
 from fabric.strategies.gradients.clipping import parameters_of
-from fabric.strategies.gradients.sync import Finish, GradientSync
+from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
 from fabric.strategies.module.added_parameters import Newcomers
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
+from fabric.strategies.nest import map_only_tensors
 
 
 @final
@@ -205,7 +205,7 @@ class FairScaleShardedGradientSync(GradientSync):
 
     def _gather_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The state of all ranks in torch's own format, as copies on the CPU. Ranks: all."""
-        own = tree_map_only(Tensor, lambda tensor: tensor.to("cpu", copy=True), state_dict["state"])
+        own = map_only_tensors(lambda tensor: tensor.to("cpu", copy=True), state_dict["state"])
         parts = [
             self.collective.broadcast_object(own if rank == self.collective.rank else None, src=rank)
             for rank in range(self.collective.size)
@@ -220,6 +220,12 @@ class FairScaleShardedGradientSync(GradientSync):
             index: state for index, state in state_dict["state"].items() if owners.get(index) == self.collective.rank
         }
         return {**state_dict, "state": own}
+
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self.owner
+
+    def scale(self, factor: Factor) -> None:
+        scale_gradients(self.parameters_held(), factor)
 
     def release(self) -> None:
         """Take the hooks off, and give each parameter memory of its own again. State stays with its owners."""
@@ -254,6 +260,12 @@ class NoOwnersGradientSync(GradientSync):
     def watch(self) -> Finish:
         before = [(parameter, parameter.grad, _version(parameter.grad)) for parameter in self.module.parameters()]
         return partial(self._refuse_changed, before)
+
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self.module.parameters()
+
+    def scale(self, factor: Factor) -> None:
+        pass  # it has no gradients
 
     def release(self) -> None:
         pass

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.collectives.flat import exchange
+from fabric.strategies.collectives.packing import exchange
 from fabric.strategies.gradients.clipping import NONE, kind_of, refuse_sparse
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
 from fabric.strategies.runtime import Runtime

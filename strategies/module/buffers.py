@@ -1,4 +1,4 @@
-"""Every rank takes over the values of rank 0: of weights when a model is set up, of buffers while it trains."""
+"""Broadcast from rank 0: of weights when a model is set up, of buffers while it trains."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor, nn
 
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.collectives.flat import follow
+from fabric.strategies.collectives.packing import fill_from
 
 
 def follow_rank_zero(collective: Collective, tensors: Iterable[Tensor]) -> None:
     """Copy rank 0's values into the tensors of all ranks, in place. Ranks: all, with tensors of the same shapes."""
     sent = [(tensor, 0) for tensor in tensors]
     if sent:  # most models have no buffer, and every forward asks
-        follow(collective, sent)
+        fill_from(collective, sent)
 
 
 def buffers_of(parts: Sequence[nn.Module]) -> list[Tensor]:
-    """The buffers that modules have now, without those of modules within them. To be asked for each time: a forward may
+    """The current buffers of the modules themselves, not of their submodules. Call it anew each time: a forward may
     assign another tensor (https://github.com/pytorch/pytorch/issues/63916)."""
     return list(dict.fromkeys(each for part in parts for each in part._buffers.values() if each is not None))

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from fabric.strategies.nest import map_leaves
+from fabric.strategies.nest import map_only_tensors
 from fabric.strategies.precision.precision import Precision
 
 
@@ -49,10 +49,7 @@ def cast_inputs(precision: Precision, inputs: Any) -> Any:
     A container in which nothing is cast is given back itself.
     """
 
-    def cast_leaf(leaf: Any) -> Any:
-        return cast(precision, leaf) if isinstance(leaf, Tensor) else leaf
-
-    return map_leaves(cast_leaf, inputs, is_leaf=_is_tensor, keep=True)
+    return map_only_tensors(partial(cast, precision), inputs, keep=True)
 
 
 def cast(precision: Precision, tensor: Tensor) -> Tensor:
@@ -109,7 +106,3 @@ def dtype_of_new_tensors(precision: Precision) -> AbstractContextManager[None]:
 def _default_dtype(dtype: torch.dtype) -> DefaultDtype:
     """The one of the process: ranks may be threads of it, and two of them would restore each other's default."""
     return DefaultDtype(dtype)
-
-
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor)

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 from fabric.strategies.collectives.call_check import agree, to_bytes
 from fabric.strategies.collectives.collective import Collective
@@ -32,6 +31,7 @@ from fabric.strategies.collectives.packing import Spec, as_bytes
 from fabric.strategies.model_parallel.pipeline.options import Pipeline
 from fabric.strategies.model_parallel.pipeline.split import Stage
 from fabric.strategies.module.forward import ForwardPath
+from fabric.strategies.nest import map_only_tensors, tensors_in
 from fabric.strategies.precision.forward_precision import autocast, cast_inputs, casts
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.dtensor import as_sharded, local_part
@@ -53,8 +53,7 @@ class _Batch:
     target: Tensor | None
 
     def tensors(self) -> list[Tensor]:
-        leaves, _ = tree_flatten((self.args, self.kwargs, self.target))
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return tensors_in((self.args, self.kwargs, self.target))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +118,9 @@ class Stages:
 
     def _within_stage(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A stage's forward, for one micro-batch."""
-        args = tree_map_only(Tensor, _Even.apply, args)
+        args = map_only_tensors(_Even.apply, args)
         with autocast(self.runtime.precision, self.runtime.device):
-            return tree_map_only(Tensor, _own_block, function(*args, **kwargs))
+            return map_only_tensors(_own_block, function(*args, **kwargs))
 
     def _train(self, schedule: Any, batch: _Batch) -> Tensor:
         scaler = self.runtime.loss_scaler

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import random
-import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -274,8 +273,7 @@ def test_what_ranks_say_before_data_travels_ignores_the_default_device() -> None
     ("data", "error", "words"),
     [
         ({"name": "x"}, TypeError, r"`data\['name'\]` is a `str`, which is neither a tensor, a number, None"),
-        ([(torch.Size([1]),)], TypeError, r"`data\[0\]\[0\]` is a `Size`, which cannot be filled anew\. Pass `tuple\("),
-        (types.MappingProxyType({"x": 1}), TypeError, r"`data` is a `mappingproxy`, .* Pass `dict\(data\)`"),
+        ([(torch.Size([1]),)], TypeError, r"`data\[0\]\[0\]` is a `Size`, which cannot be made anew of other members"),
         ([2**63], ValueError, r"`data\[0\]` is 9223372036854775808, which does not fit into 64 bits"),
         (Output(torch.ones(1), cached=[object()]), TypeError, r"`data\.cached\[0\]` is a `object`"),
     ],
