@@ -301,7 +301,11 @@ class Fabric:
         """Prepare a model and its optimizers: the module alone, or with the optimizers (and the scheduler) in order.
 
         What comes back are the user's own objects wherever the strategy can keep them. Ranks: all call it.
+        `optimizer.step_was_skipped` tells whether its last step moved nothing, as its gradients overflowed in float16.
         A parameter that is in no module (a temperature), but in one of the optimizers, is averaged like the others.
+        Weights start from those of rank 0. From the next batch of a prepared loader or the next forward on, ranks that
+        read different data draw different random numbers (dropout, noise), and ranks that hold parts of one model the
+        same ones; both follow from the seed.
         Raises: ValueError: something was set up before, or the strategy has no place for a parameter of an optimizer.
         """
         check_module(module)
@@ -315,8 +319,10 @@ class Fabric:
             self._open.push(stack.pop_all())
         self._open.callback(prepared.release)
         self._models[prepared.module] = prepared
+        runtime.random_streams.has_model = True
         self._optimizers.update(dict.fromkeys(prepared.optimizers, prepared.state))
         self._take_in(strangers, prepared.optimizers, move=move_to_device)
+        self._tell_skips(prepared.optimizers)
         self._schedulers += [scheduler] if isinstance(scheduler, Stateful) else []
         results = (prepared.module, *prepared.optimizers, *(() if scheduler is None else (scheduler,)))
         return results if len(results) > 1 else prepared.module
@@ -342,6 +348,7 @@ class Fabric:
         shared = next((model.state for model in self._models.values()), PLAIN)  # where it holds parameters of no module
         self._optimizers.update({each: self._state_access(each, otherwise=shared) for each in optimizers})
         self._take_in(strangers, optimizers, move=True)
+        self._tell_skips(optimizers)
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
     @overload
@@ -656,9 +663,9 @@ class Fabric:
 
         Where `state` has an optimizer or a prepared loader, the run goes on as the one that was saved: generators, loss
         scales and schedulers are restored too, at the end of this call. Weights alone leave them as they are. From a
-        checkpoint that has none, nothing is restored, and that is said. With another number of ranks, rank 0's
-        generators are those of all. Reads a file of `torch.save` with the same names, too. Checksums are verified
-        before any object is changed.
+        checkpoint that has none, nothing is restored, and that is said. Where the data is shared out among another
+        number of ranks, rank 0's generators are those of all, until they draw apart. Reads a file of `torch.save` with
+        the same names, too. Checksums are verified before any object is changed.
         Ranks: all. Raises: CheckpointError: on every rank, if a rank could not read, or found damaged bytes; KeyError:
         `strict`, and the checkpoint lacks a name of `state`.
         """
@@ -852,7 +859,9 @@ class Fabric:
         return LoaderStates(self._connected.collective, self._connected.report, self._left_out)
 
     def _run_state(self, state: Mapping[str, Any]) -> RunState:
-        scalers = [model.loss_scale for model in self._models.values() if model.loss_scale is not None]
+        own = [model.loss_scale for model in self._models.values() if model.loss_scale is not None]
+        shared = self._connected.loss_scaler
+        scalers: list[Stateful] = [*own] if own or shared is None else [shared]
         return run_state_of(self._connected, scalers, self._schedulers, dict(state))
 
     def _refuse_twice(self, *objects: nn.Module | Optimizer) -> None:
@@ -897,6 +906,12 @@ class Fabric:
                 self._open.callback(refuse_later(optimizer, partial(self._unknown, optimizer)))
         if self._models:
             self._backward = self._joint_backward()
+
+    def _tell_skips(self, optimizers: Sequence[Optimizer]) -> None:
+        """Give optimizers `step_was_skipped`, which the loss scaler sets where there is one."""
+        for optimizer in optimizers:
+            optimizer.step_was_skipped = False  # type: ignore[attr-defined]
+            self._open.callback(vars(optimizer).pop, "step_was_skipped", None)
 
     def _unknown(self, optimizer: Optimizer) -> list[Tensor]:
         """The parameters of an optimizer that nothing averages."""

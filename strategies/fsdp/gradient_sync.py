@@ -80,7 +80,7 @@ class FSDPGradientSync(GradientSync):
     def _forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.unfilled.check(self.collective)
         self.additions.refuse()
-        self.flags.follow()
+        self.flags.update()
         output = function(*args, **kwargs)
         if self.synced and torch.is_grad_enabled():
             follow_rank_zero(self.collective, buffers_of(self.buffered))

@@ -65,7 +65,7 @@ class ModelParallelGradientSync(GradientSync):
         self.unfilled.check(self.runtime.collective)
         self.additions.refuse()
         if self.flags is not None:
-            self.flags.follow()
+            self.flags.update()
         output = function(*args, **kwargs)
         if self.broadcast_buffers and self.averaging.synced and torch.is_grad_enabled():
             self.averaging.follow_buffers()

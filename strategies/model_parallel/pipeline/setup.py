@@ -29,7 +29,7 @@ from fabric.strategies.module.changes import Additions
 from fabric.strategies.module.copies import IN_STAGES, refuse_copies
 from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
 from fabric.strategies.module.forward import ForwardPath
-from fabric.strategies.module.parameter_rebinding import follow
+from fabric.strategies.module.parameter_rebinding import rebinding
 from fabric.strategies.module.prepare import place, prepared
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
@@ -68,7 +68,7 @@ def pipelined(
         follow_rank_zero(runtime.collective, tensors)
     drop_others(inner, stages)
     whole.leave()
-    with follow(inner, optimizers):
+    with rebinding(inner, optimizers):
         was_empty = any(parameter.is_meta for parameter in inner.parameters())
         for part in in_order_of_apply(inner):
             unfilled.fill(part, runtime.device, peers)
@@ -108,7 +108,7 @@ class PipelineGradientSync(GradientSync):
         group: ProcessGroup,
         unfilled: Unfilled,
     ) -> None:
-        self.peers, self.unfilled = peers, unfilled
+        self.peers, self.unfilled, self.runtime = peers, unfilled, runtime
         self.averaging = MeshAveraging(runtime, nn.ModuleDict({f"stage {each.index}": each.module for each in stages}))
         # A schedule lets `fully_shard` reduce what it computed, within `no_backward_sync`, too.
         self.averaging.sharded.clear()
@@ -118,6 +118,7 @@ class PipelineGradientSync(GradientSync):
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.unfilled.check(self.peers)  # not all ranks: those of other stages may have nothing to fill
         self.additions.refuse()
+        self.runtime.draw_apart()
         with self.averaging.unsynced():  # backwards within it are not the user's
             return self.stages.forward(function, args, kwargs)
 
