@@ -57,7 +57,7 @@ def said_devices(request: Request, machine: Machine, found: Found) -> tuple[int,
             )
         return tuple(range(said))
     if isinstance(said, int) and said > 1 and _one_each(machine, found):
-        return (0,) * said  # where it is not the world's number, _agree_with_the_world says so
+        return (0,) * said  # where it is not the world's number, _check_world says so
     if said == 1 and machine.own_device is not None:
         return (machine.own_device if machine.own_device < count else 0,)
     indices = tuple(range(count)) if said == "all" else tuple(range(said)) if isinstance(said, int) else said

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fabric.accumulation import Accumulation, Window
 from fabric.arguments import (
     check_function,
     check_limits,
@@ -78,6 +79,7 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.dtensor import as_sharded
 from fabric.strategies.strategy import Strategy
+from fabric.weighting import Weighting, average_over_ranks, check_weight
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -149,6 +151,8 @@ class Fabric:
         """Loaders without a state, by the names under which they were left out of a checkpoint."""
         self._bare: BareParameters | None = None
         self._backward: Callable[..., None] | None = None
+        self._accumulation = Accumulation()
+        self._weighting: Weighting | None = None
         self._stop: StopRequest | None = None
 
     # Who and where
@@ -297,7 +301,11 @@ class Fabric:
         """Prepare a model and its optimizers: the module alone, or with the optimizers (and the scheduler) in order.
 
         What comes back are the user's own objects wherever the strategy can keep them. Ranks: all call it.
+        `optimizer.step_was_skipped` tells whether its last step moved nothing, as its gradients overflowed in float16.
         A parameter that is in no module (a temperature), but in one of the optimizers, is averaged like the others.
+        Weights start from those of rank 0. From the next batch of a prepared loader or the next forward on, ranks that
+        read different data draw different random numbers (dropout, noise), and ranks that hold parts of one model the
+        same ones; both follow from the seed.
         Raises: ValueError: something was set up before, or the strategy has no place for a parameter of an optimizer.
         """
         check_module(module)
@@ -311,8 +319,10 @@ class Fabric:
             self._open.push(stack.pop_all())
         self._open.callback(prepared.release)
         self._models[prepared.module] = prepared
+        runtime.random_streams.has_model = True
         self._optimizers.update(dict.fromkeys(prepared.optimizers, prepared.state))
         self._take_in(strangers, prepared.optimizers, move=move_to_device)
+        self._tell_skips(prepared.optimizers)
         self._schedulers += [scheduler] if isinstance(scheduler, Stateful) else []
         results = (prepared.module, *prepared.optimizers, *(() if scheduler is None else (scheduler,)))
         return results if len(results) > 1 else prepared.module
@@ -338,6 +348,7 @@ class Fabric:
         shared = next((model.state for model in self._models.values()), PLAIN)  # where it holds parameters of no module
         self._optimizers.update({each: self._state_access(each, otherwise=shared) for each in optimizers})
         self._take_in(strangers, optimizers, move=True)
+        self._tell_skips(optimizers)
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
     @overload
@@ -432,23 +443,94 @@ class Fabric:
         """The precision's autocast, for operations outside a prepared model's forward."""
         return autocast(self._connected.precision, self._connected.device)
 
-    def backward(self, loss: Tensor, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        """Compute gradients, averaged over the ranks. `model`: whose, where each model has an engine of its own.
+    def backward(
+        self,
+        loss: Tensor,
+        *args: Any,
+        model: nn.Module | Sequence[nn.Module] | None = None,
+        weight: float | Tensor | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Compute gradients, averaged over the ranks.
 
+        `weight`: how many samples or tokens the loss is a sum over on this rank, zero among them. After the window (all
+        backwards up to a synchronised one: `accumulate`, `no_backward_sync`) gradients are the sum of all losses'
+        gradients over all ranks, divided by the sum of all weights; zero, where that is zero. Clipping and the step see
+        them so. Costs a scalar all-reduce for each window. Each backward of a window has a weight, or none has.
+        `model`: the one, or those, whose gradients the loss is computed for. Needed where each model has an engine of
+        its own, and for `weight` where several models are set up.
         Further arguments go to `Tensor.backward`. Ranks: all call it, unless within `no_backward_sync`.
         """
+        named: tuple[nn.Module, ...] = ()
         backward = self._backward
         if model is not None:
-            prepared = self._prepared(model, "backward(model=...)")
-            # The loss of one model may go through another, whose gradients must be looked after as well.
-            if not all(each.joins_backward for each in self._models.values()):
-                backward = self._backward_of(prepared)
+            named = (model,) if isinstance(model, nn.Module) else tuple(model)
+            backward = self._backward_for([self._prepared(each, "backward(model=...)") for each in named])
         if backward is None:
             raise RuntimeError("`fabric.backward(loss)` before `fabric.setup(model)`. Set the model up first.")
         runtime = self._connected
         runtime.loader_numbers.num_backwards += 1
         with runtime.new_tensors:  # activation checkpointing runs forward again
-            backward(loss, *args, **kwargs)
+            if weight is not None:
+                self._backward_weighted(partial(backward, loss, *args, **kwargs), named, weight)
+            else:
+                if self._weighting is not None:
+                    self._weighting.refuse_unweighted()
+                backward(loss, *args, **kwargs)
+        self._accumulation.is_unsynced = bool(self._accumulation.held)
+
+    def accumulate(self, batches: Iterable[T], num_batches: int, *models: nn.Module) -> Iterator[Window[T]]:
+        """Give the micro-batches in windows of `num_batches`, one optimizer step each; the last may be shorter.
+
+            for window in fabric.accumulate(loader, 8):
+                for tokens, targets in window:
+                    loss = cross_entropy(model(tokens), targets, reduction="sum")
+                    fabric.backward(loss, weight=len(targets))
+                optimizer.step()
+                optimizer.zero_grad()
+
+        Gradients are synchronised in the last micro-batch of a window alone: `models` (none: all that are set up) keep
+        them back in those before, as within `no_backward_sync`. Which one is the last is known without a length, by
+        reading one micro-batch ahead, and never beyond the window. `len(window)` is the number of its micro-batches,
+        where the loader has a length; `weight` needs no length. Leave a window early by `break`, and discard its
+        gradients with `optimizer.zero_grad()`; a step that would use gradients that were not synchronised raises
+        RuntimeError. Ranks: all, with as many windows each; a window may have other lengths on other ranks.
+        """
+        if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 1:
+            raise ValueError(
+                f"`accumulate(loader, {num_batches!r})`: a window has a number of micro-batches, 1 or more."
+            )
+        prepared = tuple(self._prepared(each, "accumulate") for each in models) or tuple(self._models.values())
+        if not prepared:
+            raise RuntimeError("`fabric.accumulate(...)` before `fabric.setup(model)`. Set the model up first.")
+        self._accumulation.guard(self._optimizers)
+        unsynced = partial(self._accumulation.unsynced, prepared, self._bare)
+        return self._accumulation.windows(batches, num_batches, prepared, unsynced)
+
+    def average_gradients(self, parameters: Iterable[Tensor], weight: float | Tensor | None = None) -> None:
+        """Average gradients over the ranks, in place, for loops that compute them in their own way, by
+        `loss.backward()`, with nothing around the model: call it before `optimizer.step()`.
+
+        Small gradients travel together. Where only some ranks have a gradient, the others count as zero; what none has
+        stays None. `weight`: how many samples this rank's losses are a sum over; gradients are then their sum over all
+        ranks, divided by the sum of the weights, as after `backward(weight=...)`. Parameters start from equal values on
+        all ranks: see to that yourself, `module.load_state_dict(fabric.broadcast(module.state_dict()))`.
+        Ranks: all, with the same parameters in the same order.
+        Raises: ValueError: a parameter belongs to a model that was set up, or lies in shards. RuntimeError: a gradient
+        is sparse.
+        """
+        given = list(parameters)
+        checked = None if weight is None else check_weight(weight)
+        for model in self._models.values():
+            known = {*model.module.parameters(), *model.sync.parameters_held()}
+            if any(parameter in known for parameter in given):
+                raise ValueError(_AVERAGED.format(name=type(model.module).__name__))
+        if any(as_sharded(parameter) is not None for parameter in given):
+            raise ValueError(
+                "`average_gradients` was given a parameter in shards, of which every rank holds another part. Set its "
+                "model up, and call `fabric.backward`."
+            )
+        average_over_ranks(self._connected.collective, given, checked)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """Within it, forward and backward of `module` leave gradients where they were computed. For accumulation: the
@@ -456,7 +538,7 @@ class Fabric:
         prepared = self._prepared(module, "no_backward_sync")
         if not enabled:
             return nullcontext()
-        return self._bare.unsynced_with(prepared.sync) if self._bare else prepared.sync.unsynced()
+        return self._accumulation.unsynced([prepared], self._bare)
 
     def clip_gradients(
         self,
@@ -581,9 +663,9 @@ class Fabric:
 
         Where `state` has an optimizer or a prepared loader, the run goes on as the one that was saved: generators, loss
         scales and schedulers are restored too, at the end of this call. Weights alone leave them as they are. From a
-        checkpoint that has none, nothing is restored, and that is said. With another number of ranks, rank 0's
-        generators are those of all. Reads a file of `torch.save` with the same names, too. Checksums are verified
-        before any object is changed.
+        checkpoint that has none, nothing is restored, and that is said. Where the data is shared out among another
+        number of ranks, rank 0's generators are those of all, until they draw apart. Reads a file of `torch.save` with
+        the same names, too. Checksums are verified before any object is changed.
         Ranks: all. Raises: CheckpointError: on every rank, if a rank could not read, or found damaged bytes; KeyError:
         `strict`, and the checkpoint lacks a name of `state`.
         """
@@ -693,7 +775,32 @@ class Fabric:
 
     def _forget(self) -> None:
         """Let go of what was set up."""
-        self._models, self._optimizers, self._schedulers, self._backward, self._bare = {}, {}, [], None, None
+        self._accumulation.release()
+        self._models, self._optimizers, self._schedulers, self._backward = {}, {}, [], None
+        self._bare = self._weighting = None
+
+    def _backward_for(self, named: Sequence[Prepared]) -> Callable[..., None] | None:
+        """The backward of a loss of these models."""
+        # The loss of one model may go through another, whose gradients must be looked after as well.
+        if len(named) == 1 and not all(each.joins_backward for each in self._models.values()):
+            return self._backward_of(*named)
+        return self._backward
+
+    def _backward_weighted(self, run: Callable[[], None], named: Sequence[nn.Module], weight: Any) -> None:
+        checked = check_weight(weight)
+        models = [self._models[each] for each in named or self._models]
+        bare = self._bare or None
+        if len(self._models) > 1 and (not named or bare is not None):
+            raise ValueError(_WHOSE_WEIGHT if bare is None else _WHOSE_BARE)
+        if self._weighting is None:
+            self._weighting = Weighting(self._connected.collective)
+        held = [any(each is model for each in self._accumulation.held) for model in models]
+        if all(held):
+            self._weighting.keep_back(models, checked, run)
+        elif any(held):
+            raise RuntimeError(_HELD_IN_PART)
+        else:
+            self._weighting.synchronise(models, checked, run, bare, self._optimizers)
 
     def _joint_backward(self) -> Callable[..., None]:
         models = self._models.values()
@@ -752,7 +859,9 @@ class Fabric:
         return LoaderStates(self._connected.collective, self._connected.report, self._left_out)
 
     def _run_state(self, state: Mapping[str, Any]) -> RunState:
-        scalers = [model.loss_scale for model in self._models.values() if model.loss_scale is not None]
+        own = [model.loss_scale for model in self._models.values() if model.loss_scale is not None]
+        shared = self._connected.loss_scaler
+        scalers: list[Stateful] = [*own] if own or shared is None else [shared]
         return run_state_of(self._connected, scalers, self._schedulers, dict(state))
 
     def _refuse_twice(self, *objects: nn.Module | Optimizer) -> None:
@@ -798,6 +907,12 @@ class Fabric:
         if self._models:
             self._backward = self._joint_backward()
 
+    def _tell_skips(self, optimizers: Sequence[Optimizer]) -> None:
+        """Give optimizers `step_was_skipped`, which the loss scaler sets where there is one."""
+        for optimizer in optimizers:
+            optimizer.step_was_skipped = False  # type: ignore[attr-defined]
+            self._open.callback(vars(optimizer).pop, "step_was_skipped", None)
+
     def _unknown(self, optimizer: Optimizer) -> list[Tensor]:
         """The parameters of an optimizer that nothing averages."""
         strangers = [parameter for _, parameter in outside([optimizer], self._models)]
@@ -823,6 +938,24 @@ def _run(world: World, fabric: Fabric, function: Callable[..., T], args: tuple[A
         raise
     fabric.close()
     return result
+
+
+_WHOSE_WEIGHT = (
+    "`fabric.backward(loss, weight=...)` with several models set up: a weight counts for the gradients that its loss "
+    "gives. Say whose: `model=generator`, or `model=[encoder, decoder]` for a loss through both."
+)
+_WHOSE_BARE = (
+    "`fabric.backward(loss, weight=...)` with several models and parameters that are in none: by which weights those "
+    "are divided cannot be known. Make them part of a module, `self.temperature = nn.Parameter(...)`."
+)
+_AVERAGED = (
+    "`average_gradients` was given parameters of a `{name}` that was set up, whose gradients `fabric.backward` "
+    "averages. Call that; or leave the model out of `fabric.setup`, and move it by `fabric.to_device(model)`."
+)
+_HELD_IN_PART = (
+    "`fabric.backward(loss, weight=..., model=[...])` where some of the models keep their gradients back and others do "
+    "not. Enter `no_backward_sync` for all of them, or pass all of them to `accumulate`."
+)
 
 
 def _which_model(*args: Any, **kwargs: Any) -> None:

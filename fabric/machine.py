@@ -6,7 +6,6 @@ test writes a `Machine` from numbers: a fake is just the value. Looking initiali
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ import torch
 import torch.distributed
 
 from fabric import spelling
+from fabric.launchers.cores import num_cores
 from fabric.launchers.environments import ENVIRONMENTS, detect_world
 from fabric.launchers.environments.environment import Environment
 from fabric.launchers.environments.ours import OursEnvironment
@@ -95,7 +95,7 @@ class Machine:
         place = {} if world is not None else place_by_hand(environ)
         return cls(
             found=tuple(Found.look(accelerator) for accelerator in _to_look_at(request.accelerator)),
-            num_cores=_num_cores(),
+            num_cores=num_cores(),
             system=platform.system(),
             program=this_program(),
             world=world,
@@ -182,8 +182,3 @@ def _current_device() -> int | None:
 
 def _read(place: Mapping[str, str], word: str, variable: str, read: Callable[[object, str], int]) -> int | None:
     return read(place[word], f"{variable}={place[word]}") if word in place else None
-
-
-def _num_cores() -> int:
-    affinity: Callable[[int], set[int]] | None = getattr(os, "sched_getaffinity", None)  # Linux alone has it
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1

@@ -81,7 +81,7 @@ def resolve(request: Request, machine: Machine) -> Resolved:
     _refuse(accelerator_against_the_precision(found.accelerator, request.precision))
     _refuse(accelerator_against_the_strategy(found.accelerator, strategy, word))
     devices = choose_devices(request, machine, found, strategy)
-    _agree_with_the_world(request, machine, strategy, word, len(devices))
+    _check_world(request, machine, strategy, word, len(devices))
     num_nodes = machine.world.num_nodes if machine.world is not None else request.num_nodes
     _refuse(strategy.refuse(machine.target(found, len(devices), num_nodes, request.precision)))
     topology = _topology(request, machine, strategy.num_processes(len(devices)))
@@ -147,7 +147,7 @@ def _auto_strategy(request: Request, machine: Machine, found: Found) -> str:
     return found.accelerator.auto_strategies[several]
 
 
-def _agree_with_the_world(request: Request, machine: Machine, strategy: Strategy, word: str, num_devices: int) -> None:
+def _check_world(request: Request, machine: Machine, strategy: Strategy, word: str, num_devices: int) -> None:
     world, processes = machine.world, strategy.num_processes(num_devices)
     if world is None or processes == world.local_size:
         return

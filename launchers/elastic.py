@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar, final
 
 from fabric.launchers.launcher import Launcher, Topology
 from fabric.launchers.processes import forkserver
-from fabric.launchers.rank import task as order
+from fabric.launchers.rank import task as tasks
 from fabric.launchers.rank.task import RunScript
 from fabric.launchers.script import Script, start_interpreter
 from fabric.launchers.supervision import ending
@@ -36,7 +36,7 @@ class Elastic(Launcher):
         self.topology, self.max_restarts = topology, max_restarts
 
     def launch(self, worker: Callable[..., R], *args: Any) -> R:
-        task = order.call_function(worker, args, everyone=False, launcher="elastic")
+        task = tasks.call_function(worker, args, everyone=False, launcher="elastic")
         start = forkserver(self.topology).start
         supervisor = self._supervise(True, lambda world: start(world, task))
         result: R = ending.results(supervisor)[0]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NoReturn, TypeVar, final
 
 from fabric.launchers.launcher import Launcher, Topology
-from fabric.launchers.rank import task as order
+from fabric.launchers.rank import task as tasks
 from fabric.launchers.rank.fork_server import fork_server
 from fabric.launchers.rank.program import this_program
 from fabric.launchers.rank.task import CallFunction
@@ -49,7 +49,7 @@ class Processes(Launcher):
         )
 
     def _results(self, everyone: bool, worker: Callable[..., R], args: tuple[Any, ...]) -> list[R]:
-        task = order.call_function(worker, args, everyone=everyone, launcher=self.word)
+        task = tasks.call_function(worker, args, everyone=everyone, launcher=self.word)
         with Supervisor(self.topology, self.word, expects_results=True) as supervisor:
             for local_rank in range(self.topology.num_processes):
                 supervisor.add(self.start(supervisor.world(local_rank), task))

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, final
 
 from fabric.launchers.fork import child_of
 from fabric.launchers.launcher import Launcher, Topology
-from fabric.launchers.rank import task as order
+from fabric.launchers.rank import task as tasks
 from fabric.launchers.rank.program import Program, this_program
 from fabric.launchers.rank.task import CallFunction, RunScript
 from fabric.launchers.supervision import ending
@@ -73,11 +73,11 @@ class Script(Launcher):
 def start_interpreter(program: Program, world: World, task: CallFunction | RunScript) -> Child:
     """Start a fresh interpreter that follows an order."""
     reader, writer = os.pipe()
-    with order.write(world, task) as file:
+    with tasks.write(world, task) as file:
         process = subprocess.Popen(
             [sys.executable, *program.flags, BOOT, str(file.fileno()), str(writer), str(os.getpid())],
             pass_fds=(file.fileno(), writer),
-            env=order.environ_of(world),
+            env=tasks.environ_of(world),
         )
     os.close(writer)
     child = child_of(world.rank, process.pid, reader)

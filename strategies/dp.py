@@ -6,19 +6,19 @@ For notebooks and old scripts. One process drives all devices, so `ddp` is faste
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.collectives.single import SingleDeviceCollective
-from fabric.strategies.gradients.sync import Finish, GradientSync
+from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
 from fabric.strategies.module.activation_checkpointing import rebind_copies
 from fabric.strategies.module.prepare import place, replica
 from fabric.strategies.precision.precision import Precision
@@ -70,6 +70,7 @@ class DPGradientSync(GradientSync):
     """Splits each forward over the devices; autograd adds up the gradients of the copies, on the first."""
 
     def __init__(self, runtime: Runtime, module: nn.Module) -> None:
+        self.module = module
         self.parallel = DataParallel(_Copy(module), device_ids=list(runtime.devices))
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -80,6 +81,12 @@ class DPGradientSync(GradientSync):
 
     def watch(self) -> Finish | None:
         return None
+
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self.module.parameters()
+
+    def scale(self, factor: Factor) -> None:
+        scale_gradients(self.parameters_held(), factor)
 
     def release(self) -> None:
         pass

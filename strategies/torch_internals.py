@@ -43,6 +43,7 @@ ALWAYS: Names = {
     "torch.autograd:Variable": {"_execution_engine": "`queue_callback`: what runs when a backward ends; no hook does"},
     "torch.nn:Module": {
         "_buffers _parameters _modules": "read per forward, where `named_buffers` is slower and leaves out shared ones",
+        "_metadata": "the versions of modules, which `state_dict` attaches to its result",
         "_non_persistent_buffers_set": "which buffers are in no state dict",
         "_forward_pre_hooks _forward_hooks": "a copied module must not run the hooks of the original",
         "_apply": "casts parameters in place; `Module.to` takes no function",

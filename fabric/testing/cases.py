@@ -72,6 +72,12 @@ _CASES = (
         optimizer="adamw",
     ),
     Case(
+        name="weights",
+        claim="windows of micro-batches whose losses have weights, clipped by norm",
+        body=loops.weighted,
+        needs=("accumulate", "clip_norm"),
+    ),
+    Case(
         name="not_finite",
         claim="a norm that is not finite raises where that is asked for",
         body=loops.not_finite,
@@ -94,6 +100,7 @@ _CASES = (
         body=loops.evaluate_between,
         needs=("evaluate",),
     ),
+    Case(name="dropout", claim="dropout and noise on each share of the data, after one seed", body=loops.dropout),
     Case(name="closure", claim="steps with a closure", body=loops.closure, needs=("closure",)),
     _trained("tied", "an embedding tied to the output", "tied", kinds=("tied",), optimizer="adamw"),
     _trained("frozen", "a layer that is not trained", "frozen", kinds=("frozen",), groups=True),
@@ -154,6 +161,7 @@ _CASES = (
         needs=("load", "optimizer_state"),
     ),
     Case(name="uneven", claim="a last batch that is smaller", body=loops.tail, needs=("uneven",)),
+    Case(name="uneven_stream", claim="a stream with more batches on one rank", body=loops.uneven_stream),
     Case(name="loaders_first", claim="numbers drawn after loaders were set up", body=loops.loaders_first),
     Case(
         name="gather_gradients",

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from itertools import islice, product
+from itertools import combinations, islice, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy, softplus
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 from fabric.testing.drawn import Net, OptimizerWord, Trial, make_optimizer
 from fabric.testing.plain import Loop
@@ -100,6 +100,30 @@ def train(loop: Loop, trial: Trial, recipe: Recipe) -> Outcome:
     return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses, norms)
 
 
+def weighted(loop: Loop, trial: Trial) -> Outcome:
+    """Windows of micro-batches, the last one shorter, of samples that count as often as their weights say, or not."""
+    net = trial.net()
+    model, optimizer = loop.setup(net, trial.optimizer(net, "adamw"))
+    draw = trial.draw("windows")
+    num_batches, num_windows = draw.randint(2, 4), draw.randint(1, 2)
+    num_steps = num_batches * num_windows + draw.randint(1, num_batches - 1)
+    losses, norms = [], []
+    batches = loop.setup_dataloaders(trial.loader(num_steps))
+    for window in loop.accumulate(batches, num_batches, model):
+        for tokens, targets, index in window:
+            weights = index % 3  # zeros among them
+            each = cross_entropy(model(tokens).to(trial.dtype), targets, reduction="none")
+            loss = (each * weights).sum()
+            loop.backward(loss, model=model, weight=weights.sum())
+            losses.append(mean(loop, loss) * trial.num_shares)
+        norm = loop.clip_gradients(model, optimizer, max_norm=0.02)
+        assert norm is not None
+        norms.append(norm.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses, norms)
+
+
 def repeated_backward(loop: Loop, trial: Trial, scalar: bool = False) -> Outcome:
     """Forward and backward several times before a step, each backward synchronised; parameters of few elements."""
     net = trial.narrow(scalar=scalar)
@@ -128,6 +152,30 @@ def clip(loop: Loop, trial: Trial, model: nn.Module, optimizer: Optimizer, recip
     norm = loop.clip_gradients(model, optimizer, max_norm=0.02, norm_type=order)
     assert norm is not None
     return [norm.item()]
+
+
+def dropout(loop: Loop, trial: Trial) -> Outcome:
+    """Dropout and noise are independent over ranks that read different data, and the same on those that read the same.
+
+    AssertionError where they are not. They are those of no single process, so no number is compared with one.
+    """
+    torch.manual_seed(trial.seed)
+    net = trial.dropping()
+    model, optimizer = loop.setup(net, trial.optimizer(net))
+    for number, (tokens, _, indices) in enumerate(loop.setup_dataloaders(trial.loader())):
+        noise = torch.rand(64)
+        outputs = model(features(trial, tokens)[0])
+        loop.backward(outputs.to(trial.dtype).square().mean(), model=model)
+        optimizer.step()
+        optimizer.zero_grad()
+        drawn = [noise.tolist(), outputs[0].ne(0).tolist()]
+        of_ranks = loop.collective.all_gather_object((indices.tolist(), drawn))
+        for (data, mine), (others_data, others) in combinations(of_ranks, 2):
+            alike = [one == other for one, other in zip(mine, others, strict=True)]
+            assert alike == [data == others_data] * 2, f"noise and dropout alike: {alike}; data {data}, {others_data}"
+        if number == 1:
+            torch.manual_seed(trial.seed)  # alike on all ranks, until the next batch
+    return Outcome(losses=[])
 
 
 def closure(loop: Loop, trial: Trial) -> Outcome:
@@ -435,6 +483,41 @@ def tail(loop: Loop, trial: Trial) -> Outcome:
             optimizer.zero_grad()
         times = loop.all_reduce(seen, reduce_op="mean") * trial.num_shares
         assert times.allclose(torch.ones_like(times)), f"samples were read so often: {times.tolist()}"
+    return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
+
+
+class _InParts(IterableDataset[tuple[Tensor, ...]]):
+    """Ready batches, of which each share reads its part of each; the first share has two batches that no other has."""
+
+    def __init__(self, batches: list[tuple[Tensor, ...]], share: int = 0, num_shares: int = 1) -> None:
+        self.batches, self.share, self.num_shares = batches, share, num_shares
+
+    def shard(self, num_shards: int, index: int) -> _InParts:
+        return _InParts(self.batches, index, num_shards)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        for batch in self.batches:
+            yield tuple(tensor.chunk(self.num_shares)[self.share] for tensor in batch)
+        if self.num_shares > 1 and self.share == 0:
+            yield from self.batches[:2]
+
+
+def uneven_stream(loop: Loop, trial: Trial) -> Outcome:
+    """Two epochs of a stream that has more batches on one rank: all train on what all have, and none waits."""
+    net = trial.net()
+    model, optimizer = loop.setup(net, trial.optimizer(net))
+    tensors = trial.loader(num_steps=3).dataset.tensors  # type: ignore[attr-defined]
+    batches = list(zip(*(tensor.split(trial.step_size) for tensor in tensors), strict=True))
+    loader = loop.setup_dataloaders(DataLoader(_InParts(batches), batch_size=None))
+    losses = []
+    for _ in range(2):
+        for tokens, targets, _ in loader:
+            loss = cross_entropy(model(tokens).to(trial.dtype), targets)
+            loop.backward(loss, model=model)
+            losses.append(mean(loop, loss))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(losses) == 6, f"{len(losses)} steps for 6"
     return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
 
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, final
 
@@ -46,7 +47,10 @@ class Loop(Protocol):
     def setup_dataloaders(self, *loaders: Iterable[Any]) -> Any: ...
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]: ...
     def to_device(self, obj: T) -> T: ...
-    def backward(self, loss: Tensor, *, model: nn.Module | None = None) -> None: ...
+    def backward(
+        self, loss: Tensor, *, model: nn.Module | None = None, weight: float | Tensor | None = None
+    ) -> None: ...
+    def accumulate(self, batches: Iterable[T], num_batches: int, *models: nn.Module) -> Iterator[Iterable[T]]: ...
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]: ...
     def clip_gradients(
         self,
@@ -115,6 +119,8 @@ class _PlainLoop:
         self.collective: Collective = SingleDeviceCollective()
         self._modules: list[nn.Module] = []
         self._synced = True
+        self._weight = 0.0
+        """Of losses that were not synchronised yet."""
         self._averages: list[tuple[Tensor, int]] = []
         """Gradients that the last synchronised backward left, and their versions: unscaled, and the same in all."""
 
@@ -146,8 +152,29 @@ class _PlainLoop:
     def to_device(self, obj: T) -> T:
         return obj.to(self._device) if isinstance(obj, (Tensor, nn.Module)) else obj  # type: ignore[return-value]
 
-    def backward(self, loss: Tensor, *, model: nn.Module | None = None) -> None:
-        """Compute gradients, and average what all copies have."""
+    def accumulate(self, batches: Iterable[T], num_batches: int, *models: nn.Module) -> Iterator[Iterable[T]]:
+        """Lists of so many, the last one shorter."""
+        remaining = iter(batches)
+        while window := list(islice(remaining, num_batches)):
+            yield self._window(window)
+
+    def _window(self, window: list[T]) -> Iterator[T]:
+        for number, batch in enumerate(window, start=1):
+            self._synced = number == len(window)
+            yield batch
+
+    def backward(self, loss: Tensor, *, model: nn.Module | None = None, weight: float | Tensor | None = None) -> None:
+        """Compute gradients, average what all copies have, and divide it by the mean of their weights."""
+        self._weight += float(weight or 0)
+        self._backward(loss)
+        if self._synced and weight is not None:
+            mean = sum(self._table.exchange(self.global_rank, self._weight)) / self.world_size
+            self._weight = 0.0
+            for parameter in (each for module in self._modules for each in module.parameters()):
+                if parameter.grad is not None:
+                    parameter.grad *= 1 / mean if mean else 0
+
+    def _backward(self, loss: Tensor) -> None:
         scale = SCALE if self._precision.scales_loss else 1.0
         if not self._synced:
             (loss * scale).backward()  # type: ignore[no-untyped-call]

@@ -13,9 +13,9 @@ def main(order_fd: int, report_fd: int, parent: int) -> None:
     """Become the rank that the order describes. What follows is the user's program."""
     with open(order_fd, "rb") as order:
         own_path, sys.path[:] = sys.path[:], pickle.load(order)
-        from fabric.launchers.rank.task import follow
+        from fabric.launchers.rank.task import run_task
 
-        follow(order, report_fd, parent, own_path)
+        run_task(order, report_fd, parent, own_path)
 
 
 if __name__ == "__main__":

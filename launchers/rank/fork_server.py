@@ -64,13 +64,13 @@ class ForkServer:
 
     def start(self, world: World, task: CallFunction, preload: tuple[str, ...]) -> Child:
         """Fork one rank."""
-        from fabric.launchers.rank import task as order
+        from fabric.launchers.rank import task as tasks
         from fabric.launchers.supervision.supervisor import Child
 
         report_reader, report_writer = os.pipe()
         status_reader, status_writer = os.pipe()
         request = pickle.dumps((sys.path, preload))
-        with order.write(world, task) as file, _standard_streams() as streams, self._lock:
+        with tasks.write(world, task) as file, _standard_streams() as streams, self._lock:
             socket.send_fds(self._socket, [request], [file.fileno(), report_writer, status_writer, *streams])
             answer = self._socket.recv(NUMBER.size)
         os.close(report_writer)
@@ -163,7 +163,7 @@ class Server:
         return True
 
     def _become_rank(self, order_fd: int, report_fd: int, streams: list[int], parent: int) -> NoReturn:
-        from fabric.launchers.rank.task import follow
+        from fabric.launchers.rank.task import run_task
 
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -176,7 +176,7 @@ class Server:
         try:
             with open(order_fd, "rb") as order:
                 pickle.load(order)  # the import path, which the request has brought already
-                follow(order, report_fd, parent, sys.path)
+                run_task(order, report_fd, parent, sys.path)
         finally:
             os._exit(1)
 

@@ -60,8 +60,3 @@ class Inheritance:
             import torch
 
             torch.set_rng_state(torch.frombuffer(bytearray(self.torch_random), dtype=torch.uint8))
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

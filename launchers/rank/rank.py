@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, NoReturn
 
+from fabric.launchers.cores import num_cores
 from fabric.launchers.environments.ours import variables_of
 from fabric.launchers.rank import interpreter
 from fabric.launchers.rank.belongings import close_files
-from fabric.launchers.rank.inherit import num_cores
 from fabric.launchers.rank.network import interface_for
 from fabric.launchers.supervision.os_process import die_with_parent
 from fabric.launchers.supervision.report import NUM_REPEATS, Reporter

@@ -86,7 +86,7 @@ def _pickle_call(call: tuple[Callable[..., Any], tuple[Any, ...]], *, has_main_f
     return (pickled, needs_main) if has_main_file or not needs_main else (pickling.by_value(call), False)
 
 
-def follow(order: IO[bytes], report_fd: int, parent: int, own_path: list[str]) -> NoReturn:
+def run_task(order: IO[bytes], report_fd: int, parent: int, own_path: list[str]) -> NoReturn:
     """Become the rank, do the task, and end.
 
     `own_path`: the import path of this process before the order's was known; its first entry is our own folder's.

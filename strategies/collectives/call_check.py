@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import struct
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,7 +51,9 @@ def agree_and_add(collective: Collective, call: str, number: float, *, advice: s
     if collective.size == 1:
         return number
     mine = _hash(call)
-    message = torch.tensor([mine, number], dtype=torch.float64, device="cpu")
+    message = torch.frombuffer(
+        bytearray(struct.pack("dd", mine, number)), dtype=torch.float64
+    )  # `torch.tensor`: six times as slow
     hashes, total = collective.all_reduce(message, "sum").tolist()
     if hashes != mine * collective.size:
         raise CollectiveError(_side_by_side(_all_calls(collective, call), advice), rank=collective.rank)
@@ -80,6 +84,7 @@ def all_say(collective: Collective, words: str) -> bool:
     return total == mine * collective.size
 
 
+@lru_cache(maxsize=1024)
 def _hash(words: str) -> int:
     return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=4).digest(), "little")
 

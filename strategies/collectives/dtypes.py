@@ -1,6 +1,6 @@
-"""What a reduction does to a dtype: in which one it travels, and in which one the result is given.
+"""The dtype in which a reduction is sent, and the dtype of its result.
 
-Every collective reduces through these two functions, so the numbers do not depend on the backend:
+Every collective reduces through these functions, so the results do not depend on the backend:
 
 | dtype                     | sum, product      | min, max     | mean                                      |
 |---------------------------|-------------------|--------------|-------------------------------------------|
@@ -11,7 +11,7 @@ Every collective reduces through these two functions, so the numbers do not depe
 | bool                      | product: and      | and, or      | as an integer                             |
 | complex                   | sum only          | refused      | sum, then one division                    |
 
-Anything else is refused here, with a sentence, and not by the backend, with a number.
+Anything else raises here, with the dtype and the operation named, and not in the backend, with an error code.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Rows that travel to ranks of one's choice, and answers that come back: what split tables and experts are made of.
+"""Rows sent to chosen ranks, and the answers sent back: for sharded embedding tables and mixtures of experts.
 
-Each rank has rows, and says for each which rank is to have it; how many go where differs from pair to pair. Built on
-the equal `all_to_all` of any collective, so it runs wherever ranks talk.
+Each rank chooses a destination rank per row; the number of rows differs from pair to pair. Built on `all_to_all` with
+equal splits, which every collective has, so it runs over any backend.
 """
 
 from __future__ import annotations

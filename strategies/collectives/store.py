@@ -1,7 +1,7 @@
-"""Ranks that talk through the key-value store they met at, and nothing else: slow, and possible wherever there is one.
+"""Collectives over the key-value store of the rendezvous: slow, and available wherever there is a store.
 
-For ranks that no backend connects: the parts of a world of XLA, whose own collectives are of all devices. Every call
-gathers what all ranks brought, so each rank receives W times what it sends. Tensors come back on the device they had.
+For ranks that no backend connects, such as a subset of an XLA world, whose own collectives run over all devices. Every
+call gathers the data of all ranks, so each rank receives W times what it sends. Results are on the device of the input.
 """
 
 from __future__ import annotations

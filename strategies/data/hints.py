@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from dataclasses import dataclass
 
 from torch.utils.data import DataLoader
+
+from fabric.launchers.cores import num_cores
 
 MIN_CORES = 4
 """Cores under which workers would take time from the training process itself. A guess, not a measurement."""
@@ -52,12 +53,11 @@ def loading_of(loader: DataLoader[object], *, launcher: str, accelerated: bool) 
     else:
         # Asked with `allow_none`, it fixes no default behind the user's back.
         start_method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-    affinity = getattr(os, "sched_getaffinity", None)
     return Loading(
         num_workers=loader.num_workers,
         persistent_workers=loader.persistent_workers,
         start_method=start_method,
         launcher=launcher,
-        num_cores=len(affinity(0)) if affinity else os.cpu_count() or 1,
+        num_cores=num_cores(),
         accelerated=accelerated,
     )

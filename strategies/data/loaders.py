@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from fabric.strategies.data.batch_sampler import MAX_CHUNKS, IndexSource, index_source
 from fabric.strategies.data.content import describe, describe_stream
-from fabric.strategies.data.device_loader import DeviceLoader, Epochal, Reading, Stateful, read_as
+from fabric.strategies.data.device_loader import DeviceLoader, Epochal, Reading, Resumable, read_as
 from fabric.strategies.data.epochs import Order
 from fabric.strategies.data.hints import advice, loading_of
 from fabric.strategies.data.iterable import Collate, SharedStream, SplitStream, split_stream
@@ -48,6 +48,7 @@ def process_dataloader(
     numbers: LoaderNumbers,
     say: Callable[[str], None],
     carry: Carry | None = None,
+    draw_apart: Callable[[], None] = lambda: None,
     uneven: Uneven | None = None,
 ) -> DeviceLoader:
     """The loader, cut to this rank's share (`distribute`), its batches on `device` (`move`).
@@ -56,7 +57,7 @@ def process_dataloader(
     same order from the same random numbers. Data that is split for this rank already (`DistributedSampler`,
     `split_dataset_by_node`: see `split.py`) is not split again. `numbers` tells apart loaders that are set up in the
     same random state; `say` shows a warning, on one rank. `carry`: how the batches go to the device, where it has a
-    way of its own.
+    way of its own. `draw_apart`: called before the loop gets a batch.
     Raises: ValueError: the data cannot be shared out, it is split for another rank or another number of ranks, or the
     ranks were given different loaders.
     """
@@ -69,7 +70,7 @@ def process_dataloader(
     accelerated = move and device.type != "cpu"
     # Ahead only of what workers have at hand: an iterable may depend on the loop, a stateful loader counts what was
     # fetched, and without workers a batch draws from the random generators of the loop.
-    ahead = isinstance(loader, DataLoader) and not isinstance(loader, Stateful) and loader.num_workers > 0
+    ahead = isinstance(loader, DataLoader) and not isinstance(loader, Resumable) and loader.num_workers > 0
     if isinstance(loader, DataLoader):
         sentence = advice(loading_of(loader, launcher=launcher, accelerated=accelerated))
         if sentence is not None:
@@ -82,7 +83,7 @@ def process_dataloader(
         words, exact = type(loader).__name__, _has_indices(loader)
         agreement = None if uneven is None else _agreement(loader, words, setup, exact=exact)
         reading = replace(_own(loader, setup), agreement=agreement)
-    elif ranks.size == 1 and isinstance(loader, Stateful) and not _has_indices(loader):
+    elif ranks.size == 1 and isinstance(loader, Resumable) and not _has_indices(loader):
         reading = _whole(loader, share)
     elif isinstance(loader, DataLoader):
         reading = _shared(loader, setup)
@@ -90,7 +91,7 @@ def process_dataloader(
         reading = _shared_iterable(loader, setup)
     carry = carry or (one_ahead if ahead and has_streams(device) else one_by_one)
     reading = replace(reading, device=device if accelerated else None, carry=carry, say=say)
-    return read_as(loader, replace(reading, num_backwards=lambda: numbers.num_backwards))
+    return read_as(loader, replace(reading, num_backwards=lambda: numbers.num_backwards, draw_apart=draw_apart))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ def _has_indices(loader: object) -> bool:
 
 def _own(loader: Iterable[Any], setup: _Setup) -> Reading:
     """The loader as the user made it, which each rank reads whole, at a position of its own."""
-    if isinstance(loader, Stateful):
+    if isinstance(loader, Resumable):
         reading = _whole(loader, setup.share)
     elif isinstance(loader, DataLoader) and _has_indices(loader):
         reading = _indexed(loader, setup.alone(), reader=setup.share.index)
@@ -141,8 +142,8 @@ def _whole(loader: Iterable[Any], share: Share) -> Reading:
     return Reading(source=source, start=start, epochal=_epochal(loader, source), position=_stateful(source))
 
 
-def _stateful(items: Iterable[Any]) -> Stateful | None:
-    return items if isinstance(items, Stateful) else None
+def _stateful(items: Iterable[Any]) -> Resumable | None:
+    return items if isinstance(items, Resumable) else None
 
 
 def _shared(loader: DataLoader[Any], setup: _Setup) -> Reading:
@@ -160,7 +161,7 @@ def _indexed(loader: DataLoader[Any], setup: _Setup, *, reader: int) -> Reading:
     own = own_rngs(loader)
     seeds = agree_on_seed(own, setup.numbers.next(), setup.ranks)
     order = Order(seeds.seed, own, seeds.states)
-    seeded = loader.num_workers > 0 and not isinstance(loader, Stateful)
+    seeded = loader.num_workers > 0 and not isinstance(loader, Resumable)
     name, index = index_source(
         loader, setup.share, setup.uneven, order, _left_out(setup), reader=reader if seeded else None
     )
@@ -182,7 +183,7 @@ def _indexed(loader: DataLoader[Any], setup: _Setup, *, reader: int) -> Reading:
         start=start,
         epochal=_epochal(loader, source),
         position=_stateful(source),
-        begin=setup.numbers.restart,
+        begin=(setup.numbers.restart,),
     )
 
 
@@ -220,7 +221,7 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup
         epochal=_epochal(loader, source),
         leave_out=_left_out(setup),
         position=_stateful(source),
-        begin=setup.numbers.restart,
+        begin=(setup.numbers.restart,),
         rereads=True,
     )
 
@@ -230,9 +231,10 @@ def _own_part(loader: DataLoader[Any], stream: SplitStream, setup: _Setup, start
     agreement = _equal_batches(source, stream.words, setup, exact=False)
     epochal = tuple({id(each): each for each in (*_epochal(loader, loader), *_epochal(source, source))}.values())
     reading = (
-        Reading(source=source, position=source) if isinstance(source, Stateful) else _as_items(source, setup.alone())
+        Reading(source=source, position=source) if isinstance(source, Resumable) else _as_items(source, setup.alone())
     )
-    reading = replace(reading, start=start, epochal=epochal, begin=stream.follow, part=setup.part)
+    begin = (*reading.begin, stream.follow)
+    reading = replace(reading, start=start, epochal=epochal, begin=begin, part=setup.part)
     return replace(reading, agreement=agreement)
 
 
@@ -263,7 +265,7 @@ def _agreement(loader: Iterable[Any], words: str, setup: _Setup, *, exact: bool)
     # Ahead as in `process_dataloader`; and without workers too where batches are made here, of a stream, which draws
     # from random generators of its own.
     ahead = False
-    if isinstance(loader, DataLoader) and not isinstance(loader, Stateful):
+    if isinstance(loader, DataLoader) and not isinstance(loader, Resumable):
         ahead = loader.num_workers > 0 or (loader.batch_size is not None and not exact)
     return Agreement(setup.when_ended or "stop", setup.ranks.votes(), words, setup.say, ahead=ahead)
 
@@ -289,7 +291,7 @@ def _as_items(items: Iterable[Any], setup: _Setup) -> Reading:
         index=index,
         position=_stateful(items),
         epochal=_epochal(items, items),
-        begin=setup.numbers.restart,
+        begin=(setup.numbers.restart,),
         rereads=not at_hand,
     )
 

@@ -6,13 +6,13 @@ It is kept beside the user's module, and made anew where what the model trains h
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fabric.strategies.collectives.call_check import agree
@@ -20,7 +20,7 @@ from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.packing import Spec
 from fabric.strategies.ddp.comm_hooks import register
 from fabric.strategies.gradients.reducer import end_reducer
-from fabric.strategies.gradients.sync import Finish, GradientSync
+from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
 from fabric.strategies.module.buffers import follow_rank_zero
 from fabric.strategies.module.changes import Contents
 
@@ -76,6 +76,12 @@ class DDPGradientSync(GradientSync):
                 # Not before forward, as torch does: an evaluation then finds equal buffers, and needs no message.
                 follow_rank_zero(self.collective, buffers)
         return output
+
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self.module.parameters()
+
+    def scale(self, factor: Factor) -> None:
+        scale_gradients(self.parameters_held(), factor)
 
     def release(self) -> None:
         if self.parallel is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import attrgetter
 from typing import final
 
@@ -26,6 +25,7 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.target import Target
+from fabric.strategies.undo import undo_all
 
 _grad = attrgetter("grad")
 
@@ -87,11 +87,4 @@ class DDPStrategy(ProcessGroupStrategy):
         if not self.shard_optimizer or runtime.world.size == 1:
             return attach_scaler(runtime.loss_scaler, optimizers)
         refuse_whole(optimizers)
-        return partial(
-            _each, [attach_scaler(runtime.loss_scaler, optimizers), deal_out(runtime.collective, optimizers)]
-        )
-
-
-def _each(actions: Sequence[Callable[[], None]]) -> None:
-    for action in actions:
-        action()
+        return undo_all([attach_scaler(runtime.loss_scaler, optimizers), deal_out(runtime.collective, optimizers)])

@@ -128,8 +128,10 @@ class Engine:
     def _start_backward(self) -> None:
         if self._is_reduced:
             raise RuntimeError(
-                f"A backward of `{type(self.module).__name__}` between `clip_gradients` and `optimizer.step()`: under "
-                "DeepSpeed, clipping closes the window of accumulated gradients. Clip after the last backward."
+                f"A backward of `{type(self.module).__name__}` between `clip_gradients`, or a synchronised "
+                "`backward(weight=...)`, and `optimizer.step()`: under DeepSpeed, both close the window of accumulated "
+                "gradients. Clip after the last backward, and run those before it within `fabric.accumulate` or "
+                "`no_backward_sync`."
             )
         self._has_gradients = True
         self.engine._backward_prologue()
@@ -166,6 +168,13 @@ class Engine:
         bound = clip_val * float(self.zero.loss_scale)
         for shard in self._shards():
             shard.clamp_(-bound, bound)
+        self._show()
+
+    def multiply(self, factor: float | Tensor) -> None:
+        """Multiply each gradient. As clipping does, it closes the window of backwards."""
+        self._follow_zero_grad()
+        for shard in self._shards():
+            shard.mul_(factor.to(shard.device) if isinstance(factor, Tensor) else factor)
         self._show()
 
     def discard(self) -> None:
@@ -383,6 +392,7 @@ class Engine:
                 self.step()
             finally:
                 running = False
+            self_.step_was_skipped = bool(self.zero.overflow)  # type: ignore[attr-defined]
             return loss
 
         outside = Optimizer.profile_hook_step(whole)

@@ -6,14 +6,14 @@ for a rank has no room for whole ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
-from torch import nn
+from torch import Tensor, nn
 
 from fabric.strategies.deepspeed.engine import Engine, gathered_parts
-from fabric.strategies.gradients.sync import Finish, GradientSync
+from fabric.strategies.gradients.sync import Factor, Finish, GradientSync
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
 
@@ -35,6 +35,12 @@ class DeepSpeedGradientSync(GradientSync):
     def watch(self) -> Finish | None:
         return self.engine.watch()
 
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self.engine.trained
+
+    def scale(self, factor: Factor) -> None:
+        self.engine.multiply(factor)
+
     def release(self) -> None:
         self.engine.release()
 
@@ -55,6 +61,12 @@ class UntrainedGradientSync(GradientSync):
 
     def watch(self) -> Finish | None:
         return None  # what another model's loss sends through it needs nothing of it
+
+    def parameters_held(self) -> Iterable[Tensor]:
+        return ()
+
+    def scale(self, factor: Factor) -> None:
+        pass  # it has no gradients
 
     def release(self) -> None:
         self.order.release()

@@ -41,6 +41,7 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.target import Target, releases
+from fabric.strategies.undo import undo_all
 
 
 @final
@@ -106,13 +107,8 @@ class FairScaleFSDPStrategy(ProcessGroupStrategy):
             attach_module(runtime.collective, module),
             *(attach_optimizer(runtime.collective, optimizer, owned) for optimizer in optimizers),
         ]
-
-        def end() -> None:
-            for each in undo:
-                each()
-
         return replace(
-            replica(runtime, module, optimizers, sync, end=end, uncompilable=UNCOMPILABLE),
+            replica(runtime, module, optimizers, sync, end=undo_all(undo), uncompilable=UNCOMPILABLE),
             clip_norm=partial(clip_norm, owned=owned, collective=runtime.collective, scaler=runtime.loss_scaler),
             clip_value=partial(clip_value, owned=owned, scaler=runtime.loss_scaler),
         )
@@ -122,13 +118,7 @@ class FairScaleFSDPStrategy(ProcessGroupStrategy):
             return attach_scaler(runtime.loss_scaler, optimizers)
         refuse_optimizers("ddp_fully_sharded", optimizers, _WHOLE_MATRICES)
         undo = [attach_optimizer(runtime.collective, optimizer, owned) for optimizer in optimizers]
-        detach = attach_scaler(runtime.loss_scaler, optimizers)
-
-        def release() -> None:
-            for each in (*undo, detach):
-                each()
-
-        return release
+        return undo_all([*undo, attach_scaler(runtime.loss_scaler, optimizers)])
 
 
 _DTYPES = (torch.float32, torch.float16)

@@ -18,7 +18,7 @@ Note [Traps of FairScale closed here]
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from fabric.strategies.fairscale.fsdp_cpu import fully_sharded_on_cpu
 from fabric.strategies.fairscale.fsdp_state import holds_local
 from fabric.strategies.fairscale.library import FULLY_SHARDED, LATE, UNUSED, look_up, name_some, root_logger_untouched
-from fabric.strategies.gradients.sync import Finish, GradientSync, all_of
+from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, all_of, scale_gradients
 from fabric.strategies.module.added_parameters import Newcomers
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
 from fabric.strategies.module.forward import ForwardPath, leave_uncompiled
@@ -172,6 +172,12 @@ class FairScaleFSDPGradientSync(GradientSync):
             for wrapper in self.wrappers:
                 wrapper._free_full_params()
                 wrapper._use_fp32_param_shard()
+
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self.names
+
+    def scale(self, factor: Factor) -> None:
+        scale_gradients(self.parameters_held(), factor)
 
     def release(self) -> None:
         """Take our part of each forward off. The parameters stay slices: to put them together takes all ranks."""

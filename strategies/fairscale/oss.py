@@ -13,7 +13,7 @@ Note [Traps of FairScale closed here]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -34,7 +34,7 @@ from fabric.strategies.fairscale.library import (
     root_logger_untouched,
 )
 from fabric.strategies.gradients.clipping import parameters_of
-from fabric.strategies.gradients.sync import Finish, GradientSync
+from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
 from fabric.strategies.module.added_parameters import Newcomers
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
 from fabric.strategies.nest import map_only_tensors
@@ -221,6 +221,12 @@ class FairScaleShardedGradientSync(GradientSync):
         }
         return {**state_dict, "state": own}
 
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self.owner
+
+    def scale(self, factor: Factor) -> None:
+        scale_gradients(self.parameters_held(), factor)
+
     def release(self) -> None:
         """Take the hooks off, and give each parameter memory of its own again. State stays with its owners."""
         for handle in (*self.handles, *self.parallel._grad_hooks):
@@ -254,6 +260,12 @@ class NoOwnersGradientSync(GradientSync):
     def watch(self) -> Finish:
         before = [(parameter, parameter.grad, _version(parameter.grad)) for parameter in self.module.parameters()]
         return partial(self._refuse_changed, before)
+
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self.module.parameters()
+
+    def scale(self, factor: Factor) -> None:
+        pass  # it has no gradients
 
     def release(self) -> None:
         pass

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Any, cast, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fabric.strategies.gradients.sync import Finish, GradientSync, all_of
+from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, all_of, scale_gradients
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
 from fabric.strategies.module.changes import Additions, GatheredFlags
 from fabric.strategies.module.deferred_init import Unfilled
@@ -45,6 +45,7 @@ class FSDPGradientSync(GradientSync):
         self.order = ExecutionOrder(runtime, module, units)
         take_as_root(module, self.sharded)
         self.same = SameGradients(runtime, module, self.gathered)
+        self.parameters = list(module.parameters())  # the shards: gathered ones may take their places
         self._ordered = self.order.around(self._forward)
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -66,6 +67,12 @@ class FSDPGradientSync(GradientSync):
     def watch(self) -> Finish | None:
         return all_of(self.order.watch(), self.same.watch(), self.gathered.watch())
 
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self.parameters
+
+    def scale(self, factor: Factor) -> None:
+        scale_gradients(self.parameters_held(), factor)
+
     def release(self) -> None:
         self.gathered.release()
         self.order.release()
@@ -73,7 +80,7 @@ class FSDPGradientSync(GradientSync):
     def _forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.unfilled.check(self.collective)
         self.additions.refuse()
-        self.flags.follow()
+        self.flags.update()
         output = function(*args, **kwargs)
         if self.synced and torch.is_grad_enabled():
             follow_rank_zero(self.collective, buffers_of(self.buffered))

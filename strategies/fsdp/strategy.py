@@ -27,7 +27,7 @@ from fabric.strategies.module.copies import IN_SHARDS, refuse_copies
 from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.parameter_rebinding import follow
+from fabric.strategies.module.parameter_rebinding import rebinding
 from fabric.strategies.module.prepare import prepared, with_precision
 from fabric.strategies.module.wrap_policy import Policy, check_policy, matching, whole_at_once
 from fabric.strategies.precision.forward_precision import cast_module
@@ -119,7 +119,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         if self.auto_wrap_policy is None and runtime.world.size > 1 and (advice := whole_at_once(inner)) is not None:
             runtime.report(advice)
         unfilled = Unfilled(inner)
-        with follow(inner, optimizers):
+        with rebinding(inner, optimizers):
             cast_module(runtime.precision, inner)
             for part in in_order_of_apply(inner):
                 unfilled.fill(part, runtime.device, runtime.collective)

@@ -8,12 +8,17 @@ them asks which technique it is.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias, final
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from fabric.strategies.sharding.dtensor import local_part
+
+Factor: TypeAlias = "float | Tensor"
+"""A number, or a tensor without dimensions whose value nobody waits for."""
 Finish: TypeAlias = Callable[[], None]
 """Called after a backward: completes its synchronisation, or raises RuntimeError where gradients are wrong."""
 
@@ -39,6 +44,17 @@ class GradientSync(ABC):
         """Called before each backward that may reach the model. None: there is nothing to do after it."""
 
     @abstractmethod
+    def parameters_held(self) -> Iterable[Tensor]:
+        """The parameters as optimizers hold them: shards, where `module.parameters()` may give gathered ones."""
+
+    @abstractmethod
+    def scale(self, factor: Factor) -> None:
+        """Multiply the synchronised gradients that the model has now, and that its optimizers would step with.
+
+        Where an engine of its own reduces gradients, it does so here, and its window of backwards ends. Ranks: all.
+        """
+
+    @abstractmethod
     def release(self) -> None:
         """Leave the user's objects as they were, before the process group is destroyed. Called once."""
 
@@ -46,6 +62,9 @@ class GradientSync(ABC):
 @final
 class LocalGradientSync(GradientSync):
     """One process computes the gradients of the whole batch: nothing is sent."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return function(*args, **kwargs)
@@ -56,8 +75,25 @@ class LocalGradientSync(GradientSync):
     def watch(self) -> Finish | None:
         return None
 
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self.module.parameters()
+
+    def scale(self, factor: Factor) -> None:
+        scale_gradients(self.parameters_held(), factor)
+
     def release(self) -> None:
         pass
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[Tensor], factor: Factor) -> None:
+    """Multiply what this rank holds of the gradients of those that are trained."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.grad is not None:
+            by_device.setdefault(parameter.grad.device, []).append(local_part(parameter.grad))
+    for device, gradients in by_device.items():
+        torch._foreach_mul_(gradients, factor.to(device) if isinstance(factor, Tensor) else factor)
 
 
 def all_of(*finishes: Finish | None) -> Finish | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
@@ -15,7 +15,7 @@ from fabric.strategies.collectives.call_check import agree
 from fabric.strategies.collectives.collective import Collective, CollectiveError
 from fabric.strategies.collectives.packing import Spec, exchange
 from fabric.strategies.gradients.clipping import NONE, kind_of, on_gradient, refuse_sparse
-from fabric.strategies.gradients.sync import Finish, GradientSync
+from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
 from fabric.strategies.module.changes import Contents
 from fabric.strategies.torch_internals import after_backward
@@ -54,6 +54,12 @@ class HorovodGradientSync(GradientSync):
     def watch(self) -> Finish | None:
         # Where all that the loss is made of is new, no hook of ours is called.
         return None if self.is_unsynced or self.contents.is_as_it_was() else self._refuse_unmet
+
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self.parameters
+
+    def scale(self, factor: Factor) -> None:
+        scale_gradients(self.parameters_held(), factor)
 
     def release(self) -> None:
         self._remove_hooks()

@@ -9,7 +9,7 @@ there: unlike an average (see Note [Averages of averages]), a division may not b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from fabric.strategies.gradients.averaging import average
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.gradients.reducer import end_reducer
-from fabric.strategies.gradients.sync import Finish, GradientSync
+from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
 from fabric.strategies.manual.context import ManualContext, Parallelized
 from fabric.strategies.manual.replica_checks import refuse_unequal_gradients
 from fabric.strategies.manual.state import own_parameters
@@ -101,6 +101,12 @@ class ManualGradientSync(GradientSync):
         plain = [parameter for parameter in parameters_of(optimizer) if as_sharded(parameter) is None]
         names = [self.names.get(parameter, f"parameter {index}") for index, parameter in enumerate(plain)]
         refuse_unequal_gradients(self.context.collective, dict(zip(names, plain, strict=True)))
+
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self.parallel.module.parameters()
+
+    def scale(self, factor: Factor) -> None:
+        scale_gradients(self.parameters_held(), factor)
 
     def release(self) -> None:
         if self.parallel.release is not None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fabric.strategies.gradients.averaging import MeshAveraging
-from fabric.strategies.gradients.sync import Finish, GradientSync, all_of
+from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, all_of, scale_gradients
 from fabric.strategies.module.changes import Additions, GatheredFlags
 from fabric.strategies.module.deferred_init import Unfilled
 from fabric.strategies.runtime import Runtime
@@ -50,6 +50,12 @@ class ModelParallelGradientSync(GradientSync):
     def watch(self) -> Finish | None:
         return all_of(self.order.watch(), self.same.watch(), self.averaging.watch(), self.gathered.watch())
 
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self.averaging.parameters
+
+    def scale(self, factor: Factor) -> None:
+        scale_gradients(self.parameters_held(), factor)
+
     def release(self) -> None:
         self.gathered.release()
         self.order.release()
@@ -59,7 +65,7 @@ class ModelParallelGradientSync(GradientSync):
         self.unfilled.check(self.runtime.collective)
         self.additions.refuse()
         if self.flags is not None:
-            self.flags.follow()
+            self.flags.update()
         output = function(*args, **kwargs)
         if self.broadcast_buffers and self.averaging.synced and torch.is_grad_enabled():
             self.averaging.follow_buffers()

@@ -36,7 +36,7 @@ from fabric.strategies.module.copies import IN_SHARDS, IN_STAGES, refuse_copies
 from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.parameter_rebinding import follow
+from fabric.strategies.module.parameter_rebinding import rebinding
 from fabric.strategies.module.prepare import prepared, with_precision
 from fabric.strategies.options import check_function
 from fabric.strategies.precision.forward_precision import cast_module
@@ -128,7 +128,7 @@ class ModelParallelStrategy(ProcessGroupStrategy):
         inner = uncompiled(module)
         refuse_cut(inner, "Leave that to `parallelize_fn`, which `setup` calls once they are.")
         unfilled = Unfilled(inner)
-        with follow(inner, optimizers):
+        with rebinding(inner, optimizers):
             place_alike(runtime, inner, optimizers, move=move)
             result = self._parallelize(runtime, inner)
             fill_alike(runtime, inner, unfilled)

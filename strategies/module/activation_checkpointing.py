@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fabric.strategies.module.forward import outside_of_graphs
 from fabric.strategies.module.wrap_policy import Policy, matching
+from fabric.strategies.undo import undo_all
 
 
 def recompute(module: nn.Module, policy: Policy | None) -> Callable[[], None]:
@@ -25,13 +26,7 @@ def recompute(module: nn.Module, policy: Policy | None) -> Callable[[], None]:
 
     Raises: ValueError: it means none. TypeError: it is no policy.
     """
-    undo = [_replace_forward(part) for part in matching(module, policy, "activation_checkpointing_policy")]
-
-    def release() -> None:
-        for each in undo:
-            each()
-
-    return release
+    return undo_all(_replace_forward(part) for part in matching(module, policy, "activation_checkpointing_policy"))
 
 
 def rebind_copies(module: nn.Module) -> None:

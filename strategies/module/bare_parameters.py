@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.gradients.clipping import on_gradient, parameters_of
-from fabric.strategies.gradients.sync import Finish, GradientSync
+from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
 from fabric.strategies.module.buffers import follow_rank_zero
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.dtensor import as_sharded
@@ -68,11 +68,11 @@ class BareParameters(GradientSync):
         finally:
             self._is_held = before
 
-    @contextmanager
-    def unsynced_with(self, model: GradientSync) -> Iterator[None]:
-        """Both within one context."""
-        with self.unsynced(), model.unsynced():
-            yield
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self._parameters
+
+    def scale(self, factor: Factor) -> None:
+        scale_gradients(self.parameters_held(), factor)
 
     def release(self) -> None:
         for hook in self._hooks:

@@ -1,4 +1,4 @@
-"""Every rank takes over the values of rank 0: of weights when a model is set up, of buffers while it trains."""
+"""Broadcast from rank 0: of weights when a model is set up, of buffers while it trains."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def follow_rank_zero(collective: Collective, tensors: Iterable[Tensor]) -> None:
 
 
 def buffers_of(parts: Sequence[nn.Module]) -> list[Tensor]:
-    """The buffers that modules have now, without those of modules within them. To be asked for each time: a forward may
+    """The current buffers of the modules themselves, not of their submodules. Call it anew each time: a forward may
     assign another tensor (https://github.com/pytorch/pytorch/issues/63916)."""
     return list(dict.fromkeys(each for part in parts for each in part._buffers.values() if each is not None))

@@ -125,7 +125,7 @@ class GatheredFlags:
         self._shards = self._now()
         self._flags = self._of(self._shards)
 
-    def follow(self) -> None:
+    def update(self) -> None:
         """Let shards and whole parameters have the flag that was set last on either."""
         now = self._now()
         whole, shards = self._of(now), self._of(self._shards)

@@ -16,7 +16,7 @@ from fabric.strategies.sharding.dtensor import shard_like, shard_state
 
 
 @contextmanager
-def follow(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+def rebinding(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
     """Within it parameters of `module` may be replaced; afterwards the optimizers hold the new ones.
 
     Gradients and state that were there are laid out as the new parameters are. Names stay as they were.

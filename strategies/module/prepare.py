@@ -23,6 +23,7 @@ from fabric.strategies.precision.forward_precision import autocast, cast_inputs,
 from fabric.strategies.precision.loss_scaler import LossScaler
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.undo import undo_all
 
 
 def place(runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], *, move: bool) -> None:
@@ -50,7 +51,7 @@ def replica(
     """
     around = with_precision(runtime, None if sync is None else sync.forward)
     path = ForwardPath(module, refuse_empty(module, around), uncompilable=uncompilable)
-    return prepared(runtime, module, optimizers, sync or LocalGradientSync(), path, end)
+    return prepared(runtime, module, optimizers, sync or LocalGradientSync(module), path, end)
 
 
 def prepared(
@@ -66,19 +67,13 @@ def prepared(
     `ends`: what is given back on release, after the module and the optimizers, in this order.
     """
     scaler = runtime.loss_scaler
-    undo = (path.release, attach_scaler(scaler, optimizers), sync.release, *ends)
-
-    def release() -> None:
-        for each in undo:
-            each()
-
     return Prepared(
         module=module,
         optimizers=tuple(optimizers),
         sync=sync,
         clip_norm=partial(clip_norm, scaler=scaler),
         clip_value=partial(clip_value, scaler=scaler),
-        release=release,
+        release=undo_all((path.release, attach_scaler(scaler, optimizers), sync.release, *ends)),
     )
 
 
@@ -110,6 +105,7 @@ def share_loader(
         uneven=runtime.uneven,
         numbers=runtime.loader_numbers,
         say=runtime.report,
+        draw_apart=runtime.draw_apart,
         carry=runtime.carry,
     )
 
@@ -132,28 +128,28 @@ def votes_over(collective: Collective) -> Votes:
 
 def attach_scaler(scaler: LossScaler | None, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
     """Let the scaler, if there is one, see to the optimizers' steps. Returns what undoes it."""
-    undo = [scaler.attach(optimizer) for optimizer in optimizers] if scaler is not None else []
-
-    def detach() -> None:
-        for each in undo:
-            each()
-
-    return detach
+    return undo_all(scaler.attach(optimizer) for optimizer in optimizers if scaler is not None)
 
 
 def with_precision(runtime: Runtime, around: Around | None) -> Around | None:
-    """What the precision does around forward, within what the strategy does."""
+    """What the precision does around forward, within what the strategy does. Ranks draw apart from here on."""
     precision, device = runtime.precision, runtime.device
-    if not precision.is_mixed and not casts(precision):
-        return around
     inner: Around = around or (lambda function, args, kwargs: function(*args, **kwargs))
 
+    def forward_plain(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        runtime.draw_apart()
+        return inner(function, args, kwargs)
+
     def forward_mixed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        runtime.draw_apart()
         with autocast(precision, device):
             return inner(function, args, kwargs)
 
     def forward_true(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        runtime.draw_apart()
         with runtime.new_tensors:
             return inner(function, *cast_inputs(precision, (args, kwargs)))
 
+    if not precision.is_mixed and not casts(precision):
+        return around if runtime.share.index == 0 else forward_plain
     return forward_mixed if precision.is_mixed else forward_true

@@ -7,7 +7,6 @@ each batch of a loader, so the loop is that of any other device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -23,6 +22,7 @@ from fabric.strategies.module.prepare import attach_scaler
 from fabric.strategies.precision.forward_precision import cast_module
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.target import Target
+from fabric.strategies.undo import undo_all
 
 
 def refuse_accelerator(word: str, target: Target) -> str | None:
@@ -70,7 +70,7 @@ def _move_parameter(parameter: nn.Parameter, device: torch.device) -> None:
 def prepare_module(module: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
     """What every `Strategy.setup` over XLA does to a placed module and its optimizers. Returns what undoes it."""
     owners = [_own_gradients(module.parameters()), *(_own_gradients(parameters_of(one)) for one in optimizers)]
-    return partial(each, [_mark_steps(optimizers), _unbias_statistics(module), _keep_apart(module), *owners])
+    return undo_all([_mark_steps(optimizers), _unbias_statistics(module), _keep_apart(module), *owners])
 
 
 def _keep_apart(module: nn.Module) -> Callable[[], None]:
@@ -82,7 +82,7 @@ def _keep_apart(module: nn.Module) -> Callable[[], None]:
     _take_buffers(module)
     after_loading = Hook(lambda part, _: _take_buffers(part))
     handle = module.register_load_state_dict_post_hook(after_loading)  # type: ignore[no-untyped-call]
-    return partial(each, [handle.remove])
+    return undo_all([handle.remove])
 
 
 def _take_buffers(module: nn.Module) -> None:
@@ -109,7 +109,7 @@ def _own_gradients(parameters: Iterable[Tensor]) -> Callable[[], None]:
         parameter.requires_grad_(True)  # torch takes no hook otherwise; one that is frozen now may be trained later
         handles.append(parameter.register_hook(_own))  # type: ignore[no-untyped-call]
         parameter.requires_grad_(is_trained)
-    return partial(each, [handle.remove for handle in handles])
+    return undo_all([handle.remove for handle in handles])
 
 
 def _own(gradient: Tensor) -> Tensor:
@@ -140,25 +140,19 @@ def _unbias_statistics(module: nn.Module) -> Callable[[], None]:
 
     handles = [part.register_forward_pre_hook(Hook(keep)) for part in parts]
     handles += [part.register_forward_hook(Hook(correct)) for part in parts]
-    return partial(each, [handle.remove for handle in handles])
+    return undo_all([handle.remove for handle in handles])
 
 
 def _mark_steps(optimizers: Sequence[Optimizer]) -> Callable[[], None]:
     """Let each optimizer run what was recorded once it has stepped. Returns what undoes it."""
     handles = [optimizer.register_step_post_hook(_mark) for optimizer in optimizers]
-    return partial(each, [handle.remove for handle in handles])
-
-
-def each(actions: Sequence[Callable[[], None]]) -> None:
-    """Do one after the other."""
-    for action in actions:
-        action()
+    return undo_all([handle.remove for handle in handles])
 
 
 def prepare_optimizers(runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
     """What `Strategy.setup_optimizers` does over XLA."""
     owners = [_own_gradients(parameters_of(one)) for one in optimizers]
-    return partial(each, [attach_scaler(runtime.loss_scaler, optimizers), _mark_steps(optimizers), *owners])
+    return undo_all([attach_scaler(runtime.loss_scaler, optimizers), _mark_steps(optimizers), *owners])
 
 
 def _mark(*_: Any) -> None:

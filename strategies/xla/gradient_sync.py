@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import is_not
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fabric.strategies.collectives.call_check import agree
-from fabric.strategies.gradients.sync import Finish, GradientSync
+from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
 from fabric.strategies.module.changes import Contents
 from fabric.strategies.xla.collective import XLACollective
@@ -46,6 +46,12 @@ class XLAGradientSync(GradientSync):
         if self.synced and torch.is_grad_enabled():
             follow_rank_zero(self.collective, buffers_of(self.buffered))
         return output
+
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self.parameters.values()
+
+    def scale(self, factor: Factor) -> None:
+        scale_gradients(self.parameters_held(), factor)
 
     def release(self) -> None:
         pass

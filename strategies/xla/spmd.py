@@ -26,9 +26,9 @@ from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime, open_runtime
 from fabric.strategies.target import Target
+from fabric.strategies.undo import undo_all
 from fabric.strategies.xla.device import (
     XLAState,
-    each,
     marked_batches,
     prepare_module,
     prepare_optimizers,
@@ -96,12 +96,12 @@ def mesh_of_devices(degrees: Mapping[str, int]) -> Any:
 def prepare_program(runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
     """Prepare a module whose parameters are on the device, and marked; their optimizers' states will lie as they do."""
     undo = [_lay_states(optimizers), prepare_module(module, optimizers)]
-    return replace(replica(runtime, module, optimizers, end=partial(each, undo)), state=XLAState(rank=0))
+    return replace(replica(runtime, module, optimizers, end=undo_all(undo)), state=XLAState(rank=0))
 
 
 def prepare_program_optimizers(runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
     """What `Strategy.setup_optimizers` does."""
-    return partial(each, [_lay_states(optimizers), prepare_optimizers(runtime, optimizers)])
+    return undo_all([_lay_states(optimizers), prepare_optimizers(runtime, optimizers)])
 
 
 def cut_batches(
@@ -149,7 +149,7 @@ copies of a tile, they are one more dim, the last."""
 def _lay_states(optimizers: Sequence[Optimizer]) -> Callable[[], None]:
     """Let each optimizer, once it has stepped, lay its state out as its parameters are. Returns what undoes it."""
     handles = [optimizer.register_step_post_hook(_lay_state) for optimizer in optimizers]
-    return partial(each, [handle.remove for handle in handles])
+    return undo_all([handle.remove for handle in handles])
 
 
 def _lay_state(optimizer: Optimizer, *_: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from timing import Action, Row, race
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from fabric import Fabric
 
@@ -54,7 +55,35 @@ def two_ranks(ours: Fabric) -> list[Row]:
         others["AC"] = rivals.accelerator()
         steps["AC"] = _accelerate_step(others["AC"])
     rows = race("step of a tiny model, 2 DDP ranks", steps, repeat=100, rounds=15, target="+5 us")
-    return rows + _collectives(ours, others)
+    return rows + _streams(ours) + _collectives(ours, others)
+
+
+class Samples(IterableDataset[torch.Tensor]):
+    """A stream of 20 batches of 32."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.ones(20 * 32, 256))
+
+
+def _streams(ours: Fabric) -> list[Row]:
+    """Steps of a few milliseconds over a stream, whose ranks agree before each batch, and without that."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(10)))
+    model, optimizer = ours.setup(net, torch.optim.SGD(net.parameters(), lr=1e-3))
+
+    def epoch(loader: DataLoader[Any]) -> None:
+        for inputs in loader:
+            optimizer.zero_grad()
+            ours.backward(model(inputs).square().mean())
+            optimizer.step()
+
+    loaders: dict[str, Action] = {
+        "alone": partial(epoch, ours.setup_dataloaders(DataLoader(Samples(), 32), use_distributed_sampler=False)),
+        "ours": partial(
+            epoch, ours.setup_dataloaders(DataLoader(Samples(), 32), use_distributed_sampler=False, uneven="stop")
+        ),
+    }
+    return race("20 steps over a stream, 2 DDP ranks", loaders, repeat=1, rounds=41, target="1.02 x")
 
 
 def _collectives(ours: Fabric, others: dict[str, Any]) -> list[Row]:

@@ -30,12 +30,13 @@ MOST = (
     "groups",
     "repeated_backward",
     "accumulate_and_clip",
+    "weights",
     "tied",
     "buffers",
     "optimizer_state",
     "uneven",
 )
-FEW = ("sgd", "adamw", "accumulate", "repeated_backward", "accumulate_and_clip")
+FEW = ("sgd", "adamw", "accumulate", "repeated_backward", "accumulate_and_clip", "weights")
 HALF = ("bf16-true", "16-true", "bf16-mixed", "16-mixed")
 
 GATHERED_IN_HALF = {("fsdp", "bf16-mixed"): 5e-2, ("fsdp", "16-mixed"): 1e-2}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
+
+from fabric.launchers.cores import num_cores
 
 
 class AttributeDict(dict[str, Any]):
@@ -31,5 +32,5 @@ def suggested_max_num_workers(local_world_size: int) -> int:
     """
     if local_world_size < 1:
         raise ValueError(f"`suggested_max_num_workers({local_world_size})`: write a number of processes from 1 on.")
-    cores = len(os.sched_getaffinity(0)) if "sched_getaffinity" in dir(os) else os.cpu_count() or 1
+    cores = num_cores()
     return max(1, cores // local_world_size)

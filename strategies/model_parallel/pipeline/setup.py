@@ -6,20 +6,20 @@ while every rank still has the whole model, and only what a rank keeps is moved 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.gradients.averaging import MeshAveraging
 from fabric.strategies.gradients.clipping import clip_norm
-from fabric.strategies.gradients.sync import Finish, GradientSync
+from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
 from fabric.strategies.model_parallel.pipeline.options import Pipeline
 from fabric.strategies.model_parallel.pipeline.schedule import Stages
 from fabric.strategies.model_parallel.pipeline.split import Stage, cut, drop_others, give_back, take_over
@@ -29,7 +29,7 @@ from fabric.strategies.module.changes import Additions
 from fabric.strategies.module.copies import IN_STAGES, refuse_copies
 from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
 from fabric.strategies.module.forward import ForwardPath
-from fabric.strategies.module.parameter_rebinding import follow
+from fabric.strategies.module.parameter_rebinding import rebinding
 from fabric.strategies.module.prepare import place, prepared
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
@@ -68,7 +68,7 @@ def pipelined(
         follow_rank_zero(runtime.collective, tensors)
     drop_others(inner, stages)
     whole.leave()
-    with follow(inner, optimizers):
+    with rebinding(inner, optimizers):
         was_empty = any(parameter.is_meta for parameter in inner.parameters())
         for part in in_order_of_apply(inner):
             unfilled.fill(part, runtime.device, peers)
@@ -108,7 +108,7 @@ class PipelineGradientSync(GradientSync):
         group: ProcessGroup,
         unfilled: Unfilled,
     ) -> None:
-        self.peers, self.unfilled = peers, unfilled
+        self.peers, self.unfilled, self.runtime = peers, unfilled, runtime
         self.averaging = MeshAveraging(runtime, nn.ModuleDict({f"stage {each.index}": each.module for each in stages}))
         # A schedule lets `fully_shard` reduce what it computed, within `no_backward_sync`, too.
         self.averaging.sharded.clear()
@@ -118,6 +118,7 @@ class PipelineGradientSync(GradientSync):
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.unfilled.check(self.peers)  # not all ranks: those of other stages may have nothing to fill
         self.additions.refuse()
+        self.runtime.draw_apart()
         with self.averaging.unsynced():  # backwards within it are not the user's
             return self.stages.forward(function, args, kwargs)
 
@@ -126,6 +127,12 @@ class PipelineGradientSync(GradientSync):
 
     def watch(self) -> Finish | None:
         return self.averaging.watch()
+
+    def parameters_held(self) -> Iterable[Tensor]:
+        return self.averaging.parameters
+
+    def scale(self, factor: Factor) -> None:
+        scale_gradients(self.parameters_held(), factor)
 
     def release(self) -> None:
         self.stages.release()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fabric.strategies.module.parameter_rebinding import follow
+from fabric.strategies.module.parameter_rebinding import rebinding
 
 
 def replace_parameters(module: nn.Module) -> None:
@@ -28,7 +28,7 @@ def test_groups_keep_their_options_and_get_the_new_parameters() -> None:
     groups = [{"params": [model[0].weight]}, {"params": [model[0].bias, model[1].bias], "lr": 0.5}]
     optimizer = torch.optim.SGD(groups, lr=0.1)
     first, second = (group["params"] for group in optimizer.param_groups)
-    with follow(model, [optimizer]):
+    with rebinding(model, [optimizer]):
         replace_parameters(model)
     assert first[0] is model[0].weight is model[1].weight
     assert [id(parameter) for parameter in second] == [id(model[0].bias), id(model[1].bias)]
@@ -42,7 +42,7 @@ def test_state_and_gradients_move_along() -> None:
     optimizer.step()
     before = optimizer.state_dict()["state"]
     gradient = model[0].weight.grad
-    with follow(model, [optimizer]):
+    with rebinding(model, [optimizer]):
         replace_parameters(model)
     torch.testing.assert_close(optimizer.state_dict()["state"], before)
     assert set(optimizer.state) == set(model.parameters())
@@ -52,7 +52,7 @@ def test_state_and_gradients_move_along() -> None:
 def test_parameters_of_another_model_stay() -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
-    with follow(model, [optimizer]):
+    with rebinding(model, [optimizer]):
         replace_parameters(model)
     expected = [*model.parameters(), *other.parameters()]
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in expected]
@@ -61,7 +61,7 @@ def test_parameters_of_another_model_stay() -> None:
 def test_an_optimizer_that_keeps_its_own_list_of_parameters_follows_too() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
-    with follow(model, [optimizer]):
+    with rebinding(model, [optimizer]):
         replace_parameters(model)
     x = torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
 

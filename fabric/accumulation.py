@@ -1,0 +1,183 @@
+"""Gradient accumulation: windows of micro-batches with one gradient synchronisation and one optimizer step each.
+
+Which micro-batch is the last of its window is known by reading one ahead, never beyond the window: at the step, the
+loader stands exactly after what was trained on. Reads `GradientSync` and asks for no strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import islice
+from typing import Any, Generic, TypeVar, final
+
+from torch.optim import Optimizer
+
+from fabric.strategies.gradients.sync import GradientSync
+from fabric.strategies.prepared import Prepared
+
+T = TypeVar("T")
+
+
+@final
+class Accumulation:
+    """Which models of one fabric keep gradients back at present, and the window that was begun last."""
+
+    def __init__(self) -> None:
+        self.held: list[Prepared] = []
+        """Models whose gradients stay where they are computed, once for each context that says so."""
+        self.is_unsynced = False
+        """Whether the last backward ran while gradients were kept back."""
+        self._window: Window[Any] | None = None
+        self._steps_of: tuple[Prepared, ...] = ()
+        self._guarded: dict[Optimizer, Callable[[], None]] = {}
+
+    @contextmanager
+    def unsynced(self, models: Sequence[Prepared], bare: GradientSync | None) -> Iterator[None]:
+        """Within it gradients of these models, and of parameters in none, stay on the rank that computed them."""
+        with ExitStack() as stack:
+            for sync in (*(model.sync for model in models), *([bare] if bare else [])):
+                stack.enter_context(sync.unsynced())
+            self.held += models
+            try:
+                yield
+            finally:
+                del self.held[len(self.held) - len(models) :]
+
+    def windows(
+        self,
+        batches: Iterable[T],
+        num_batches: int,
+        models: tuple[Prepared, ...],
+        unsynced: Callable[[], AbstractContextManager[None]],
+    ) -> Iterator[Window[T]]:
+        """See `Fabric.accumulate`."""
+        total, taken = _length(batches), 0
+        remaining = _Ahead(iter(batches))
+        while remaining.has_next():
+            if self.is_unsynced and any(p.grad is not None for model in models for p in model.sync.parameters_held()):
+                raise RuntimeError(_LEFT)
+            length = None if total is None else min(num_batches, total - taken)
+            self._steps_of, self._window = models, Window(remaining, num_batches, length, unsynced)
+            yield self._window
+            if self._window.num_read == 0:
+                raise RuntimeError(_UNREAD)
+            taken += self._window.num_read
+
+    def guard(self, optimizers: Iterable[Optimizer]) -> None:
+        """Let a step of these raise RuntimeError where gradients of a window were not synchronised."""
+        for optimizer in optimizers:
+            if optimizer not in self._guarded:
+                self._guarded[optimizer] = optimizer.register_step_pre_hook(self._check).remove
+
+    def release(self) -> None:
+        """Take the guard off the optimizers."""
+        for remove in self._guarded.values():
+            remove()
+        self._guarded.clear()
+        self._window, self._steps_of, self.is_unsynced = None, (), False
+
+    def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self.is_unsynced or self._window is None or not any(model.holds(optimizer) for model in self._steps_of):
+            return
+        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            fault = _SKIPPED if self._window.is_complete else _EARLY.format(number=self._window.num_read)
+            raise RuntimeError(f"`{type(optimizer).__name__}.step()` {fault}")
+
+
+@final
+class Window(Generic[T]):
+    """The micro-batches of one optimizer step. Iterated once; in the last one gradients are synchronised."""
+
+    def __init__(
+        self,
+        remaining: _Ahead[T],
+        num_batches: int,
+        length: int | None,
+        unsynced: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._remaining, self._num_batches, self._length, self._unsynced = remaining, num_batches, length, unsynced
+        self._was_asked = False
+        self.num_read = 0
+        """How many micro-batches were given out."""
+        self.is_complete = False
+        """Whether the last was."""
+
+    def __len__(self) -> int:
+        """How many micro-batches the window has, the last, shorter one of an epoch included.
+
+        Raises: TypeError: the loader has no length, so nobody knows yet.
+        """
+        if self._length is None:
+            raise TypeError(
+                "`len(window)` over a loader without a length: whether the window is full is known at its end. Write "
+                "`fabric.backward(loss, weight=1)`, which divides by the number of micro-batches after the last."
+            )
+        self._was_asked = True
+        return self._length
+
+    def __iter__(self) -> Iterator[T]:
+        if self.num_read:
+            raise RuntimeError("A window of `fabric.accumulate` is iterated once: its micro-batches were not kept.")
+        return self._batches()
+
+    def _batches(self) -> Iterator[T]:
+        batch = next(self._remaining)
+        if self._num_batches > 1 and self._remaining.has_next():
+            with self._unsynced():
+                is_last = False
+                while not is_last:
+                    self.num_read += 1
+                    yield batch
+                    batch = next(self._remaining)
+                    is_last = self.num_read + 1 == self._num_batches or not self._remaining.has_next()
+        self.num_read += 1
+        if self._was_asked and self.num_read != self._length:
+            raise RuntimeError(
+                f"`len(window)` said {self._length}, from the length of the loader, and the loader ended after "
+                f"{self.num_read} micro-batches. Give the loader its true length, or leave `len(window)` out and write "
+                "`fabric.backward(loss, weight=1)`."
+            )
+        self.is_complete = True
+        yield batch
+
+
+@final
+class _Ahead(Iterator[T]):
+    """An iterator that knows whether there is a next one, which it then holds."""
+
+    def __init__(self, iterator: Iterator[T]) -> None:
+        self._iterator = iterator
+        self._held: list[T] = []
+
+    def has_next(self) -> bool:
+        if not self._held:
+            self._held = list(islice(self._iterator, 1))
+        return bool(self._held)
+
+    def __next__(self) -> T:
+        return self._held.pop() if self.has_next() else next(self._iterator)
+
+
+def _length(batches: Any) -> int | None:
+    try:
+        return len(batches)
+    except TypeError:
+        return None
+
+
+_EARLY = (
+    "within a window of `fabric.accumulate`, after {number} of its micro-batches and before the last: gradients were "
+    "not synchronised over the ranks. Step after the loop over the window; where that was left by `break`, discard "
+    "its gradients with `optimizer.zero_grad()`."
+)
+_SKIPPED = (
+    "after a window of `fabric.accumulate` whose last micro-batch ran no backward: gradients of those before it were "
+    "not synchronised over the ranks. Run a backward in each micro-batch; for one that is not to count, "
+    "`fabric.backward(0 * loss)`, or `weight=0`."
+)
+_LEFT = (
+    "The window of `fabric.accumulate` before this one was not finished, and its gradients would count in this one. "
+    "Write `optimizer.zero_grad()` after the `break`, or let the loop over the window run to its end."
+)
+_UNREAD = "A window of `fabric.accumulate` was not iterated. Write `for batch in window:` within the loop over windows."

@@ -1,0 +1,185 @@
+"""Losses with weights: after a window, gradients are the sum of all losses' gradients over the sum of all weights.
+
+Both sums are over all ranks and micro-batches: what is padding, which batch is shorter and which rank has fewer samples
+does not matter. Strategies average over ranks; so once the averages are there, they are divided by the mean over ranks
+of the weights, which one scalar all-reduce gives while backward runs. Ranks that hold pieces of one model have the same
+loss and the same weight, so that the mean over all ranks is that over those that have data of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.gradients.averaging import average
+from fabric.strategies.gradients.clipping import parameters_of
+from fabric.strategies.gradients.sync import Factor, GradientSync, scale_gradients
+from fabric.strategies.prepared import Prepared
+from fabric.strategies.sharding.dtensor import as_sharded, local_part
+
+Weight: TypeAlias = "float | Tensor"
+
+
+@final
+class Weighting:
+    """The weights of one fabric's losses, by the model whose gradients they count for."""
+
+    def __init__(self, collective: Collective) -> None:
+        self._collective = collective
+        self._kept_back: dict[nn.Module, _KeptBack] = {}
+        self._divided: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
+        """Parameters, each with its gradient, that were divided."""
+
+    def refuse_unweighted(self) -> None:
+        """Raise RuntimeError where a loss without a weight would be added to gradients that are still to be divided."""
+        if any(not kept.is_discarded() for kept in self._kept_back.values()):
+            raise RuntimeError(_MIXED)
+
+    def keep_back(self, models: Sequence[Prepared], weight: Weight, run: Callable[[], None]) -> None:
+        """Run a backward whose gradients stay on this rank."""
+        weights = [self._before(model) + weight for model in models]
+        run()
+        self._kept_back.update(
+            {model.module: _KeptBack.of(model.sync, each) for model, each in zip(models, weights, strict=True)}
+        )
+
+    def synchronise(
+        self,
+        models: Sequence[Prepared],
+        weight: Weight,
+        run: Callable[[], None],
+        bare: GradientSync | None,
+        optimizers: Iterable[Optimizer],
+    ) -> None:
+        """Run a synchronised backward, and divide by the weights of all ranks. Ranks: all, for the same models."""
+        for model in models:
+            self._refuse_divided(model.module, optimizers)
+        weights = [self._before(model) + weight for model in models]
+        mean = self._collective.start_all_reduce(_stacked(weights), "mean")
+        run()
+        factors = _inverse(mean())
+        for model, factor in zip(models, factors, strict=True):
+            model.sync.scale(factor)
+            self._kept_back.pop(model.module, None)
+            self._divided[model.module] = [(p, p.grad) for p in model.sync.parameters_held() if p.grad is not None]
+        if bare is not None:
+            bare.scale(factors[0])
+
+    def _before(self, model: Prepared) -> Weight:
+        """The weight of gradients that are kept back still."""
+        kept = self._kept_back.get(model.module)
+        if kept is None:
+            return 0.0
+        if kept.is_discarded():
+            del self._kept_back[model.module]
+            return 0.0
+        return kept.weight
+
+    def _refuse_divided(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        still = {parameter for parameter, gradient in self._divided.pop(module, ()) if parameter.grad is gradient}
+        if not still:
+            return
+        stepped = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
+        if any(_is_nonzero(parameter.grad) for parameter in stepped if parameter in still):
+            raise RuntimeError(_DIVIDED.format(name=type(module).__name__))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _KeptBack:
+    """The weight of gradients that one model keeps back, and what its first gradient was then."""
+
+    sync: GradientSync
+    weight: Weight
+    gradient: Tensor | None
+    version: int
+
+    @classmethod
+    def of(cls, sync: GradientSync, weight: Weight) -> _KeptBack:
+        gradient = _first_gradient(sync)
+        return cls(sync, weight, gradient, _version(gradient))
+
+    def is_discarded(self) -> bool:
+        """Whether the gradients were set to None or to zero since."""
+        gradient = _first_gradient(self.sync)
+        if gradient is not None and gradient is self.gradient and _version(gradient) == self.version:
+            return False
+        return not any(_is_nonzero(parameter.grad) for parameter in self.sync.parameters_held())
+
+
+def average_over_ranks(collective: Collective, parameters: Sequence[Tensor], weight: Weight | None) -> None:
+    """See `Fabric.average_gradients`. Ranks: all."""
+    mean = None if weight is None else collective.start_all_reduce(_stacked([weight]), "mean")
+    average(collective, parameters)
+    if mean is not None:
+        scale_gradients(parameters, _inverse(mean())[0])
+
+
+def check_weight(weight: Any) -> Weight:
+    """The weight as a number, or as a tensor of one element on its device. Raises: TypeError, ValueError."""
+    if isinstance(weight, Tensor):
+        if weight.numel() != 1:
+            raise ValueError(
+                f"`backward(weight=...)` of shape {tuple(weight.shape)}: a loss has one weight. Pass `mask.sum()`."
+            )
+        if weight.device.type != "cpu":  # its value is not waited for
+            dtype = torch.float32 if weight.device.type == "mps" else torch.float64
+            return weight.detach().reshape(()).to(dtype)
+    elif isinstance(weight, bool) or not isinstance(weight, (int, float)):
+        raise TypeError(
+            f"`backward(weight={weight!r})` is a `{type(weight).__name__}`. Pass the number of samples or tokens that "
+            "the loss is a sum over, or a tensor of one element."
+        )
+    number = float(weight)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"`backward(weight={number})`: a weight is a finite number, zero or more.")
+    return number
+
+
+def _stacked(weights: Sequence[Weight]) -> Tensor:
+    there = next((weight for weight in weights if isinstance(weight, Tensor)), None)
+    if there is None:
+        return torch.tensor(weights, dtype=torch.float64, device="cpu")
+    return torch.stack([there.new_tensor(each) if isinstance(each, float) else each for each in weights])
+
+
+def _inverse(means: Tensor) -> Sequence[Factor]:
+    """By what gradients are multiplied. Where all weights are zero no sample counts, and gradients become zero."""
+    if means.device.type == "cpu":
+        return [1 / mean if mean else 0.0 for mean in means.tolist()]
+    return list(torch.where(means == 0, 0, 1 / means).unbind())
+
+
+def _first_gradient(sync: GradientSync) -> Tensor | None:
+    return next((p.grad for p in sync.parameters_held() if p.grad is not None), None)
+
+
+def _version(gradient: Tensor | None) -> int:
+    return -1 if gradient is None else gradient._version
+
+
+def _is_nonzero(gradient: Tensor | None) -> bool:
+    if gradient is None:
+        return False
+    if type(gradient) is not Tensor and as_sharded(gradient) is None:
+        return True  # a stand-in without values
+    return bool(local_part(gradient).count_nonzero())
+
+
+_MIXED = (
+    "`fabric.backward(loss)` without `weight=` after one with it, whose gradients are still there and were not divided "
+    "yet. Give each backward of a window a weight (of a mean over a batch: `weight=1`), or none."
+)
+_DIVIDED = (
+    "A second synchronised `fabric.backward(loss, weight=...)` for the gradients of `{name}`: those that are there "
+    "were divided by the weights of the first, and these were not part of the sum. Write `optimizer.zero_grad()` "
+    "between the two; for one step from several backwards, use `fabric.accumulate(...)`, or "
+    "`fabric.no_backward_sync(model)` for all but the last; or add the losses, and call `backward` once."
+)

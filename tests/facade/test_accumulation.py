@@ -1,0 +1,321 @@
+"""Windows of micro-batches: one synchronisation and one step each, and what a loop may do to them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.utils.data import DataLoader, IterableDataset
+from worlds import run_world
+
+from fabric import Fabric
+from fabric.launchers.world import World
+from fabric.strategies import DDPStrategy
+
+SAMPLES = torch.randn(64, 3, generator=torch.Generator().manual_seed(1))
+
+
+def parts(seed: int = 2) -> tuple[nn.Linear, SGD]:
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 1)
+    return model, SGD(model.parameters(), lr=0.1)
+
+
+def alone() -> tuple[Fabric, nn.Linear, SGD]:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model, optimizer = fabric.setup(*parts())
+    return fabric, model, optimizer
+
+
+def ranks(world: World, strategy: Any = "ddp") -> Fabric:
+    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=world.size)
+    fabric._connect(world)
+    return fabric
+
+
+class Stream(IterableDataset[Tensor]):
+    """Samples of unknown number."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(SAMPLES[:7])
+
+
+LOADERS = [list(SAMPLES[:7]), DataLoader(SAMPLES[:7]), DataLoader(Stream()), iter(SAMPLES[:7])]
+
+
+@pytest.mark.parametrize("loader", LOADERS, ids=["list", "loader", "stream", "iterator"])
+def test_the_last_window_is_shorter_and_no_micro_batch_is_lost(loader: Any) -> None:
+    fabric, _, _ = alone()
+    windows = [[batch.flatten() for batch in window] for window in fabric.accumulate(loader, 3)]
+    assert [len(window) for window in windows] == [3, 3, 1]
+    assert torch.equal(torch.stack([batch for window in windows for batch in window]), SAMPLES[:7])
+
+
+def test_a_window_knows_its_length_where_the_loader_does() -> None:
+    fabric, _, _ = alone()
+    assert [(len(window), len(list(window))) for window in fabric.accumulate(DataLoader(SAMPLES[:7]), 3)] == [
+        (3, 3),
+        (3, 3),
+        (1, 1),
+    ]
+    for window in fabric.accumulate(DataLoader(Stream()), 3):
+        with pytest.raises(TypeError, match=r"whether the window is full is known at its end.*weight=1"):
+            len(window)
+        break
+
+
+def test_no_micro_batch_beyond_the_window_has_been_read_at_its_step() -> None:
+    fabric, _, _ = alone()
+    read: list[int] = []
+
+    def count() -> Iterator[int]:
+        for number in range(7):
+            read.append(number)
+            yield number
+
+    seen = []
+    for window in fabric.accumulate(count(), 3):
+        for _ in window:
+            pass
+        seen.append(len(read))
+    assert seen == [3, 6, 7]
+
+
+def test_a_window_that_is_left_by_break_cannot_be_stepped_and_is_discarded_by_zero_grad() -> None:
+    fabric, model, optimizer = alone()
+    before = model.weight.detach().clone()
+    for number, window in enumerate(fabric.accumulate(SAMPLES[:6], 3)):
+        for batch in window:
+            fabric.backward(model(batch).sum())
+            if number == 0:
+                break
+        if number == 0:
+            with pytest.raises(RuntimeError, match=r"after 1 of its micro-batches.*discard its gradients"):
+                optimizer.step()
+            assert torch.equal(model.weight, before)
+            optimizer.zero_grad()
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(model.weight, before - 0.1 * SAMPLES[1:6].sum(dim=0))
+
+
+def test_gradients_of_an_unfinished_window_do_not_count_in_the_next() -> None:
+    fabric, model, _ = alone()
+    windows = fabric.accumulate(SAMPLES[:6], 3)
+    for batch in next(windows):
+        fabric.backward(model(batch).sum())
+        break
+    with pytest.raises(RuntimeError, match="was not finished, and its gradients would count in this one"):
+        next(windows)
+
+
+def test_a_step_after_a_last_micro_batch_without_backward_raises() -> None:
+    fabric, model, optimizer = alone()
+    window = next(fabric.accumulate(SAMPLES[:3], 3))
+    for number, batch in enumerate(window):
+        if number < 2:
+            fabric.backward(model(batch).sum())
+    with pytest.raises(RuntimeError, match=r"whose last micro-batch ran no backward.*0 \* loss"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [(0, "accumulate\\(loader, 0\\)"), (True, "accumulate\\(loader, True\\)"), (2.0, "2.0")]
+)
+def test_a_window_has_a_number_of_micro_batches(number: Any, said: str) -> None:
+    fabric, _, _ = alone()
+    with pytest.raises(ValueError, match=said):
+        fabric.accumulate(SAMPLES, number)
+
+
+def test_windows_come_after_setup() -> None:
+    with pytest.raises(RuntimeError, match=r"before `fabric\.setup\(model\)`"):
+        Fabric(accelerator="cpu", devices=1).accumulate(SAMPLES, 2)
+
+
+def test_a_weight_is_a_finite_number_of_zero_or_more() -> None:
+    fabric, model, _ = alone()
+    for weight, error in ((-1, ValueError), (float("nan"), ValueError), ("8", TypeError), (torch.ones(2), ValueError)):
+        with pytest.raises(error, match=r"weight"):
+            fabric.backward(model(SAMPLES[0]).sum(), weight=weight)  # type: ignore[arg-type]
+
+
+def test_losses_with_and_without_weights_do_not_mix() -> None:
+    fabric, model, optimizer = alone()
+    with fabric.no_backward_sync(model):
+        fabric.backward(model(SAMPLES[0]).sum(), weight=1)
+    with pytest.raises(RuntimeError, match="without `weight=` after one with it"):
+        fabric.backward(model(SAMPLES[0]).sum())
+    optimizer.zero_grad()
+    fabric.backward(model(SAMPLES[0]).sum())  # what was discarded does not count
+
+
+def test_gradients_that_were_divided_are_not_added_to() -> None:
+    fabric, model, optimizer = alone()
+    for set_to_none in (True, False):
+        fabric.backward(model(SAMPLES[0]).sum(), weight=2)
+        with pytest.raises(RuntimeError, match="were divided by the weights of the first"):
+            fabric.backward(model(SAMPLES[0]).sum(), weight=2)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+    fabric.backward(model(SAMPLES[0]).sum(), weight=2)
+    torch.testing.assert_close(model.weight.grad, SAMPLES[:1] / 2)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_weights_of_discarded_gradients_do_not_count(set_to_none: bool) -> None:
+    fabric, model, optimizer = alone()
+    with fabric.no_backward_sync(model):
+        fabric.backward(model(SAMPLES[0]).sum(), weight=5)
+    optimizer.zero_grad(set_to_none=set_to_none)
+    fabric.backward(model(SAMPLES[1]).sum(), weight=2)
+    torch.testing.assert_close(model.weight.grad, SAMPLES[1:2] / 2)
+
+
+def test_where_all_weights_are_zero_gradients_are_zero() -> None:
+    fabric, model, _ = alone()
+    fabric.backward(0 * model(SAMPLES[0]).sum(), weight=0)
+    assert model.weight.grad is not None
+    assert not model.weight.grad.any()
+
+
+def test_with_several_models_a_weight_says_whose_it_is() -> None:
+    fabric, model, _ = alone()
+    other, _ = fabric.setup(*parts(3))
+    with pytest.raises(ValueError, match=r"Say whose: `model=generator`"):
+        fabric.backward(model(SAMPLES[0]).sum(), weight=2)
+    fabric.backward((model(SAMPLES[0]) + other(SAMPLES[0])).sum(), weight=2, model=[model, other])
+    fabric_grads = [each.weight.grad for each in (model, other)]
+    for gradient in fabric_grads:
+        torch.testing.assert_close(gradient, SAMPLES[:1] / 2)
+
+
+def draw_weights(seed: int, size: int) -> list[list[list[int]]]:
+    """Windows, of ranks, of the number of samples that each micro-batch counts: as many windows on each rank."""
+    draw = random.Random(seed)
+    return [[[draw.randint(0, 3) for _ in range(draw.randint(1, 4))] for _ in range(size)] for _ in range(4)]
+
+
+def samples_of(window: int, rank: int, number: int, count: int) -> Tensor:
+    return torch.randn(count, 3, generator=torch.Generator().manual_seed(1000 * window + 100 * rank + number))
+
+
+def train_weighted(world: World, seeds: list[int]) -> list[Tensor]:
+    found = []
+    for seed in seeds:
+        fabric = ranks(world)
+        model, optimizer = fabric.setup(*parts())
+        for number, window in enumerate(draw_weights(seed, world.size)):
+            counts = window[world.rank]
+            for micro_batches in fabric.accumulate(list(enumerate(counts)), 4):
+                for index, count in micro_batches:
+                    loss = model(samples_of(number, world.rank, index, count)).square().sum()
+                    fabric.backward(loss, weight=count)
+            fabric.clip_gradients(model, optimizer, max_norm=0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(model.weight.detach().clone())
+        fabric.close()
+    return found
+
+
+def train_alone(seed: int, size: int) -> Tensor:
+    model, optimizer = parts()
+    for number, window in enumerate(draw_weights(seed, size)):
+        total = sum(sum(counts) for counts in window)
+        for rank, counts in enumerate(window):
+            for index, count in enumerate(counts):
+                (model(samples_of(number, rank, index, count)).square().sum() / max(total, 1)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.weight.detach()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_gradients_are_those_of_one_process_whatever_windows_and_weights_the_ranks_have(size: int) -> None:
+    seed = random.randrange(2**31)
+    print("seed", seed)
+    seeds = [seed + number for number in range(6)]
+    for found in run_world(size, train_weighted, seeds):
+        for drawn, weight in zip(seeds, found, strict=True):
+            torch.testing.assert_close(weight, train_alone(drawn, size), rtol=1e-5, atol=1e-6, msg=f"seed {drawn}")
+
+
+BUCKETS: list[int] = []
+
+
+def count_buckets(state: Any, bucket: Any) -> Any:
+    BUCKETS.append(bucket.index())
+    flat = bucket.buffer() / torch.distributed.get_world_size()
+    work = torch.distributed.all_reduce(flat, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def count_messages(world: World, weighted: bool) -> list[tuple[int, int]]:
+    """After each window: how often gradients travelled, and how many all-reduces of Python there were besides."""
+    fabric = ranks(world, DDPStrategy(comm_hook=count_buckets))
+    model, optimizer = fabric.setup(*parts())
+    given, others = torch.distributed.all_reduce, []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        others.append(args[0].numel())
+        return given(*args, **kwargs)
+
+    torch.distributed.all_reduce = counted  # this process is a rank, and ends with it
+    found = []
+    try:
+        for window in fabric.accumulate(SAMPLES[:10], 4):
+            BUCKETS.clear()
+            others.clear()
+            for batch in window:
+                fabric.backward(model(batch).sum(), weight=1 if weighted else None)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append((len(BUCKETS), len(others) - len(BUCKETS)))
+    finally:
+        torch.distributed.all_reduce = given
+    fabric.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gradients_travel_once_for_each_window_and_weights_add_one_number(weighted: bool) -> None:
+    for found in run_world(2, count_messages, weighted):
+        assert found == [(1, int(weighted))] * 3
+
+
+def delay_backwards(world: World) -> tuple[Tensor, str]:
+    """Forwards of a whole window, and one backward of their sum at its end; then one backward each."""
+    fabric = ranks(world)
+    model, _ = fabric.setup(*parts())
+    window = next(fabric.accumulate(SAMPLES[world.rank :: 2][:3], 3))
+    fabric.backward(sum(model(batch).sum() for batch in window))  # type: ignore[arg-type]
+    assert model.weight.grad is not None
+    gradient = model.weight.grad.clone()
+    model.zero_grad()
+    window = next(fabric.accumulate(SAMPLES[:3], 3))
+    losses = [model(batch).sum() for batch in window]
+    said = ""
+    try:
+        for loss in losses:
+            fabric.backward(loss)
+    except RuntimeError as error:
+        said = str(error)
+    fabric.close()
+    return gradient, said
+
+
+@pytest.mark.slow
+def test_backwards_that_come_after_all_forwards_of_a_window_are_exact_or_raise() -> None:
+    for gradient, said in run_world(2, delay_backwards):
+        torch.testing.assert_close(gradient, (SAMPLES[0::2][:3].sum(0) + SAMPLES[1::2][:3].sum(0))[None] / 2)
+        assert "were not averaged over the ranks" in said
