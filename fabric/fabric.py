@@ -79,7 +79,7 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.dtensor import as_sharded
 from fabric.strategies.strategy import Strategy
-from fabric.weighting import Weighting, check_weight
+from fabric.weighting import Weighting, average_over_ranks, check_weight
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -301,7 +301,11 @@ class Fabric:
         """Prepare a model and its optimizers: the module alone, or with the optimizers (and the scheduler) in order.
 
         What comes back are the user's own objects wherever the strategy can keep them. Ranks: all call it.
+        `optimizer.step_was_skipped` tells whether its last step moved nothing, as its gradients overflowed in float16.
         A parameter that is in no module (a temperature), but in one of the optimizers, is averaged like the others.
+        Weights start from those of rank 0. From the next batch of a prepared loader or the next forward on, ranks that
+        read different data draw different random numbers (dropout, noise), and ranks that hold parts of one model the
+        same ones; both follow from the seed.
         Raises: ValueError: something was set up before, or the strategy has no place for a parameter of an optimizer.
         """
         check_module(module)
@@ -315,8 +319,10 @@ class Fabric:
             self._open.push(stack.pop_all())
         self._open.callback(prepared.release)
         self._models[prepared.module] = prepared
+        runtime.random_streams.has_model = True
         self._optimizers.update(dict.fromkeys(prepared.optimizers, prepared.state))
         self._take_in(strangers, prepared.optimizers, move=move_to_device)
+        self._tell_skips(prepared.optimizers)
         self._schedulers += [scheduler] if isinstance(scheduler, Stateful) else []
         results = (prepared.module, *prepared.optimizers, *(() if scheduler is None else (scheduler,)))
         return results if len(results) > 1 else prepared.module
@@ -342,6 +348,7 @@ class Fabric:
         shared = next((model.state for model in self._models.values()), PLAIN)  # where it holds parameters of no module
         self._optimizers.update({each: self._state_access(each, otherwise=shared) for each in optimizers})
         self._take_in(strangers, optimizers, move=True)
+        self._tell_skips(optimizers)
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
     @overload
@@ -500,6 +507,31 @@ class Fabric:
         unsynced = partial(self._accumulation.unsynced, prepared, self._bare)
         return self._accumulation.windows(batches, num_batches, prepared, unsynced)
 
+    def average_gradients(self, parameters: Iterable[Tensor], weight: float | Tensor | None = None) -> None:
+        """Average gradients over the ranks, in place, for loops that compute them in their own way, by
+        `loss.backward()`, with nothing around the model: call it before `optimizer.step()`.
+
+        Small gradients travel together. Where only some ranks have a gradient, the others count as zero; what none has
+        stays None. `weight`: how many samples this rank's losses are a sum over; gradients are then their sum over all
+        ranks, divided by the sum of the weights, as after `backward(weight=...)`. Parameters start from equal values on
+        all ranks: see to that yourself, `module.load_state_dict(fabric.broadcast(module.state_dict()))`.
+        Ranks: all, with the same parameters in the same order.
+        Raises: ValueError: a parameter belongs to a model that was set up, or lies in shards. RuntimeError: a gradient
+        is sparse.
+        """
+        given = list(parameters)
+        checked = None if weight is None else check_weight(weight)
+        for model in self._models.values():
+            known = {*model.module.parameters(), *model.sync.parameters_held()}
+            if any(parameter in known for parameter in given):
+                raise ValueError(_AVERAGED.format(name=type(model.module).__name__))
+        if any(as_sharded(parameter) is not None for parameter in given):
+            raise ValueError(
+                "`average_gradients` was given a parameter in shards, of which every rank holds another part. Set its "
+                "model up, and call `fabric.backward`."
+            )
+        average_over_ranks(self._connected.collective, given, checked)
+
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """Within it, forward and backward of `module` leave gradients where they were computed. For accumulation: the
         last micro-batch runs outside, or with `enabled=False`. Afterwards all is as before."""
@@ -631,9 +663,9 @@ class Fabric:
 
         Where `state` has an optimizer or a prepared loader, the run goes on as the one that was saved: generators, loss
         scales and schedulers are restored too, at the end of this call. Weights alone leave them as they are. From a
-        checkpoint that has none, nothing is restored, and that is said. With another number of ranks, rank 0's
-        generators are those of all. Reads a file of `torch.save` with the same names, too. Checksums are verified
-        before any object is changed.
+        checkpoint that has none, nothing is restored, and that is said. Where the data is shared out among another
+        number of ranks, rank 0's generators are those of all, until they draw apart. Reads a file of `torch.save` with
+        the same names, too. Checksums are verified before any object is changed.
         Ranks: all. Raises: CheckpointError: on every rank, if a rank could not read, or found damaged bytes; KeyError:
         `strict`, and the checkpoint lacks a name of `state`.
         """
@@ -827,7 +859,9 @@ class Fabric:
         return LoaderStates(self._connected.collective, self._connected.report, self._left_out)
 
     def _run_state(self, state: Mapping[str, Any]) -> RunState:
-        scalers = [model.loss_scale for model in self._models.values() if model.loss_scale is not None]
+        own = [model.loss_scale for model in self._models.values() if model.loss_scale is not None]
+        shared = self._connected.loss_scaler
+        scalers: list[Stateful] = [*own] if own or shared is None else [shared]
         return run_state_of(self._connected, scalers, self._schedulers, dict(state))
 
     def _refuse_twice(self, *objects: nn.Module | Optimizer) -> None:
@@ -873,6 +907,12 @@ class Fabric:
         if self._models:
             self._backward = self._joint_backward()
 
+    def _tell_skips(self, optimizers: Sequence[Optimizer]) -> None:
+        """Give optimizers `step_was_skipped`, which the loss scaler sets where there is one."""
+        for optimizer in optimizers:
+            optimizer.step_was_skipped = False  # type: ignore[attr-defined]
+            self._open.callback(vars(optimizer).pop, "step_was_skipped", None)
+
     def _unknown(self, optimizer: Optimizer) -> list[Tensor]:
         """The parameters of an optimizer that nothing averages."""
         strangers = [parameter for _, parameter in outside([optimizer], self._models)]
@@ -907,6 +947,10 @@ _WHOSE_WEIGHT = (
 _WHOSE_BARE = (
     "`fabric.backward(loss, weight=...)` with several models and parameters that are in none: by which weights those "
     "are divided cannot be known. Make them part of a module, `self.temperature = nn.Parameter(...)`."
+)
+_AVERAGED = (
+    "`average_gradients` was given parameters of a `{name}` that was set up, whose gradients `fabric.backward` "
+    "averages. Call that; or leave the model out of `fabric.setup`, and move it by `fabric.to_device(model)`."
 )
 _HELD_IN_PART = (
     "`fabric.backward(loss, weight=..., model=[...])` where some of the models keep their gradients back and others do "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,18 +17,16 @@ from fabric.strategies.data.rng import Rng, process_rngs
 from fabric.strategies.runtime import Runtime
 
 
-def run_state_of(runtime: Runtime, scalers: Iterable[Stateful], schedulers: Sequence[Stateful], state: Any) -> RunState:
+def run_state_of(runtime: Runtime, scalers: Sequence[Stateful], schedulers: Sequence[Stateful], state: Any) -> RunState:
     """What a checkpoint of `state` has besides; a scheduler that `state` names is saved there alone."""
     named = {id(each) for each in _objects(state)}
-    scaler = runtime.loss_scaler
     return RunState(
         generators=lambda: {name: rng.read() for name, rng in _rngs(runtime).items()},
-        restore_generators=lambda states, are_own: _restore(_rngs(runtime), states),
-        scalers=[*([scaler] if scaler is not None else []), *scalers],
+        restore_generators=lambda states: _restore(_rngs(runtime), states),
+        scalers=scalers,
         schedulers=[each for each in schedulers if id(each) not in named],
         gather=runtime.collective.all_gather_object,
-        rank=runtime.world.rank,
-        size=runtime.world.size,
+        share=(runtime.share.index, runtime.share.count),
         say=runtime.report,
     )
 

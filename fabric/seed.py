@@ -22,8 +22,9 @@ _NUM_SEEDS = 2**32
 def seed_everything(seed: int, workers: bool = True) -> int:
     """Seed Python's `random`, NumPy and torch on every device with `seed`, from 0 to 2**32 - 1, and give it back.
 
-    The same call on every rank gives every rank the same streams: models are then initialised alike. For streams that
-    differ, as dropout and augmentation want, pass `derive_seed(seed, rank)` once the model is made.
+    The same call on every rank gives every rank the same streams: models are then initialised alike. Streams that
+    differ from rank to rank, as dropout and augmentation want, begin by themselves once a model is set up: see
+    `Fabric.setup`. Calling this before or after `setup` makes no difference to that.
     `workers`: a loader's workers are seeded from torch's stream and the rank, always; False is an error.
     NumPy is seeded where something has imported it; `import torch` does where it is installed.
     Raises: TypeError: `seed` is not an int, None included: none is drawn behind your back. ValueError: out of range.

@@ -20,6 +20,7 @@ from fabric.strategies.data.uneven import Uneven
 from fabric.strategies.precision.forward_precision import dtype_of_new_tensors
 from fabric.strategies.precision.loss_scaler import LossScaler, loss_scaler_for
 from fabric.strategies.precision.precision import Precision
+from fabric.strategies.random_streams import RandomStreams
 from fabric.strategies.sharding.dtensor import local_part
 
 if TYPE_CHECKING:
@@ -53,6 +54,11 @@ class Runtime:
     """The ranks along named axes, where the strategy has axes."""
     loader_numbers: LoaderNumbers = field(default_factory=LoaderNumbers)
     """Tells loaders apart that are set up in the same random state: they are shuffled differently."""
+    random_streams: RandomStreams = field(default_factory=RandomStreams)
+
+    def draw_apart(self) -> None:
+        """Let ranks that read different data draw different random numbers from here on: see `RandomStreams`."""
+        self.random_streams.differ(self.share)
 
 
 def open_runtime(

@@ -100,6 +100,7 @@ _CASES = (
         body=loops.evaluate_between,
         needs=("evaluate",),
     ),
+    Case(name="dropout", claim="dropout and noise on each share of the data, after one seed", body=loops.dropout),
     Case(name="closure", claim="steps with a closure", body=loops.closure, needs=("closure",)),
     _trained("tied", "an embedding tied to the output", "tied", kinds=("tied",), optimizer="adamw"),
     _trained("frozen", "a layer that is not trained", "frozen", kinds=("frozen",), groups=True),

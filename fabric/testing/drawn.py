@@ -160,6 +160,19 @@ class Narrow(Layers):
         return number if self.scale is None else number * self.scale
 
 
+class Dropping(Narrow):
+    """A number, dropped or not: 64 times, independently."""
+
+    def __init__(self, features_in: int, hidden: int) -> None:
+        super().__init__(features_in, hidden)
+        self.drop = nn.Dropout()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(batch, features_in)` -> `(batch, 64)`."""
+        dropped: Tensor = self.drop(super().forward(x).exp().expand(-1, 64))
+        return dropped
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
@@ -211,6 +224,10 @@ class Trial:
     def narrow(self, *, scalar: bool = False) -> Narrow:
         """A model with parameters down to one element (see `Narrow`)."""
         return self.filled(Narrow(self.sizes.width, self.sizes.hidden, scalar=scalar), "narrow")
+
+    def dropping(self) -> Dropping:
+        """A model with dropout (see `Dropping`)."""
+        return self.filled(Dropping(self.sizes.width, self.sizes.hidden), "dropping")
 
     @torch.no_grad()
     def filled(self, module: M, name: str) -> M:

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from itertools import islice, product
+from itertools import combinations, islice, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -152,6 +152,30 @@ def clip(loop: Loop, trial: Trial, model: nn.Module, optimizer: Optimizer, recip
     norm = loop.clip_gradients(model, optimizer, max_norm=0.02, norm_type=order)
     assert norm is not None
     return [norm.item()]
+
+
+def dropout(loop: Loop, trial: Trial) -> Outcome:
+    """Dropout and noise are independent over ranks that read different data, and the same on those that read the same.
+
+    AssertionError where they are not. They are those of no single process, so no number is compared with one.
+    """
+    torch.manual_seed(trial.seed)
+    net = trial.dropping()
+    model, optimizer = loop.setup(net, trial.optimizer(net))
+    for number, (tokens, _, indices) in enumerate(loop.setup_dataloaders(trial.loader())):
+        noise = torch.rand(64)
+        outputs = model(features(trial, tokens)[0])
+        loop.backward(outputs.to(trial.dtype).square().mean(), model=model)
+        optimizer.step()
+        optimizer.zero_grad()
+        drawn = [noise.tolist(), outputs[0].ne(0).tolist()]
+        of_ranks = loop.collective.all_gather_object((indices.tolist(), drawn))
+        for (data, mine), (others_data, others) in combinations(of_ranks, 2):
+            alike = [one == other for one, other in zip(mine, others, strict=True)]
+            assert alike == [data == others_data] * 2, f"noise and dropout alike: {alike}; data {data}, {others_data}"
+        if number == 1:
+            torch.manual_seed(trial.seed)  # alike on all ranks, until the next batch
+    return Outcome(losses=[])
 
 
 def closure(loop: Loop, trial: Trial) -> Outcome:

@@ -22,20 +22,19 @@ class RunState:
 
     generators: Callable[[], dict[str, Any]]
     """This rank's states, by name."""
-    restore_generators: Callable[[dict[str, Any], bool], None]
-    """`(states, are_own)`: writes the states that this rank saved, or, in a world of another size, those of rank 0."""
+    restore_generators: Callable[[dict[str, Any]], None]
     scalers: Sequence[Stateful]
     schedulers: Sequence[Stateful]
     """Those that the user does not save under names of their own."""
     gather: Callable[[Any], list[Any]]
-    rank: int
-    size: int
+    share: tuple[int, int]
+    """Which part of the data this rank reads, and of how many. Ranks with the same one draw the same numbers."""
     say: Callable[[str], None]
 
     def read(self) -> dict[str, Any]:
         """The entry. Ranks: all call it."""
         return {
-            "generators": self.gather(self.generators()),
+            "generators": self.gather({"share": list(self.share), **self.generators()}),
             "scalers": [scaler.state_dict() for scaler in self.scalers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
         }
@@ -58,8 +57,8 @@ class RunState:
                     "as they are."
                 )
         states = entry["generators"]
-        is_own = len(states) == self.size
-        self.restore_generators(states[self.rank if is_own else 0], is_own)
+        # Where the data was shared out otherwise, all go on as rank 0 did, and draw apart once they draw.
+        self.restore_generators(next((each for each in states if each["share"] == list(self.share)), states[0]))
 
 
 _WORDS = {"scalers": "loss scales", "schedulers": "schedulers that were given to `setup`"}

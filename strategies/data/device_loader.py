@@ -61,7 +61,7 @@ class Reading:
     carry: Carry = one_by_one
     """How batches go there."""
     leave_out: Callable[[int], None] = lambda num_items: None
-    begin: Callable[[], None] = lambda: None
+    begin: tuple[Callable[[], None], ...] = ()
     """Called before each iteration."""
     position: Resumable | None = None
     """What knows how far an iteration has come by itself; else the loader counts."""
@@ -74,6 +74,8 @@ class Reading:
     say: Callable[[str], None] = lambda sentence: None
     num_backwards: Callable[[], int] = lambda: 0
     """How often the loop has called backward."""
+    draw_apart: Callable[[], None] = lambda: None
+    """Lets ranks that read different data draw different random numbers; called before the loop gets a batch."""
 
 
 def read_as(loader: Iterable[Any], reading: Reading) -> DeviceLoader:
@@ -100,7 +102,8 @@ class DeviceLoader(ABC):
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch. It counts once it has ended, has yielded a second batch, or the loop has called backward."""
         reading = self._reading
-        reading.begin()
+        for begin in reading.begin:
+            begin()
         if reading.start is not None:
             reading.start.starting()
         with reading.order.opening() if reading.order is not None else self._undrawn() as opened:
@@ -118,6 +121,7 @@ class DeviceLoader(ABC):
         if reading.device is not None and reading.device.type != "cpu":
             batches = reading.carry(batches, reading.device)
         if reading.order is None or opened is None:
+            reading.draw_apart()
             return batches
         return self._counted(batches, reading.order, opened)
 
@@ -175,6 +179,7 @@ class DeviceLoader(ABC):
         try:
             while batch is not END:
                 order.receive(epoch)
+                self._reading.draw_apart()
                 yield batch
                 batch = next(batches, END)
                 order.count(epoch)  # asked for another one, it was no peek

@@ -48,6 +48,7 @@ def process_dataloader(
     numbers: LoaderNumbers,
     say: Callable[[str], None],
     carry: Carry | None = None,
+    draw_apart: Callable[[], None] = lambda: None,
     uneven: Uneven | None = None,
 ) -> DeviceLoader:
     """The loader, cut to this rank's share (`distribute`), its batches on `device` (`move`).
@@ -56,7 +57,7 @@ def process_dataloader(
     same order from the same random numbers. Data that is split for this rank already (`DistributedSampler`,
     `split_dataset_by_node`: see `split.py`) is not split again. `numbers` tells apart loaders that are set up in the
     same random state; `say` shows a warning, on one rank. `carry`: how the batches go to the device, where it has a
-    way of its own.
+    way of its own. `draw_apart`: called before the loop gets a batch.
     Raises: ValueError: the data cannot be shared out, it is split for another rank or another number of ranks, or the
     ranks were given different loaders.
     """
@@ -90,7 +91,7 @@ def process_dataloader(
         reading = _shared_iterable(loader, setup)
     carry = carry or (one_ahead if ahead and has_streams(device) else one_by_one)
     reading = replace(reading, device=device if accelerated else None, carry=carry, say=say)
-    return read_as(loader, replace(reading, num_backwards=lambda: numbers.num_backwards))
+    return read_as(loader, replace(reading, num_backwards=lambda: numbers.num_backwards, draw_apart=draw_apart))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +183,7 @@ def _indexed(loader: DataLoader[Any], setup: _Setup, *, reader: int) -> Reading:
         start=start,
         epochal=_epochal(loader, source),
         position=_stateful(source),
-        begin=setup.numbers.restart,
+        begin=(setup.numbers.restart,),
     )
 
 
@@ -220,7 +221,7 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup
         epochal=_epochal(loader, source),
         leave_out=_left_out(setup),
         position=_stateful(source),
-        begin=setup.numbers.restart,
+        begin=(setup.numbers.restart,),
         rereads=True,
     )
 
@@ -232,7 +233,8 @@ def _own_part(loader: DataLoader[Any], stream: SplitStream, setup: _Setup, start
     reading = (
         Reading(source=source, position=source) if isinstance(source, Resumable) else _as_items(source, setup.alone())
     )
-    reading = replace(reading, start=start, epochal=epochal, begin=stream.follow, part=setup.part)
+    begin = (*reading.begin, stream.follow)
+    reading = replace(reading, start=start, epochal=epochal, begin=begin, part=setup.part)
     return replace(reading, agreement=agreement)
 
 
@@ -289,7 +291,7 @@ def _as_items(items: Iterable[Any], setup: _Setup) -> Reading:
         index=index,
         position=_stateful(items),
         epochal=_epochal(items, items),
-        begin=setup.numbers.restart,
+        begin=(setup.numbers.restart,),
         rereads=not at_hand,
     )
 

@@ -392,6 +392,7 @@ class Engine:
                 self.step()
             finally:
                 running = False
+            self_.step_was_skipped = bool(self.zero.overflow)  # type: ignore[attr-defined]
             return loss
 
         outside = Optimizer.profile_hook_step(whole)

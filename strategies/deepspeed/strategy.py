@@ -30,6 +30,7 @@ from fabric.strategies.deepspeed.config import (
 from fabric.strategies.deepspeed.engine import NOT_GATHERED, UNUSED, Engine, close, remember
 from fabric.strategies.deepspeed.gradient_sync import DeepSpeedGradientSync, UntrainedGradientSync
 from fabric.strategies.deepspeed.library import join, local_rank, undisturbed, why_not
+from fabric.strategies.deepspeed.loss_scale import LossScale
 from fabric.strategies.deepspeed.state import ZeroState, is_sharded
 from fabric.strategies.gradients.sync import GradientSync, LocalGradientSync
 from fabric.strategies.module.bare_parameters import IN_MODULE
@@ -166,6 +167,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             sync=sync,
             scale_loss=engine.scale if scales else None,
             joins_backward=not scales,
+            loss_scale=LossScale(engine.optimizer.loss_scaler) if engine.optimizer.loss_scaler.dynamic else None,
             clip_norm=pieces.clip_norm,
             clip_value=pieces.clip_value,
             release=stack.pop_all().close,

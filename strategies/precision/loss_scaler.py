@@ -63,7 +63,10 @@ class LossScaler:
         self._known: dict[Optimizer, _Gradients] = {}
 
     def attach(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Let `optimizer.step()` divide its gradients, or skip. Returns what takes the hooks off again."""
+        """Let `optimizer.step()` divide its gradients, or skip, and tell by `optimizer.step_was_skipped` which it did.
+
+        Returns what takes the hooks off again.
+        """
         self._known[optimizer] = _Gradients()
         handles = (
             optimizer.register_step_pre_hook(self._before_step),
@@ -146,6 +149,7 @@ class LossScaler:
             parameter.grad = gradient
         gradients.hidden = []
         self._stepped = True
+        optimizer.step_was_skipped = gradients.overflowed  # type: ignore[attr-defined]
         if gradients.overflowed:
             self._overflowed = True
             self.num_skipped += 1

@@ -108,7 +108,7 @@ class PipelineGradientSync(GradientSync):
         group: ProcessGroup,
         unfilled: Unfilled,
     ) -> None:
-        self.peers, self.unfilled = peers, unfilled
+        self.peers, self.unfilled, self.runtime = peers, unfilled, runtime
         self.averaging = MeshAveraging(runtime, nn.ModuleDict({f"stage {each.index}": each.module for each in stages}))
         # A schedule lets `fully_shard` reduce what it computed, within `no_backward_sync`, too.
         self.averaging.sharded.clear()
@@ -118,6 +118,7 @@ class PipelineGradientSync(GradientSync):
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.unfilled.check(self.peers)  # not all ranks: those of other stages may have nothing to fill
         self.additions.refuse()
+        self.runtime.draw_apart()
         with self.averaging.unsynced():  # backwards within it are not the user's
             return self.stages.forward(function, args, kwargs)
 

@@ -58,12 +58,14 @@ def test_an_overflow_moves_neither_weights_nor_momentum_nor_step_counts_and_is_r
     scaler.scale_loss(loss_of(model, data, 0)).backward()
     optimizer.step()
     before = weights(model), [{**state} for state in optimizer.state.values()]
+    assert not optimizer.step_was_skipped  # type: ignore[attr-defined]
     optimizer.zero_grad()
     scaler.scale_loss(loss_of(model, data, 1) * float("inf")).backward()
     optimizer.step()
     torch.testing.assert_close(weights(model), before[0], rtol=0, atol=0)
     assert [float(state["step"]) for state in optimizer.state.values()] == [1.0, 1.0]
     assert scaler.num_skipped == 1
+    assert optimizer.step_was_skipped  # type: ignore[attr-defined]
     assert sentences == ["Skipped a step of AdamW: its gradients overflowed at a loss scale of 8. The next scale is 4."]
     assert model.weight.grad is not None  # the user still sees what overflowed
     optimizer.zero_grad()
