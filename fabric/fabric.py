@@ -79,7 +79,7 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.dtensor import as_sharded
 from fabric.strategies.strategy import Strategy
-from fabric.weighting import Weighting, check_weight
+from fabric.weighting import Weighting, average_over_ranks, check_weight
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -507,6 +507,31 @@ class Fabric:
         unsynced = partial(self._accumulation.unsynced, prepared, self._bare)
         return self._accumulation.windows(batches, num_batches, prepared, unsynced)
 
+    def average_gradients(self, parameters: Iterable[Tensor], weight: float | Tensor | None = None) -> None:
+        """Average gradients over the ranks, in place, for loops that compute them in their own way, by
+        `loss.backward()`, with nothing around the model: call it before `optimizer.step()`.
+
+        Small gradients travel together. Where only some ranks have a gradient, the others count as zero; what none has
+        stays None. `weight`: how many samples this rank's losses are a sum over; gradients are then their sum over all
+        ranks, divided by the sum of the weights, as after `backward(weight=...)`. Parameters start from equal values on
+        all ranks: see to that yourself, `module.load_state_dict(fabric.broadcast(module.state_dict()))`.
+        Ranks: all, with the same parameters in the same order.
+        Raises: ValueError: a parameter belongs to a model that was set up, or lies in shards. RuntimeError: a gradient
+        is sparse.
+        """
+        given = list(parameters)
+        checked = None if weight is None else check_weight(weight)
+        for model in self._models.values():
+            known = {*model.module.parameters(), *model.sync.parameters_held()}
+            if any(parameter in known for parameter in given):
+                raise ValueError(_AVERAGED.format(name=type(model.module).__name__))
+        if any(as_sharded(parameter) is not None for parameter in given):
+            raise ValueError(
+                "`average_gradients` was given a parameter in shards, of which every rank holds another part. Set its "
+                "model up, and call `fabric.backward`."
+            )
+        average_over_ranks(self._connected.collective, given, checked)
+
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """Within it, forward and backward of `module` leave gradients where they were computed. For accumulation: the
         last micro-batch runs outside, or with `enabled=False`. Afterwards all is as before."""
@@ -922,6 +947,10 @@ _WHOSE_WEIGHT = (
 _WHOSE_BARE = (
     "`fabric.backward(loss, weight=...)` with several models and parameters that are in none: by which weights those "
     "are divided cannot be known. Make them part of a module, `self.temperature = nn.Parameter(...)`."
+)
+_AVERAGED = (
+    "`average_gradients` was given parameters of a `{name}` that was set up, whose gradients `fabric.backward` "
+    "averages. Call that; or leave the model out of `fabric.setup`, and move it by `fabric.to_device(model)`."
 )
 _HELD_IN_PART = (
     "`fabric.backward(loss, weight=..., model=[...])` where some of the models keep their gradients back and others do "

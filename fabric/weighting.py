@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.gradients.averaging import average
 from fabric.strategies.gradients.clipping import parameters_of
-from fabric.strategies.gradients.sync import Factor, GradientSync
+from fabric.strategies.gradients.sync import Factor, GradientSync, scale_gradients
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.sharding.dtensor import as_sharded, local_part
 
@@ -111,6 +112,14 @@ class _KeptBack:
         if gradient is not None and gradient is self.gradient and _version(gradient) == self.version:
             return False
         return not any(_is_nonzero(parameter.grad) for parameter in self.sync.parameters_held())
+
+
+def average_over_ranks(collective: Collective, parameters: Sequence[Tensor], weight: Weight | None) -> None:
+    """See `Fabric.average_gradients`. Ranks: all."""
+    mean = None if weight is None else collective.start_all_reduce(_stacked([weight]), "mean")
+    average(collective, parameters)
+    if mean is not None:
+        scale_gradients(parameters, _inverse(mean())[0])
 
 
 def check_weight(weight: Any) -> Weight:

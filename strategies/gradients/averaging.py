@@ -146,7 +146,7 @@ _UNEQUAL = (
 
 
 @torch.no_grad()
-def average(collective: Collective, parameters: Iterable[nn.Parameter]) -> None:
+def average(collective: Collective, parameters: Iterable[Tensor]) -> None:
     """Average the gradients over the ranks, in place. Where only some have one, the others count as zero.
 
     See Note [Averages of averages]. Ranks: all of `collective`, with the same parameters, or the same shards of them.
@@ -169,7 +169,7 @@ def settle(parameters: Sequence[nn.Parameter]) -> None:
             parameter.grad = cast(Tensor, gradient.redistribute(placements=layout.placements))
 
 
-def _present_anywhere(collective: Collective, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+def _present_anywhere(collective: Collective, parameters: Iterable[Tensor]) -> list[Tensor]:
     """Those that have a gradient on any rank; where this rank has none it is made, of zeros.
 
     Raises: RuntimeError: a gradient is sparse on any rank, before one has travelled.
@@ -187,6 +187,6 @@ def _present_anywhere(collective: Collective, parameters: Iterable[nn.Parameter]
     return present
 
 
-def _local_gradient(parameter: nn.Parameter) -> Tensor:
+def _local_gradient(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     return local_part(parameter.grad)

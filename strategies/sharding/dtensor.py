@@ -97,6 +97,13 @@ def shard_state(name: str, value: Any, parameter: Tensor, standing: Any = None) 
     )
 
 
+# Note [Whole states without torch.distributed.checkpoint.state_dict]
+# Its `get_optimizer_state_dict(full_state_dict=True)` (torch 2.13) is no `optimizer.state_dict()`: parameters are named
+# instead of numbered, so plain PyTorch cannot load it; it gives an optimizer that has not stepped a state, by stepping
+# it; and it raises KeyError for a parameter that is in no module. `get_model_state_dict` drops `_metadata`, the
+# versions of modules.
+
+
 @final
 class ShardedState(StateAccess):
     """Each rank has shards: reading gathers them one tensor at a time, and rank 0 keeps them, on the CPU."""

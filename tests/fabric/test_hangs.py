@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -132,5 +133,9 @@ def test_ranks_of_torchrun_print_the_table_themselves(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     with running([*torchrun, tmp_path / "program.py", "stopped", "ddp"]) as program:
-        heard = read_until(program, "does not answer: stopped by a signal")
+        try:
+            heard = read_until(program, "does not answer: stopped by a signal")
+        finally:
+            for pid in program.descendants():  # torchrun's ranks outlive it, and hold its pipes
+                os.kill(pid, signal.SIGKILL)
     assert "rank 0  waits in all_reduce" in heard
