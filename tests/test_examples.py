@@ -55,6 +55,12 @@ def test_digits_are_read_in_two_processes(tmp_path: Path) -> None:
     assert "samples/s" in output
 
 
+def test_a_run_that_was_killed_in_mid_epoch_goes_on_with_the_losses_of_one_that_was_not(tmp_path: Path) -> None:
+    output = run_program(str(EXAMPLES / "resume.py"), cwd=tmp_path)
+    assert "killed with exit code 137" in output
+    assert output.count("The losses of all 16 steps equal those of a run that was never stopped.") == 1
+
+
 def test_digits_read_badly_are_a_failure_that_is_told_once(tmp_path: Path) -> None:
     output = run_program(*two("digits.py"), "--epochs", "1", "--batch-size", "512", cwd=tmp_path, expect=1)
     assert output.count("of the held-out digits are read right; 97% are expected.") == 1
