@@ -33,7 +33,7 @@ PROGRAM = """
 import json, sys
 import torch, torch_xla
 from torch_xla.distributed.spmd import mark_sharding
-from fabric import Fabric
+from fabric import Fabric, read_checkpoint
 from fabric.strategies import ModelParallelStrategy
 from fabric.testing import cases
 from fabric.testing.checks import examine
