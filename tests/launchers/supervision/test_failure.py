@@ -263,13 +263,17 @@ if __name__ == "__main__":
 """
 
 
+ENDED = "(left with exit code 0|came to its end)"
+"""The peer may notice that a rank ends before the rank has an exit code."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("word", "way", "how", "words"),
     [
-        ("fork", "line", "exit", "left with exit code 0 while other ranks still communicated with it"),
-        ("fork", "line", "at once", "left with exit code 0 while other ranks still communicated with it"),
-        ("script", "line", "return", "left with exit code 0 while other ranks still communicated with it"),
+        ("fork", "line", "exit", f"{ENDED} while other ranks still communicated with it"),
+        ("fork", "line", "at once", f"{ENDED} while other ranks still communicated with it"),
+        ("script", "line", "return", f"{ENDED} while other ranks still communicated with it"),
         ("forkserver", "function", "return", "its function returned while other ranks still communicated with it"),
         ("forkserver", "function", "at once", "left with exit code 0 before its function returned"),
     ],
@@ -280,7 +284,7 @@ def test_a_rank_that_leaves_with_code_0_in_mid_training_is_named(
     (tmp_path / "script.py").write_text(LEFT)
     done = run([tmp_path / "script.py", word, way, how])
     assert done.returncode == 1, done.stderr
-    assert f"rank 1 of 2 failed first: {words}" in done.stderr
+    assert re.search(f"rank 1 of 2 failed first: {words}", done.stderr), done.stderr
     if "communicated" in words:  # otherwise its end alone is a failure, and may be known before the peer notices it
         assert re.search(r"rank 0 of 2, \d+ ms (later|earlier): .*CollectiveError", done.stderr)
 
