@@ -62,9 +62,9 @@ class Weighting:
         for model in models:
             self._refuse_divided(model.module, optimizers)
         weights = [self._before(model) + weight for model in models]
-        mean = self._collective.start_all_reduce(_stacked(weights), "mean")
+        factors_of = _start_factors(self._collective, weights)
         run()
-        factors = _inverse(mean())
+        factors = factors_of()
         for model, factor in zip(models, factors, strict=True):
             model.sync.scale(factor)
             self._kept_back.pop(model.module, None)
@@ -116,10 +116,10 @@ class _KeptBack:
 
 def average_over_ranks(collective: Collective, parameters: Sequence[Tensor], weight: Weight | None) -> None:
     """See `Fabric.average_gradients`. Ranks: all."""
-    mean = None if weight is None else collective.start_all_reduce(_stacked([weight]), "mean")
+    factors_of = None if weight is None else _start_factors(collective, [weight])
     average(collective, parameters)
-    if mean is not None:
-        scale_gradients(parameters, _inverse(mean())[0])
+    if factors_of is not None:
+        scale_gradients(parameters, factors_of()[0])
 
 
 def check_weight(weight: Any) -> Weight:
@@ -141,6 +141,15 @@ def check_weight(weight: Any) -> Weight:
     if not 0 <= number < math.inf:
         raise ValueError(f"`backward(weight={number})`: a weight is a finite number, zero or more.")
     return number
+
+
+def _start_factors(collective: Collective, weights: Sequence[Weight]) -> Callable[[], Sequence[Factor]]:
+    """Begin to average the weights over the ranks. What is given waits, and gives what gradients are multiplied by."""
+    numbers = [weight for weight in weights if not isinstance(weight, Tensor)]
+    if collective.size == 1 and len(numbers) == len(weights):
+        return lambda: [1 / number if number else 0.0 for number in numbers]
+    mean = collective.start_all_reduce(_stacked(weights), "mean")
+    return lambda: _inverse(mean())
 
 
 def _stacked(weights: Sequence[Weight]) -> Tensor:
