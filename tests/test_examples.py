@@ -25,7 +25,7 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 pytestmark = pytest.mark.slow
 
 
-def run_program(*words: str, cwd: Path, expect: int = 0) -> str:
+def run_program(*words: str, cwd: Path, expect: int = 0, timeout: float = 110) -> str:
     """What the program printed. It and all that it started are gone afterwards."""
     command = [sys.executable, *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -34,7 +34,7 @@ def run_program(*words: str, cwd: Path, expect: int = 0) -> str:
         start_new_session=True,
     ) as process:  # fmt: skip
         try:
-            output, _ = process.communicate(timeout=110)
+            output, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             raise
@@ -55,8 +55,9 @@ def test_digits_are_read_in_two_processes(tmp_path: Path) -> None:
     assert "samples/s" in output
 
 
+@pytest.mark.timeout(300)
 def test_a_run_that_was_killed_in_mid_epoch_goes_on_with_the_losses_of_one_that_was_not(tmp_path: Path) -> None:
-    output = run_program(str(EXAMPLES / "resume.py"), cwd=tmp_path)
+    output = run_program(str(EXAMPLES / "resume.py"), cwd=tmp_path, timeout=280)
     assert "killed with exit code 137" in output
     assert output.count("The losses of all 16 steps equal those of a run that was never stopped.") == 1
 
