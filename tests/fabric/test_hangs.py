@@ -124,7 +124,8 @@ def test_ctrl_c_on_a_job_that_hangs_prints_the_table(tmp_path: Path) -> None:
 
 
 def test_a_healthy_job_says_nothing(tmp_path: Path) -> None:
-    with running(hanging(tmp_path, "not", "ddp")) as program:
+    (tmp_path / "program.py").write_text(PROGRAM.replace("say_after_seconds=0.3", "say_after_seconds=30"))
+    with running([tmp_path / "program.py", "not", "ddp"]) as program:
         _, heard = program.process.communicate(timeout=60)
     assert heard == ""
 
