@@ -137,8 +137,8 @@ def _share(
 
 
 def memory_of(part: Tensor) -> tuple[Any, ...]:
-    """The same for tensors that are one in memory."""
-    return part.data_ptr(), part.dtype, tuple(part.shape), part.stride()
+    """The same for tensors that are one in memory. Some devices do not say where a tensor is: there each is its own."""
+    return part.data_ptr() or id(part), part.dtype, tuple(part.shape), part.stride()
 
 
 def _rows(box: Box, part: Tensor, fair_bytes: int) -> Iterator[Part]:

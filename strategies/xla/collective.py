@@ -172,7 +172,7 @@ class XLACollective(CarriesObjects):
         import torch_xla
 
         self._joined(operation)
-        flat = wire.reshape(rows, wire.numel() // rows)
+        flat = wire.reshape(rows, wire.numel() // rows).clone()  # a view of a buffer gives each rank another graph
         length = flat.shape[1]
         try:
             # Alone in its graph: what was recorded before may differ between ranks, and then the graphs would.
