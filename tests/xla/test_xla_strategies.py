@@ -25,7 +25,7 @@ IN_FEW = ("sgd", "accumulate_and_clip")
 """Cases that say it all where only the precision is another."""
 
 OF_REPLICAS = [case for case in cases() if case.name != "dropout"]
-"""Replicas draw alike on their devices: torch_xla 2.9 ends the process where one of them is seeded apart from others."""
+"""The generators of XLA's devices are seeded alike on all ranks, so dropout is the same on every replica."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
