@@ -55,6 +55,12 @@ class SeededDataset(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "dataset":
+            object.__setattr__(self, name, value)
+        else:  # a `worker_init_fn` that writes to `get_worker_info().dataset`
+            setattr(self.dataset, name, value)
+
     def __getattr__(self, name: str) -> Any:
         if name == "dataset" or name.startswith("__"):
             raise AttributeError(name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -193,7 +194,7 @@ def train_plain(recipe: Recipe, num_samples: int, num_stages: int, load: str | N
     optimizer = make(recipe, model.net)
     model.double()
     if load is not None:
-        content = read_checkpoint(load)
+        content = read_checkpoint(load) if Path(load).is_dir() else torch.load(load, weights_only=True)
         model.net.load_state_dict(content["model"])
         optimizer.load_state_dict(content["optimizer"])
     losses, norms = [], []

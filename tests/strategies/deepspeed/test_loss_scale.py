@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from fabric import Fabric
 from fabric.strategies.deepspeed.loss_scale import LossScale
 
 
-@pytest.mark.slow
-def test_a_scale_that_is_saved_and_loaded_goes_on_as_one_that_was_not() -> None:
+def save_and_load(fabric: Fabric, seed: int) -> int:
+    """How often a scale was saved and loaded, and was then that of one that was not."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
     def make() -> Any:
@@ -20,15 +21,21 @@ def test_a_scale_that_is_saved_and_loaded_goes_on_as_one_that_was_not() -> None:
             consecutive_hysteresis=False, raise_error_at_min_scale=False,
         )  # fmt: skip
 
-    seed = random.randrange(2**31)
-    print(f"seed {seed}")
-    chance, whole, stopped = random.Random(seed), make(), make()
+    chance, whole, stopped, times = random.Random(seed), make(), make(), 0
     for _ in range(100):
         overflow = chance.random() < 0.2
         whole.update_scale(overflow)
         stopped.update_scale(overflow)
         if chance.random() < 0.3:
             state = LossScale(stopped).state_dict()
-            stopped = make()
+            stopped, times = make(), times + 1
             LossScale(stopped).load_state_dict(state)
         assert stopped.cur_scale == whole.cur_scale
+    return times
+
+
+@pytest.mark.slow
+def test_a_scale_that_is_saved_and_loaded_goes_on_as_one_that_was_not() -> None:
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    assert Fabric(accelerator="cpu", strategy="deepspeed_stage_2", devices=2).launch(save_and_load, seed)
