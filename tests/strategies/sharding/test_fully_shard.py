@@ -185,14 +185,15 @@ def close(actual: Any, expected: Any) -> None:
 def run_programs(fabric: Fabric) -> None:
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
     mine = x.chunk(fabric.world_size)[fabric.global_rank]
-    torch.manual_seed(0)
-    for steps in (clear_parts, forget_no_grad, call_submodules):
+    for seed, steps in enumerate((clear_parts, forget_no_grad, call_submodules)):
+        torch.manual_seed(seed)  # once a model is set up, ranks draw apart
         plain = Net()
         model = copy.deepcopy(plain)
         steps(plain, SGD(plain.parameters(), lr=0.1), Tensor.backward, x)
         model, optimizer = fabric.setup(model, SGD(model.parameters(), lr=0.1))
         steps(model, optimizer, fabric.backward, mine)
         close(state_of(model), state_of(plain))
+    torch.manual_seed(3)
     plain, aim = Net(), Net()
     model, target = copy.deepcopy(plain), copy.deepcopy(aim)
     update_a_target(plain, SGD(plain.parameters(), lr=0.1), Tensor.backward, x, aim)
