@@ -78,7 +78,7 @@ class MeetingPoint:
 
     def _await_nodes(self, failed: bool) -> None:
         """Tell node 0 that this node has ended; as node 0, wait for the others, so that none loses the store."""
-        from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defined]
+        from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
         topology = self._topology
         try:
@@ -89,5 +89,5 @@ class MeetingPoint:
                 store.set("fabric/all_ended", "")
             if topology.node_rank == 0 and not failed:
                 store.wait(["fabric/all_ended"], timedelta(seconds=EXIT_BARRIER_SECONDS))
-        except DistStoreError:
+        except DistError:
             return  # node 0 has gone already, or a node never ended: nothing is left to keep alive for
