@@ -106,7 +106,7 @@ class Window(Generic[T]):
     def __len__(self) -> int:
         """How many micro-batches the window has, the last, shorter one of an epoch included.
 
-        Raises: TypeError: the loader has no length, so nobody knows yet.
+        Raises: TypeError: the loader has no length, so the number is not known yet.
         """
         if self._length is None:
             raise TypeError(

@@ -511,10 +511,10 @@ class Fabric:
         """Average gradients over the ranks, in place, for loops that compute them in their own way, by
         `loss.backward()`, with nothing around the model: call it before `optimizer.step()`.
 
-        Small gradients travel together. Where only some ranks have a gradient, the others count as zero; what none has
-        stays None. `weight`: how many samples this rank's losses are a sum over; gradients are then their sum over all
-        ranks, divided by the sum of the weights, as after `backward(weight=...)`. Parameters start from equal values on
-        all ranks: see to that yourself, `module.load_state_dict(fabric.broadcast(module.state_dict()))`.
+        Small gradients are packed into one message. Where only some ranks have a gradient, the others count as zero;
+        what none has stays None. `weight`: how many samples this rank's losses are a sum over; gradients are then
+        their sum over all ranks, divided by the sum of the weights, as after `backward(weight=...)`. Parameters must
+        start from equal values: `module.load_state_dict(fabric.broadcast(module.state_dict()))`.
         Ranks: all, with the same parameters in the same order.
         Raises: ValueError: a parameter belongs to a model that was set up, or lies in shards. RuntimeError: a gradient
         is sparse.

@@ -99,7 +99,7 @@ def resolve(request: Request, machine: Machine) -> Resolved:
 
 def _with_timeout(strategy: Strategy, word: str, request: Request) -> Strategy:
     seconds = request.timeout_seconds
-    if seconds is None or strategy.launchers == ("inline",):  # one process waits for nobody
+    if seconds is None or strategy.launchers == ("inline",):  # one process waits for no other
         return strategy
     timed = with_timeout(strategy, seconds)
     if timed is None:

@@ -19,7 +19,7 @@ NAMES: Names = {
         "_xla_set_default_device": "the device of a thread",
         "_xla_runtime_is_initialized": "whether this process holds the devices; asking in public opens them",
         "_get_xla_sharding_spec _get_xla_op_sharding _xla_mark_sharding": (
-            "how a tensor lies over devices, and another laid out like it; `mark_sharding` is not told by a tensor"
+            "a tensor's sharding over devices, and another with the same; `mark_sharding` is not told by a tensor"
         ),
     },
     "torch_xla._internal.pjrt": {"initialize_multiprocess": "tells PJRT which process of the host this is"},
@@ -45,5 +45,5 @@ def runtime_is_initialized() -> bool:
 
 
 def sharding_of(tensor: Any) -> str:
-    """How the tensor lies over the devices, as XLA writes it; empty where nothing was said."""
+    """The tensor's sharding over the devices, as XLA writes it; empty where it has none."""
     return str(native._get_xla_sharding_spec(tensor))

@@ -30,7 +30,7 @@ class Patience:
         self._next_words = time.monotonic() + SAY_EVERY_SECONDS
 
     def wait_until(self, store: Store, key: str, missing: Callable[[], Sequence[int]], *, speaks: bool) -> None:
-        """Return once somebody has set the key. Raises: TimeoutError: nobody has; it names the `missing` ranks.
+        """Return once the key is set. Raises: TimeoutError: it is not; it names the `missing` ranks.
 
         One rank of all `speaks`: it looks again and again, at times that grow with how long it has waited. The others
         send one request and hear when it is time: torch writes warnings of sockets for a wait of theirs that is

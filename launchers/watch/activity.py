@@ -52,7 +52,7 @@ class Activity:
     """The last collectives, oldest first. Only where they were asked for."""
 
     def to_bytes(self) -> bytes:
-        """As it travels."""
+        """As it is sent."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod

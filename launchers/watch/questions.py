@@ -1,7 +1,7 @@
 """Questions from process to process, past any process group: one connection each, closed with the answer.
 
 A rank that runs listens; whoever wants to know connects, says the rank's token and a question in one line, and reads
-until the end. Nothing is sent while nobody asks. A process that is stopped, or whose Python lock is held, accepts (the
+until the end. Nothing is sent unless a rank asks. A process that is stopped, or whose Python lock is held, accepts (the
 kernel does) and stays silent, and one that has ended refuses: both are answers.
 """
 
@@ -38,7 +38,7 @@ class Place:
     """Said by whoever asks: a port is open to all, the answers are not."""
 
     def to_bytes(self) -> bytes:
-        """As it travels."""
+        """As it is sent."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
@@ -51,7 +51,7 @@ Silence = Literal["silent", "refused"]
 
 
 def ask_all(places: Sequence[Place], question: str, seconds: float) -> dict[int, bytes | Silence]:
-    """Each rank's answer. "silent": none within `seconds`; "refused": nobody listens there any more."""
+    """Each rank's answer. "silent": none within `seconds`; "refused": the process no longer listens."""
     answers: dict[int, bytes | Silence] = {}
     for start in range(0, len(places), AT_ONCE):
         answers.update(_ask_some(places[start : start + AT_ONCE], question, time.monotonic() + seconds))

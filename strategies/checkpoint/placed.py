@@ -15,7 +15,7 @@ from fabric.strategies.checkpoint.box import Box, Shape, whole
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """One tensor of a model or an optimizer, as it lies over the ranks."""
+    """One tensor of a model or an optimizer, as it is sharded over the ranks."""
 
     shape: Shape
     """Of the whole tensor."""

@@ -70,7 +70,7 @@ class Reading:
     part: Share | None = None
     """Where each rank reads other data than its peers, so that it stands at a position of its own: which part."""
     rereads: bool = False
-    """Whether the batches before the position are read again, and dropped, as nobody else can skip them."""
+    """Whether the batches before the position are read again and dropped, because they cannot be skipped."""
     say: Callable[[str], None] = lambda sentence: None
     num_backwards: Callable[[], int] = lambda: 0
     """How often the loop has called backward."""
@@ -174,7 +174,7 @@ class DeviceLoader(ABC):
         num_backwards = self._reading.num_backwards
         begun_after = num_backwards()
         index = self._reading.index
-        if index is not None and not index.read and epoch.begun_at.batches:  # nobody has skipped them
+        if index is not None and not index.read and epoch.begun_at.batches:  # they were not skipped
             batch = next(islice(batches, epoch.begun_at.batches - 1, None), END)
         try:
             while batch is not END:

@@ -2,7 +2,7 @@
 
 Only reading tells how long a stream is. So before each batch the ranks add up who has one: a message of two numbers,
 over a process group of its own, which collectives of the loop do not get in the way of. The next batch is read, and
-its message sent, before the loop gets this one: the message travels while the loop computes. Every rank therefore
+its message sent, before the loop gets this one: the message overlaps with the step. Every rank therefore
 iterates such a loader, and as often as the others.
 
 Why not let a rank that has ended take part with a weight of zero: a mean over ranks would count it all the same.

@@ -134,7 +134,7 @@ class DDPGradientSync(GradientSync):
         self.alike, self.flags, self.parameters = self.contents, flags, self.contents.trainable()
 
     def watch(self) -> Finish | None:
-        # Note [Gradients that nobody averaged]
+        # Note [Gradients that were not averaged]
         # The reducer averages in the first backward after a forward that went through it, and silently leaves
         # gradients local in any other. So where no such forward is outstanding, no gradient may change.
         if not self.synced:

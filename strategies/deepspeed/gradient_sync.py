@@ -1,7 +1,7 @@
 """Forward and backward of one model under ZeRO: its engine reduces gradients, and ranks run submodules in one order.
 
-`unsynced` changes nothing: at stage 1 gradients travel once per step in any case, at stages 2 and 3 in every backward,
-for a rank has no room for whole ones.
+`unsynced` changes nothing: at stage 1 gradients are reduced once per step in any case, at stages 2 and 3 in every
+backward, for a rank has no room for whole ones.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class DeepSpeedGradientSync(GradientSync):
 
 @final
 class UntrainedGradientSync(GradientSync):
-    """One model in shards without an optimizer: parameters travel, gradients do not."""
+    """One model in shards without an optimizer: parameters are all-gathered, gradients are not reduced."""
 
     def __init__(self, runtime: Runtime, module: nn.Module) -> None:
         self.order = ExecutionOrder(runtime, module, gathered_parts(module))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fabric.strategies.sharding.dtensor import local_part
 
 Factor: TypeAlias = "float | Tensor"
-"""A number, or a tensor without dimensions whose value nobody waits for."""
+"""A number, or a tensor without dimensions whose value the host does not wait for."""
 Finish: TypeAlias = Callable[[], None]
 """Called after a backward: completes its synchronisation, or raises RuntimeError where gradients are wrong."""
 

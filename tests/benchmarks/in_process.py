@@ -160,7 +160,7 @@ def _collectives(ours: Fabric, others: dict[str, Any]) -> list[Row]:
 
 
 def _checked(ours: Fabric) -> list[tuple[str, dict[str, Action | None], int, str]]:
-    """One tensor, of which ranks compare shape and dtype before it travels, against torch without the comparison."""
+    """One tensor, of which ranks compare shape and dtype before it is sent, against torch without the comparison."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13, and before
     contests: list[tuple[str, dict[str, Action | None], int, str]] = []
     for name, num_elements, repeat in (("4 B", 1, 50), ("1 MB", 2**18, 8), ("4 MB", 2**20, 4), ("16 MB", 2**22, 1)):

@@ -69,7 +69,7 @@ class Template:
 
 _templates: list[Template] = []
 running: set[int] = set()
-"""Programs that the template has started, and whose end nobody has waited for."""
+"""Programs that the template has started, and that were not waited for."""
 
 
 def template() -> Template:

@@ -1,7 +1,7 @@
 """Run a test's body on every rank of a real world: `run_world(2, body)`.
 
 Write `from worlds import run_world` (pytest puts `tests/harness/` on the path). The body is a function at the top level
-of the test module, called as `body(world, *args)`; what it returns, and its arguments, travel by pickle. Ranks come
+of the test module, called as `body(world, *args)`; what it returns, and its arguments, are pickled. Ranks come
 from a forkserver with torch preloaded: the first world of a session takes the import of torch, later ones 25-50 ms.
 """
 
