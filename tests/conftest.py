@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 import threading
 from collections import Counter
@@ -18,14 +19,27 @@ KEPT = ("fork_server.py", "resource_tracker", "template.py")
 test programs."""
 
 
+SEED = pytest.StashKey[str]()
 LEFT = pytest.StashKey[list[str]]()
 """Tests marked `thorough` that were deselected: their files."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What tests draw is the same in every run, so that a change is not refused for what it has not changed."""
+    parser.addoption("--seed", default="1", help="from which tests draw: 1 by default; 'new' for another one")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """The line that repeats a run."""
+    return f"draws: --seed {config.stash[SEED]}"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Signals mean what they mean, also where the tests run in a script's background, or under `nohup`: Ctrl-C or a
     hang-up is ignored there, and every program that a test starts would ignore it, too."""
     config.stash[LEFT] = []
+    seed = config.getoption("--seed")
+    config.stash[SEED] = str(random.randrange(2**31)) if seed == "new" else seed
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
@@ -61,6 +75,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 FOREIGN = ("tqdm_monitor",)
 """Threads of others that last as long as the process: tqdm's, which torch's compiler imports where it is installed."""
+
+
+@pytest.fixture(autouse=True)
+def draws_are_those_of_the_seed(request: pytest.FixtureRequest) -> None:
+    """Whatever ran before, and whichever tests were chosen."""
+    random.seed(f"{request.config.stash[SEED]} {request.node.nodeid}")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -161,7 +161,7 @@ class Narrow(Layers):
 
 
 class Dropping(Narrow):
-    """A number, dropped or not: 64 times, independently."""
+    """A number between 1 and 2, whatever the weights are, dropped or not: 64 times, independently."""
 
     def __init__(self, features_in: int, hidden: int) -> None:
         super().__init__(features_in, hidden)
@@ -169,7 +169,7 @@ class Dropping(Narrow):
 
     def forward(self, x: Tensor) -> Tensor:
         """`(batch, features_in)` -> `(batch, 64)`."""
-        dropped: Tensor = self.drop(super().forward(x).exp().expand(-1, 64))
+        dropped: Tensor = self.drop(1 + super().forward(x).sigmoid().expand(-1, 64))
         return dropped
 
 

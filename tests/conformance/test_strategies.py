@@ -1,12 +1,13 @@
 """Every strategy in the registry gives the numbers of one process of plain PyTorch, or raises what it declares.
 
 The cases are those of `fabric.testing`; `rows.py` says which strategy runs through which, with how many ranks and in
-which precision. Sizes and numbers are drawn anew in each run, from a seed that is printed.
+which precision. Sizes and numbers are drawn from a seed that is printed, and anew with `--seed new`.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -41,10 +42,11 @@ def test_numbers_are_those_of_one_process_or_what_is_declared_is_raised(row: Row
 
 
 FORKING = """
-import sys, torch
+import random, sys, torch
 from rows import forked_rows
 from fabric.testing import survey
 torch.set_num_threads(1)
+random.seed(sys.argv[2])
 findings = [survey(row.make(), row.chosen(), devices=row.size, precision=row.precision) for row in forked_rows()]
 torch.save(findings, sys.argv[1])
 """
@@ -54,7 +56,7 @@ torch.save(findings, sys.argv[1])
 def test_ranks_that_are_forks_give_the_numbers_of_one_process(tmp_path: Path, show: Show) -> None:
     written = tmp_path / "findings"
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
-    template.run([sys.executable, "-c", FORKING, str(written)], check=True, timeout=100, env=environ)
+    template.run([sys.executable, "-c", FORKING, str(written), str(random.random())], check=True, timeout=100, env=environ)
     for row, findings in zip(forked_rows(), torch.load(written, weights_only=False), strict=True):
         show(str(row), findings)
         refuse_failures(row, findings)
