@@ -56,7 +56,8 @@ torch.save(findings, sys.argv[1])
 def test_ranks_that_are_forks_give_the_numbers_of_one_process(tmp_path: Path, show: Show) -> None:
     written = tmp_path / "findings"
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
-    template.run([sys.executable, "-c", FORKING, str(written), str(random.random())], check=True, timeout=100, env=environ)
+    command = [sys.executable, "-c", FORKING, str(written), str(random.random())]
+    template.run(command, check=True, timeout=100, env=environ)
     for row, findings in zip(forked_rows(), torch.load(written, weights_only=False), strict=True):
         show(str(row), findings)
         refuse_failures(row, findings)
