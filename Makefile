@@ -15,6 +15,9 @@ SAYS := pyproject.toml constraints.txt Makefile
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # Tests that have targets of their own are left to them; the ten slowest are shown.
 APART := --ignore tests/clusters --ignore tests/clients --ignore tests/type_checking --durations 10
+# Tests wait for their ranks: two run at a time. `WORKERS=0` runs one after the other, as a debugger needs it.
+WORKERS ?= 2
+AT_A_TIME := --numprocesses $(WORKERS) --dist worksteal
 # Installing this package writes beside its sources: of targets that run at a time, one after the other does.
 ALONE := $(if $(shell command -v flock),flock .venv)
 
@@ -28,10 +31,10 @@ environment: $(RUN)/test.done  ## What the tests run in
 slurm: $(RUN)/slurm.done  ## What tests on several machines need beside it: Debian, as root
 
 test: environment  ## The tests but those marked thorough; PYTEST_ARGS='-k seed' for some
-	$(RUN)/bin/python -m pytest $(APART) -m 'not thorough' $(PYTEST_ARGS)
+	$(RUN)/bin/python -m pytest $(AT_A_TIME) $(APART) -m 'not thorough' $(PYTEST_ARGS)
 
 test-thorough: environment  ## These tests, and those marked thorough
-	$(RUN)/bin/python -m pytest $(APART) $(PYTEST_ARGS)
+	$(RUN)/bin/python -m pytest $(AT_A_TIME) $(APART) $(PYTEST_ARGS)
 
 # Programs of other people, with models of a few thousand random weights: nothing is downloaded.
 test-clients: $(CLIENTS)/test.done  ## litgpt over fabric.lightning, and transformers under every strategy
