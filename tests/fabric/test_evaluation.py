@@ -63,7 +63,9 @@ def test_every_sample_is_there_once_and_in_the_order_of_the_dataset_on_any_numbe
         for name in loaders_over(size, batch_size):
             if name == "batch sampler" and batch_size < count:
                 continue  # the last batches of one round have too few samples to give
-            loaders = share_out(lambda rank: loaders_over(size, batch_size)[name], count, "validate", said=[])
+            loaders = share_out(
+                [loaders_over(size, batch_size)[name] for _ in range(count)], count, "validate", said=[]
+            )
             found = gather(loaders, lambda batch: torch.as_tensor(batch).reshape(-1))
             assert [each.tolist() for each in found] == [list(range(size))] * count, (name, size, count, batch_size)
 
@@ -129,18 +131,19 @@ def test_values_that_are_not_those_of_the_last_iteration_raise_and_say_why() -> 
     first, second = fabric.setup_dataloaders(DataLoader(range(6), 2), DataLoader(range(5), 1), use="validate")  # type: ignore[arg-type]
     values = list(first)
     assert fabric.gather_for_metrics(values, first).tolist() == list(range(6))
+    assert len(list(second)) == 5
     with pytest.raises(
         ValueError, match=r"the values of 3 batches, and the last iteration of this `DataLoader` gave 5"
     ):
-        list(second)
         fabric.gather_for_metrics(values, second)
     with pytest.raises(ValueError, match=r"values of 6 batches.* gave 3. Begin each iteration with an empty list"):
         fabric.gather_for_metrics(values + list(first), first)
+    batches = iter(first)
     with pytest.raises(
         RuntimeError, match=r"has had 1 batches, and goes on or was left by `break`. Call it once, after"
     ):
-        for batch in first:
-            fabric.gather_for_metrics([batch], first)
+        fabric.gather_for_metrics([next(batches)], first)
+    del batches
     with pytest.raises(RuntimeError, match="has had 1 batches"):
         fabric.gather_for_metrics(values, first)
     with pytest.raises(RuntimeError, match="has had 0 batches"):
