@@ -131,8 +131,8 @@ class _Values:
     def put_together(self, collective: Collective, counts: list[int], sources: list[int]) -> Any:
         """The values of all batches of the ranks `sources`, step by step. Ranks: all."""
         empty: list[Tensor] = []
-        map_tensors(lambda path, tensor: empty.append(torch.atleast_1d(tensor)[:0]), self.nest)
-        batches = [list(map(torch.atleast_1d, batch)) for batch in self.batches]
+        map_tensors(lambda path, tensor: empty.append(_rows(tensor)[:0]), self.nest)
+        batches = [list(map(_rows, batch)) for batch in self.batches]
         shapes = torch.zeros((max(counts), sum(each.ndim for each in empty)), dtype=torch.int64, device="cpu")
         for step, batch in enumerate(batches):
             shapes[step] = torch.tensor([length for each in batch for length in each.shape])
@@ -141,7 +141,7 @@ class _Values:
         """For each tensor, `(ranks, steps)`."""
         mine = []
         for place, (each, of_each) in enumerate(
-            zip(empty, of_ranks.split([t.ndim for t in empty], dim=2), strict=True)
+            zip(empty, of_ranks.split_with_sizes([t.ndim for t in empty], dim=2), strict=True)
         ):
             lengths.append(of_each[:, :, 0])
             shape = [int(lengths[-1].sum(dim=1).max()), *of_each[:, :, 1:].amax(dim=(0, 1)).tolist()]
@@ -150,7 +150,10 @@ class _Values:
 
         def result(path: str, tensor: Tensor) -> Tensor:
             rows, numbers = next(gathered)
-            pieces = {rank: rows[rank][: int(numbers[rank].sum())].split(numbers[rank].tolist()) for rank in sources}
+            pieces = {
+                rank: rows[rank][: int(numbers[rank].sum())].split_with_sizes(numbers[rank].tolist())
+                for rank in sources
+            }
             return torch.cat(
                 [pieces[rank][step] for step in range(max(counts)) for rank in sources if step < counts[rank]]
             )
@@ -174,6 +177,10 @@ def _raise_together(collective: Collective, fault: Exception | None) -> None:
         raise fault
     rank = next(rank for rank, said in enumerate(words) if said)
     raise CollectiveError(f"`gather_for_metrics` on rank {rank}: {words[rank]}", rank=collective.rank)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.ndim else tensor[None]
 
 
 def _spec(tensor: Tensor) -> str:
