@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 import torch
@@ -49,7 +48,7 @@ from fabric.seed import seed_everything
 from fabric.spelling import DEFAULT_SAY_AFTER_SECONDS
 from fabric.stop import StopRequest
 from fabric.strategies.accelerators.accelerator import Accelerator
-from fabric.strategies.checkpoint import loading, run_state, saving, single_file
+from fabric.strategies.checkpoint import foreign, loading, run_state, saving
 from fabric.strategies.checkpoint.background import BackgroundSaves, PendingSave
 from fabric.strategies.checkpoint.run_state import RunState
 from fabric.strategies.checkpoint.state import (
@@ -714,8 +713,16 @@ class Fabric:
         return rest
 
     def load_raw(self, path: str | os.PathLike[str], obj: Stateful, strict: bool = True) -> None:
-        """Load the bare state of one module or optimizer, as `torch.save(net.state_dict(), path)` writes it."""
-        load_into(obj, self._read(path), strict=strict, access=self._state_access)
+        """Load the bare state of one object: a file of `torch.save(net.state_dict(), path)`, or safetensors.
+
+        Of safetensors `path` is a file, an index of several (`model.safetensors.index.json`), or a folder with one of
+        these; each rank reads the parts that it needs, and a name that is tied to one in the file may be missing.
+        Runs no code from the files. Ranks: all. Raises: CheckpointError: on every rank, if a rank could not read it.
+        """
+        content = self._read(path)
+        if isinstance(obj, nn.Module):
+            content = foreign.with_tied(uncompiled(obj), content)
+        load_into(obj, content, strict=strict, access=self._state_access)
 
     # Stopping
 
@@ -887,12 +894,11 @@ class Fabric:
         return next((model.state for model in self._models.values() if model.holds(obj)), otherwise)
 
     def _read(self, path: str | os.PathLike[str]) -> Any:
-        """What is in a checkpoint, or in a file of `torch.save`. Ranks: all."""
+        """What is in a checkpoint, or in a file of others. Ranks: all."""
         self.wait_for_save()
         collective = self._connected.collective
-        return (
-            single_file.load(collective, path) if Path(path).is_file() else loading.load(collective, storage_of(path))
-        )
+        kind = collective.broadcast_object(foreign.kind_of(path) if collective.rank == 0 else None)
+        return loading.load(collective, storage_of(path)) if kind is None else foreign.load(collective, path, kind)
 
     def _content(self, method: str, state: Mapping[str, Any], keep: Filter | None, *, gathered: bool) -> dict[str, Any]:
         """The objects' states: whole on rank 0 (`gathered`), or what each rank holds. Ranks: all."""
