@@ -32,6 +32,7 @@ from fabric.arguments import (
 from fabric.callbacks import call
 from fabric.console import print_rank_zero
 from fabric.determinism import determinism
+from fabric.evaluation import gather_for_metrics
 from fabric.launchers.environments.flight_recorder import recording
 from fabric.launchers.rank.belongings import close_files
 from fabric.launchers.rank.interpreter import run_exit_functions
@@ -602,6 +603,7 @@ class Fabric:
         of the group (None: all), with `sync_grads` each with samples of its own.
         Raises: CollectiveError: the ranks' data differs in paths, dtypes or shapes; on every rank, with what each rank
         passed. ValueError: `sync_grads` without a group, where the strategy lets some ranks read the same samples.
+        For the values of an evaluation: `gather_for_metrics`.
         """
         lacks = self.strategy.lacks if sync_grads and group is None and self.world_size > 1 else {}
         if "gather_gradients" in lacks:
@@ -640,6 +642,27 @@ class Fabric:
         such dimension. ValueError: a dtype does not hold `pad_value`.
         """
         return pad_across_ranks(group or self._connected.collective, data, dim, pad_value)
+
+    def gather_for_metrics(self, values: Sequence[T], loader: Iterable[Any], pad_value: float | None = None) -> T:
+        """Give every rank the values of every sample that the last iteration over a prepared loader has given, each
+        once, in the order in which one process reads them: that of the dataset, unless the loader shuffles.
+
+            values = []
+            for x, y in loader:
+                values.append((model(x).argmax(dim=1), y))
+            predictions, targets = fabric.gather_for_metrics(values, loader)
+
+        `values`: of each batch a nest of tensors and numbers, appended in the loop. Shapes: `(N_i, *S)` of each batch,
+        N_i its samples or tokens -> `(N, *S)`, N those of all batches of all ranks; `()` of each batch -> `(B,)`, one
+        for each. Values of repeated batches (`uneven="repeat"`) are left out, and of ranks that read the same batches
+        one counts. `pad_value`: fills up dimensions after the first in which values differ in length.
+        Ranks: all call it once, after the loop; they may have different numbers of batches, or none. With
+        `use_distributed_sampler=False` the values of every rank count. Gradient: stops here.
+        Raises: RuntimeError: the iteration has not ended, or was left by `break`. ValueError: the values are of another
+        number of batches, or differ in more than lengths. CollectiveError: so it is on another rank.
+        """
+        runtime = self._connected
+        return gather_for_metrics(runtime.collective, runtime.share, values, loader, pad_value)
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
         """Let rank zero (of each node, if `local`) run the block before the others. Its failure is everybody's."""
