@@ -6,11 +6,17 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from worlds import preload
 
 from fabric.testing import Finding, table
 
 SEEN = pytest.StashKey[dict[str, list[Finding]]]()
 NOT_RUN = pytest.StashKey[dict[str, str]]()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def ranks_import_nothing() -> None:
+    preload()
 
 
 @pytest.fixture(autouse=True)
