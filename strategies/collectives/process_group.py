@@ -3,7 +3,7 @@
 The one file that knows torch's names for collectives and what its releases call them. Data that merely moves goes as
 bytes, and every failure of torch becomes a `CollectiveError` that says which call, on what, and how long it waited.
 What surprises: gloo aborts the process when ranks send tensors of different sizes. `nested.py` and `objects.py` compare
-calls beforehand (`agreement.py`); the methods here do not: their callers know that the shapes are equal.
+calls beforehand (`call_check.py`); the methods here do not: their callers know that the shapes are equal.
 """
 
 from __future__ import annotations
@@ -298,10 +298,10 @@ class TorchCollective(CarriesObjects):
 
 
 # Note [Cold Python]
-# After a rank has waited for the others, its caches are cold: Python that takes 5 us in a loop takes up to 70 us between
-# two messages. An all-reduce of one number over gloo is 220 us, so each frame and each torch function on that way is
-# felt: two numbers through `torch.tensor`, `dist.all_reduce` and `tolist` take 1.4 times as long, and 1.2 times through
-# a buffer that is kept and the group's own method.
+# After a rank has waited for the others, its caches are cold: Python that takes 5 us in a loop takes up to 70 us there.
+# An all-reduce of one number over gloo takes 220 us, so each frame and each torch function counts there.
+# Over that all-reduce, two numbers through `torch.tensor`, `dist.all_reduce` and `tolist` took 1.4 times as long, and
+# 1.0 to 1.2 times through a buffer that is kept and the group's own method.
 
 
 def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup) -> None:
