@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fabric.loggers.csv_file import CSVLogger as CSVLogger
     from fabric.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
     from fabric.seed import seed_everything as seed_everything
+    from fabric.strategies.checkpoint.consolidate import consolidate as consolidate
     from fabric.strategies.checkpoint.errors import CheckpointError as CheckpointError
     from fabric.strategies.checkpoint.loading import read_checkpoint as read_checkpoint
     from fabric.strategies.collectives.collective import CollectiveError as CollectiveError
@@ -28,6 +29,7 @@ _HOME = {
     "TensorBoardLogger": "fabric.loggers.tensorboard",
     "WorkerError": "fabric.launchers",
     "World": "fabric.launchers",
+    "consolidate": "fabric.strategies.checkpoint.consolidate",
     "read_checkpoint": "fabric.strategies.checkpoint.loading",
     "seed_everything": "fabric.seed",
 }
@@ -40,6 +42,7 @@ __all__ = [
     "TensorBoardLogger",
     "WorkerError",
     "World",
+    "consolidate",
     "read_checkpoint",
     "seed_everything",
 ]

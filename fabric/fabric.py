@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 import torch
@@ -32,6 +31,7 @@ from fabric.arguments import (
 from fabric.callbacks import call
 from fabric.console import print_rank_zero
 from fabric.determinism import determinism
+from fabric.evaluation import gather_for_metrics
 from fabric.launchers.environments.flight_recorder import recording
 from fabric.launchers.watch.watcher import Watcher
 from fabric.launchers.world import World
@@ -46,7 +46,7 @@ from fabric.seed import seed_everything
 from fabric.spelling import DEFAULT_SAY_AFTER_SECONDS
 from fabric.stop import StopRequest
 from fabric.strategies.accelerators.accelerator import Accelerator
-from fabric.strategies.checkpoint import loading, run_state, saving, single_file
+from fabric.strategies.checkpoint import foreign, loading, run_state, saving
 from fabric.strategies.checkpoint.run_state import RunState
 from fabric.strategies.checkpoint.state import (
     PLAIN,
@@ -595,6 +595,7 @@ class Fabric:
         of the group (None: all), with `sync_grads` each with samples of its own.
         Raises: CollectiveError: the ranks' data differs in paths, dtypes or shapes; on every rank, with what each rank
         passed. ValueError: `sync_grads` without a group, where the strategy lets some ranks read the same samples.
+        For the values of an evaluation: `gather_for_metrics`.
         """
         lacks = self.strategy.lacks if sync_grads and group is None and self.world_size > 1 else {}
         if "gather_gradients" in lacks:
@@ -633,6 +634,27 @@ class Fabric:
         such dimension. ValueError: a dtype does not hold `pad_value`.
         """
         return pad_across_ranks(group or self._connected.collective, data, dim, pad_value)
+
+    def gather_for_metrics(self, values: Sequence[T], loader: Iterable[Any], pad_value: float | None = None) -> T:
+        """Give every rank the values of every sample that the last iteration over a prepared loader has given, each
+        once, in the order in which one process reads them: that of the dataset, unless the loader shuffles.
+
+            values = []
+            for x, y in loader:
+                values.append((model(x).argmax(dim=1), y))
+            predictions, targets = fabric.gather_for_metrics(values, loader)
+
+        `values`: of each batch a nest of tensors and numbers, appended in the loop. Shapes: `(N_i, *S)` of each batch,
+        N_i its samples or tokens -> `(N, *S)`, N those of all batches of all ranks; `()` of each batch -> `(B,)`, one
+        for each. Values of repeated batches (`uneven="repeat"`) are left out, and of ranks that read the same batches
+        one counts. `pad_value`: fills up dimensions after the first in which values differ in length.
+        Ranks: all call it once, after the loop; they may have different numbers of batches, or none. With
+        `use_distributed_sampler=False` the values of every rank count. Gradient: stops here.
+        Raises: RuntimeError: the iteration has not ended, or was left by `break`. ValueError: the values are of another
+        number of batches, or differ in more than lengths. CollectiveError: so it is on another rank.
+        """
+        runtime = self._connected
+        return gather_for_metrics(runtime.collective, runtime.share, values, loader, pad_value)
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
         """Let rank zero (of each node, if `local`) run the block before the others. Its failure is everybody's."""
@@ -680,8 +702,16 @@ class Fabric:
         return rest
 
     def load_raw(self, path: str | os.PathLike[str], obj: Stateful, strict: bool = True) -> None:
-        """Load the bare state of one module or optimizer, as `torch.save(net.state_dict(), path)` writes it."""
-        load_into(obj, self._read(path), strict=strict, access=self._state_access)
+        """Load the bare state of one object: a file of `torch.save(net.state_dict(), path)`, or safetensors.
+
+        Of safetensors `path` is a file, an index of several (`model.safetensors.index.json`), or a folder with one of
+        these; each rank reads the parts that it needs, and a name that is tied to one in the file may be missing.
+        Runs no code from the files. Ranks: all. Raises: CheckpointError: on every rank, if a rank could not read it.
+        """
+        content = self._read(path)
+        if isinstance(obj, nn.Module):
+            content = foreign.with_tied(uncompiled(obj), content)
+        load_into(obj, content, strict=strict, access=self._state_access)
 
     # Stopping
 
@@ -840,11 +870,10 @@ class Fabric:
         return next((model.state for model in self._models.values() if model.holds(obj)), otherwise)
 
     def _read(self, path: str | os.PathLike[str]) -> Any:
-        """What is in a checkpoint, or in a file of `torch.save`. Ranks: all."""
+        """What is in a checkpoint, or in a file of others. Ranks: all."""
         collective = self._connected.collective
-        return (
-            single_file.load(collective, path) if Path(path).is_file() else loading.load(collective, storage_of(path))
-        )
+        kind = collective.broadcast_object(foreign.kind_of(path) if collective.rank == 0 else None)
+        return loading.load(collective, storage_of(path)) if kind is None else foreign.load(collective, path, kind)
 
     def _content(self, method: str, state: Mapping[str, Any], keep: Filter | None, *, gathered: bool) -> dict[str, Any]:
         """The objects' states: whole on rank 0 (`gathered`), or what each rank holds. Ranks: all."""

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 _PADDING = (
     "Where lengths differ on purpose, `fabric.pad_across_ranks(tensor, dim=0)` gives every rank the length of the "
-    "longest."
+    "longest; the values of an evaluation's batches go through `fabric.gather_for_metrics(values, loader)`."
 )
 
 
