@@ -313,7 +313,7 @@ def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup
 
 def _options(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
-    options.reduceOp = op
+    options.reduceOp = op  # type: ignore[assignment]  # the stub of torch 2.13 lacks the conversion
     options.asyncOp = False
     return options
 
