@@ -2,12 +2,13 @@
 
 Write `from worlds import run_world` (pytest puts `tests/harness/` on the path). The body is a function at the top level
 of the test module, called as `body(world, *args)`; what it returns, and its arguments, are pickled. Ranks come
-from a fork server that has imported torch and fabric (`preloaded.py`): the first world of a session takes these imports,
-later ones 25-50 ms.
+from a fork server that has imported torch and fabric (`preloaded.py`): the first world of a session takes these
+imports, later ones 25-50 ms.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import pickle
 import sys
@@ -31,8 +32,9 @@ def run_world(size: int, body: Callable[..., R], *args: Any) -> list[R]:
     return launcher.launch_all(_rank, module.__name__, module.__file__, pickle.dumps((body, args)))
 
 
+@functools.cache
 def preload() -> None:
-    """Let the fork server import what ranks of tests import, for those that a test starts by `fabric.launch(function)`."""
+    """Let the fork server import what ranks import, for those that a test starts by `fabric.launch(function)`."""
     run_world(1, _nothing)
 
 
