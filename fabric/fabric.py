@@ -474,6 +474,7 @@ class Fabric:
             if weight is not None:
                 self._backward_weighted(partial(backward, loss, *args, **kwargs), named, weight)
             else:
+                runtime.loader_numbers.num_unweighted += 1
                 if self._weighting is not None:
                     self._weighting.refuse_unweighted()
                 backward(loss, *args, **kwargs)
