@@ -38,6 +38,7 @@ from fabric.launchers.world import World
 from fabric.loader_states import LoaderStates
 from fabric.loggers.logger import MetricWriter, metric_writer, record_hyperparams
 from fabric.machine import Machine
+from fabric.moving_average import MovingAverage, check_decay
 from fabric.progress import progress
 from fabric.request import Request
 from fabric.resolve import resolve
@@ -532,6 +533,26 @@ class Fabric:
                 "model up, and call `fabric.backward`."
             )
         average_over_ranks(self._connected.collective, given, checked)
+
+    def ema(self, module: nn.Module, decay: float = 0.999) -> MovingAverage:
+        """Begin an exponential moving average of a prepared model's weights, in shards where the weights are.
+
+            average = fabric.ema(model, decay=0.999)
+            ...
+                optimizer.step()
+                average.update()
+            with average.applied():  # the model has the averages for weights
+                evaluate(model)
+            fabric.save(path, {"model": model, "average": average})
+
+        It starts from the weights as they are now. In a checkpoint it is as portable as the model. Ranks: all.
+        Raises: ValueError: the weights are in half precision, the decay is no number from 0 to below 1, or the strategy
+        cannot.
+        """
+        prepared = self._prepared(module, "ema")
+        if "ema" in self.strategy.lacks:
+            raise ValueError(self.strategy.lacks["ema"])
+        return MovingAverage(prepared, check_decay(decay))
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """Within it, forward and backward of `module` leave gradients where they were computed. For accumulation: the

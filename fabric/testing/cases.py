@@ -111,6 +111,12 @@ _CASES = (
         body=loops.copies,
         needs=("copies", "several_models"),
     ),
+    Case(
+        name="moving_average",
+        claim="a moving average of the weights, evaluated, saved and loaded between steps",
+        body=loops.moving_average,
+        needs=("ema",),
+    ),
     _trained("unused", "a layer that takes no part in every second step", "unused", kinds=("spare",)),
     _trained("methods", "a loss from a method of the model", "methods", by_method=True),
     _trained("later_optimizers", "an optimizer made after setup", "later_optimizers", later=True),

@@ -413,6 +413,35 @@ def copies(loop: Loop, trial: Trial) -> Outcome:
     return finished(loop, trial, models, {"optimizer": optimizer}, losses)
 
 
+def moving_average(loop: Loop, trial: Trial) -> Outcome:
+    """An average of weights: evaluated between steps, saved, loaded into another one, and updated further."""
+    net = trial.net()
+    model, optimizer = loop.setup(net, trial.optimizer(net))
+    average = loop.ema(model, decay=0.8)
+    losses = []
+    for number, (tokens, targets, _) in enumerate(loop.setup_dataloaders(trial.loader())):
+        loss = cross_entropy(model(tokens).to(trial.dtype), targets)
+        loop.backward(loss, model=model)
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update()
+        model.eval()
+        with torch.no_grad(), average.applied():
+            losses.append(mean(loop, cross_entropy(model(tokens).to(trial.dtype), targets)))
+        model.train()
+        losses.append(mean(loop, loss))
+        if number == 1 and "save" not in trial.lacks:
+            with folder(loop) as path:
+                loop.save(f"{path}/average", {"average": average})
+                average = loop.ema(model, decay=0.8)
+                loop.load(f"{path}/average", {"average": average})
+            assert average.num_updates == 2
+    with average.applied():
+        found = finished(loop, trial, {"average": model}, {}, losses)
+    found.outputs.update(finished(loop, trial, {"model": model}, {}, []).outputs)
+    return found
+
+
 def evaluate(loop: Loop, trial: Trial) -> Outcome:
     """A model without an optimizer."""
     model = loop.setup_module(trial.net(tied=True)).eval()
