@@ -203,8 +203,8 @@ class DeviceLoader(ABC):
         if not self._said_unequal and index is not None and not index.cut.uneven:
             self._said_unequal = True
             self._reading.say(
-                f"A batch of the `{loader_name(self)}` had different numbers of samples on the ranks, as the last of an "
-                "epoch may have, and `fabric.backward(loss)` averages over ranks: a loss that is a mean over the batch "
+                f"A batch of the `{loader_name(self)}` had different numbers of samples on the ranks, as the last of "
+                "an epoch may have, and `fabric.backward(loss)` averages over ranks: a mean over the batch "
                 "counts samples of a smaller batch more. Write `fabric.backward(loss * len(x), weight=len(x))`, which "
                 "is exact, or pass `drop_last=True`. This is said once."
             )

@@ -283,8 +283,8 @@ def _give_back(optimizer: Optimizer, groups: Sequence[Sequence[torch.Tensor]], f
 
 
 _IN_ENGINE = (
-    "`fabric.ema(model)` with `strategy='deepspeed'`: the weights that count are those of DeepSpeed's optimizer, and an "
-    "average cannot take their place. Pass `strategy='fsdp'`."
+    "`fabric.ema(model)` with `strategy='deepspeed'`: the weights that count are those of DeepSpeed's optimizer, and "
+    "an average cannot take their place. Pass `strategy='fsdp'`."
 )
 _IN_SHARDS = (
     "Stage 3 keeps the parameters of a prepared module in shards, so it cannot be copied or pickled: this rank has a "
