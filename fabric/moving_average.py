@@ -34,7 +34,7 @@ class MovingAverage(PlacedState):
         self.num_updates = 0
         """How often it was updated."""
         self._is_applied = False
-        self._average_over = get_ema_multi_avg_fn(decay)
+        self._average_over = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         for parameter in prepared.sync.parameters_held():
             if parameter.dtype in (torch.float16, torch.bfloat16):
                 raise ValueError(_HALF.format(dtype=parameter.dtype))
@@ -49,7 +49,7 @@ class MovingAverage(PlacedState):
         self._refuse_applied("update")
         weights = self._weights()
         if weights:
-            self._average_over(self._averages, weights, self.num_updates)  # type: ignore[no-untyped-call]
+            self._average_over(self._averages, weights, self.num_updates)
         self.num_updates += 1
 
     @contextmanager
