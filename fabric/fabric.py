@@ -48,6 +48,7 @@ from fabric.stop import StopRequest
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint import foreign, loading, run_state, saving
 from fabric.strategies.checkpoint.run_state import RunState
+from fabric.strategies.checkpoint.snapshot import snapshot
 from fabric.strategies.checkpoint.state import (
     PLAIN,
     Filter,
@@ -77,7 +78,7 @@ from fabric.strategies.precision.forward_precision import autocast
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.dtensor import as_sharded
+from fabric.strategies.sharding.dtensor import as_sharded, local_part
 from fabric.strategies.strategy import Strategy
 from fabric.weighting import Weighting, average_over_ranks, check_weight
 
@@ -712,6 +713,31 @@ class Fabric:
         if isinstance(obj, nn.Module):
             content = foreign.with_tied(uncompiled(obj), content)
         load_into(obj, content, strict=strict, access=self._state_access)
+
+    @overload
+    def state_dict(self, model: nn.Module, optimizer: None = None, *, all_ranks: bool = False) -> dict[str, Any]: ...
+    @overload
+    def state_dict(
+        self, model: nn.Module, optimizer: Optimizer, *, all_ranks: bool = False
+    ) -> tuple[dict[str, Any], dict[str, Any]]: ...
+    def state_dict(
+        self, model: nn.Module, optimizer: Optimizer | None = None, *, all_ranks: bool = False
+    ) -> dict[str, Any] | tuple[dict[str, Any], dict[str, Any]]:
+        """The state of a model, or of a model and an optimizer, as one process of plain PyTorch would have it.
+
+        Tensors are plain, whole, on the CPU, and copies; keys are the user's parameter names, and the optimizer's those
+        of `optimizer.state_dict()`. Rank 0 has it; the dictionaries of the other ranks are empty, unless `all_ranks`.
+        Ranks: all. Memory: where it is kept, the whole state on the CPU; beside it, on every rank, one whole tensor of
+        the model or of the optimizer's state at a time.
+        """
+        objects = (model,) if optimizer is None else (model, optimizer)
+        content = state_of(
+            {"model": model} | ({} if optimizer is None else {"optimizer": optimizer}), access=self._state_access
+        )
+        states = [snapshot(each, objects, local_part) if self.is_global_zero else {} for each in content.values()]
+        if all_ranks:
+            states = self._connected.collective.broadcast_object(states)
+        return states[0] if optimizer is None else (states[0], states[1])
 
     # Stopping
 
