@@ -47,6 +47,7 @@ from fabric.spelling import DEFAULT_SAY_AFTER_SECONDS
 from fabric.stop import StopRequest
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint import foreign, loading, run_state, saving
+from fabric.strategies.checkpoint.fit import misfits, table
 from fabric.strategies.checkpoint.run_state import RunState
 from fabric.strategies.checkpoint.snapshot import snapshot
 from fabric.strategies.checkpoint.state import (
@@ -689,14 +690,17 @@ class Fabric:
         checkpoint that has none, nothing is restored, and that is said. Where the data is shared out among another
         number of ranks, rank 0's generators are those of all, until they draw apart. Reads a file of `torch.save` with
         the same names, too. Checksums are verified before any object is changed.
-        Ranks: all. Raises: CheckpointError: on every rank, if a rank could not read, or found damaged bytes; KeyError:
-        `strict`, and the checkpoint lacks a name of `state`.
+        `strict=False` loads modules that have other names, and leaves out what the checkpoint lacks; what was left out
+        is said. Shapes must be equal all the same.
+        Ranks: all. Raises: CheckpointError: on every rank, if a rank could not read, or found damaged bytes, or where
+        names or shapes differ: a table of all of them, and nothing was changed.
         """
         if state is not None:
             check_named("load", state)
         found = {} if state is None else state
         content = self._read(path)
         run = content.pop(run_state.NAME, None)
+        self._refuse_misfits("load", path, found, content, strict=strict)
         rest = restore(found, content, strict=strict, access=self._state_access, loaders=self._loader_states)
         if is_run(dict(found)):
             self._run_state(found).write(in_memory(run))
@@ -712,6 +716,8 @@ class Fabric:
         content = self._read(path)
         if isinstance(obj, nn.Module):
             content = foreign.with_tied(uncompiled(obj), content)
+        name = type(obj).__name__
+        self._refuse_misfits("load_raw", path, {name: obj}, {name: content}, strict=strict)
         load_into(obj, content, strict=strict, access=self._state_access)
 
     @overload
@@ -900,6 +906,17 @@ class Fabric:
         collective = self._connected.collective
         kind = collective.broadcast_object(foreign.kind_of(path) if collective.rank == 0 else None)
         return loading.load(collective, storage_of(path)) if kind is None else foreign.load(collective, path, kind)
+
+    def _refuse_misfits(
+        self, method: str, path: str | os.PathLike[str], state: Any, content: Any, *, strict: bool
+    ) -> None:
+        """Raise CheckpointError on every rank where a state does not fit. Ranks: all."""
+        rows = misfits(dict(state), content, self._state_access, self._loader_states)
+        wrong = rows if strict else [row for row in rows if not row.is_left_out]
+        problem = ValueError(f"it does not fit, and nothing was loaded.\n{table(wrong)}") if wrong else None
+        loading.refuse_unread(self._connected.collective, storage_of(path), problem)
+        if rows:
+            self._connected.report(f"`fabric.{method}(..., strict=False)` left out:\n{table(rows)}")
 
     def _content(self, method: str, state: Mapping[str, Any], keep: Filter | None, *, gathered: bool) -> dict[str, Any]:
         """The objects' states: whole on rank 0 (`gathered`), or what each rank holds. Ranks: all."""

@@ -481,11 +481,11 @@ def go_on(loop: Loop, trial: Trial, with_optimizer: bool) -> Outcome:
 
 def in_memory(loop: Loop, trial: Trial) -> Outcome:
     """The whole state in memory, on every rank, as plain tensors that later steps leave as they are."""
-    net = trial.net(**{kind: True for kind in ("tied", "frozen") if kind not in trial.lacks})
+    net = trial.net("net", **{kind: True for kind in ("tied", "frozen") if kind not in trial.lacks})
     model, optimizer = loop.setup(net, trial.optimizer(net, "adamw"))
     losses = steps(loop, trial, model, optimizer)
     if "optimizer_state" in trial.lacks:
-        content = (loop.state_dict(model, all_ranks=True), {})
+        content: Any = (loop.state_dict(model, all_ranks=True), {})
     else:
         content = loop.state_dict(model, optimizer, all_ranks=True)
     alone = loop.state_dict(model)

@@ -47,6 +47,15 @@ class ZeroState(StateAccess):
             state[name] = value
         return state
 
+    def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...] | None]:
+        return {
+            name: _shape_of(value) if isinstance(value, Tensor) else None
+            for name, value in module.state_dict(keep_vars=True).items()
+        }
+
+    def group_sizes(self, optimizer: Optimizer) -> list[int]:
+        return [len(group) for group in self.groups]
+
     def place_module(self, module: nn.Module) -> dict[str, Any]:
         seen: dict[int, Placed | Tensor] = {}  # tied weights are one tensor in the file as well
         state = module.state_dict(keep_vars=True)
