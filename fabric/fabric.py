@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -33,6 +34,8 @@ from fabric.console import print_rank_zero
 from fabric.determinism import determinism
 from fabric.evaluation import gather_for_metrics
 from fabric.launchers.environments.flight_recorder import recording
+from fabric.launchers.rank.belongings import close_files
+from fabric.launchers.rank.interpreter import run_exit_functions
 from fabric.launchers.watch.watcher import Watcher
 from fabric.launchers.world import World
 from fabric.loader_states import LoaderStates
@@ -47,6 +50,7 @@ from fabric.spelling import DEFAULT_SAY_AFTER_SECONDS
 from fabric.stop import StopRequest
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint import foreign, loading, run_state, saving
+from fabric.strategies.checkpoint.background import BackgroundSaves, PendingSave
 from fabric.strategies.checkpoint.fit import misfits, table
 from fabric.strategies.checkpoint.run_state import RunState
 from fabric.strategies.checkpoint.snapshot import snapshot
@@ -156,6 +160,7 @@ class Fabric:
         self._accumulation = Accumulation()
         self._weighting: Weighting | None = None
         self._stop: StopRequest | None = None
+        self._saves: BackgroundSaves | None = None
 
     # Who and where
 
@@ -261,11 +266,14 @@ class Fabric:
     def close(self) -> None:
         """Give back the process group, the environment and the user's objects as they were. A second call does nothing.
 
-        Ranks: each calls it when it is done; it waits for nobody.
+        Ranks: each calls it when it is done; it waits for nobody, but for a save with `blocking=False` to end.
+        Raises: CheckpointError: that save failed, and nobody was told yet.
         """
         if self._runtime is not None:
-            self._open.close()
-            self._runtime = self._stop = None
+            try:
+                self._open.close()
+            finally:
+                self._runtime = self._stop = self._saves = None
 
     def __enter__(self) -> Fabric:
         return self
@@ -664,7 +672,14 @@ class Fabric:
 
     # Saving
 
-    def save(self, path: str | os.PathLike[str], state: Mapping[str, Any], filter: Filter | None = None) -> None:
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        state: Mapping[str, Any],
+        filter: Filter | None = None,
+        blocking: bool = True,
+        after_commit: Callable[[], object] | None = None,
+    ) -> PendingSave:
         """Write modules, optimizers, anything with a `state_dict`, and plain values to a folder, whole or not at all.
 
         Each rank writes a part; any strategy with any number of ranks can load it. What was there before stays until
@@ -673,12 +688,31 @@ class Fabric:
         without a `state_dict` is left out, and that is said once. Unless `state` is plain values alone, there is an
         entry `"fabric"` besides: the random generators of every rank, the loss scales, and the schedulers that were
         given to `setup`. Save after a step, not within a window of micro-batches: gradients are in no checkpoint.
+        `blocking=False`: returns once all is copied, and a thread of each rank writes the copies; `wait()` of what is
+        returned, the next `save` or `load`, and `close` wait for it and raise what it failed by. The copies are as
+        many bytes as the rank writes, and their memory is kept for the next save. `after_commit`: called on rank 0 once
+        the checkpoint is complete, in that thread if there is one.
         Ranks: all; each receives about 10 KB of generators from every other.
-        Raises: CheckpointError: on every rank, if any rank could not write. TypeError: a value is of no kind that can
-        be read back without running code.
+        Raises: CheckpointError: on every rank, if any rank could not write, or the save before could not and nobody was
+        told. TypeError: a value is of no kind that can be read back without running code.
         """
+        check_named("save", state)
+        self.wait_for_save()
         content = self._content("save", state, filter, gathered=False)
-        saving.save(self._connected.collective, storage_of(path), content)
+        storage = storage_of(path)
+        if not blocking:
+            assert self._saves is not None
+            return self._saves.start(storage, content, after_commit)
+        saving.save(self._connected.collective, storage, content, after_commit)
+        return PendingSave(storage.path)
+
+    def wait_for_save(self) -> None:
+        """Return once no save with `blocking=False` is under way. Any rank may call it, alone.
+
+        Raises: CheckpointError: the last one failed, and nobody was told yet.
+        """
+        if self._saves is not None:
+            self._saves.finish()
 
     def load(
         self, path: str | os.PathLike[str], state: MutableMapping[str, Any] | None = None, strict: bool = True
@@ -829,11 +863,24 @@ class Fabric:
             if store is not None:
                 stack.callback(Watcher(world, store, journal, self._say_after_seconds).close)
             stack.callback(self._forget)  # before the teardown: models hold on to the process group
-            atexit.register(self.close)
-            stack.callback(atexit.unregister, self.close)
+            saves = BackgroundSaves(runtime.collective)
+            stack.callback(saves.finish)
+            atexit.register(self._close_at_exit)
+            stack.callback(atexit.unregister, self._close_at_exit)
             self._open = stack.pop_all()
-        self._runtime = runtime
+        self._runtime, self._saves = runtime, saves
         self._place = world if world.size > 1 else None
+
+    def _close_at_exit(self) -> None:
+        try:
+            self.close()
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+            # What an exit function raises is printed, and the exit code stays 0 (Python 3.13).
+            atexit.unregister(self._close_at_exit)
+            run_exit_functions()
+            close_files()
+            os._exit(1)
 
     def _forget(self) -> None:
         """Let go of what was set up."""
@@ -903,6 +950,7 @@ class Fabric:
 
     def _read(self, path: str | os.PathLike[str]) -> Any:
         """What is in a checkpoint, or in a file of others. Ranks: all."""
+        self.wait_for_save()
         collective = self._connected.collective
         kind = collective.broadcast_object(foreign.kind_of(path) if collective.rank == 0 else None)
         return loading.load(collective, storage_of(path)) if kind is None else foreign.load(collective, path, kind)

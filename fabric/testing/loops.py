@@ -639,7 +639,7 @@ def finished(
     saved: dict[str, Any] = {}
     if "save" not in trial.lacks:
         with folder(loop) as path:
-            loop.save(f"{path}/end", state)
+            loop.save(f"{path}/end", state, blocking=trial.draw("blocking").random() < 0.5)
             saved = loop.load(f"{path}/end")
     return Outcome(losses=losses, norms=list(norms), outputs=outputs, saved=saved)
 
