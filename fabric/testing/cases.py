@@ -172,6 +172,12 @@ _CASES = (
         body=partial(loops.go_on, with_optimizer=True),
         needs=("load", "optimizer_state"),
     ),
+    Case(
+        name="state_dict",
+        claim="the whole state in memory, on every rank, as plain PyTorch has it",
+        body=loops.in_memory,
+        needs=("save",),
+    ),
     Case(name="uneven", claim="a last batch that is smaller", body=loops.tail, needs=("uneven",)),
     Case(name="uneven_stream", claim="a stream with more batches on one rank", body=loops.uneven_stream),
     Case(name="loaders_first", claim="numbers drawn after loaders were set up", body=loops.loaders_first),

@@ -508,6 +508,34 @@ def go_on(loop: Loop, trial: Trial, with_optimizer: bool) -> Outcome:
     return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
 
 
+def in_memory(loop: Loop, trial: Trial) -> Outcome:
+    """The whole state in memory, on every rank, as plain tensors that later steps leave as they are."""
+    net = trial.net("net", **{kind: True for kind in ("tied", "frozen") if kind not in trial.lacks})
+    model, optimizer = loop.setup(net, trial.optimizer(net, "adamw"))
+    losses = steps(loop, trial, model, optimizer)
+    if "optimizer_state" in trial.lacks:
+        content: Any = (loop.state_dict(model, all_ranks=True), {})
+    else:
+        content = loop.state_dict(model, optimizer, all_ranks=True)
+    alone = loop.state_dict(model)
+    assert not alone or alone.keys() == content[0].keys()
+    before = copy.deepcopy(content)
+    losses += steps(loop, trial, model, optimizer)
+    for one, other in ((before, content), ({}, alone)):
+        for tensor in _tensors(other):
+            assert type(tensor) is Tensor, f"{type(tensor).__name__} is no plain tensor"
+            assert tensor.device.type == "cpu"
+        assert not one or all(map(torch.equal, _tensors(one), _tensors(other))), "later steps changed the copy"
+    return Outcome(losses=losses, saved={"model": content[0], "optimizer": content[1]})
+
+
+def _tensors(nest: Any) -> list[Tensor]:
+    if isinstance(nest, Tensor):
+        return [nest]
+    inner = nest.values() if isinstance(nest, Mapping) else nest if isinstance(nest, (list, tuple)) else ()
+    return [tensor for each in inner for tensor in _tensors(each)]
+
+
 def tail(loop: Loop, trial: Trial) -> Outcome:
     """Batches of different sizes: gradients are those of all samples of a step, and each sample is read once."""
     net = trial.net()

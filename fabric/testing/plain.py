@@ -7,6 +7,7 @@ thread, and gradients are averaged by hand. Scaled losses have a constant scale 
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
@@ -69,6 +70,7 @@ class Loop(Protocol):
     def gather_for_metrics(self, values: list[T], loader: Any) -> T: ...
     def save(self, path: str, state: dict[str, Any], *, blocking: bool = True) -> object: ...
     def load(self, path: str, state: MutableMapping[str, Any] | None = None) -> dict[str, Any]: ...
+    def state_dict(self, model: nn.Module, optimizer: Any = None, *, all_ranks: bool = False) -> Any: ...
 
 
 def plain(body: Callable[[Loop], T], precision: Precision, device: torch.device, num_copies: int = 1) -> T:
@@ -250,6 +252,10 @@ class _PlainLoop:
     def load(self, path: str, state: MutableMapping[str, Any] | None = None) -> dict[str, Any]:
         content = read_checkpoint(path) if Path(path).is_dir() else torch.load(path, weights_only=True)
         return restore({} if state is None else state, content, strict=True)
+
+    def state_dict(self, model: nn.Module, optimizer: Any = None, *, all_ranks: bool = False) -> Any:
+        model_state = copy.deepcopy(model.state_dict())
+        return model_state if optimizer is None else (model_state, copy.deepcopy(optimizer.state_dict()))
 
     def _is_average(self, gradient: Tensor) -> bool:
         """Whether nothing was added to a gradient since it was averaged."""

@@ -87,6 +87,17 @@ class StateAccess(ABC):
         """As `read_optimizer`, in the same way."""
         return self.read_optimizer(optimizer)
 
+    def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...] | None]:
+        """What the whole state has: the shape of each tensor, None for what is none. No rank talks."""
+        return {
+            name: tuple(value.shape) if isinstance(value, Tensor) else None
+            for name, value in module.state_dict(keep_vars=True).items()
+        }
+
+    def group_sizes(self, optimizer: Optimizer) -> list[int]:
+        """How many parameters each group has in the whole state. No rank talks."""
+        return [len(group["params"]) for group in optimizer.param_groups]
+
     def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
         """As `write_module`, of a state with a `Stored` for each tensor."""
         self.write_module(module, in_memory(content, mapped=True), strict=strict)
