@@ -183,16 +183,16 @@ def net() -> tuple[nn.Module, Optimizer]:
 
 
 METHODS: dict[str, tuple[Callable[[Fabric, Path], Any], type[Exception], str]] = {
-    "a word": (lambda f, _: f.setup("net"), TypeError, "A `str` was given to be set up as a module."),  # type: ignore[arg-type]
-    "swapped": (lambda f, _: f.setup(*reversed(net())), TypeError, "A `SGD` was given to be set up as a module."),  # type: ignore[arg-type]
-    "two modules": (lambda f, _: f.setup(*net(), *net()), TypeError, "A `Linear` was given to be set up as an optim"),  # type: ignore[arg-type]
+    "a word": (lambda f, _: f.setup("net"), TypeError, "A `str` was passed as the module."),  # type: ignore[arg-type]
+    "swapped": (lambda f, _: f.setup(*reversed(net())), TypeError, "A `SGD` was passed as the module."),  # type: ignore[arg-type]
+    "two modules": (lambda f, _: f.setup(*net(), *net()), TypeError, "A `Linear` was passed as an optim"),  # type: ignore[arg-type]
     "a list": (lambda f, _: f.setup(net()[0], [net()[1]]), TypeError, "Write `fabric.setup(module, optimizer, ..."),  # type: ignore[arg-type]
     "a scheduler": (
         lambda f, _: f.setup(net()[0], StepLR(net()[1], 1)),  # type: ignore[arg-type]
         TypeError,
-        "A `StepLR` was given to be set up as an optimizer. Write `fabric.setup(module, optimizer, ..., scheduler=",
+        "A `StepLR` was passed as an optimizer. Write `fabric.setup(module, optimizer, ..., scheduler=",
     ),
-    "no optimizer": (lambda f, _: f.setup_optimizers("adam"), TypeError, "A `str` was given to be set up as an opt"),  # type: ignore[arg-type]
+    "no optimizer": (lambda f, _: f.setup_optimizers("adam"), TypeError, "A `str` was passed as an opt"),  # type: ignore[arg-type]
     "twice": (lambda f, _: [f.setup(one) for one in [net()[0]] * 2], ValueError, "Set each module and optimizer up"),
     "use": (
         lambda f, _: f.setup_dataloaders([1], use="eval"),  # type: ignore[arg-type]
@@ -204,11 +204,11 @@ METHODS: dict[str, tuple[Callable[[Fabric, Path], Any], type[Exception], str]] =
         TypeError,
         "`setup_dataloaders` was given a `TensorDataset`, which cannot be iterated.",
     ),
-    "clip by nothing": (lambda f, _: f.clip_gradients(*f.setup(*net())), ValueError, "exactly one of the two says"),
+    "clip by nothing": (lambda f, _: f.clip_gradients(*f.setup(*net())), ValueError, "pass exactly one of the two"),
     "clip below 0": (
         lambda f, _: f.clip_gradients(*f.setup(*net()), max_norm=-1.0),
         ValueError,
-        "`clip_gradients(clip_val=None, max_norm=-1.0)`: below 0 it would turn gradients round.",
+        "`clip_gradients(clip_val=None, max_norm=-1.0)`: a negative limit would flip the sign of gradients.",
     ),
     "clip by NaN": (lambda f, _: f.clip_gradients(*f.setup(*net()), clip_val=float("nan")), ValueError, "from 0 on"),
     "save a module": (
