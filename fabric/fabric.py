@@ -62,7 +62,7 @@ from fabric.strategies.checkpoint.state import (
 from fabric.strategies.checkpoint.storage import storage_of
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.collective import Collective, ReduceOp
-from fabric.strategies.collectives.journal import FlightRecorder
+from fabric.strategies.collectives.flight_recorder import FlightRecorder
 from fabric.strategies.collectives.padding import pad_across_ranks
 from fabric.strategies.collectives.rank_zero_first import rank_zero_first
 from fabric.strategies.data.device_loader import DeviceLoader

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fabric.alone import world_of_its_own
 from fabric.conflicts import (
     CONFLICTS,
     accelerator_against_the_precision,
@@ -25,12 +24,13 @@ from fabric.conflicts import (
     describe_world,
     strategy_against_the_launcher,
 )
-from fabric.devices import choose_devices, said_devices
+from fabric.devices import choose_devices, requested_devices
 from fabric.launchers.launcher import Topology
 from fabric.launchers.registry import PER_DEVICE, launcher_row
 from fabric.launchers.world import World
 from fabric.machine import Found, Machine
 from fabric.option_parsing import DEFAULT_MAX_RESTARTS
+from fabric.own_world import world_of_its_own
 from fabric.request import Request
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.options import check_options, with_timeout
@@ -139,7 +139,7 @@ def _strategy(request: Request, machine: Machine, found: Found) -> tuple[Strateg
 
 def _auto_strategy(request: Request, machine: Machine, found: Found) -> str:
     if request.devices != "auto":
-        num_devices = len(said_devices(request, machine, found))
+        num_devices = len(requested_devices(request, machine, found))
     else:
         num_devices = found.num_devices if machine.world is None else machine.world.local_size
     num_nodes = request.num_nodes if machine.world is None else machine.world.num_nodes

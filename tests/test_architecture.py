@@ -36,10 +36,10 @@ PART_IMPORTS = {
         "fabric.launchers.rendezvous.join",
     ): "goes where the launcher said to meet",
     (
-        "strategies/collectives/journal.py",
+        "strategies/collectives/flight_recorder.py",
         "fabric.launchers.watch.activity",
     ): "a call in words, as the watcher takes it",
-    ("strategies/collectives/journal.py", "fabric.launchers.watch.stack"): "the user's line in a stack",
+    ("strategies/collectives/flight_recorder.py", "fabric.launchers.watch.stack"): "the user's line in a stack",
 }
 COLLECTIVES_OUTSIDE = {
     "strategies/ddp/comm_hooks.py": "DistributedDataParallel waits for a future of torch's own all-reduce",

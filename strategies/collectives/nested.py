@@ -1,9 +1,9 @@
-"""Collectives over nests of tensors: a batch, a dict of metrics, a dataclass of both.
+"""Collectives over nested containers of tensors: a batch, a dict of metrics, a dataclass of both.
 
-Many small tensors travel as few messages (100 of 1 KB over gloo, 2 ranks: 1.2-1.7 ms, where one message for each takes
-40-100 ms), large ones alone and uncopied. Before data is sent, the ranks compare what they are about to send, a bare
-tensor too: gloo aborts the process on sizes that differ, and reads bytes of another dtype as they are. The comparison
-is one message of two numbers, and a sum or mean of one number is done with it.
+Small tensors are packed into few messages (100 of 1 KB over gloo, 2 ranks: 1.2-1.7 ms; one message each takes 40-100
+ms), large ones are sent alone and uncopied. Before data is sent, the ranks compare their calls, also for a single
+tensor: gloo aborts the process on sizes that differ, and reinterprets bytes of another dtype. The comparison is one
+message of two numbers; a sum or mean of one number is part of it.
 """
 
 from __future__ import annotations
@@ -14,32 +14,31 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fabric.strategies.collectives.call_check import agree, agree_and_add
+from fabric.strategies.collectives.call_check import check_call, check_call_and_sum
 from fabric.strategies.collectives.collective import Collective, ReduceOp, check_reduce_op
-from fabric.strategies.collectives.dtypes import from_number, is_added_as_number, to_number, wire_dtype
+from fabric.strategies.collectives.dtypes import from_number, is_added_as_number, reduction_dtype, to_number
 from fabric.strategies.collectives.nest import map_tensors
 from fabric.strategies.collectives.packing import Packing, Spec, check_dense, groups, split_copies
 
 T = TypeVar("T")
 
 _PADDING = (
-    "Where lengths differ on purpose, `fabric.pad_across_ranks(tensor, dim=0)` gives every rank the length of the "
-    "longest."
+    "If lengths differ on purpose, `fabric.pad_across_ranks(tensor, dim=0)` gives every rank the length of the longest."
 )
 
 
 def all_gather(collective: Collective, data: Any, *, sync_grads: bool = False) -> Any:
-    """Give every rank the tensors of all ranks, in a nest of the same containers.
+    """Return the tensors of all ranks, stacked, in the same containers.
 
-    Ranks: all call it, and with `sync_grads` all call backward through the result, too.
+    Ranks: all call it; with `sync_grads` all also call backward through the result.
     Shapes: each tensor `(*S)`, a number `()` -> `(W, *S)`. Dtypes and devices are kept; numbers are float64 or int64.
-    Gradient: stops here; with `sync_grads` it goes back to the rank that the tensor came from, summed over ranks.
-    Cost: a comparison, two numbers over all ranks; then the data.
-    Raises: CollectiveError: the ranks' data differs in paths, dtypes or shapes, on every rank; TypeError: something
-    that is no tensor, with its path.
+    Gradient: none; with `sync_grads` each rank receives the gradient of its tensor, summed over ranks.
+    Cost: a comparison of two numbers; then the data.
+    Raises: CollectiveError on every rank: the ranks' data differs in paths, dtypes or shapes; TypeError: a leaf is no
+    tensor, with its path.
     """
     tensors, specs, call = _described(collective, "all_gather", data, sync_grads=sync_grads)
-    agree(collective, call, advice=_PADDING)
+    check_call(collective, call, advice=_PADDING)
     gathered: dict[int, Tensor] = {}
     if sync_grads:
         traced = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
@@ -58,22 +57,22 @@ def all_gather(collective: Collective, data: Any, *, sync_grads: bool = False) -
 
 
 def all_reduce(collective: Collective, data: Any, op: ReduceOp = "mean") -> Any:
-    """Give every rank the elementwise reduction of all ranks' tensors, in a nest of the same containers.
+    """Return the elementwise reduction of all ranks' tensors, in the same containers.
 
     Ranks: all call it. Shapes and dtypes: as `Collective.all_reduce`; a number becomes a tensor `()`.
-    Gradient: stops here.
-    Cost: a comparison, two numbers over all ranks, in which the sum or mean of a single number on the CPU is included.
-    Raises: CollectiveError: the ranks' data differs in paths, dtypes or shapes, on every rank; TypeError: something
-    that is no tensor, with its path.
+    Gradient: none.
+    Cost: a comparison of two numbers, which includes the sum or mean of a single number on the CPU; then the data.
+    Raises: CollectiveError on every rank: the ranks' data differs in paths, dtypes or shapes; TypeError: a leaf is no
+    tensor, with its path.
     """
     tensors, specs, call = _described(collective, f"all_reduce with op={op!r}", data, op=op)
     if len(specs) == 1 and is_added_as_number(specs[0], op):
-        total = agree_and_add(collective, call, to_number(tensors[0], collective.size))
+        total = check_call_and_sum(collective, call, to_number(tensors[0], collective.size))
         result = from_number(total, op, specs[0], collective.size)
         if result is not None:
             return _put_back(data, {0: result})
     else:
-        agree(collective, call)
+        check_call(collective, call)
     reduced: dict[int, Tensor] = {}
     together, alone = groups((each.num_bytes for each in specs), ((each.dtype, each.device_type) for each in specs))
     for indices in together:
@@ -86,9 +85,9 @@ def all_reduce(collective: Collective, data: Any, op: ReduceOp = "mean") -> Any:
 
 
 def broadcast(collective: Collective, obj: T, src: int = 0) -> T:
-    """Give every rank the object of rank `src`, its tensors as tensors; rank `src` gets its own back.
+    """Return the object of rank `src`, its tensors sent as tensors; rank `src` gets its own object.
 
-    Ranks: all call it; what the others pass is not looked at. Gradient: stops here.
+    Ranks: all call it; the arguments of the others are ignored. Gradient: none.
     """
     result: T = collective.broadcast_object(obj, src)
     return result
@@ -97,9 +96,9 @@ def broadcast(collective: Collective, obj: T, src: int = 0) -> T:
 def _described(
     collective: Collective, operation: str, data: Any, *, sync_grads: bool = False, op: ReduceOp | None = None
 ) -> tuple[list[Tensor], list[Spec], str]:
-    """The tensors in `data`, and the call as `agree` compares it: their paths, dtypes, shapes and device types.
+    """The tensors in `data`, and the call for `check_call`: their paths, dtypes, shapes and device types.
 
-    `op`: what they are to be reduced with. Raises: what is wrong with `data` on this rank, once all ranks know of it.
+    `op`: their reduction. Raises the error of this rank's `data`, after all ranks know of it.
     """
     tensors: list[Tensor] = []
     specs: list[Spec] = []
@@ -109,7 +108,7 @@ def _described(
         spec = Spec.of(tensor)
         check_dense(tensor)
         if op is not None:
-            wire_dtype(spec.dtype, op)
+            reduction_dtype(spec.dtype, op)
         tensors.append(tensor)
         specs.append(spec)
         lines.append(f"{path}: {spec}{', requires grad' if sync_grads and tensor.requires_grad else ''}")
@@ -119,7 +118,9 @@ def _described(
             check_reduce_op(op)
         map_tensors(collect, data)
     except (TypeError, ValueError) as error:
-        agree(collective, f"{lines[0]}, refused: {error}")  # the others hear it now, instead of waiting for this rank
+        check_call(
+            collective, f"{lines[0]}, refused: {error}"
+        )  # the others raise too, instead of waiting for this rank
         raise
     if data is None:
         lines.append("data: None")
@@ -134,7 +135,7 @@ def _put_back(data: Any, results: dict[int, Tensor]) -> Any:
 
 
 def _gather_traced(collective: Collective, tensors: list[Tensor], indices: list[int]) -> dict[int, Tensor]:
-    """Gather so that gradients flow back: one message, and one in backward, per dtype and device."""
+    """Differentiable gather: one message, and one in backward, per dtype and device."""
     together: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index in indices:
         together.setdefault((tensors[index].dtype, tensors[index].device), []).append(index)
@@ -149,7 +150,7 @@ def _gather_traced(collective: Collective, tensors: list[Tensor], indices: list[
 
 
 class _TracedGather(torch.autograd.Function):
-    """The gradient of what a rank gave is the sum, over ranks, of the gradients of what they received from it."""
+    """The gradient of a rank's tensor is the sum over ranks of the gradients of what they received from it."""
 
     @staticmethod
     def forward(ctx: Any, collective: Collective, flat: Tensor) -> Tensor:

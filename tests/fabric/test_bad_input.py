@@ -98,22 +98,22 @@ CONSTRUCTORS: dict[str, Row] = {
     "number that lays out": (
         lambda: ModelParallelStrategy(parallelize_fn=3),  # type: ignore[arg-type]
         TypeError,
-        "`ModelParallelStrategy(parallelize_fn=3)` is no function, but a `int`. Pass one, `parallelize_fn(model, me",
+        "`ModelParallelStrategy(parallelize_fn=3)` is a `int`, not a function. Pass one, `parallelize_fn(model, me",
     ),
     "list that lays out": (
         lambda: ModelParallelStrategy(parallelize_fn=[print]),  # type: ignore[arg-type]
         TypeError,
-        "is no function, but a `list`. Pass one, `parallelize_fn(model, mesh)`.",
+        "is a `list`, not a function. Pass one, `parallelize_fn(model, mesh)`.",
     ),
     "word that lays out": (
         lambda: ManualStrategy(parallelize="fsdp"),  # type: ignore[arg-type]
         TypeError,
-        "`ManualStrategy(parallelize='fsdp')` is no function, but a `str`. Pass one, `parallelize(module, context)`.",
+        "`ManualStrategy(parallelize='fsdp')` is a `str`, not a function. Pass one, `parallelize(module, context)`.",
     ),
     "module that lays out": (
         lambda: ManualStrategy(parallelize=nn.Linear(2, 2)),
         TypeError,
-        "is no function, but a `Linear`. Pass one, `parallelize(module, context)`.",
+        "is a `Linear`, not a function. Pass one, `parallelize(module, context)`.",
     ),
     "policy of a number": (lambda: FairScaleFSDPStrategy(wrap=3), TypeError, "`wrap=3` says no parts. Pass classes of"),  # type: ignore[arg-type]
     "number that travels": (
@@ -220,7 +220,7 @@ METHODS: dict[str, tuple[Callable[[Fabric, Path], Any], type[Exception], str]] =
     "reduction": (
         lambda f, _: f.all_reduce(torch.ones(2), reduce_op="avg"),  # type: ignore[arg-type]
         ValueError,
-        "`'avg'` names no reduction. Write one of 'sum', 'mean'",
+        "`'avg'` is not a reduction. Write one of 'sum', 'mean'",
     ),
 }
 

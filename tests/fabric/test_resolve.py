@@ -199,7 +199,7 @@ REFUSED = [
     Row({"strategy": "single_device", **NODE_1}, error="`num_nodes=2` make"),
     Row({"strategy": "dp", "devices": 2}, error="Pass `strategy='ddp'` for 2 processes."),
     Row({"strategy": "dp", **NODE_1}, machine(cuda=2), error="`strategy='dp'` is one process, but `num_nodes=2`"),
-    Row({"strategy": "dpp"}, error="`strategy='dpp'` names no strategy. Did you mean 'dp'? "),
+    Row({"strategy": "dpp"}, error="`strategy='dpp'` is not known. Did you mean 'dp'? "),
     Row(
         {"strategy": "ddp", "accelerator": "mps", **NODE_1}, machine(mps=1), error="`accelerator='mps'` has one device"
     ),

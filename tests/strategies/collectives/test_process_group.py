@@ -70,8 +70,8 @@ def find_another_group(world: World) -> list[str]:
 
 def test_a_group_of_another_size_is_refused() -> None:
     size, _ = run_world(2, find_another_group)[1]
-    assert "A process group is already there: rank 0 of 1 over" in size
-    assert "This fabric is rank 1 of 2 and talks over 'gloo'. Leave `init_process_group` to the fabric" in size
+    assert "A process group exists already: rank 0 of 1 over" in size
+    assert "This fabric is rank 1 of 2 and uses 'gloo'. Leave `init_process_group` to the fabric" in size
 
 
 def test_a_group_over_another_backend_is_refused() -> None:
