@@ -324,7 +324,7 @@ def decisions_are_true_where_all_or_any_said_so(collective: Collective, rng: ran
 
 
 def an_unknown_reduction_is_refused(collective: Collective, rng: random.Random) -> None:
-    words = r"`'avg'` names no reduction\. Write one of 'sum', 'mean', 'min', 'max', 'product'"
+    words = r"`'avg'` is not a reduction\. Write one of 'sum', 'mean', 'min', 'max', 'product'"
     with pytest.raises(ValueError, match=words):
         collective.all_reduce(torch.ones(1), "avg")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=words):

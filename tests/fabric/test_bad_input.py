@@ -37,13 +37,13 @@ CONSTRUCTORS: dict[str, Row] = {
     # Options that strategies share
     "launcher": (lambda: two(DDPStrategy(launcher="thread")), ValueError, "Write one of 'auto', 'script', 'fork'"),
     "backend": (lambda: two(FSDPStrategy(backend="glo")), ValueError, "torch.distributed has no backend 'glo'"),
-    "timeout": (lambda: two(DDPStrategy(timeout_seconds=-1)), ValueError, "Write a number of seconds above 0."),
+    "timeout": (lambda: two(DDPStrategy(timeout_seconds=-1)), ValueError, "write a number of seconds above 0."),
     "timeout word": (
         lambda: two(FSDPStrategy(timeout_seconds="5")),  # type: ignore[arg-type]
         TypeError,
         "`FSDPStrategy(timeout_seconds='5')` is a `str`. Write a number.",
     ),
-    "bytes": (lambda: two(DDPStrategy(bucket_bytes=0)), ValueError, "Write a number of bytes from 1 on."),
+    "bytes": (lambda: two(DDPStrategy(bucket_bytes=0)), ValueError, "write a number of bytes from 1 on."),
     "truth": (
         lambda: two(DDPStrategy(shard_optimizer="yes")),  # type: ignore[arg-type]
         TypeError,

@@ -173,7 +173,7 @@ def pad(collective: Collective) -> Any:
         pad_across_ranks(collective, labels[:2], dim=1)
     with pytest.raises(ValueError, match=r"pad_value=-1\)`: `data` is torch.uint8, which cannot represent it"):
         pad_across_ranks(collective, torch.ones(1, dtype=torch.uint8), pad_value=-1)
-    with pytest.raises(ValueError, match=r"pad_value=0.5\)`: `data` is torch.int64, which does not hold"):
+    with pytest.raises(ValueError, match=r"pad_value=0.5\)`: `data` is torch.int64, which cannot"):
         pad_across_ranks(collective, labels, pad_value=0.5)
     return (
         gathered["labels"].tolist(),
