@@ -10,36 +10,42 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
+    from fabric.checkpoint_directory import CheckpointDirectory as CheckpointDirectory
     from fabric.fabric import Fabric as Fabric
     from fabric.launchers import WorkerError as WorkerError
     from fabric.launchers import World as World
     from fabric.loggers.csv_file import CSVLogger as CSVLogger
     from fabric.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
     from fabric.seed import seed_everything as seed_everything
+    from fabric.strategies.checkpoint.consolidate import consolidate as consolidate
     from fabric.strategies.checkpoint.errors import CheckpointError as CheckpointError
     from fabric.strategies.checkpoint.loading import read_checkpoint as read_checkpoint
     from fabric.strategies.collectives.collective import CollectiveError as CollectiveError
 
 _HOME = {
     "CSVLogger": "fabric.loggers.csv_file",
+    "CheckpointDirectory": "fabric.checkpoint_directory",
     "CheckpointError": "fabric.strategies.checkpoint.errors",
     "CollectiveError": "fabric.strategies.collectives.collective",
     "Fabric": "fabric.fabric",
     "TensorBoardLogger": "fabric.loggers.tensorboard",
     "WorkerError": "fabric.launchers",
     "World": "fabric.launchers",
+    "consolidate": "fabric.strategies.checkpoint.consolidate",
     "read_checkpoint": "fabric.strategies.checkpoint.loading",
     "seed_everything": "fabric.seed",
 }
 
 __all__ = [
     "CSVLogger",
+    "CheckpointDirectory",
     "CheckpointError",
     "CollectiveError",
     "Fabric",
     "TensorBoardLogger",
     "WorkerError",
     "World",
+    "consolidate",
     "read_checkpoint",
     "seed_everything",
 ]

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 import torch
@@ -32,7 +32,10 @@ from fabric.arguments import (
 from fabric.callbacks import call
 from fabric.console import print_rank_zero
 from fabric.determinism import determinism
+from fabric.evaluation import gather_for_metrics
 from fabric.launchers.environments.flight_recorder import recording
+from fabric.launchers.rank.belongings import close_files
+from fabric.launchers.rank.interpreter import run_exit_functions
 from fabric.launchers.watch.watcher import Watcher
 from fabric.launchers.world import World
 from fabric.loader_states import LoaderStates
@@ -46,7 +49,8 @@ from fabric.run_state import has_objects, is_run, run_state_of
 from fabric.seed import seed_everything
 from fabric.stop import StopRequest
 from fabric.strategies.accelerators.accelerator import Accelerator
-from fabric.strategies.checkpoint import loading, run_state, saving, single_file
+from fabric.strategies.checkpoint import foreign, loading, run_state, saving
+from fabric.strategies.checkpoint.background import BackgroundSaves, PendingSave
 from fabric.strategies.checkpoint.run_state import RunState
 from fabric.strategies.checkpoint.state import (
     PLAIN,
@@ -154,6 +158,7 @@ class Fabric:
         self._accumulation = Accumulation()
         self._weighting: Weighting | None = None
         self._stop: StopRequest | None = None
+        self._saves: BackgroundSaves | None = None
 
     # Who and where
 
@@ -259,11 +264,14 @@ class Fabric:
     def close(self) -> None:
         """Destroy the process group, and restore the environment and the user's objects. A second call does nothing.
 
-        Ranks: each calls it when it is done; it does not wait for other ranks.
+        Ranks: each calls it when it is done; it waits for a save with `blocking=False`, but not for other ranks.
+        Raises: CheckpointError: that save failed, and this was not raised before.
         """
         if self._runtime is not None:
-            self._open.close()
-            self._runtime = self._stop = None
+            try:
+                self._open.close()
+            finally:
+                self._runtime = self._stop = self._saves = None
 
     def __enter__(self) -> Fabric:
         return self
@@ -600,6 +608,7 @@ class Fabric:
         group (None: all ranks); with `sync_grads` each must have samples of its own.
         Raises: CollectiveError on every rank: the ranks' data differs in paths, dtypes or shapes; the message has what
         each rank passed. ValueError: `sync_grads` without a group, if some ranks read the same samples.
+        For the values of an evaluation: `gather_for_metrics`.
         """
         lacks = self.strategy.lacks if sync_grads and group is None and self.world_size > 1 else {}
         if "gather_gradients" in lacks:
@@ -639,13 +648,41 @@ class Fabric:
         """
         return pad_across_ranks(group or self._connected.collective, data, dim, pad_value)
 
+    def gather_for_metrics(self, values: Sequence[T], loader: Iterable[Any], pad_value: float | None = None) -> T:
+        """Return the values of every sample of the last iteration over a prepared loader, each once, in the order in
+        which one process reads them: that of the dataset, unless the loader shuffles.
+
+            values = []
+            for x, y in loader:
+                values.append((model(x).argmax(dim=1), y))
+            predictions, targets = fabric.gather_for_metrics(values, loader)
+
+        `values`: for each batch, nested containers of tensors and numbers. Shapes: `(N_i, *S)` for each batch, N_i its
+        samples or tokens -> `(N, *S)`, N their sum over all batches of all ranks; `()` for each batch -> `(B,)`, one
+        for each. Values of repeated batches (`uneven="repeat"`) are left out; of ranks that read the same batches, one
+        counts. `pad_value`: pads dimensions after the first in which values differ in length.
+        Ranks: all call it once, after the loop; they may have different numbers of batches, or none. With
+        `use_distributed_sampler=False` the values of every rank count. Gradient: none.
+        Raises: RuntimeError: the iteration has not ended, or was left by `break`. ValueError: there is not one value
+        per batch, or values differ in more than lengths. CollectiveError: another rank raised one of these.
+        """
+        runtime = self._connected
+        return gather_for_metrics(runtime.collective, runtime.share, values, loader, pad_value)
+
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
         """Context: rank zero (of each node, if `local`) runs the block before the others. If it raises, all raise."""
         return rank_zero_first(self._connected.collective, self._world, local=local)
 
     # Saving
 
-    def save(self, path: str | os.PathLike[str], state: Mapping[str, Any], filter: Filter | None = None) -> None:
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        state: Mapping[str, Any],
+        filter: Filter | None = None,
+        blocking: bool = True,
+        after_commit: Callable[[], object] | None = None,
+    ) -> PendingSave:
         """Write modules, optimizers, other objects with a `state_dict`, and plain values to a folder, atomically.
 
         Each rank writes its part; any strategy with any number of ranks can load it. The previous checkpoint at `path`
@@ -654,12 +691,31 @@ class Fabric:
         loader without a `state_dict` is left out, with one message. Unless `state` has only plain values, the entry
         `"fabric"` is added: the random generators of every rank, the loss scales, and the schedulers passed to `setup`.
         Save after a step, not within a window of micro-batches: gradients are not saved.
+        `blocking=False`: returns once everything is copied; a thread on each rank writes the copies. `wait()` of the
+        result, the next `save` or `load`, and `close` wait for it and raise its error. The copies take as many bytes as
+        the rank writes, and their memory is kept for the next save. `after_commit`: called on rank 0 once the
+        checkpoint is complete, in that thread if there is one.
         Ranks: all; each receives about 10 KB of generator states from every other.
-        Raises: CheckpointError: on every rank, if any rank could not write. TypeError: a value has a type that could
-        not be read back without running code.
+        Raises: CheckpointError: on every rank, if any rank could not write, or if the previous save failed and this was
+        not raised before. TypeError: a value has a type that could not be read back without running code.
         """
+        check_named("save", state)
+        self.wait_for_save()
         content = self._content("save", state, filter, gathered=False)
-        saving.save(self._connected.collective, storage_of(path), content)
+        storage = storage_of(path)
+        if not blocking:
+            assert self._saves is not None
+            return self._saves.start(storage, content, after_commit)
+        saving.save(self._connected.collective, storage, content, after_commit)
+        return PendingSave(storage.path)
+
+    def wait_for_save(self) -> None:
+        """Wait for the save with `blocking=False`, if there is one. Any rank may call it, alone.
+
+        Raises: CheckpointError: it failed, and this was not raised before.
+        """
+        if self._saves is not None:
+            self._saves.finish()
 
     def load(
         self, path: str | os.PathLike[str], state: MutableMapping[str, Any] | None = None, strict: bool = True
@@ -685,8 +741,16 @@ class Fabric:
         return rest
 
     def load_raw(self, path: str | os.PathLike[str], obj: Stateful, strict: bool = True) -> None:
-        """Load the state dict of one module or optimizer, as `torch.save(net.state_dict(), path)` writes it."""
-        load_into(obj, self._read(path), strict=strict, access=self._state_access)
+        """Load the state dict of one object: a file of `torch.save(net.state_dict(), path)`, or safetensors.
+
+        For safetensors `path` is a file, an index of several (`model.safetensors.index.json`), or a folder with one of
+        these; each rank reads the parts that it needs, and a name that is tied to one in the file may be missing.
+        Runs no code from the files. Ranks: all. Raises: CheckpointError: on every rank, if a rank could not read it.
+        """
+        content = self._read(path)
+        if isinstance(obj, nn.Module):
+            content = foreign.with_tied(uncompiled(obj), content)
+        load_into(obj, content, strict=strict, access=self._state_access)
 
     # Stopping
 
@@ -772,11 +836,24 @@ class Fabric:
             if store is not None:
                 stack.callback(Watcher(world, store, journal, self._say_after_seconds).close)
             stack.callback(self._forget)  # before the teardown: models hold on to the process group
-            atexit.register(self.close)
-            stack.callback(atexit.unregister, self.close)
+            saves = BackgroundSaves(runtime.collective)
+            stack.callback(saves.finish)
+            atexit.register(self._close_at_exit)
+            stack.callback(atexit.unregister, self._close_at_exit)
             self._open = stack.pop_all()
-        self._runtime = runtime
+        self._runtime, self._saves = runtime, saves
         self._place = world if world.size > 1 else None
+
+    def _close_at_exit(self) -> None:
+        try:
+            self.close()
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+            # Python prints the exception of an exit function, but exits with code 0 (3.13).
+            atexit.unregister(self._close_at_exit)
+            run_exit_functions()
+            close_files()
+            os._exit(1)
 
     def _forget(self) -> None:
         """Drop all references to what was set up."""
@@ -845,11 +922,11 @@ class Fabric:
         return next((model.state for model in self._models.values() if model.holds(obj)), otherwise)
 
     def _read(self, path: str | os.PathLike[str]) -> Any:
-        """Read a checkpoint, or a file of `torch.save`. Ranks: all."""
+        """Read a checkpoint, or a file of another library. Ranks: all."""
+        self.wait_for_save()
         collective = self._connected.collective
-        return (
-            single_file.load(collective, path) if Path(path).is_file() else loading.load(collective, storage_of(path))
-        )
+        kind = collective.broadcast_object(foreign.kind_of(path) if collective.rank == 0 else None)
+        return loading.load(collective, storage_of(path)) if kind is None else foreign.load(collective, path, kind)
 
     def _content(self, method: str, state: Mapping[str, Any], keep: Filter | None, *, gathered: bool) -> dict[str, Any]:
         """The objects' states: full on rank 0 (`gathered`), or what each rank holds. Ranks: all."""

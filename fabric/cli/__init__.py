@@ -1,5 +1,5 @@
 """The command line: `fabric run` starts a script with options for its `Fabric(...)`, `fabric doctor` reports what this
-machine can run.
+machine can run, `fabric consolidate` exports a checkpoint.
 
 Each command imports what it needs when it runs, so that `--help` starts without torch.
 """
@@ -16,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return its exit code. 2: an option was wrong, and nothing was started."""
     parsed = parser().parse_args(sys.argv[1:] if arguments is None else arguments)
     try:
-        return _run(parsed) if parsed.command == "run" else _doctor(parsed)
+        return {"run": _run, "doctor": _doctor, "consolidate": _consolidate}[parsed.command](parsed)
     except (TypeError, ValueError) as error:
         print(f"fabric {parsed.command}: {error}", file=sys.stderr)
         return 2
@@ -33,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="show what this machine can run, and why not the rest")
     doctor.add_argument("--json", action="store_true", help="as JSON, for programs")
     doctor.add_argument("--strategies", action="store_true", help="what each strategy can and cannot do")
+    _add_consolidate(commands.add_parser("consolidate", help="export a checkpoint as safetensors"))
     return whole
 
 
@@ -62,6 +63,27 @@ def _doctor(parsed: argparse.Namespace) -> int:
     from fabric.cli.doctor import doctor
 
     return doctor(as_json=parsed.json, only_strategies=parsed.strategies)
+
+
+def _consolidate(parsed: argparse.Namespace) -> int:
+    from fabric.cli.consolidate import consolidate
+
+    return consolidate(parsed)
+
+
+def _add_consolidate(command: argparse.ArgumentParser) -> None:
+    command.description = (
+        "Write a module of the checkpoint PATH, saved by any strategy on any number of ranks, as safetensors to OUT: "
+        "one file if that ends in .safetensors, otherwise a folder as transformers writes it. Starts no ranks."
+    )
+    command.add_argument("path", metavar="PATH", help="a checkpoint that `fabric.save` wrote")
+    command.add_argument("out", metavar="OUT", help="a file FILE.safetensors, or a folder")
+    command.add_argument("--name", metavar="NAME", help="the entry of the state, where several modules were saved")
+    command.add_argument("--keys", metavar="REGEX", help="only tensors with this in their names")
+    command.add_argument("--adapter", metavar="NAME", help="only this adapter of a peft model, under peft's names")
+    command.add_argument(
+        "--max-shard-size", metavar="SIZE", default="5GB", help="of each file in a folder: 500MB, 2GiB (default: 5GB)"
+    )
 
 
 def _add_run(command: argparse.ArgumentParser) -> None:

@@ -147,6 +147,12 @@ _CASES = (
     _trained("compile", "compiled after setup", "compile", compile="after", kinds=("rotary",)),
     _trained("compile_before", "compiled before setup", "compile_before", compile="before", kinds=("rotary",)),
     Case(name="evaluate", claim="a model without optimizer", body=loops.evaluate, needs=("evaluate",)),
+    Case(
+        name="gather_for_metrics",
+        claim="values of each sample and token of an evaluation, once and in order",
+        body=loops.gathered,
+        needs=("evaluate", "uneven"),
+    ),
     Case(name="empty_init", claim="a model made without values", body=loops.empty, needs=("empty_init", "load")),
     Case(
         name="load",

@@ -423,6 +423,24 @@ def evaluate(loop: Loop, trial: Trial) -> Outcome:
     return finished(loop, trial, {"model": model}, {}, losses)
 
 
+def gathered(loop: Loop, trial: Trial) -> Outcome:
+    """Values of each sample and of each token, from all ranks, of an epoch whose last batches are smaller."""
+    model = loop.setup_module(trial.net()).eval()
+    size = trial.draw("tail").randint(trial.least_tail, trial.step_size - 1)
+    outputs: dict[str, Tensor] = {}
+    for number, tail in enumerate((0, size)):
+        loader = loop.setup_dataloaders(trial.loader(num_steps=2, tail=tail))
+        values = []
+        with torch.no_grad():
+            for tokens, targets, index in loader:
+                losses = cross_entropy(model(tokens).to(trial.dtype), targets, reduction="none")
+                values.append({"losses": losses, "index": index, "tokens": tokens[tokens > 1]})
+        of_all = loop.gather_for_metrics(values, loader)
+        assert of_all["index"].sort().values.tolist() == list(range(2 * trial.step_size + tail)), of_all["index"]
+        outputs.update({f"{name} {number}": value for name, value in of_all.items()})
+    return Outcome(losses=[], outputs=outputs)
+
+
 def empty(loop: Loop, trial: Trial) -> Outcome:
     """A model that is made without values, and gets them from a checkpoint before it is trained."""
     with folder(loop) as path:
@@ -593,7 +611,7 @@ def finished(
     saved: dict[str, Any] = {}
     if "save" not in trial.lacks:
         with folder(loop) as path:
-            loop.save(f"{path}/end", state)
+            loop.save(f"{path}/end", state, blocking=trial.draw("blocking").random() < 0.5)
             saved = loop.load(f"{path}/end")
     return Outcome(losses=losses, norms=list(norms), outputs=outputs, saved=saved)
 

@@ -65,7 +65,8 @@ class Loop(Protocol):
     def broadcast(self, obj: T) -> T: ...
     def all_gather(self, data: Any, *, sync_grads: bool = False) -> Any: ...
     def all_reduce(self, data: Any, *, reduce_op: Any = "mean") -> Any: ...
-    def save(self, path: str, state: dict[str, Any]) -> None: ...
+    def gather_for_metrics(self, values: list[T], loader: Any) -> T: ...
+    def save(self, path: str, state: dict[str, Any], *, blocking: bool = True) -> object: ...
     def load(self, path: str, state: MutableMapping[str, Any] | None = None) -> dict[str, Any]: ...
 
 
@@ -231,7 +232,13 @@ class _PlainLoop:
         stacked = torch.stack(self._table.exchange(self.global_rank, data))
         return stacked.sum(dim=0) if reduce_op == "sum" else stacked.mean(dim=0)
 
-    def save(self, path: str, state: dict[str, Any]) -> None:
+    def gather_for_metrics(self, values: list[Any], loader: Any) -> Any:
+        """The tensors of dictionaries, batch by batch and in each batch copy by copy."""
+        of_copies = self._table.exchange(self.global_rank, values)
+        batches = [batch for step in zip(*of_copies, strict=True) for batch in step]
+        return {name: torch.cat([batch[name] for batch in batches]) for name in values[0]}
+
+    def save(self, path: str, state: dict[str, Any], *, blocking: bool = True) -> None:
         if self.is_global_zero:
             torch.save(state_of(state), path)
         self.barrier()

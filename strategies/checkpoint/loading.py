@@ -5,9 +5,10 @@ Every byte is verified before any object is changed, each rank a share of them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -37,6 +38,17 @@ class Stored:
         self._pieces = entry.pieces
         self._bytes_of_file = bytes_of_file
 
+    @property
+    def like(self) -> Tensor:
+        """The tensor without its values, on the device "meta"."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    @property
+    def place(self) -> Hashable:
+        """Where its bytes are: the same for tied tensors, which were saved once."""
+        pieces = frozenset(each for each in self._pieces if each.box.numel)
+        return (self.shape, self.dtype, pieces) if pieces else self.pointer
+
     def whole(self) -> Tensor:
         """All of it, in memory of its own or mapped: to be copied from."""
         return self.part(whole(self.shape))
@@ -56,6 +68,8 @@ class Stored:
     def _elements(self, piece: Piece) -> Tensor:
         num_bytes = piece.box.numel * self.dtype.itemsize
         content = self._bytes_of_file(piece.file)[piece.offset_bytes : piece.offset_bytes + num_bytes]
+        if piece.offset_bytes % self.dtype.itemsize:  # in a file of others: what is not aligned cannot be used in place
+            content = content.clone()
         return content.view(self.dtype).view(piece.box.shape)
 
 
@@ -115,21 +129,23 @@ def read_checkpoint(path: str | os.PathLike[str], names: Iterable[str] | None = 
     """
     from fabric.strategies.checkpoint.state import in_memory
 
-    storage = storage_of(path)
-    content: dict[str, Any] = {}
-
-    def open_and_read() -> None:
+    with reading(path) as storage:
         checkpoint = Checkpoint.open(storage)
         checkpoint.verify(names)
         found = checkpoint.content()
-        content.update(in_memory({name: found[name] for name in (found if names is None else names)}))
+        return in_memory({name: found[name] for name in (found if names is None else names)})
 
-    problem = attempt(open_and_read)
-    if isinstance(problem, (FileNotFoundError, NotADirectoryError)):
-        problem = FileNotFoundError(_what_is_there(storage))
-    if problem is not None:
-        raise CheckpointError(_UNREAD.format(rank=0, path=storage.path, why=_sentence(problem)), rank=0) from problem
-    return content
+
+@contextlib.contextmanager
+def reading(path: str | os.PathLike[str]) -> Iterator[Storage]:
+    """Within it, whatever goes wrong in one process is a CheckpointError that says what is at `path`."""
+    storage = storage_of(path)
+    try:
+        yield storage
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(_UNREAD.format(rank=0, path=storage.path, why=_what_is_there(storage)), rank=0) from error
+    except Exception as error:
+        raise CheckpointError(_UNREAD.format(rank=0, path=storage.path, why=_sentence(error)), rank=0) from error
 
 
 def load(collective: Collective, storage: Storage, names: Iterable[str] | None = None) -> Any:
@@ -178,7 +194,14 @@ def _what_is_there(storage: Storage) -> str:
             "It is a file, and a checkpoint is a folder. `fabric.load_raw(path, module)` reads a file of `torch.save` "
             "or safetensors."
         )
-    if storage.names():
+    names = storage.names()
+    if ".metadata" in names:
+        return (
+            "The folder is a checkpoint of `torch.distributed.checkpoint`, which describes itself by a pickle. If you "
+            "trust where it comes from, `python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
+            f"{storage.path} FILE` makes a file that `fabric.load_raw(FILE, module)` reads."
+        )
+    if names:
         return f"The folder has no `{NAME}`: the save did not come to its end. Load another checkpoint."
     return "There is no such folder."
 

@@ -7,6 +7,7 @@ on whichever rank, fails on all of them. Reading runs no code from the file.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +43,13 @@ def load(collective: Collective, path: str | os.PathLike[str]) -> Any:
 
     def read() -> None:
         nonlocal content
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as problem:
+            if "weights_only" not in str(problem):
+                raise
+            # Without the original, which says how to run the file's code.
+            raise ValueError(_NEEDS_CODE.format(what=_global_in(str(problem)))) from None
 
     error = _attempt(read)
     sentences = collective.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
@@ -52,6 +59,19 @@ def load(collective: Collective, path: str | os.PathLike[str]) -> Any:
                 f"Rank {rank} could not read the checkpoint {str(path)!r}: {sentence}", rank=rank
             ) from error
     return content
+
+
+def _global_in(message: str) -> str:
+    """What the file asks for, as torch names it."""
+    found = re.search(r"GLOBAL (\S+)", message)
+    return f"`{found[1]}`" if found else "objects that are no tensors"
+
+
+_NEEDS_CODE = (
+    "The file has {what} in it, and reading that would run code from the file, which is not done here. It is damaged, "
+    "planted, or holds more than tensors, numbers, strings, lists and dictionaries. Where it was made, save "
+    "`module.state_dict()` alone, or as safetensors."
+)
 
 
 def _attempt(action: Callable[[], None]) -> Exception | None:

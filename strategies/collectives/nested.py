@@ -23,7 +23,8 @@ from fabric.strategies.collectives.packing import Packing, Spec, check_dense, gr
 T = TypeVar("T")
 
 _PADDING = (
-    "If lengths differ on purpose, `fabric.pad_across_ranks(tensor, dim=0)` gives every rank the length of the longest."
+    "If lengths differ on purpose, `fabric.pad_across_ranks(tensor, dim=0)` gives every rank the length of the "
+    "longest; for the values of an evaluation's batches use `fabric.gather_for_metrics(values, loader)`."
 )
 
 

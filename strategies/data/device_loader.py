@@ -78,6 +78,30 @@ class Reading:
     """Lets ranks that read different data draw different random numbers; called before the loop gets a batch."""
 
 
+@final
+class Iteration:
+    """What the loop has had of one iteration over a loader."""
+
+    def __init__(self, num_read: Callable[[], int] | None = None) -> None:
+        """`num_read`: how many batches this rank has read of its data, where it may repeat some after them."""
+        self.num_batches = 0
+        self.is_complete = False
+        """Whether the loop has asked for a batch after the last."""
+        self._num_read = num_read
+
+    @property
+    def num_own(self) -> int:
+        """How many batches were no repetition."""
+        return self.num_batches if self._num_read is None else min(self.num_batches, self._num_read())
+
+    def follow(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches, counted."""
+        for batch in batches:
+            self.num_batches += 1
+            yield batch
+        self.is_complete = True
+
+
 def read_as(loader: Iterable[Any], reading: Reading) -> DeviceLoader:
     """The loader, read in this way; it has a state unless its batches come in any order."""
     unordered = isinstance(loader, DataLoader) and loader.num_workers > 0 and not getattr(loader, "in_order", True)
@@ -98,6 +122,8 @@ class DeviceLoader(ABC):
     def __init__(self, loader: Iterable[Any], reading: Reading) -> None:
         self._loader, self._reading = loader, reading
         self._resumes = self._said_reread = False
+        self.iteration = Iteration()
+        """The one that was begun last."""
 
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch. It counts once it has ended, has yielded a second batch, or the loop has called backward."""
@@ -116,14 +142,16 @@ class DeviceLoader(ABC):
             batches = without_left_out(batches, reading.leave_out)
             if opened is not None:
                 batches = islice(batches, opened.begun_at.batches, None)
+        self.iteration = Iteration()
         if reading.agreement is not None:
-            batches = reading.agreement(batches, again=lambda: iter(reading.source))
+            batches, num_read = reading.agreement(batches, again=lambda: iter(reading.source))
+            self.iteration = Iteration(num_read)
         if reading.device is not None and reading.device.type != "cpu":
             batches = reading.carry(batches, reading.device)
         if reading.order is None or opened is None:
             reading.draw_apart()
-            return batches
-        return self._counted(batches, reading.order, opened)
+            return self.iteration.follow(batches)
+        return self.iteration.follow(self._counted(batches, reading.order, opened))
 
     def __len__(self) -> int:
         """The number of this rank's batches. TypeError where the user's loader has no length."""

@@ -44,10 +44,16 @@ class Agreement:
         self._say = say
         self._iterations = 0
 
-    def __call__(self, batches: Iterator[Any], again: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """The batches, for as many steps as the ranks agree on. `again` begins this rank's data anew."""
+    def __call__(
+        self, batches: Iterator[Any], again: Callable[[], Iterator[Any]]
+    ) -> tuple[Iterator[Any], Callable[[], int]]:
+        """The batches, for as many steps as the ranks agree on, and what tells how many were read of this rank's data.
+
+        `again` begins this rank's data anew; what it gives is not counted.
+        """
         self._iterations += 1
-        return self._agreed(_Supply(batches, again if self._uneven == "repeat" else None), self._iterations)
+        supply = _Supply(batches, again if self._uneven == "repeat" else None)
+        return self._agreed(supply, self._iterations), lambda: supply.num_read
 
     def _agreed(self, supply: _Supply, iteration: int) -> Iterator[Any]:
         step = 0

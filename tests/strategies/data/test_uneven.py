@@ -34,7 +34,7 @@ def agree_over_threads(lengths: list[int], uneven: Uneven, *, ahead: bool, epoch
         agreement = Agreement(uneven, votes_over(collective), "parts", said.append, ahead=ahead)
         data = range(lengths[collective.rank])
         try:
-            return [list(agreement(iter(data), lambda: iter(data))) for _ in range(epochs)], said
+            return [list(agreement(iter(data), lambda: iter(data))[0]) for _ in range(epochs)], said
         except RuntimeError as error:
             return str(error), said
 
@@ -90,7 +90,7 @@ def test_what_a_loop_may_change_is_not_read_ahead() -> None:
     def body(collective: Collective) -> list[int]:
         state, seen = [0], []
         agreement = Agreement("stop", votes_over(collective), "parts", print, ahead=False)
-        for batch in agreement((state[0] for _ in range(4)), lambda: iter(())):
+        for batch in agreement((state[0] for _ in range(4)), lambda: iter(()))[0]:
             seen.append(batch)
             state[0] += 1
         return seen

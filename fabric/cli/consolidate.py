@@ -1,0 +1,49 @@
+"""`fabric consolidate`: export a module of a checkpoint as safetensors, in this one process."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+
+from fabric.strategies.checkpoint import consolidate as exporting
+from fabric.strategies.checkpoint.errors import CheckpointError
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def consolidate(parsed: argparse.Namespace) -> int:
+    """Write the files, and print their names. 1: the checkpoint could not be read.
+
+    Raises: ValueError: a word is none, or names nothing that is in the checkpoint.
+    """
+    keys = _pattern(parsed.keys)
+    try:
+        written = exporting.consolidate(
+            parsed.path,
+            parsed.out,
+            name=parsed.name,
+            filter=None if keys is None else lambda key, _: keys.search(key) is not None,
+            adapter=parsed.adapter,
+            max_shard_bytes=num_bytes(parsed.max_shard_size),
+        )
+    except CheckpointError as error:
+        print(f"fabric consolidate: {error}", file=sys.stderr)
+        return 1
+    print(*written, sep="\n")
+    return 0
+
+
+def num_bytes(size: str) -> int:
+    """Bytes of a size such as 5GB or 512 MiB. Raises: ValueError: it is none."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", size.strip())
+    if found is None or found[2].upper() not in _UNITS or float(found[1]) == 0:
+        raise ValueError(f"`--max-shard-size {size}` is no size. Write a number and a unit: 500MB, 5GB, 2GiB.")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def _pattern(words: str | None) -> re.Pattern[str] | None:
+    try:
+        return None if words is None else re.compile(words)
+    except re.error as error:
+        raise ValueError(f"`--keys {words}` is no regular expression: {error}.") from error

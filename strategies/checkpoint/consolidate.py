@@ -1,0 +1,164 @@
+"""Export a module of a checkpoint, whoever has saved it, as files of safetensors. One process, and no `Fabric`.
+
+Tensor by tensor: a rank's pieces are put together as they are written, so memory holds one tensor and mapped pages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from fabric.strategies.checkpoint import run_state, safetensors
+from fabric.strategies.checkpoint.loading import Checkpoint, Stored, reading
+from fabric.strategies.checkpoint.safetensors import INDEX_SUFFIX, SUFFIX, num_bytes_of
+from fabric.strategies.checkpoint.storage import Folder
+
+Choose: TypeAlias = Callable[[str, Tensor], bool]
+
+
+def consolidate(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    name: str | None = None,
+    filter: Choose | None = None,
+    adapter: str | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> list[Path]:
+    """Write a module of the checkpoint `path` as safetensors, under the user's parameter names; gives the files.
+
+    `out`: a name that ends in `.safetensors`, for one file; otherwise a folder as `transformers` writes it:
+    `model.safetensors`, or, where that would have more than `max_shard_bytes`, several and an index.
+    `name`: the entry of the state that was saved (`"model"`, `"models/critic"`); may be left out where one module was.
+    `filter`: `(key, tensor) -> bool` chooses tensors; the tensor is on the device "meta". `adapter`: of a `peft` model
+    that adapter alone, under the names that `peft` loads, as `adapter_model.safetensors`.
+    Tied tensors are written once, under the first of their names, and the header notes the others.
+    Memory: the largest tensor. Every byte is verified first.
+    Raises: CheckpointError: there is no complete checkpoint, or it is damaged. ValueError: nothing is left to write, no
+    module or several, a value that is no tensor, or `out` has files of another export.
+    """
+    with reading(path) as storage:
+        checkpoint = Checkpoint.open(storage)
+        found = _modules(checkpoint.content())
+    chosen = _chosen(found, name, storage.path)
+    with reading(path):
+        checkpoint.verify([chosen.split("/")[0]])
+    tensors = _tensors(found[chosen], chosen)
+    if adapter is not None:
+        tensors = _of_adapter(tensors, adapter)
+    if filter is not None:
+        tensors = {key: each for key, each in tensors.items() if filter(key, each.like)}
+    if not tensors:
+        raise ValueError(f"Of the entry {chosen!r} of {storage.path!r} no tensor is chosen, so nothing was written.")
+    kept, tied = _untied(tensors)
+    return _write(Path(out), "model" if adapter is None else "adapter_model", kept, tied, max_shard_bytes)
+
+
+def _modules(content: Any, at: tuple[str, ...] = ()) -> dict[str, Mapping[str, Any]]:
+    """Entries that are the state of a module: tensors by name."""
+    if not isinstance(content, dict) or "param_groups" in content or at == (run_state.NAME,):
+        return {}
+    if any(isinstance(each, Stored) for each in content.values()) and at:
+        return {"/".join(at): content}
+    found: dict[str, Mapping[str, Any]] = {}
+    for key, each in content.items():
+        found |= _modules(each, (*at, str(key)))
+    return found
+
+
+def _chosen(found: Mapping[str, Any], name: str | None, path: str) -> str:
+    if name is None and len(found) == 1:
+        return next(iter(found))
+    if name is not None and name in found:
+        return name
+    there = ", ".join(map(repr, found)) or "none"
+    asked = "`name` is left out" if name is None else f"`name={name!r}`"
+    raise ValueError(f"{asked}, and the modules in {path!r} are: {there}. Pass the `name` of one of them.")
+
+
+def _tensors(state: Mapping[str, Any], name: str) -> dict[str, Stored]:
+    others = [key for key, value in state.items() if not isinstance(value, Stored)]
+    if others:
+        raise ValueError(
+            f"The entry {name!r} has values that are no tensors, and safetensors keeps none: "
+            f"{', '.join(map(repr, others))}. Save the module with a `filter` that leaves them out."
+        )
+    return dict(state)
+
+
+def _of_adapter(tensors: Mapping[str, Stored], adapter: str) -> dict[str, Stored]:
+    """The tensors of an adapter of peft, under the names that its `get_peft_model_state_dict` gives."""
+    found = {}
+    for key, stored in tensors.items():
+        words = key.split(".")
+        if adapter in words:
+            found[".".join(word for word in words if word not in (adapter, "modules_to_save"))] = stored
+    if not found:
+        raise ValueError(f"No tensor belongs to an adapter {adapter!r}: no key has {f'.{adapter}.'!r} in it.")
+    return found
+
+
+def _untied(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], dict[str, str]]:
+    """Each tensor once, and the other names of tied ones, with the one that stays."""
+    first: dict[Any, str] = {}
+    tied = {key: kept for key, each in tensors.items() if (kept := first.setdefault(each.place, key)) != key}
+    return {key: each for key, each in tensors.items() if key not in tied}, tied
+
+
+def _write(
+    out: Path, stem: str, tensors: Mapping[str, Stored], tied: Mapping[str, str], max_shard_bytes: int
+) -> list[Path]:
+    if out.name.endswith(SUFFIX):
+        safetensors.write(Folder(out.parent), out.name, tensors, {"format": "pt", **tied})
+        return [out]
+    folder, shards = Folder(out), list(_shards(tensors, max_shard_bytes))
+    count = f"{len(shards):05}"
+    names = [f"{stem}-{number:05}-of-{count}{SUFFIX}" for number in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = [stem + SUFFIX]
+    _refuse_others(folder, stem, names)
+    for name, shard in zip(names, shards, strict=True):
+        noted = {key: kept for key, kept in tied.items() if kept in shard}
+        safetensors.write(folder, name, shard, {"format": "pt", **noted})
+    if len(shards) > 1:
+        names.append(stem + INDEX_SUFFIX)
+        folder.commit(names[-1], _index(dict(zip(names, shards, strict=False))))
+    return [out / name for name in names]
+
+
+def _shards(tensors: Mapping[str, Stored], max_bytes: int) -> Iterator[dict[str, Stored]]:
+    """Tensors in their order, as many to a shard as it may have bytes, and one at least."""
+    shard: dict[str, Stored] = {}
+    size = 0
+    for key, stored in tensors.items():
+        if shard and size + num_bytes_of(stored) > max_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[key] = stored
+        size += num_bytes_of(stored)
+    yield shard
+
+
+def _index(shards: Mapping[str, Mapping[str, Stored]]) -> bytes:
+    total = sum(num_bytes_of(each) for shard in shards.values() for each in shard.values())
+    places = {key: name for name, shard in shards.items() for key in shard}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2).encode() + b"\n"
+
+
+def _refuse_others(folder: Folder, stem: str, names: list[str]) -> None:
+    """Raise ValueError where a reader would find files of two exports."""
+    pattern = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+    others = sorted(each for each in folder.names() if pattern.fullmatch(each) and each not in names)
+    if len(names) > 1 and others == [stem + INDEX_SUFFIX]:
+        return
+    if others:
+        raise ValueError(
+            f"{folder.path!r} has files of another export, which readers would mix with this one: "
+            f"{', '.join(map(repr, others))}. Remove them, or write to another folder."
+        )

@@ -1,0 +1,114 @@
+"""Files of others: what is read from them, and that nothing in them is run."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from fabric import CheckpointError, Fabric
+
+
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+@pytest.mark.parametrize(
+    "make", [torch.save, lambda obj, path: path.write_bytes(pickle.dumps(obj))], ids=["zip", "raw"]
+)
+def test_a_planted_pickle_is_not_run_and_nothing_advises_to_run_it(tmp_path: Path, make: Any) -> None:
+    make({"weight": Evil(tmp_path / "ran")}, tmp_path / "file.pt")
+    fabric = Fabric(accelerator="cpu", devices=1)
+    with pytest.raises(CheckpointError, match="would run code from the file") as caught:
+        fabric.load_raw(tmp_path / "file.pt", nn.Linear(2, 2))
+    fabric.close()
+    assert "weights_only" not in "".join(traceback.format_exception(caught.value))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_name_that_is_tied_to_one_in_the_file_may_be_missing(tmp_path: Path) -> None:
+    """As `transformers` saves."""
+    weight = torch.rand(5, 3)
+    safetensors.torch.save_file({"embedding.weight": weight}, tmp_path / "model.safetensors")
+    torch.save({"embedding.weight": weight}, tmp_path / "model.pt")
+    fabric = Fabric(accelerator="cpu", devices=1)
+    for path in (tmp_path, tmp_path / "model.pt"):
+        model = Tied()
+        fabric.load_raw(path, model)
+        assert torch.equal(model.head.weight, weight)
+    fabric.close()
+
+
+def test_tensors_that_are_not_aligned_in_the_file_are_read(tmp_path: Path) -> None:
+    content = b"\x01" + torch.tensor([1.5, 2.5]).numpy().tobytes()
+    header = {
+        "flag": {"dtype": "BOOL", "shape": [1], "data_offsets": [0, 1]},
+        "x": {"dtype": "F32", "shape": [2], "data_offsets": [1, 9]},
+    }
+    text = json.dumps(header).encode()
+    (tmp_path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    found = fabric.load(tmp_path / "a.safetensors")
+    fabric.close()
+    assert found["x"].tolist() == [1.5, 2.5]
+    assert found["flag"].tolist() == [True]
+
+
+@pytest.mark.parametrize(
+    ("header", "sentence"),
+    [
+        (b"no json", "is damaged, or no file of safetensors"),
+        (b'{"x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}}', r"'x' is torch.float32 of shape \(4,\)"),
+        (b'{"x": {"dtype": "F32", "shape": [4], "data_offsets": [-8, 8]}}', "its bytes are"),
+        (b'{"x": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}', "its bytes are"),
+        (b'{"x": {"dtype": "Q4", "shape": [2], "data_offsets": [0, 8]}}', "the dtype 'Q4' is not known"),
+        (b'{"x": 3}', "is damaged, or no file of safetensors"),
+    ],
+)
+def test_a_header_that_does_not_describe_its_file_is_refused(tmp_path: Path, header: bytes, sentence: str) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    fabric = Fabric(accelerator="cpu", devices=1)
+    with pytest.raises(CheckpointError, match=sentence):
+        fabric.load(path)
+    path.write_bytes((2**60).to_bytes(8, "little"))
+    with pytest.raises(CheckpointError, match="is damaged, or no file of safetensors"):
+        fabric.load(path)
+    fabric.close()
+
+
+def test_an_index_cannot_name_files_elsewhere(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "../secret.safetensors"}}))
+    fabric = Fabric(accelerator="cpu", devices=1)
+    with pytest.raises(CheckpointError, match=r"names a file that is not beside it: '../secret.safetensors'"):
+        fabric.load(index)
+    fabric.close()
+
+
+def test_a_folder_of_distributed_checkpoint_says_what_to_write(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
+    fabric = Fabric(accelerator="cpu", devices=1)
+    with pytest.raises(CheckpointError, match=r"format_utils dcp_to_torch \S+ FILE`"):
+        fabric.load_raw(tmp_path, nn.Linear(2, 2))
+    fabric.close()
+    assert not (tmp_path / "ran").exists()
