@@ -89,7 +89,7 @@ def test_a_tensor_that_differs_over_ranks_raises_on_every_rank_and_shows_both() 
         "      data: float32 (4, 3) on cpu\n"
         "No rank has a result. Make all ranks call the same operation, in the same order, on equal shapes and dtypes.\n"
         "If lengths differ on purpose, `fabric.pad_across_ranks(tensor, dim=0)` gives every rank the length of the "
-        "longest."
+        "longest; for the values of an evaluation's batches use `fabric.gather_for_metrics(values, loader)`."
     )
     for name, of_first, of_second in (
         ("gathered dtypes", "data: float32 (3, 4)", "data: int32 (3, 4)"),

@@ -116,7 +116,7 @@ def test_nothing_is_said_before_setup_and_after_teardown() -> None:
     collective.teardown()
     with pytest.raises(CollectiveError, match=words):
         collective.all_reduce(torch.ones(1))
-    with pytest.raises(CollectiveError, match="`store` on rank 0 of 1, which has not met"):
+    with pytest.raises(CollectiveError, match="`store` on rank 0 of 1, which is not connected"):
         collective.store()
 
 
