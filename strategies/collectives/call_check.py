@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import struct
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -41,22 +40,24 @@ def check_call(collective: Collective, call: str, hint: str = "", *, advice: str
     Ranks: all. Cost: one `all_reduce` of two numbers; none in a collective of one. Later calls work after an error.
     Raises: CollectiveError on every rank: the calls differ; the message has each rank's call.
     """
-    mine = float(_hash(f"{call}\n{hint}"))
+    mine = float(hash_of(f"{call}\n{hint}"))
     return check_call_and_sum(collective, call, mine, advice=advice) == mine * collective.size
 
 
-def check_call_and_sum(collective: Collective, call: str, number: float, *, advice: str = "") -> float:
+def check_call_and_sum(collective: Collective, call: str, number: float = 0.0, *, advice: str = "") -> float:
     """`check_call`, and return the sum of all ranks' numbers, in float64. Cost: the same one message."""
     if collective.size == 1:
         return number
-    mine = _hash(call)
-    message = torch.frombuffer(
-        bytearray(struct.pack("dd", mine, number)), dtype=torch.float64
-    )  # `torch.tensor` takes six times as long
-    hashes, total = collective.all_reduce(message, "sum").tolist()
+    mine = hash_of(call)
+    hashes, total = collective.add_numbers(mine, number)
     if hashes != mine * collective.size:
-        raise CollectiveError(_side_by_side(_all_calls(collective, call), advice), rank=collective.rank)
-    return float(total)
+        raise difference(collective, call, advice)
+    return total
+
+
+def difference(collective: Collective, call: str, advice: str = "") -> CollectiveError:
+    """The error for ranks whose hashes differ. Ranks: all, each with its own call."""
+    return CollectiveError(_side_by_side(_all_calls(collective, call), advice), rank=collective.rank)
 
 
 def all_gather_bytes(collective: Collective, mine: bytes) -> list[bytes]:
@@ -78,13 +79,14 @@ def to_bytes(tensor: Tensor) -> bytes:
 
 def all_equal(collective: Collective, words: str) -> bool:
     """Whether all ranks passed the same string. Ranks: all. Cost: one `all_reduce` of one number."""
-    mine = _hash(words)
+    mine = hash_of(words)
     total = float(collective.all_reduce(torch.tensor(mine, dtype=torch.float64, device="cpu"), "sum"))
     return total == mine * collective.size
 
 
 @lru_cache(maxsize=1024)
-def _hash(words: str) -> int:
+def hash_of(words: str) -> int:
+    """32 bits that tell `words` from others, see Note [Two numbers tell whether all agree]."""
     return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=4).digest(), "little")
 
 
