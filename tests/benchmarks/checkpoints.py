@@ -29,7 +29,7 @@ LOOP_SECONDS = 0.1
 
 
 def checkpoints() -> list[Row]:
-    """Saving, loading, what the loop waits for, and its speed meanwhile: two ranks under ddp's layout, and under fsdp."""
+    """Saving, loading, what the loop waits for, and its speed meanwhile, on two ranks: under ddp, and under fsdp."""
     folder = tempfile.mkdtemp(prefix="bench-checkpoints-", dir=os.environ.get("BENCH_FOLDER"))
     try:
         found = []
