@@ -82,7 +82,7 @@ def _global_in(message: str) -> str:
 
 _SHARDS = (
     "The file has a DTensor at {at}, of shape {shape}: of a sharded tensor it has the part of the rank that wrote it. "
-    "Where it was made, let all ranks call `fabric.save(path, {{'model': model}})`, and `fabric.consolidate` for one file."
+    "Where it was made, let all ranks call `fabric.save(path, {{'model': model}})`, then `fabric.consolidate`."
 )
 _NEEDS_CODE = (
     "The file has {what} in it, and reading that would run code from the file, which is not done here. It is damaged, "
