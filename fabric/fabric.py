@@ -41,6 +41,7 @@ from fabric.launchers.world import World
 from fabric.loader_states import LoaderStates
 from fabric.loggers.logger import MetricWriter, metric_writer, record_hyperparams
 from fabric.machine import Machine
+from fabric.moving_average import MovingAverage, check_decay
 from fabric.progress import progress
 from fabric.request import Request
 from fabric.resolve import resolve
@@ -51,7 +52,9 @@ from fabric.stop import StopRequest
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint import foreign, loading, run_state, saving
 from fabric.strategies.checkpoint.background import BackgroundSaves, PendingSave
+from fabric.strategies.checkpoint.fit import misfits, table
 from fabric.strategies.checkpoint.run_state import RunState
+from fabric.strategies.checkpoint.snapshot import snapshot
 from fabric.strategies.checkpoint.state import (
     PLAIN,
     Filter,
@@ -81,7 +84,7 @@ from fabric.strategies.precision.forward_precision import autocast
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.dtensor import as_sharded
+from fabric.strategies.sharding.dtensor import as_sharded, local_part
 from fabric.strategies.strategy import Strategy
 from fabric.weighting import Weighting, average_over_ranks, check_weight
 
@@ -482,6 +485,7 @@ class Fabric:
             if weight is not None:
                 self._backward_weighted(partial(backward, loss, *args, **kwargs), named, weight)
             else:
+                runtime.loader_numbers.num_unweighted += 1
                 if self._weighting is not None:
                     self._weighting.refuse_unweighted()
                 backward(loss, *args, **kwargs)
@@ -539,6 +543,26 @@ class Fabric:
                 "model up, and call `fabric.backward`."
             )
         average_over_ranks(self._connected.collective, given, checked)
+
+    def ema(self, module: nn.Module, decay: float = 0.999) -> MovingAverage:
+        """Begin an exponential moving average of a prepared model's weights, in shards where the weights are.
+
+            average = fabric.ema(model, decay=0.999)
+            ...
+                optimizer.step()
+                average.update()
+            with average.applied():  # the model has the averages for weights
+                evaluate(model)
+            fabric.save(path, {"model": model, "average": average})
+
+        It starts from the weights as they are now. In a checkpoint it is as portable as the model. Ranks: all.
+        Raises: ValueError: the weights are in half precision, the decay is no number from 0 to below 1, or the strategy
+        cannot.
+        """
+        prepared = self._prepared(module, "ema")
+        if "ema" in self.strategy.lacks:
+            raise ValueError(self.strategy.lacks["ema"])
+        return MovingAverage(prepared, check_decay(decay))
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """Within it, forward and backward of `module` leave gradients where they were computed. For accumulation: the
@@ -722,14 +746,17 @@ class Fabric:
         checkpoint that has none, nothing is restored, and that is said. Where the data is shared out among another
         number of ranks, rank 0's generators are those of all, until they draw apart. Reads a file of `torch.save` with
         the same names, too. Checksums are verified before any object is changed.
-        Ranks: all. Raises: CheckpointError: on every rank, if a rank could not read, or found damaged bytes; KeyError:
-        `strict`, and the checkpoint lacks a name of `state`.
+        `strict=False` loads modules that have other names, and leaves out what the checkpoint lacks; what was left out
+        is said. Shapes must be equal all the same.
+        Ranks: all. Raises: CheckpointError: on every rank, if a rank could not read, or found damaged bytes, or where
+        names or shapes differ: a table of all of them, and nothing was changed.
         """
         if state is not None:
             check_named("load", state)
         found = {} if state is None else state
         content = self._read(path)
         run = content.pop(run_state.NAME, None)
+        self._refuse_misfits("load", path, found, content, strict=strict)
         rest = restore(found, content, strict=strict, access=self._state_access, loaders=self._loader_states)
         if is_run(dict(found)):
             self._run_state(found).write(in_memory(run))
@@ -745,7 +772,34 @@ class Fabric:
         content = self._read(path)
         if isinstance(obj, nn.Module):
             content = foreign.with_tied(uncompiled(obj), content)
+        name = type(obj).__name__
+        self._refuse_misfits("load_raw", path, {name: obj}, {name: content}, strict=strict)
         load_into(obj, content, strict=strict, access=self._state_access)
+
+    @overload
+    def state_dict(self, model: nn.Module, optimizer: None = None, *, all_ranks: bool = False) -> dict[str, Any]: ...
+    @overload
+    def state_dict(
+        self, model: nn.Module, optimizer: Optimizer, *, all_ranks: bool = False
+    ) -> tuple[dict[str, Any], dict[str, Any]]: ...
+    def state_dict(
+        self, model: nn.Module, optimizer: Optimizer | None = None, *, all_ranks: bool = False
+    ) -> dict[str, Any] | tuple[dict[str, Any], dict[str, Any]]:
+        """The state of a model, or of a model and an optimizer, as one process of plain PyTorch would have it.
+
+        Tensors are plain, whole, on the CPU, and copies; keys are the user's parameter names, and the optimizer's those
+        of `optimizer.state_dict()`. Rank 0 has it; the dictionaries of the other ranks are empty, unless `all_ranks`.
+        Ranks: all. Memory: where it is kept, the whole state on the CPU; beside it, on every rank, one whole tensor of
+        the model or of the optimizer's state at a time.
+        """
+        objects = (model,) if optimizer is None else (model, optimizer)
+        content = state_of(
+            {"model": model} | ({} if optimizer is None else {"optimizer": optimizer}), access=self._state_access
+        )
+        states = [snapshot(each, objects, local_part) if self.is_global_zero else {} for each in content.values()]
+        if all_ranks:
+            states = self._connected.collective.broadcast_object(states)
+        return states[0] if optimizer is None else (states[0], states[1])
 
     # Stopping
 
@@ -922,6 +976,17 @@ class Fabric:
         collective = self._connected.collective
         kind = collective.broadcast_object(foreign.kind_of(path) if collective.rank == 0 else None)
         return loading.load(collective, storage_of(path)) if kind is None else foreign.load(collective, path, kind)
+
+    def _refuse_misfits(
+        self, method: str, path: str | os.PathLike[str], state: Any, content: Any, *, strict: bool
+    ) -> None:
+        """Raise CheckpointError on every rank where a state does not fit. Ranks: all."""
+        rows = misfits(dict(state), content, self._state_access, self._loader_states)
+        wrong = rows if strict else [row for row in rows if not row.is_left_out]
+        problem = ValueError(f"it does not fit, and nothing was loaded.\n{table(wrong)}") if wrong else None
+        loading.refuse_unread(self._connected.collective, storage_of(path), problem)
+        if rows:
+            self._connected.report(f"`fabric.{method}(..., strict=False)` left out:\n{table(rows)}")
 
     def _content(self, method: str, state: Mapping[str, Any], keep: Filter | None, *, gathered: bool) -> dict[str, Any]:
         """The objects' states: whole on rank 0 (`gathered`), or what each rank holds. Ranks: all."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from fabric import Fabric
 from fabric.strategies import ModelParallelStrategy, Strategy
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.registry import make_strategy
-from fabric.testing.checks import draw
+from fabric.testing.checks import draw, named
 from fabric.testing.drawn import Trial
 from fabric.testing.loops import Outcome, finished, steps
 from fabric.testing.plain import Loop, plain
@@ -70,7 +69,7 @@ def load(fabric: Fabric, paths: list[str], seed: int) -> None:
             body = partial(go_on, trial=trial.in_one_process(), path=path)
             expected = plain(body, Precision.parse("32-true"), fabric.device)
             torch.testing.assert_close(
-                asdict(found), asdict(expected), rtol=1e-5, atol=1e-5, msg=lambda words, path=path: f"{path}: {words}"
+                named(found), named(expected), rtol=1e-5, atol=1e-5, msg=lambda words, path=path: f"{path}: {words}"
             )
 
 
@@ -81,5 +80,6 @@ def test_a_checkpoint_of_any_strategy_goes_on_in_every_other_and_with_other_numb
     print(f"seed {seed}")
     for name, size in SAVED_BY.items():
         launch(name, size, save, str(tmp_path / name), seed)
+        assert len(list((tmp_path / name).glob("*.bin"))) == size, f"under {name} not every rank has written a part"
     for name, size in LOADED_BY.items():
         launch(name, size, load, [str(tmp_path / other) for other in SAVED_BY], seed)

@@ -166,6 +166,7 @@ def test_a_compiled_model_trains_as_it_does_uncompiled_and_nothing_of_ours_is_co
 
 
 @pytest.mark.slow
+@pytest.mark.thorough  # `aot_eager` traces the same graphs; only what g++ makes of them is left
 @pytest.mark.timeout(600)  # a minute of g++'s work
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ for the CPU")
 def test_a_model_compiled_by_inductor_trains_as_it_does_uncompiled() -> None:
