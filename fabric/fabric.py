@@ -30,6 +30,7 @@ from fabric.arguments import (
     check_use,
 )
 from fabric.callbacks import call
+from fabric.checkpoint_progress import checkpoint_progress
 from fabric.console import print_rank_zero
 from fabric.determinism import determinism
 from fabric.evaluation import gather_for_metrics
@@ -730,7 +731,8 @@ class Fabric:
         if not blocking:
             assert self._saves is not None
             return self._saves.start(storage, content, after_commit)
-        saving.save(self._connected.collective, storage, content, after_commit)
+        with checkpoint_progress(f"save {storage.path}", enabled=self.is_global_zero) as advance:
+            saving.save(self._connected.collective, storage, content, after_commit, advance)
         return PendingSave(storage.path)
 
     def wait_for_save(self) -> None:
@@ -980,7 +982,10 @@ class Fabric:
         self.wait_for_save()
         collective = self._connected.collective
         kind = collective.broadcast_object(foreign.kind_of(path) if collective.rank == 0 else None)
-        return loading.load(collective, storage_of(path)) if kind is None else foreign.load(collective, path, kind)
+        if kind is not None:
+            return foreign.load(collective, path, kind)
+        with checkpoint_progress(f"load {path}", enabled=self.is_global_zero) as advance:
+            return loading.load(collective, storage_of(path), advance=advance)
 
     def _refuse_misfits(
         self, method: str, path: str | os.PathLike[str], state: Any, content: Any, *, strict: bool
