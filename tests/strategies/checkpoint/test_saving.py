@@ -258,6 +258,7 @@ Fabric(accelerator="cpu", strategy="ddp", devices=2, launcher="fork").launch(sav
 
 
 @pytest.mark.slow
+@pytest.mark.thorough  # `test_kills.py` has the moments; here are real jobs
 @pytest.mark.timeout(400)
 def test_a_kill_of_all_ranks_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     seed, torn = random.randrange(2**31), 0
