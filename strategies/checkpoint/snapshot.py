@@ -21,7 +21,8 @@ def snapshot(content: Any, owners: Iterable[nn.Module | Optimizer], local: Calla
 
     What a strategy has gathered is nobody else's, and is not copied again. `local`: what this rank holds of a tensor.
     """
-    live = {_storage(local(tensor)) for owner in owners for tensor in _tensors_of(owner)}
+    held = (local(tensor) for owner in owners for tensor in _tensors_of(owner))
+    live = {_storage(tensor) for tensor in held if tensor.device.type == "cpu"}  # XLA's storages have no address
     return _copied(content, live, {})
 
 
