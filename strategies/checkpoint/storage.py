@@ -77,6 +77,7 @@ def storage_of(path: str | os.PathLike[str]) -> Storage:
     return Remote(text) if "://" in text else Folder(Path(text))
 
 
+@final
 class Folder(Storage):
     """A folder of a file system that all ranks see."""
 

@@ -37,21 +37,23 @@ def kill_all() -> None:
 
 
 @final
-class Fatal(Folder):
+class Fatal:
     """A folder in which all ranks are killed once so many bytes of a tensor file are written, or around the commit."""
 
     def __init__(self, folder: Path, moment: str, num_bytes: int) -> None:
-        super().__init__(folder)
-        self._moment, self._num_bytes = moment, num_bytes
+        self._folder, self._moment, self._num_bytes = Folder(folder), moment, num_bytes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._folder, name)
 
     def write(self, name: str, blocks: Iterable[Buffer]) -> None:
-        super().write(name, self._until(blocks) if name.endswith(".bin") else blocks)
+        self._folder.write(name, self._until(blocks) if name.endswith(".bin") else blocks)
 
     def commit(self, name: str, content: bytes) -> None:
         if self._moment == "commit":
-            super().write(f"{name}.new", [content])
+            self._folder.write(f"{name}.new", [content])
             kill_all()
-        super().commit(name, content)
+        self._folder.commit(name, content)
         if self._moment == "after":
             kill_all()
 
