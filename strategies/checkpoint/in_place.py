@@ -24,7 +24,7 @@ def filled_module(module: nn.Module, content: Any) -> Any:
     own = module.state_dict(keep_vars=True)
     state = copy(content)  # of its own class, and with its attributes: torch notes versions on a module's state
     for name, value in content.items():
-        target = own.get(name)
+        target: Any = own.get(name)
         fits = isinstance(value, Stored) and _is_plain(target) and tuple(target.shape) == value.shape
         state[name] = _fill(target, value) if fits else in_memory(value, mapped=True)
     return state

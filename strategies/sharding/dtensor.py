@@ -148,7 +148,7 @@ class ShardedState(StateAccess):
         by_index = dict(zip(indices, parameters, strict=False))
         states = {}
         for index, entries in content["state"].items():
-            parameter = by_index.get(index)
+            parameter: Any = by_index.get(index)
             standing = optimizer.state.get(parameter, {})
             states[index] = {name: _filled(value, parameter, standing.get(name)) for name, value in entries.items()}
         self.write_optimizer(optimizer, {**in_memory({**content, "state": {}}), "state": states})
