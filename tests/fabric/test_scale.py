@@ -133,4 +133,6 @@ def test_a_rank_sends_no_more_messages_where_there_are_more_ranks(
             assert max(messages["save"], messages["load"]) <= 8, (size, rank)
             # gloo connects all pairs of ranks, and reads the address of each.
             assert requests["launch"] <= 6 + 2 * size, (size, rank)
-            assert not any(requests[what] for what in ("loader", "batch", "step", "clip", "all_reduce", "barrier", "save"))
+            assert not any(
+                requests[what] for what in ("loader", "batch", "step", "clip", "all_reduce", "barrier", "save")
+            )
