@@ -1,4 +1,4 @@
-"""What a rank sends does not grow with the number of ranks: messages and store requests are counted at several sizes."""
+"""What a rank sends does not grow with the number of ranks: messages and store requests are counted."""
 
 from __future__ import annotations
 
