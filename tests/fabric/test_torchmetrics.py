@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics, as they are: they synchronise by themselves, or are given what `gather_for_metrics` returns."""
+"""Metrics of torchmetrics, as they are: they synchronise by themselves, or take what `gather_for_metrics` returns."""
 
 from __future__ import annotations
 
