@@ -58,6 +58,7 @@ from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint import foreign, loading, run_state, saving
 from fabric.strategies.checkpoint.background import BackgroundSaves, PendingSave
 from fabric.strategies.checkpoint.fit import misfits, table
+from fabric.strategies.checkpoint.loading import in_memory
 from fabric.strategies.checkpoint.run_state import RunState
 from fabric.strategies.checkpoint.snapshot import snapshot
 from fabric.strategies.checkpoint.state import (
@@ -65,7 +66,6 @@ from fabric.strategies.checkpoint.state import (
     Filter,
     StateAccess,
     Stateful,
-    in_memory,
     load_into,
     restore,
     state_of,
