@@ -52,8 +52,8 @@ def save_from_a_rank(collective: ThreadCollective, address: str) -> None:
         saving.save(collective, storage_of(address), state)
     found = loading.load(collective, storage_of(address))
     assert torch.equal(found["x"].whole(), torch.arange(6.0).view(3, 2))
+    part = torch.zeros(4) if collective.rank == 0 else torch.zeros(4).to_sparse()
     with pytest.raises(CheckpointError, match="Rank 1 could not write the checkpoint") as raised:
-        part = torch.zeros(4) if collective.rank == 0 else torch.zeros(4).to_sparse()
         saving.save(collective, storage_of(address), {"x": on_ranks(part, (0, 1))})
     assert raised.value.rank == 1
 
