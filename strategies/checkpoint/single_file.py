@@ -20,7 +20,7 @@ from fabric.strategies.checkpoint.safetensors import weight_map
 from fabric.strategies.collectives.collective import Collective
 
 INDEX_SUFFIX = ".bin.index.json"
-"""Of an index as older releases of `transformers` write: `pytorch_model.bin.index.json` beside files of `torch.save`."""
+"""Of an index as older releases of `transformers` write it beside files of `torch.save`."""
 
 
 def save(collective: Collective, path: str | os.PathLike[str], state: Any) -> None:

@@ -125,7 +125,7 @@ def test_an_index_of_shards_of_torch_save_is_read_and_one_that_names_what_is_not
     fabric.load_raw(index, new)
     torch.testing.assert_close(new.state_dict(), old.state_dict(), rtol=0, atol=0)
     index.write_text(json.dumps({"weight_map": chosen | {"weight": chosen["bias"]}}))
-    with pytest.raises(CheckpointError, match="names tensors that are not in `pytorch_model-00002-of-00002.bin`: 'wei"):
+    with pytest.raises(CheckpointError, match="names tensors that are not in `pytorch_model-00002"):
         fabric.load_raw(index, new)
     index.write_text(json.dumps({"weight_map": {"weight": "../elsewhere.bin"}}))
     with pytest.raises(CheckpointError, match="names a file that is not beside it"):
