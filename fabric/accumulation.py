@@ -28,6 +28,8 @@ class Accumulation:
         """Models whose gradients stay where they are computed, once for each context that says so."""
         self.is_unsynced = False
         """Whether the last backward ran while gradients were kept back."""
+        self.kept: list[Prepared] = []
+        """Models whose last backward left gradients on the rank that computed them."""
         self._window: Window[Any] | None = None
         self._steps_of: tuple[Prepared, ...] = ()
         self._guarded: dict[Optimizer, Callable[[], None]] = {}
@@ -43,6 +45,11 @@ class Accumulation:
                 yield
             finally:
                 del self.held[len(self.held) - len(models) :]
+
+    def note_backward(self, models: Sequence[Prepared]) -> None:
+        """After a backward of a loss of these models, and of no other."""
+        self.kept = [each for each in self.kept if not any(each is model for model in models)]
+        self.kept += [model for model in models if any(model is each for each in self.held)]
 
     def windows(
         self,
@@ -75,13 +82,17 @@ class Accumulation:
         for remove in self._guarded.values():
             remove()
         self._guarded.clear()
-        self._window, self._steps_of, self.is_unsynced = None, (), False
+        self._window, self._steps_of, self.is_unsynced, self.kept = None, (), False, []
 
     def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self.is_unsynced or self._window is None or not any(model.holds(optimizer) for model in self._steps_of):
+        in_window = self.is_unsynced and any(model.holds(optimizer) for model in self._steps_of)
+        if not in_window and not any(model.holds(optimizer) for model in self.kept):
             return
         if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-            fault = _SKIPPED if self._window.is_complete else _EARLY.format(number=self._window.num_read)
+            if self._window is None or not in_window:
+                fault = _KEPT_BACK
+            else:
+                fault = _SKIPPED if self._window.is_complete else _EARLY.format(number=self._window.num_read)
             raise RuntimeError(f"`{type(optimizer).__name__}.step()` {fault}")
 
 
@@ -175,6 +186,11 @@ _SKIPPED = (
     "after a window of `fabric.accumulate` whose last micro-batch ran no backward: gradients of those before it were "
     "not synchronised over the ranks. Run a backward in each micro-batch; for one that is not to count, "
     "`fabric.backward(0 * loss)`, or `weight=0`."
+)
+_KEPT_BACK = (
+    "after a `fabric.backward` within `no_backward_sync`: gradients were not synchronised over the ranks, and each "
+    "would step with its own. Run the last micro-batch outside of it, or with `enabled=False`; "
+    "`optimizer.zero_grad()` discards the gradients."
 )
 _LEFT = (
     "The window of `fabric.accumulate` before this one was not finished, and its gradients would count in this one. "

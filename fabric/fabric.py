@@ -39,6 +39,7 @@ from fabric.loader_states import LoaderStates
 from fabric.loggers.logger import MetricWriter, metric_writer, record_hyperparams
 from fabric.machine import Machine
 from fabric.progress import progress
+from fabric.replica_guard import ReplicaGuard
 from fabric.request import Request
 from fabric.resolve import resolve
 from fabric.run_state import has_objects, is_run, run_state_of
@@ -79,6 +80,7 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.dtensor import as_sharded
 from fabric.strategies.strategy import Strategy
+from fabric.unprepared import UnpreparedOptimizers
 from fabric.weighting import Weighting, average_over_ranks, check_weight
 
 if TYPE_CHECKING:
@@ -154,6 +156,8 @@ class Fabric:
         self._accumulation = Accumulation()
         self._weighting: Weighting | None = None
         self._stop: StopRequest | None = None
+        self._unprepared: UnpreparedOptimizers | None = None
+        self._replica_guard: ReplicaGuard | None = None
 
     # Who and where
 
@@ -315,9 +319,15 @@ class Fabric:
         strangers = self._outside(optimizers, module)
         with ExitStack() as stack:  # where the strategy refuses the module, it is left as it was
             stack.callback(recompute(uncompiled(module), self.strategy.activation_checkpointing_policy))
+            before = list(uncompiled(module).parameters())
             prepared = self.strategy.setup(runtime, module, optimizers, move_to_device)
             self._open.push(stack.pop_all())
         self._open.callback(prepared.release)
+        if self._unprepared is None:
+            self._unprepared = UnpreparedOptimizers(self._optimizers)
+        self._unprepared.add(uncompiled(prepared.module), before, self._open, self._later_optimizers)
+        if self._replica_guard is not None and optimizers:
+            self._open.callback(self._replica_guard.count_loads(uncompiled(prepared.module)))
         self._models[prepared.module] = prepared
         runtime.random_streams.has_model = True
         self._optimizers.update(dict.fromkeys(prepared.optimizers, prepared.state))
@@ -410,6 +420,8 @@ class Fabric:
         check_use(use)
         check_uneven(uneven, use)
         runtime = self._connected if uneven is None else replace(self._connected, uneven=uneven)
+        if self._replica_guard is not None and not use_distributed_sampler:
+            self._replica_guard.expect_same_data()
         prepared = tuple(
             self.strategy.process_dataloader(
                 runtime, loader, use or "train", distribute=use_distributed_sampler, move=move_to_device
@@ -470,14 +482,25 @@ class Fabric:
             raise RuntimeError("`fabric.backward(loss)` before `fabric.setup(model)`. Set the model up first.")
         runtime = self._connected
         runtime.loader_numbers.num_backwards += 1
-        with runtime.new_tensors:  # activation checkpointing runs forward again
-            if weight is not None:
-                self._backward_weighted(partial(backward, loss, *args, **kwargs), named, weight)
-            else:
-                if self._weighting is not None:
-                    self._weighting.refuse_unweighted()
-                backward(loss, *args, **kwargs)
-        self._accumulation.is_unsynced = bool(self._accumulation.held)
+        runtime.backward.is_running = True
+        try:
+            with runtime.new_tensors:  # activation checkpointing runs forward again
+                if weight is not None:
+                    self._backward_weighted(partial(backward, loss, *args, **kwargs), named, weight)
+                else:
+                    if self._weighting is not None:
+                        self._weighting.refuse_unweighted()
+                    backward(loss, *args, **kwargs)
+        finally:
+            runtime.backward.is_running = False
+        accumulation = self._accumulation
+        accumulation.is_unsynced = bool(accumulation.held)
+        if accumulation.held or accumulation.kept:
+            reached = [self._models[each] for each in named] if named else list(self._models.values())
+            if named or len(reached) == 1:  # which models an unnamed loss of several reaches is not known
+                accumulation.note_backward(reached)
+        if self._replica_guard is not None and not accumulation.held:
+            self._replica_guard.after_backward(loss)
 
     def accumulate(self, batches: Iterable[T], num_batches: int, *models: nn.Module) -> Iterator[Window[T]]:
         """Give the micro-batches in windows of `num_batches`, one optimizer step each; the last may be shorter.
@@ -538,6 +561,8 @@ class Fabric:
         prepared = self._prepared(module, "no_backward_sync")
         if not enabled:
             return nullcontext()
+        if self.world_size > 1:
+            self._accumulation.guard(self._optimizers)
         return self._accumulation.unsynced([prepared], self._bare)
 
     def clip_gradients(
@@ -796,6 +821,7 @@ class Fabric:
             store = runtime.collective.store()
             if store is not None:
                 stack.callback(Watcher(world, store, journal, self._say_after_seconds).close)
+                self._replica_guard = ReplicaGuard(runtime, store)
             stack.callback(self._forget)  # before the teardown: models hold on to the process group
             atexit.register(self.close)
             stack.callback(atexit.unregister, self.close)
@@ -807,6 +833,7 @@ class Fabric:
         """Let go of what was set up."""
         self._accumulation.release()
         self._models, self._optimizers, self._schedulers, self._backward = {}, {}, [], None
+        self._unprepared = self._replica_guard = None
         self._bare = self._weighting = None
 
     def _backward_for(self, named: Sequence[Prepared]) -> Callable[..., None] | None:
@@ -882,6 +909,11 @@ class Fabric:
         if has_objects(dict(state)):
             content[run_state.NAME] = self._run_state(state).read()
         return content
+
+    @property
+    def _later_optimizers(self) -> str | None:
+        """Why an optimizer must be set up together with its model; None where it may be made and used later."""
+        return self.strategy.lacks.get("later_optimizers") if self.world_size > 1 else None
 
     @property
     def _loader_states(self) -> LoaderStates:
