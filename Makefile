@@ -12,9 +12,14 @@ WHEELS := .venv/wheels
 SAYS := pyproject.toml constraints.txt Makefile
 
 # torch comes first and from constraints.txt; nothing later may bring another one.
-PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Modules are compiled by those who import them: to compile all of an environment takes three times as long as to unpack it.
+PIP := -m pip install --quiet --disable-pip-version-check --no-compile
+PIP_INSTALL := $(PIP) --constraint constraints.txt
 # Tests that have targets of their own are left to them; the ten slowest are shown.
 APART := --ignore tests/clusters --ignore tests/clients --ignore tests/type_checking --durations 10
+# Tests wait for their ranks: two run at a time. `WORKERS=0` runs one after the other, as a debugger needs it.
+WORKERS ?= 2
+AT_A_TIME := --numprocesses $(WORKERS) --dist worksteal
 # Installing this package writes beside its sources: of targets that run at a time, one after the other does.
 ALONE := $(if $(shell command -v flock),flock .venv)
 
@@ -28,10 +33,10 @@ environment: $(RUN)/test.done  ## What the tests run in
 slurm: $(RUN)/slurm.done  ## What tests on several machines need beside it: Debian, as root
 
 test: environment  ## The tests but those marked thorough; PYTEST_ARGS='-k seed' for some
-	$(RUN)/bin/python -m pytest $(APART) -m 'not thorough' $(PYTEST_ARGS)
+	$(RUN)/bin/python -m pytest $(AT_A_TIME) $(APART) -m 'not thorough' $(PYTEST_ARGS)
 
 test-thorough: environment  ## These tests, and those marked thorough
-	$(RUN)/bin/python -m pytest $(APART) $(PYTEST_ARGS)
+	$(RUN)/bin/python -m pytest $(AT_A_TIME) $(APART) $(PYTEST_ARGS)
 
 # Programs of other people, with models of a few thousand random weights: nothing is downloaded.
 test-clients: $(CLIENTS)/test.done  ## litgpt over fabric.lightning, and transformers under every strategy
@@ -117,11 +122,11 @@ $(CLIENTS)/test.done: $(CLIENTS)/torch.done $(SAYS)
 # CUDA's libraries, 3.7 GB, are what PyPI's torch 2.9 is linked to; nothing here runs them.
 $(XLA)/test.done: tests/xla/constraints.txt tests/xla/cuda_stand_ins.py $(SAYS)
 	$(PYTHON) -m venv --clear $(XLA)
-	$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	$(XLA)/bin/python $(PIP) --no-deps \
 	    --constraint tests/xla/constraints.txt torch torch-xla
-	$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check absl-py filelock fsspec jinja2 networkx numpy \
+	$(XLA)/bin/python $(PIP) absl-py filelock fsspec jinja2 networkx numpy \
 	    'pytest>=8' 'pytest-timeout>=2.3' pyyaml requests 'rich>=14.1' 'setuptools>=77' sympy typing-extensions
 	$(XLA)/bin/python tests/xla/cuda_stand_ins.py
-	$(ALONE) $(XLA)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	$(ALONE) $(XLA)/bin/python $(PIP) --no-deps --no-build-isolation \
 	    --editable .
 	touch $@

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
+    from fabric.checkpoint_directory import CheckpointDirectory as CheckpointDirectory
     from fabric.fabric import Fabric as Fabric
     from fabric.launchers import WorkerError as WorkerError
     from fabric.launchers import World as World
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "CSVLogger": "fabric.loggers.csv_file",
+    "CheckpointDirectory": "fabric.checkpoint_directory",
     "CheckpointError": "fabric.strategies.checkpoint.errors",
     "CollectiveError": "fabric.strategies.collectives.collective",
     "Fabric": "fabric.fabric",
@@ -36,6 +38,7 @@ _HOME = {
 
 __all__ = [
     "CSVLogger",
+    "CheckpointDirectory",
     "CheckpointError",
     "CollectiveError",
     "Fabric",

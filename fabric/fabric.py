@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -33,11 +34,14 @@ from fabric.console import print_rank_zero
 from fabric.determinism import determinism
 from fabric.evaluation import gather_for_metrics
 from fabric.launchers.environments.flight_recorder import recording
+from fabric.launchers.rank.belongings import close_files
+from fabric.launchers.rank.interpreter import run_exit_functions
 from fabric.launchers.watch.watcher import Watcher
 from fabric.launchers.world import World
 from fabric.loader_states import LoaderStates
 from fabric.loggers.logger import MetricWriter, metric_writer, record_hyperparams
 from fabric.machine import Machine
+from fabric.moving_average import MovingAverage, check_decay
 from fabric.progress import progress
 from fabric.replica_guard import ReplicaGuard
 from fabric.request import Request
@@ -48,7 +52,10 @@ from fabric.spelling import DEFAULT_SAY_AFTER_SECONDS
 from fabric.stop import StopRequest
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint import foreign, loading, run_state, saving
+from fabric.strategies.checkpoint.background import BackgroundSaves, PendingSave
+from fabric.strategies.checkpoint.fit import misfits, table
 from fabric.strategies.checkpoint.run_state import RunState
+from fabric.strategies.checkpoint.snapshot import snapshot
 from fabric.strategies.checkpoint.state import (
     PLAIN,
     Filter,
@@ -78,7 +85,7 @@ from fabric.strategies.precision.forward_precision import autocast
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.dtensor import as_sharded
+from fabric.strategies.sharding.dtensor import as_sharded, local_part
 from fabric.strategies.strategy import Strategy
 from fabric.unprepared import UnpreparedOptimizers
 from fabric.weighting import Weighting, average_over_ranks, check_weight
@@ -158,6 +165,7 @@ class Fabric:
         self._stop: StopRequest | None = None
         self._unprepared: UnpreparedOptimizers | None = None
         self._replica_guard: ReplicaGuard | None = None
+        self._saves: BackgroundSaves | None = None
 
     # Who and where
 
@@ -263,11 +271,14 @@ class Fabric:
     def close(self) -> None:
         """Give back the process group, the environment and the user's objects as they were. A second call does nothing.
 
-        Ranks: each calls it when it is done; it waits for nobody.
+        Ranks: each calls it when it is done; it waits for nobody, but for a save with `blocking=False` to end.
+        Raises: CheckpointError: that save failed, and nobody was told yet.
         """
         if self._runtime is not None:
-            self._open.close()
-            self._runtime = self._stop = None
+            try:
+                self._open.close()
+            finally:
+                self._runtime = self._stop = self._saves = None
 
     def __enter__(self) -> Fabric:
         return self
@@ -488,6 +499,7 @@ class Fabric:
                 if weight is not None:
                     self._backward_weighted(partial(backward, loss, *args, **kwargs), named, weight)
                 else:
+                    runtime.loader_numbers.num_unweighted += 1
                     if self._weighting is not None:
                         self._weighting.refuse_unweighted()
                     backward(loss, *args, **kwargs)
@@ -554,6 +566,26 @@ class Fabric:
                 "model up, and call `fabric.backward`."
             )
         average_over_ranks(self._connected.collective, given, checked)
+
+    def ema(self, module: nn.Module, decay: float = 0.999) -> MovingAverage:
+        """Begin an exponential moving average of a prepared model's weights, in shards where the weights are.
+
+            average = fabric.ema(model, decay=0.999)
+            ...
+                optimizer.step()
+                average.update()
+            with average.applied():  # the model has the averages for weights
+                evaluate(model)
+            fabric.save(path, {"model": model, "average": average})
+
+        It starts from the weights as they are now. In a checkpoint it is as portable as the model. Ranks: all.
+        Raises: ValueError: the weights are in half precision, the decay is no number from 0 to below 1, or the strategy
+        cannot.
+        """
+        prepared = self._prepared(module, "ema")
+        if "ema" in self.strategy.lacks:
+            raise ValueError(self.strategy.lacks["ema"])
+        return MovingAverage(prepared, check_decay(decay))
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """Within it, forward and backward of `module` leave gradients where they were computed. For accumulation: the
@@ -687,7 +719,14 @@ class Fabric:
 
     # Saving
 
-    def save(self, path: str | os.PathLike[str], state: Mapping[str, Any], filter: Filter | None = None) -> None:
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        state: Mapping[str, Any],
+        filter: Filter | None = None,
+        blocking: bool = True,
+        after_commit: Callable[[], object] | None = None,
+    ) -> PendingSave:
         """Write modules, optimizers, anything with a `state_dict`, and plain values to a folder, whole or not at all.
 
         Each rank writes a part; any strategy with any number of ranks can load it. What was there before stays until
@@ -696,12 +735,31 @@ class Fabric:
         without a `state_dict` is left out, and that is said once. Unless `state` is plain values alone, there is an
         entry `"fabric"` besides: the random generators of every rank, the loss scales, and the schedulers that were
         given to `setup`. Save after a step, not within a window of micro-batches: gradients are in no checkpoint.
+        `blocking=False`: returns once all is copied, and a thread of each rank writes the copies; `wait()` of what is
+        returned, the next `save` or `load`, and `close` wait for it and raise what it failed by. The copies are as
+        many bytes as the rank writes, and their memory is kept for the next save. `after_commit`: called on rank 0 once
+        the checkpoint is complete, in that thread if there is one.
         Ranks: all; each receives about 10 KB of generators from every other.
-        Raises: CheckpointError: on every rank, if any rank could not write. TypeError: a value is of no kind that can
-        be read back without running code.
+        Raises: CheckpointError: on every rank, if any rank could not write, or the save before could not and nobody was
+        told. TypeError: a value is of no kind that can be read back without running code.
         """
+        check_named("save", state)
+        self.wait_for_save()
         content = self._content("save", state, filter, gathered=False)
-        saving.save(self._connected.collective, storage_of(path), content)
+        storage = storage_of(path)
+        if not blocking:
+            assert self._saves is not None
+            return self._saves.start(storage, content, after_commit)
+        saving.save(self._connected.collective, storage, content, after_commit)
+        return PendingSave(storage.path)
+
+    def wait_for_save(self) -> None:
+        """Return once no save with `blocking=False` is under way. Any rank may call it, alone.
+
+        Raises: CheckpointError: the last one failed, and nobody was told yet.
+        """
+        if self._saves is not None:
+            self._saves.finish()
 
     def load(
         self, path: str | os.PathLike[str], state: MutableMapping[str, Any] | None = None, strict: bool = True
@@ -713,14 +771,17 @@ class Fabric:
         checkpoint that has none, nothing is restored, and that is said. Where the data is shared out among another
         number of ranks, rank 0's generators are those of all, until they draw apart. Reads a file of `torch.save` with
         the same names, too. Checksums are verified before any object is changed.
-        Ranks: all. Raises: CheckpointError: on every rank, if a rank could not read, or found damaged bytes; KeyError:
-        `strict`, and the checkpoint lacks a name of `state`.
+        `strict=False` loads modules that have other names, and leaves out what the checkpoint lacks; what was left out
+        is said. Shapes must be equal all the same.
+        Ranks: all. Raises: CheckpointError: on every rank, if a rank could not read, or found damaged bytes, or where
+        names or shapes differ: a table of all of them, and nothing was changed.
         """
         if state is not None:
             check_named("load", state)
         found = {} if state is None else state
         content = self._read(path)
         run = content.pop(run_state.NAME, None)
+        self._refuse_misfits("load", path, found, content, strict=strict)
         rest = restore(found, content, strict=strict, access=self._state_access, loaders=self._loader_states)
         if is_run(dict(found)):
             self._run_state(found).write(in_memory(run))
@@ -736,7 +797,34 @@ class Fabric:
         content = self._read(path)
         if isinstance(obj, nn.Module):
             content = foreign.with_tied(uncompiled(obj), content)
+        name = type(obj).__name__
+        self._refuse_misfits("load_raw", path, {name: obj}, {name: content}, strict=strict)
         load_into(obj, content, strict=strict, access=self._state_access)
+
+    @overload
+    def state_dict(self, model: nn.Module, optimizer: None = None, *, all_ranks: bool = False) -> dict[str, Any]: ...
+    @overload
+    def state_dict(
+        self, model: nn.Module, optimizer: Optimizer, *, all_ranks: bool = False
+    ) -> tuple[dict[str, Any], dict[str, Any]]: ...
+    def state_dict(
+        self, model: nn.Module, optimizer: Optimizer | None = None, *, all_ranks: bool = False
+    ) -> dict[str, Any] | tuple[dict[str, Any], dict[str, Any]]:
+        """The state of a model, or of a model and an optimizer, as one process of plain PyTorch would have it.
+
+        Tensors are plain, whole, on the CPU, and copies; keys are the user's parameter names, and the optimizer's those
+        of `optimizer.state_dict()`. Rank 0 has it; the dictionaries of the other ranks are empty, unless `all_ranks`.
+        Ranks: all. Memory: where it is kept, the whole state on the CPU; beside it, on every rank, one whole tensor of
+        the model or of the optimizer's state at a time.
+        """
+        objects = (model,) if optimizer is None else (model, optimizer)
+        content = state_of(
+            {"model": model} | ({} if optimizer is None else {"optimizer": optimizer}), access=self._state_access
+        )
+        states = [snapshot(each, objects, local_part) if self.is_global_zero else {} for each in content.values()]
+        if all_ranks:
+            states = self._connected.collective.broadcast_object(states)
+        return states[0] if optimizer is None else (states[0], states[1])
 
     # Stopping
 
@@ -823,11 +911,24 @@ class Fabric:
                 stack.callback(Watcher(world, store, journal, self._say_after_seconds).close)
                 self._replica_guard = ReplicaGuard(runtime, store)
             stack.callback(self._forget)  # before the teardown: models hold on to the process group
-            atexit.register(self.close)
-            stack.callback(atexit.unregister, self.close)
+            saves = BackgroundSaves(runtime.collective)
+            stack.callback(saves.finish)
+            atexit.register(self._close_at_exit)
+            stack.callback(atexit.unregister, self._close_at_exit)
             self._open = stack.pop_all()
-        self._runtime = runtime
+        self._runtime, self._saves = runtime, saves
         self._place = world if world.size > 1 else None
+
+    def _close_at_exit(self) -> None:
+        try:
+            self.close()
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+            # What an exit function raises is printed, and the exit code stays 0 (Python 3.13).
+            atexit.unregister(self._close_at_exit)
+            run_exit_functions()
+            close_files()
+            os._exit(1)
 
     def _forget(self) -> None:
         """Let go of what was set up."""
@@ -898,9 +999,21 @@ class Fabric:
 
     def _read(self, path: str | os.PathLike[str]) -> Any:
         """What is in a checkpoint, or in a file of others. Ranks: all."""
+        self.wait_for_save()
         collective = self._connected.collective
         kind = collective.broadcast_object(foreign.kind_of(path) if collective.rank == 0 else None)
         return loading.load(collective, storage_of(path)) if kind is None else foreign.load(collective, path, kind)
+
+    def _refuse_misfits(
+        self, method: str, path: str | os.PathLike[str], state: Any, content: Any, *, strict: bool
+    ) -> None:
+        """Raise CheckpointError on every rank where a state does not fit. Ranks: all."""
+        rows = misfits(dict(state), content, self._state_access, self._loader_states)
+        wrong = rows if strict else [row for row in rows if not row.is_left_out]
+        problem = ValueError(f"it does not fit, and nothing was loaded.\n{table(wrong)}") if wrong else None
+        loading.refuse_unread(self._connected.collective, storage_of(path), problem)
+        if rows:
+            self._connected.report(f"`fabric.{method}(..., strict=False)` left out:\n{table(rows)}")
 
     def _content(self, method: str, state: Mapping[str, Any], keep: Filter | None, *, gathered: bool) -> dict[str, Any]:
         """The objects' states: whole on rank 0 (`gathered`), or what each rank holds. Ranks: all."""

@@ -42,6 +42,7 @@ ALWAYS: Names = {
     },
     "torch.autograd:Variable": {"_execution_engine": "`queue_callback`: what runs when a backward ends; no hook does"},
     "torch.nn:Module": {
+        "_load_state_dict_pre_hooks _load_from_state_dict": "whether a part of a module converts what it loads",
         "_buffers _parameters _modules": "read per forward, where `named_buffers` is slower and leaves out shared ones",
         "_metadata": "the versions of modules, which `state_dict` attaches to its result",
         "_non_persistent_buffers_set": "which buffers are in no state dict",

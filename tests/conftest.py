@@ -10,9 +10,12 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import template
+
+pytest_plugins = ("seen",)
 
 KEPT = ("fork_server.py", "resource_tracker", "template.py")
 """Processes that end with the session: the fork server, Python's own tracker after a first spawn, and the template of
@@ -34,11 +37,29 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"draws: --seed {config.stash[SEED]}"
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Workers of pytest-xdist draw from the seed of the process that started them."""
+    node.workerinput["seed"] = node.config.stash[SEED]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Every worker has collected, and left out, the same tests."""
+    node.config.stash[LEFT] = getattr(node, "workeroutput", {}).get("left", [])
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker tells the process that prints."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left"] = session.config.stash[LEFT]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Signals mean what they mean, also where the tests run in a script's background, or under `nohup`: Ctrl-C or a
     hang-up is ignored there, and every program that a test starts would ignore it, too."""
     config.stash[LEFT] = []
-    seed = config.getoption("--seed")
+    seed = getattr(config, "workerinput", {}).get("seed", config.getoption("--seed"))
     config.stash[SEED] = str(random.randrange(2**31)) if seed == "new" else seed
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:

@@ -413,6 +413,35 @@ def copies(loop: Loop, trial: Trial) -> Outcome:
     return finished(loop, trial, models, {"optimizer": optimizer}, losses)
 
 
+def moving_average(loop: Loop, trial: Trial) -> Outcome:
+    """An average of weights: evaluated between steps, saved, loaded into another one, and updated further."""
+    net = trial.net()
+    model, optimizer = loop.setup(net, trial.optimizer(net))
+    average = loop.ema(model, decay=0.8)
+    losses = []
+    for number, (tokens, targets, _) in enumerate(loop.setup_dataloaders(trial.loader())):
+        loss = cross_entropy(model(tokens).to(trial.dtype), targets)
+        loop.backward(loss, model=model)
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update()
+        model.eval()
+        with torch.no_grad(), average.applied():
+            losses.append(mean(loop, cross_entropy(model(tokens).to(trial.dtype), targets)))
+        model.train()
+        losses.append(mean(loop, loss))
+        if number == 1 and "save" not in trial.lacks:
+            with folder(loop) as path:
+                loop.save(f"{path}/average", {"average": average})
+                average = loop.ema(model, decay=0.8)
+                loop.load(f"{path}/average", {"average": average})
+            assert average.num_updates == 2
+    with average.applied():
+        found = finished(loop, trial, {"average": model}, {}, losses)
+    found.outputs.update(finished(loop, trial, {"model": model}, {}, []).outputs)
+    return found
+
+
 def evaluate(loop: Loop, trial: Trial) -> Outcome:
     """A model without an optimizer."""
     model = loop.setup_module(trial.net(tied=True)).eval()
@@ -477,6 +506,34 @@ def go_on(loop: Loop, trial: Trial, with_optimizer: bool) -> Outcome:
         loop.load(f"{path}/trained", targets)
     losses = steps(loop, trial, model, optimizer)
     return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
+
+
+def in_memory(loop: Loop, trial: Trial) -> Outcome:
+    """The whole state in memory, on every rank, as plain tensors that later steps leave as they are."""
+    net = trial.net("net", **{kind: True for kind in ("tied", "frozen") if kind not in trial.lacks})
+    model, optimizer = loop.setup(net, trial.optimizer(net, "adamw"))
+    losses = steps(loop, trial, model, optimizer)
+    if "optimizer_state" in trial.lacks:
+        content: Any = (loop.state_dict(model, all_ranks=True), {})
+    else:
+        content = loop.state_dict(model, optimizer, all_ranks=True)
+    alone = loop.state_dict(model)
+    assert not alone or alone.keys() == content[0].keys()
+    before = copy.deepcopy(content)
+    losses += steps(loop, trial, model, optimizer)
+    for one, other in ((before, content), ({}, alone)):
+        for tensor in _tensors(other):
+            assert type(tensor) is Tensor, f"{type(tensor).__name__} is no plain tensor"
+            assert tensor.device.type == "cpu"
+        assert not one or all(map(torch.equal, _tensors(one), _tensors(other))), "later steps changed the copy"
+    return Outcome(losses=losses, saved={"model": content[0], "optimizer": content[1]})
+
+
+def _tensors(nest: Any) -> list[Tensor]:
+    if isinstance(nest, Tensor):
+        return [nest]
+    inner = nest.values() if isinstance(nest, Mapping) else nest if isinstance(nest, (list, tuple)) else ()
+    return [tensor for each in inner for tensor in _tensors(each)]
 
 
 def tail(loop: Loop, trial: Trial) -> Outcome:
@@ -611,7 +668,7 @@ def finished(
     saved: dict[str, Any] = {}
     if "save" not in trial.lacks:
         with folder(loop) as path:
-            loop.save(f"{path}/end", state)
+            loop.save(f"{path}/end", state, blocking=trial.draw("blocking").random() < 0.5)
             saved = loop.load(f"{path}/end")
     return Outcome(losses=losses, norms=list(norms), outputs=outputs, saved=saved)
 

@@ -7,6 +7,7 @@ thread, and gradients are averaged by hand. Scaled losses have a constant scale 
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
@@ -61,13 +62,15 @@ class Loop(Protocol):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor | None: ...
+    def ema(self, module: nn.Module, decay: float = 0.999) -> Any: ...
     def barrier(self) -> None: ...
     def broadcast(self, obj: T) -> T: ...
     def all_gather(self, data: Any, *, sync_grads: bool = False) -> Any: ...
     def all_reduce(self, data: Any, *, reduce_op: Any = "mean") -> Any: ...
     def gather_for_metrics(self, values: list[T], loader: Any) -> T: ...
-    def save(self, path: str, state: dict[str, Any]) -> None: ...
+    def save(self, path: str, state: dict[str, Any], *, blocking: bool = True) -> object: ...
     def load(self, path: str, state: MutableMapping[str, Any] | None = None) -> dict[str, Any]: ...
+    def state_dict(self, model: nn.Module, optimizer: Any = None, *, all_ranks: bool = False) -> Any: ...
 
 
 def plain(body: Callable[[Loop], T], precision: Precision, device: torch.device, num_copies: int = 1) -> T:
@@ -219,6 +222,9 @@ class _PlainLoop:
         assert max_norm is not None
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
+    def ema(self, module: nn.Module, decay: float = 0.999) -> Any:
+        return _PlainAverage(module, decay)
+
     def barrier(self) -> None:
         self._table.exchange(self.global_rank, None)
 
@@ -238,7 +244,7 @@ class _PlainLoop:
         batches = [batch for step in zip(*of_copies, strict=True) for batch in step]
         return {name: torch.cat([batch[name] for batch in batches]) for name in values[0]}
 
-    def save(self, path: str, state: dict[str, Any]) -> None:
+    def save(self, path: str, state: dict[str, Any], *, blocking: bool = True) -> None:
         if self.is_global_zero:
             torch.save(state_of(state), path)
         self.barrier()
@@ -247,12 +253,55 @@ class _PlainLoop:
         content = read_checkpoint(path) if Path(path).is_dir() else torch.load(path, weights_only=True)
         return restore({} if state is None else state, content, strict=True)
 
+    def state_dict(self, model: nn.Module, optimizer: Any = None, *, all_ranks: bool = False) -> Any:
+        model_state = copy.deepcopy(model.state_dict())
+        return model_state if optimizer is None else (model_state, copy.deepcopy(optimizer.state_dict()))
+
     def _is_average(self, gradient: Tensor) -> bool:
         """Whether nothing was added to a gradient since it was averaged."""
         return any(gradient is average and gradient._version == version for average, version in self._averages)
 
     def _mean(self, mine: Tensor) -> Tensor:
         return torch.stack(self._table.exchange(self.global_rank, mine)).mean(dim=0)
+
+
+@final
+class _PlainAverage:
+    """A moving average, one parameter after the other."""
+
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        self._module, self._decay = module, decay
+        self._averages = [parameter.detach().clone() for parameter in module.parameters()]
+        self.num_updates = 0
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for average, parameter in zip(self._averages, self._module.parameters(), strict=True):
+            average.copy_(self._decay * average + (1 - self._decay) * parameter)
+        self.num_updates += 1
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        self._exchange()
+        yield
+        self._exchange()
+
+    def state_dict(self) -> dict[str, Any]:
+        with self.applied():
+            state = {name: value.clone() for name, value in self._module.state_dict().items()}
+        return {"model": state, "num_updates": self.num_updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        with self.applied():
+            self._module.load_state_dict(state["model"])
+        self.num_updates = state["num_updates"]
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for average, parameter in zip(self._averages, self._module.parameters(), strict=True):
+            before = parameter.clone()
+            parameter.copy_(average)
+            average.copy_(before)
 
 
 @final

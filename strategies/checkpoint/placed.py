@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
@@ -9,7 +10,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from fabric.strategies.checkpoint.box import Box, Shape, whole
+from fabric.strategies.checkpoint.box import Box, Shape, boxes_of_range, whole
 
 
 @final
@@ -40,3 +41,18 @@ def on_ranks(tensor: Tensor, holders: Sequence[int]) -> Placed:
 def elsewhere(shape: Sequence[int], dtype: torch.dtype) -> Placed:
     """A tensor of which this rank holds nothing."""
     return Placed(tuple(shape), dtype, (), ())
+
+
+def range_of(shape: Sequence[int], start: int, elements: Tensor, rank: int) -> Placed:
+    """A tensor of which this rank alone holds `elements`, of one dim, from the element `start` of the flattened whole.
+
+    Elements beyond the end are padding, which is in no checkpoint.
+    """
+    shape = tuple(shape)
+    stop = min(start + elements.numel(), math.prod(shape))
+    parts = []
+    taken = 0
+    for box in boxes_of_range(shape, start, stop):
+        parts.append((box, elements.detach()[taken : taken + box.numel].view(box.shape)))
+        taken += box.numel
+    return Placed(shape, elements.dtype, tuple(parts), (rank,))

@@ -45,19 +45,20 @@ from fabric.strategies.collectives.collective import Collective
 Part = tuple[Box, Tensor]
 
 
-def save(collective: Collective, storage: Storage, state: Any) -> None:
+def save(
+    collective: Collective, storage: Storage, state: Any, after_commit: Callable[[], object] | None = None
+) -> None:
     """Make the checkpoint of `state`, a nest of plain values, tensors and `Placed`, in place of what is there.
 
-    Values, and tensors that are not `Placed`, are those of rank 0. Ranks: all call it; it returns on all once the
-    checkpoint is complete and on disk.
+    Values, and tensors that are not `Placed`, are those of rank 0, which calls `after_commit` once the checkpoint is
+    complete. Ranks: all call it; it returns on all once that is so, and the checkpoint on disk.
     Raises: TypeError: rank 0's state has a value that no checkpoint keeps. CheckpointError: on every rank, if any rank
     could not write; what was there before is untouched.
     """
     token = collective.broadcast_object(secrets.token_hex(4))
     problem = attempt(lambda: write(storage, plan(state, collective.rank, token)))
     refuse_together(collective, storage, problem, token)
-    tables = [f"{token}.{rank}.json" for rank in range(collective.size)]
-    problem = attempt(lambda: commit(storage, tables)) if collective.rank == 0 else None
+    problem = attempt(lambda: finish(storage, token, collective.size, after_commit)) if collective.rank == 0 else None
     refuse_together(collective, storage, problem, token)
 
 
@@ -221,6 +222,16 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
+def finish(storage: Storage, token: str, num_ranks: int, after_commit: Callable[[], object] | None) -> None:
+    """Commit what all ranks have written, and call what is to follow. On rank 0 alone."""
+    commit(storage, [f"{token}.{rank}.json" for rank in range(num_ranks)])
+    if after_commit is not None:
+        try:
+            after_commit()
+        except Exception as error:
+            raise CommittedError(_sentence(error)) from error
+
+
 def commit(storage: Storage, tables: Sequence[str]) -> None:
     """Make what all ranks have written the checkpoint, and remove what it replaces. On rank 0 alone."""
     contents = []
@@ -234,9 +245,20 @@ def commit(storage: Storage, tables: Sequence[str]) -> None:
             ) from error
     table = merged([Table.of_json(content) for content in contents])
     refuse_gaps(table)
-    manifest = Manifest(values=contents[0]["values"], table=table, num_ranks=len(tables))
-    storage.commit(NAME, manifest.to_bytes())
-    remove_leftovers(storage, keep=table.files)
+    manifest = Manifest(values=contents[0]["values"], table=table, num_ranks=len(tables)).to_bytes()
+    try:
+        storage.commit(NAME, manifest)
+    except Exception as error:
+        found: list[bytes] = []
+        attempt(lambda: found.append(storage.read(NAME)))
+        if found == [manifest]:  # the name is there, and a power cut may undo it
+            raise CommittedError(_sentence(error)) from error
+        raise
+    attempt(partial(remove_leftovers, storage, table.files))  # what stays, the next save removes
+
+
+class CommittedError(Exception):
+    """Something failed once the checkpoint was complete: its files stay."""
 
 
 def remove_leftovers(storage: Storage, keep: Mapping[str, Any]) -> None:
@@ -255,17 +277,53 @@ def attempt(action: Callable[[], object]) -> Exception | None:
     return None
 
 
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What one rank could not do, as the others are told of it."""
+
+    rank: int
+    sentence: str
+    is_committed: bool
+
+    @classmethod
+    def of(cls, problem: Exception, rank: int) -> Failure:
+        """What the rank raised."""
+        is_committed = isinstance(problem, CommittedError)
+        return cls(rank=rank, sentence=str(problem) if is_committed else _sentence(problem), is_committed=is_committed)
+
+    def error(self, storage: Storage) -> CheckpointError:
+        """To be raised on every rank."""
+        return CheckpointError(
+            (_COMMITTED if self.is_committed else _UNWRITTEN).format(
+                rank=self.rank, path=storage.path, why=self.sentence
+            ),
+            rank=self.rank,
+        )
+
+    def clean_up(self, storage: Storage, token: str, rank: int) -> None:
+        """Remove what this rank has written in vain."""
+        if not self.is_committed:
+            attempt(partial(storage.remove, f"{token}.{rank}.bin"))
+            attempt(partial(storage.remove, f"{token}.{rank}.json"))
+
+
 def refuse_together(collective: Collective, storage: Storage, problem: Exception | None, token: str) -> None:
     """Raise on every rank where any has a problem. One small all-reduce where none has. Ranks: all."""
     if collective.reduce_boolean_decision(problem is None):
         return
-    attempt(partial(storage.remove, f"{token}.{collective.rank}.bin"))
-    attempt(partial(storage.remove, f"{token}.{collective.rank}.json"))
-    sentences = collective.all_gather_object(None if problem is None else f"{type(problem).__name__}: {problem}")
-    rank, sentence = next((rank, each) for rank, each in enumerate(sentences) if each is not None)
+    mine = None if problem is None else Failure.of(problem, collective.rank)
+    failures: list[Failure | None] = collective.all_gather_object(mine)
+    failure = next(each for each in failures if each is not None)
+    failure.clean_up(storage, token, collective.rank)
     if isinstance(problem, TypeError):
         raise problem
-    raise CheckpointError(
-        f"Rank {rank} could not write the checkpoint {storage.path!r}: {sentence}. What was there before is untouched.",
-        rank=rank,
-    ) from problem
+    raise failure.error(storage) from problem
+
+
+def _sentence(problem: Exception) -> str:
+    return f"{type(problem).__name__}: {problem}"
+
+
+_UNWRITTEN = "Rank {rank} could not write the checkpoint {path!r}: {why}. What was there before is untouched."
+_COMMITTED = "The checkpoint {path!r} is complete, but on rank {rank} what was to follow failed: {why}."

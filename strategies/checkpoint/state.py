@@ -32,6 +32,26 @@ class Stateful(Protocol):
         """Take the state back."""
 
 
+class PlacedState(ABC):
+    """A `Stateful` of which each rank holds a part, as of a model that is distributed. Ranks: all call each method."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state on rank 0; on the others tensors may be empty."""
+
+    @abstractmethod
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take the state back, whole on every rank."""
+
+    @abstractmethod
+    def place_state(self) -> dict[str, Any]:
+        """As `state_dict`, with a `Placed` for each tensor of which other ranks hold a part, or a copy."""
+
+    @abstractmethod
+    def load_placed(self, content: Any) -> None:
+        """As `load_state_dict`, of a state with a `Stored` for each tensor."""
+
+
 class StateAccess(ABC):
     """How the whole state of modules and optimizers is read, and written back. Ranks: all call each method.
 
@@ -66,6 +86,17 @@ class StateAccess(ABC):
     def place_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         """As `read_optimizer`, in the same way."""
         return self.read_optimizer(optimizer)
+
+    def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...] | None]:
+        """What the whole state has: the shape of each tensor, None for what is none. No rank talks."""
+        return {
+            name: tuple(value.shape) if isinstance(value, Tensor) else None
+            for name, value in module.state_dict(keep_vars=True).items()
+        }
+
+    def group_sizes(self, optimizer: Optimizer) -> list[int]:
+        """How many parameters each group has in the whole state. No rank talks."""
+        return [len(group["params"]) for group in optimizer.param_groups]
 
     def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
         """As `write_module`, of a state with a `Stored` for each tensor."""
@@ -252,6 +283,8 @@ def load_into(target: Stateful, content: dict[str, Any], *, strict: bool, access
         access(module).load_module(module, content, strict=strict)
     elif isinstance(target, Optimizer):
         access(target).load_optimizer(target, content)
+    elif isinstance(target, PlacedState):
+        target.load_placed(content)
     else:
         target.load_state_dict(in_memory(content))
 
@@ -316,6 +349,8 @@ class _Reading:
             return access.read_optimizer(value) if self.gathered else access.place_optimizer(value)
         if self.loaders.is_loader(value):
             return self.loaders.read(name, value)
+        if isinstance(value, PlacedState) and not self.gathered:
+            return value.place_state()
         if isinstance(value, Stateful):
             return value.state_dict()
         if isinstance(value, dict):

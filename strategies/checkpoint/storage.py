@@ -7,8 +7,11 @@ the process; on a local disk, which is flushed, also that of the machine. An obj
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
+import shutil
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -55,6 +58,18 @@ class Storage(ABC):
     def remove(self, name: str) -> None:
         """Delete a file; nothing where it is gone already."""
 
+    @abstractmethod
+    def folders(self) -> Sequence[str]:
+        """The names of the folders in this one; none where there is no such folder."""
+
+    @abstractmethod
+    def inside(self, folder: str) -> Storage:
+        """A folder in this one."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Delete the folder with its files. What is in the way of that raises OSError."""
+
 
 def storage_of(path: str | os.PathLike[str]) -> Storage:
     """A folder; or, for an address with `://`, what fsspec finds there."""
@@ -80,10 +95,24 @@ class Folder(Storage):
                 for block in blocks:
                     _write_all(file.fileno(), memoryview(block))
                 os.fsync(file.fileno())
-        except BaseException:
+        except BaseException as error:
             self.remove(name)
+            if isinstance(error, OSError) and error.errno is not None and error.errno in _FULL:
+                raise OSError(error.errno, f"{os.strerror(error.errno)}: {self._space()}") from error
             raise
         _flush(self._folder)
+
+    def _space(self) -> str:
+        """What is known of the limit that was met, now that the file has been removed again."""
+        disk = shutil.disk_usage(self._folder)
+        said = f"{self.path!r} is on a disk of {disk.total / 1e6:.1f} MB with {disk.free / 1e6:.1f} MB free"
+        if sys.platform != "win32":
+            import resource
+
+            limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+            if limit != resource.RLIM_INFINITY:
+                said += f", and no more than {limit / 1e6:.1f} MB may be written to one file (`ulimit -f`)"
+        return said
 
     def commit(self, name: str, content: bytes) -> None:
         beside = f"{name}.new"
@@ -114,6 +143,19 @@ class Folder(Storage):
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             (self._folder / name).unlink()
+
+    def folders(self) -> Sequence[str]:
+        try:
+            return [each.name for each in os.scandir(self._folder) if each.is_dir()]
+        except FileNotFoundError:
+            return []
+
+    def inside(self, folder: str) -> Folder:
+        return Folder(self._folder / folder)
+
+    def discard(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self._folder)
 
 
 @final
@@ -154,14 +196,32 @@ class Remote(Storage):
         self._system.invalidate_cache(self._root)
         if not self._system.isdir(self._root):
             return []
-        return [str(each).rsplit("/", 1)[-1] for each in self._system.ls(self._root, detail=False)]
+        return self._listed("file")
 
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._system.rm_file(self._at(name))
 
+    def folders(self) -> Sequence[str]:
+        self._system.invalidate_cache(self._root)
+        return self._listed("directory") if self._system.isdir(self._root) else []
+
+    def inside(self, folder: str) -> Remote:
+        return Remote(f"{self._address}/{folder}")
+
+    def discard(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._system.rm(self._root, recursive=True)
+
+    def _listed(self, kind: str) -> list[str]:
+        found = self._system.ls(self._root, detail=True)
+        return [str(each["name"]).rstrip("/").rsplit("/", 1)[-1] for each in found if each["type"] == kind]
+
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}"
+
+
+_FULL = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG") if name in dir(errno)}
 
 
 def _write_all(handle: int, block: memoryview) -> None:

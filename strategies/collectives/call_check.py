@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import struct
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -42,22 +41,24 @@ def agree(collective: Collective, call: str, hint: str = "", *, advice: str = ""
     agreed or not.
     Raises: CollectiveError: the calls differ; on every rank, with each rank's call side by side.
     """
-    mine = float(_hash(f"{call}\n{hint}"))
+    mine = float(hash_of(f"{call}\n{hint}"))
     return agree_and_add(collective, call, mine, advice=advice) == mine * collective.size
 
 
-def agree_and_add(collective: Collective, call: str, number: float, *, advice: str = "") -> float:
+def agree_and_add(collective: Collective, call: str, number: float = 0.0, *, advice: str = "") -> float:
     """`agree`, and give the sum of all ranks' numbers, in float64. Cost: the same one message."""
     if collective.size == 1:
         return number
-    mine = _hash(call)
-    message = torch.frombuffer(
-        bytearray(struct.pack("dd", mine, number)), dtype=torch.float64
-    )  # `torch.tensor`: six times as slow
-    hashes, total = collective.all_reduce(message, "sum").tolist()
+    mine = hash_of(call)
+    hashes, total = collective.add_numbers(mine, number)
     if hashes != mine * collective.size:
-        raise CollectiveError(_side_by_side(_all_calls(collective, call), advice), rank=collective.rank)
-    return float(total)
+        raise difference(collective, call, advice)
+    return total
+
+
+def difference(collective: Collective, call: str, advice: str = "") -> CollectiveError:
+    """The error for ranks whose hashes differ. Ranks: all, each with its own call."""
+    return CollectiveError(_side_by_side(_all_calls(collective, call), advice), rank=collective.rank)
 
 
 def all_gather_bytes(collective: Collective, mine: bytes) -> list[bytes]:
@@ -79,13 +80,14 @@ def to_bytes(tensor: Tensor) -> bytes:
 
 def all_say(collective: Collective, words: str) -> bool:
     """Whether all ranks passed the same words. Ranks: all. Cost: one `all_reduce` of one number."""
-    mine = _hash(words)
+    mine = hash_of(words)
     total = float(collective.all_reduce(torch.tensor(mine, dtype=torch.float64, device="cpu"), "sum"))
     return total == mine * collective.size
 
 
 @lru_cache(maxsize=1024)
-def _hash(words: str) -> int:
+def hash_of(words: str) -> int:
+    """32 bits that tell `words` from others, see Note [Two numbers tell whether all agree]."""
     return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=4).digest(), "little")
 
 

@@ -128,6 +128,11 @@ class Collective(ABC):
         reduced = self.all_reduce(tensor, op)
         return lambda: reduced
 
+    def add_numbers(self, first: float, second: float) -> tuple[float, float]:
+        """Give every rank the sums, in float64, of all ranks' first and of all ranks' second numbers."""
+        sums = self.all_reduce(torch.tensor((first, second), dtype=torch.float64, device="cpu")).tolist()
+        return sums[0], sums[1]
+
     @abstractmethod
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Give every rank the tensors of all ranks, stacked in rank order: `(*S)` -> `(W, *S)`."""

@@ -9,7 +9,9 @@ is one message of two numbers, and a sum or mean of one number is done with it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -38,6 +40,9 @@ def all_gather(collective: Collective, data: Any, *, sync_grads: bool = False) -
     Raises: CollectiveError: the ranks' data differs in paths, dtypes or shapes, on every rank; TypeError: something
     that is no tensor, with its path.
     """
+    if type(data) is Tensor and not sync_grads and (lone := _lone("all_gather", data)):
+        agree_and_add(collective, lone.call, advice=_PADDING)
+        return collective.all_gather(data)
     tensors, specs, call = _described(collective, "all_gather", data, sync_grads=sync_grads)
     agree(collective, call, advice=_PADDING)
     gathered: dict[int, Tensor] = {}
@@ -66,14 +71,13 @@ def all_reduce(collective: Collective, data: Any, op: ReduceOp = "mean") -> Any:
     Raises: CollectiveError: the ranks' data differs in paths, dtypes or shapes, on every rank; TypeError: something
     that is no tensor, with its path.
     """
-    tensors, specs, call = _described(collective, f"all_reduce with op={op!r}", data, op=op)
-    if len(specs) == 1 and is_added_as_number(specs[0], op):
-        total = agree_and_add(collective, call, to_number(tensors[0], collective.size))
-        result = from_number(total, op, specs[0], collective.size)
-        if result is not None:
-            return _put_back(data, {0: result})
-    else:
-        agree(collective, call)
+    if type(data) is Tensor and (lone := _lone("all_reduce", data, op)):
+        return _reduce_lone(collective, data, op, lone)
+    tensors, specs, call = _described(collective, _reduction(op), data, op=op)
+    if len(specs) == 1:
+        alone_in_nest = _Lone(call, specs[0], is_added_as_number(specs[0], op))
+        return _put_back(data, {0: _reduce_lone(collective, tensors[0], op, alone_in_nest)})
+    agree(collective, call)
     reduced: dict[int, Tensor] = {}
     together, alone = groups((each.num_bytes for each in specs), ((each.dtype, each.device_type) for each in specs))
     for indices in together:
@@ -92,6 +96,52 @@ def broadcast(collective: Collective, obj: T, src: int = 0) -> T:
     """
     result: T = collective.broadcast_object(obj, src)
     return result
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Lone:
+    """A call on one tensor, as the ranks compare it. See Note [Cold Python] in `process_group.py`."""
+
+    call: str
+    spec: Spec
+    is_added: bool
+    """Whether it is the sum of one number for each rank."""
+
+
+def _lone(operation: str, tensor: Tensor, op: ReduceOp | None = None) -> _Lone | None:
+    """None where `_described` has to say what is refused."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or (op is not None and type(op) is not str):
+        return None
+    return _lone_of(operation, tensor.dtype, tensor.shape, tensor.device.type, op)
+
+
+@lru_cache(maxsize=1024)
+def _lone_of(
+    operation: str, dtype: torch.dtype, shape: torch.Size, device_type: str, op: ReduceOp | None
+) -> _Lone | None:
+    spec = Spec(dtype, tuple(shape), device_type)
+    if op is None:
+        return _Lone(f"{operation}\ndata: {spec}", spec, is_added=False)
+    try:
+        wire_dtype(dtype, op)
+    except ValueError:
+        return None
+    return _Lone(f"{_reduction(op)}\ndata: {spec}", spec, is_added_as_number(spec, op))
+
+
+def _reduction(op: object) -> str:
+    return f"all_reduce with op={op!r}"
+
+
+def _reduce_lone(collective: Collective, tensor: Tensor, op: ReduceOp, lone: _Lone) -> Tensor:
+    """The reduction of one tensor, within the comparison where it can be."""
+    if not lone.is_added:
+        agree_and_add(collective, lone.call)
+        return collective.all_reduce(tensor, op)
+    total = agree_and_add(collective, lone.call, to_number(tensor, collective.size))
+    result = from_number(total, op, lone.spec, collective.size)
+    return collective.all_reduce(tensor, op) if result is None else result
 
 
 def _described(

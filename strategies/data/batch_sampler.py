@@ -66,7 +66,7 @@ class IndexSource:
             )
         for part in parts:
             end = begun_at.start + part.end
-            epoch.fetched.append(end)
+            epoch.fetched.append((end, part.is_unequal))
             reader = self._reader
             yield part.batch if reader is None else with_seed(part.batch, self._order.seed_of(epoch, end, reader))
 

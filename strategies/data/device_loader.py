@@ -74,6 +74,8 @@ class Reading:
     say: Callable[[str], None] = lambda sentence: None
     num_backwards: Callable[[], int] = lambda: 0
     """How often the loop has called backward."""
+    num_unweighted: Callable[[], int] = lambda: 0
+    """How often it has without a weight."""
     draw_apart: Callable[[], None] = lambda: None
     """Lets ranks that read different data draw different random numbers; called before the loop gets a batch."""
 
@@ -121,7 +123,7 @@ class DeviceLoader(ABC):
 
     def __init__(self, loader: Iterable[Any], reading: Reading) -> None:
         self._loader, self._reading = loader, reading
-        self._resumes = self._said_reread = False
+        self._resumes = self._said_reread = self._said_unequal = False
         self.iteration = Iteration()
         """The one that was begun last."""
 
@@ -196,6 +198,17 @@ class DeviceLoader(ABC):
                 "Streams with `state_dict` and `load_state_dict`, in torchdata's `StatefulDataLoader`, go on at once."
             )
 
+    def _say_unequal(self) -> None:
+        index = self._reading.index
+        if not self._said_unequal and index is not None and not index.cut.uneven:
+            self._said_unequal = True
+            self._reading.say(
+                f"A batch of the `{loader_name(self)}` had different numbers of samples on the ranks, as the last of "
+                "an epoch may have, and `fabric.backward(loss)` averages over ranks: a mean over the batch "
+                "counts samples of a smaller batch more. Write `fabric.backward(loss * len(x), weight=len(x))`, which "
+                "is exact, or pass `drop_last=True`. This is said once."
+            )
+
     def _counted(self, batches: Iterator[Any], order: Order, opened: Epoch) -> Iterator[Any]:
         batch = next(batches, END)
         epoch, before = self._read_epoch(order, opened), order.standing
@@ -208,7 +221,10 @@ class DeviceLoader(ABC):
             while batch is not END:
                 order.receive(epoch)
                 self._reading.draw_apart()
+                num_unweighted = self._reading.num_unweighted()
                 yield batch
+                if epoch.is_unequal and self._reading.num_unweighted() != num_unweighted:
+                    self._say_unequal()
                 batch = next(batches, END)
                 order.count(epoch)  # asked for another one, it was no peek
             order.count(epoch)

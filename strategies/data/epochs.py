@@ -105,12 +105,15 @@ class Epoch:
         self.drawn: Drawn[Any] | None = None
         self.counted = self.over = False
         self.begun_at = self.position = begun_at
-        self.fetched: deque[int] = deque()
-        """For each batch that was asked for and that the loop has not received: the samples read with it."""
+        self.fetched: deque[tuple[int, bool]] = deque()
+        """For each batch that was asked for and that the loop has not received: the samples read with it, and whether
+        it has another number of samples on other ranks."""
+        self.is_unequal = False
+        """Whether the batch that the loop has received last has."""
 
     def receive(self) -> None:
         """Say that the loop has got another batch."""
-        samples = self.fetched.popleft() if self.fetched else self.position.samples
+        samples, self.is_unequal = self.fetched.popleft() if self.fetched else (self.position.samples, False)
         self.position = replace(self.position, batches=self.position.batches + 1, samples=samples)
 
     def draw(self, items: Iterable[T], reads: Reads, *, eager: bool) -> Iterator[T]:

@@ -47,6 +47,8 @@ class LoaderNumbers:
         self._state, self._number = b"", 0
         self.num_backwards = 0
         """Of the loop. An iteration that ends after one batch without any was a peek."""
+        self.num_unweighted = 0
+        """Backwards without a weight."""
 
     def next(self) -> int:
         """The number of the loader that is being set up."""

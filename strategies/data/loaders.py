@@ -91,7 +91,11 @@ def process_dataloader(
         reading = _shared_iterable(loader, setup)
     carry = carry or (one_ahead if ahead and has_streams(device) else one_by_one)
     reading = replace(reading, device=device if accelerated else None, carry=carry, say=say)
-    return read_as(loader, replace(reading, num_backwards=lambda: numbers.num_backwards, draw_apart=draw_apart))
+    counts: dict[str, Any] = {
+        "num_backwards": lambda: numbers.num_backwards,
+        "num_unweighted": lambda: numbers.num_unweighted,
+    }
+    return read_as(loader, replace(reading, draw_apart=draw_apart, **counts))
 
 
 @dataclass(frozen=True, slots=True)

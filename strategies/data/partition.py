@@ -33,6 +33,8 @@ class Part:
     batch: Any
     end: int
     """How many samples of the order all ranks have read with this step."""
+    is_unequal: bool = False
+    """Whether the shares' batches of this step have different numbers of samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +113,11 @@ class SampleCut(Cut):
     def _tail(self, held: list[Any], end: int, leave_out: LeaveOut) -> Iterator[Part]:
         count, rest = self.share.count, max(len(held) - self.step, 0)
         if rest and self.batch_size > 1:
-            yield Part(self.share.of(held[:-count]), end - count)
+            yield Part(self.share.of(held[:-count]), end - count, len(held) % count > 0)
             yield Part(self.share.of(held[-count:]), end)
             return
         if len(held) >= count:
-            yield Part(self.share.of(held[: len(held) - rest]), end - rest)
+            yield Part(self.share.of(held[: len(held) - rest]), end - rest, (len(held) - rest) % count > 0)
             held = held[len(held) - rest :]
         if held and self.uneven and self.share.index < len(held):
             yield Part([held[self.share.index]], end)
@@ -171,14 +173,14 @@ class BatchCut(Cut):
         while len(round_ := list(islice(items, count))) == count:
             if before:
                 end += sum(map(_size, before))
-                yield Part(before[self.share.index], end)
+                yield Part(before[self.share.index], end, len(set(map(_size, before))) > 1)
             before = round_
         if round_:
             before, round_ = self._levelled(before, round_)
         for last in (before, round_):
             end += sum(map(_size, last))
             if self.share.index < len(last):
-                yield Part(last[self.share.index], end)
+                yield Part(last[self.share.index], end, len(set(map(_size, last))) > 1)
 
     def skip(self, items: Iterator[Any], num_samples: int) -> Iterator[Any]:
         skipped = 0

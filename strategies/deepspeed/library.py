@@ -43,6 +43,7 @@ NAMES: Names = {
         "cpu_offload accumulated_grads_in_cpu grad_position norm_for_param_grads reset_cpu_buffers "
         "_finalize_cpu_offload_gradient_accumulation _offload_accumulated_param_ids _wait_for_offload_copies "
         "update_offload_overflow_tracker": "offloaded gradients accumulate in place",
+        "_hp_mapping": "which part of a parameter is in this rank's shard, and where",
         "_hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state": "states that are loaded are found again",
     },
 }

@@ -1,19 +1,21 @@
 """The whole, plain state of a model under ZeRO, and back into shards.
 
-One parameter after another is gathered, so a rank holds the whole of one at a time, and rank 0 alone keeps them.
+A checkpoint is written from the parts as they lie. To read the whole, one parameter after another is gathered, so a
+rank holds the whole of one at a time, and rank 0 alone keeps them.
 Weights are those of the optimizer, in float32 whatever the model computes in: a resumed run goes on from the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.launchers.world import World
+from fabric.strategies.checkpoint.placed import Placed, elsewhere, range_of
 from fabric.strategies.checkpoint.state import StateAccess
 
 
@@ -54,6 +56,25 @@ class ZeroState(StateAccess):
             state[name] = value
         return state
 
+    def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...] | None]:
+        return {
+            name: _shape_of(value) if isinstance(value, Tensor) else None
+            for name, value in module.state_dict(keep_vars=True).items()
+        }
+
+    def group_sizes(self, optimizer: Optimizer) -> list[int]:
+        return [len(group) for group in self.groups]
+
+    def place_module(self, module: nn.Module) -> dict[str, Any]:
+        seen: dict[int, Placed | Tensor] = {}  # tied weights are one tensor in the file as well
+        state = module.state_dict(keep_vars=True)
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                if id(value) not in seen:
+                    seen[id(value)] = self._placed(value)
+                state[name] = seen[id(value)]
+        return state
+
     def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
         if self.stage != 3:
             module.load_state_dict(content, strict=strict)
@@ -89,6 +110,13 @@ class ZeroState(StateAccess):
     # Optimizers
 
     def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._optimizer_state(optimizer, self._read_entry)
+
+    def place_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._optimizer_state(optimizer, self._placed_shard)
+
+    def _optimizer_state(self, optimizer: Optimizer, entry: Callable[[Tensor, str], Any]) -> dict[str, Any]:
+        """`entry`: gives a parameter's part of a flat state."""
         self._link()
         state: dict[int, dict[str, Any]] = {}
         groups = []
@@ -97,7 +125,7 @@ class ZeroState(StateAccess):
             groups.append({name: value for name, value in group.items() if name != "params"})
             groups[-1]["params"] = list(range(number, number + len(parameters)))
             for parameter in parameters:
-                entries = self._read_entries(parameter) if id(parameter) in self.trained else {}
+                entries = self._entries(parameter, entry) if id(parameter) in self.trained else {}
                 if entries:
                     state[number] = entries
                 number += 1
@@ -139,19 +167,46 @@ class ZeroState(StateAccess):
             return list(zip(self.zero.fp32_partitioned_groups_flat, self.zero.fp16_groups, strict=True))
         return list(zip(self.zero.single_partition_of_fp32_groups, self.zero.bit16_groups, strict=True))
 
-    def _read_entries(self, parameter: Tensor) -> dict[str, Any]:
-        from deepspeed.utils import safe_get_full_optimizer_state
-
+    def _entries(self, parameter: Tensor, entry: Callable[[Tensor, str], Any]) -> dict[str, Any]:
         flat = next(flat for flat, parameters in self._flats() if any(p is parameter for p in parameters))
         entries = {}
         for key, value in self.zero.optimizer.state.get(flat, {}).items():
             if isinstance(value, Tensor) and key != "step" and value.shape == flat.shape:
-                entries[key] = self._keep(_shaped(safe_get_full_optimizer_state(parameter, key), parameter))
+                entries[key] = entry(parameter, key)
             else:
                 entries[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
         return entries
 
+    def _read_entry(self, parameter: Tensor, key: str) -> Tensor:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        return self._keep(_shaped(safe_get_full_optimizer_state(parameter, key), parameter))
+
     # One tensor
+
+    def _placed(self, tensor: Tensor) -> Placed | Tensor:
+        """A tensor of the module, where ranks have parts of it."""
+        if id(tensor) in self.trained:
+            return self._placed_shard(tensor, None)
+        if not is_sharded(tensor):
+            return tensor.detach()
+        own = cast(Any, tensor).ds_tensor.flatten()
+        return range_of(_shape_of(tensor), self.world.rank * own.numel(), own, self.world.rank)
+
+    def _placed_shard(self, parameter: Tensor, key: str | None) -> Placed:
+        """This rank's part of what is trained: of the weights, or of the optimizer's `key`."""
+        from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+
+        shape, rank = _shape_of(parameter), self.world.rank
+        if self.stage == 3:
+            own = (
+                safe_get_local_fp32_param(parameter) if key is None else safe_get_local_optimizer_state(parameter, key)
+            ).flatten()
+            return range_of(shape, rank * own.numel(), own, rank)
+        mapping = cast(Any, parameter)._hp_mapping
+        if mapping is None:  # all of it is with others
+            return elsewhere(shape, torch.float32)
+        return range_of(shape, mapping.lp_fragment_address.start, mapping.get_hp_fragment(key).flatten(), rank)
 
     def _keep(self, tensor: Tensor) -> Tensor:
         return tensor.cpu() if self.world.is_global_zero else torch.empty(0)

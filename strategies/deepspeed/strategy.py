@@ -88,6 +88,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             "joint_optimizer": LATER,
             "unused": UNUSED,
             "bare_parameters": IN_MODULE,
+            "ema": _IN_ENGINE,
         }
         if self._stage != 3:
             return always
@@ -283,6 +284,10 @@ def _give_back(optimizer: Optimizer, groups: Sequence[Sequence[torch.Tensor]], f
     optimizer.state.clear()
 
 
+_IN_ENGINE = (
+    "`fabric.ema(model)` with `strategy='deepspeed'`: the weights that count are those of DeepSpeed's optimizer, and "
+    "an average cannot take their place. Pass `strategy='fsdp'`."
+)
 _IN_SHARDS = (
     "Stage 3 keeps the parameters of a prepared module in shards, so it cannot be copied or pickled: this rank has a "
     "part of each. Copy the module before it is set up; `fabric.save` and `fabric.load` carry weights from one to the "

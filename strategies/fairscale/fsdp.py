@@ -21,7 +21,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.capabilities import Capability
-from fabric.strategies.fairscale.fsdp_state import IN_SLICES, attach_module, attach_optimizer, holds_local
+from fabric.strategies.fairscale.fsdp_state import (
+    IN_SLICES,
+    SlicedState,
+    Slices,
+    attach_module,
+    attach_optimizer,
+    holds_local,
+)
 from fabric.strategies.fairscale.fsdp_wrappers import UNCOMPILABLE, FairScaleFSDPGradientSync
 from fabric.strategies.fairscale.library import (
     NEEDS_ALL,
@@ -103,14 +110,16 @@ class FairScaleFSDPStrategy(ProcessGroupStrategy):
             bucket_bytes=self.bucket_bytes,
             broadcast_buffers=self.broadcast_buffers,
         )
+        slices = Slices(runtime.collective)
         undo = [
-            attach_module(runtime.collective, module),
+            attach_module(slices, module),
             *(attach_optimizer(runtime.collective, optimizer, owned) for optimizer in optimizers),
         ]
         return replace(
             replica(runtime, module, optimizers, sync, end=undo_all(undo), uncompilable=UNCOMPILABLE),
             clip_norm=partial(clip_norm, owned=owned, collective=runtime.collective, scaler=runtime.loss_scaler),
             clip_value=partial(clip_value, owned=owned, scaler=runtime.loss_scaler),
+            state=SlicedState(slices),
         )
 
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:

@@ -3,21 +3,24 @@
 A slice is one dimension, and equally long on every rank: the last ones are padded with zeros. FairScale notes the
 size of the whole on the parameter, as `_orig_size`. With the hooks of this file `state_dict()` of a module, of its
 parts and of optimizers gives whole tensors, copied to the CPU, on every rank; `load_state_dict` takes them. Ranks: all
-call `state_dict()`; each loads alone.
+call `state_dict()`; each loads alone. A checkpoint is written from the slices, by `SlicedState`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any, final
+from typing import Any, TypeAlias, cast, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from fabric.strategies.checkpoint.placed import Placed, range_of
+from fabric.strategies.checkpoint.state import PLAIN, StateAccess
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.gradients.clipping import parameters_of
 
@@ -45,11 +48,29 @@ def whole_of(collective: Collective, own: Tensor, shape: torch.Size) -> Tensor:
     return collective.all_gather(own.detach()).view(-1)[: shape.numel()].view(shape).to("cpu", copy=True)
 
 
-def attach_module(collective: Collective, module: nn.Module) -> Callable[[], None]:
+@final
+class Slices:
+    """How one model's state is shown: whole, or as the slices it is."""
+
+    def __init__(self, collective: Collective) -> None:
+        self.collective, self.gathers = collective, True
+
+    @contextmanager
+    def as_they_are(self) -> Iterator[None]:
+        """Within it, `state_dict()` of the model gives slices, and talks to nobody."""
+        self.gathers = False
+        try:
+            yield
+        finally:
+            self.gathers = True
+
+
+def attach_module(slices: Slices, module: nn.Module) -> Callable[[], None]:
     """Let `state_dict` and `load_state_dict` of a module and its parts deal in whole tensors. Gives what undoes it."""
+    collective = slices.collective
     handles: list[RemovableHandle] = []
     for part in module.modules():
-        handles.append(part.register_state_dict_post_hook(_Hook(_gather, collective)))  # type: ignore[no-untyped-call]
+        handles.append(part.register_state_dict_post_hook(_Hook(_gather, slices)))  # type: ignore[no-untyped-call]
         handles.append(part.register_load_state_dict_pre_hook(_Hook(_slice, collective)))  # type: ignore[no-untyped-call]
     handles.append(module.register_state_dict_post_hook(_Hook(_tie)))  # type: ignore[no-untyped-call]  # after the others
     return partial(_remove, handles)
@@ -103,9 +124,13 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
 def _whole_entry(collective: Collective, name: str, value: Any, parameter: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if name not in _NUMBERS and value.shape == parameter.shape:
+    if _is_sliced(name, value, parameter):
         return whole_of(collective, value, parameter._orig_size)
     return value.to("cpu", copy=True)
+
+
+def _is_sliced(name: str, value: Any, parameter: Any) -> bool:
+    return isinstance(value, Tensor) and name not in _NUMBERS and value.shape == parameter.shape
 
 
 def _sliced_entry(name: str, value: Any, parameter: Any, rank: int, size: int) -> Any:
@@ -134,10 +159,12 @@ IN_SLICES = (
 )
 
 
-def _gather(collective: Collective, part: nn.Module, content: dict[str, Any], prefix: str, _: Any) -> None:
+def _gather(slices: Slices, part: nn.Module, content: dict[str, Any], prefix: str, _: Any) -> None:
+    if not slices.gathers:
+        return
     for name, parameter in _in_slices(part):
         if prefix + name in content:
-            content[prefix + name] = whole_of(collective, parameter, parameter._orig_size)
+            content[prefix + name] = whole_of(slices.collective, parameter, parameter._orig_size)
 
 
 def _tie(module: nn.Module, content: dict[str, Any], prefix: str, _: Any) -> None:
@@ -175,3 +202,81 @@ def _slice(
 
 def _in_slices(part: nn.Module) -> Sequence[tuple[str, Any]]:
     return [(name, parameter) for name, parameter in part._parameters.items() if parameter is not None]
+
+
+@final
+class SlicedState(StateAccess):
+    """Each rank writes its slices; read whole, they are gathered one by one, and rank 0 keeps them."""
+
+    def __init__(self, slices: Slices) -> None:
+        self._slices, self._collective = slices, slices.collective
+
+    def read_module(self, module: nn.Module) -> dict[str, Any]:
+        return self._module_state(module, self._kept)
+
+    def place_module(self, module: nn.Module) -> dict[str, Any]:
+        return self._module_state(module, self._placed)
+
+    def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
+        PLAIN.write_module(module, content, strict=strict)
+
+    def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._optimizer_state(optimizer, self._kept)
+
+    def place_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._optimizer_state(optimizer, self._placed)
+
+    def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
+        PLAIN.write_optimizer(optimizer, content)
+
+    def _module_state(self, module: nn.Module, entry: _Entry) -> dict[str, Any]:
+        with self._slices.as_they_are():
+            state = module.state_dict()
+        made: dict[Tensor, Any] = {}  # tied weights are one tensor in the file as well
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if name in state:
+                if parameter not in made:
+                    made[parameter] = entry(parameter, cast(Any, parameter)._orig_size)
+                state[name] = made[parameter]
+        return state
+
+    def _optimizer_state(self, optimizer: Optimizer, entry: _Entry) -> dict[str, Any]:
+        content = _ungathered(optimizer)
+        parameters: list[Any] = parameters_of(optimizer)
+        state = {
+            index: {
+                name: entry(value, parameters[index]._orig_size)
+                if _is_sliced(name, value, parameters[index])
+                else value
+                for name, value in entries.items()
+            }
+            for index, entries in sorted(content["state"].items())
+        }
+        return {**content, "state": state}
+
+    def _kept(self, own: Tensor, shape: torch.Size) -> Tensor:
+        whole = self._collective.all_gather(own.detach()).view(-1)[: shape.numel()].view(shape)
+        return whole.to("cpu", copy=True) if self._collective.rank == 0 else torch.empty(0)
+
+    def _placed(self, own: Tensor, shape: torch.Size) -> Placed:
+        return range_of(shape, self._collective.rank * own.numel(), own.detach(), self._collective.rank)
+
+
+def _ungathered(optimizer: Optimizer) -> dict[str, Any]:
+    """The state of an optimizer with the slices as they are: our hook, which comes later, finds none to gather."""
+    slices: dict[int, Any] = {}
+
+    def take(optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
+        slices.update(content["state"])
+        return {**content, "state": {}}
+
+    handle = optimizer.register_state_dict_post_hook(take, prepend=True)
+    try:
+        content: dict[str, Any] = optimizer.state_dict()
+    finally:
+        handle.remove()
+    return {**content, "state": slices}
+
+
+_Entry: TypeAlias = Callable[[Tensor, torch.Size], Any]
+"""What stands for a tensor in a state, from this rank's slice and the whole's shape."""

@@ -63,6 +63,10 @@ class ManualState(StateAccess):
             module, {names.get(name, name): value for name, value in content.items()}, strict=strict
         )
 
+    def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...] | None]:
+        module = self._named_by(module)
+        return {own_name(module, name): shape for name, shape in self._sharded.shapes(module).items()}
+
     def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         self._check(
             {

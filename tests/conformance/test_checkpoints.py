@@ -81,5 +81,6 @@ def test_a_checkpoint_of_any_strategy_goes_on_in_every_other_and_with_other_numb
     print(f"seed {seed}")
     for name, size in SAVED_BY.items():
         launch(name, size, save, str(tmp_path / name), seed)
+        assert len(list((tmp_path / name).glob("*.bin"))) == size, f"under {name} not every rank has written a part"
     for name, size in LOADED_BY.items():
         launch(name, size, load, [str(tmp_path / other) for other in SAVED_BY], seed)

@@ -115,8 +115,11 @@ def run(arguments: Sequence[str | Path], *, stdin: str = "", **environ: str) -> 
 
 
 def free_port() -> int:
-    """A port nobody listens on, outside the range from which the system hands out ports by itself."""
-    for port in range(10_000 + os.getpid() % 10_000, 30_000):
+    """A port nobody listens on, outside the range from which the system hands out ports by itself.
+
+    Processes that search at a time begin far from each other.
+    """
+    for port in range(10_000 + 997 * os.getpid() % 19_000, 30_000):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

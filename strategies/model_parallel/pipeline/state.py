@@ -100,6 +100,12 @@ class PipelineState(StateAccess):
         own = {name: content[name] for name in mine if name in content}
         self.inner.write_module(module, own, strict=False)
 
+    def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...] | None]:
+        return self._shapes(module)
+
+    def group_sizes(self, optimizer: Optimizer) -> list[int]:
+        return [len(indices) for indices in self._groups(optimizer).indices]
+
     def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         groups = self._groups(optimizer)
         content = self.inner.read_optimizer(optimizer)

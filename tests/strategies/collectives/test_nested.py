@@ -227,7 +227,8 @@ def test_ranks_that_differ_each_get_all_calls_side_by_side() -> None:
             "No rank has a result. Make all ranks call the same operation, in the same order, on equal shapes and "
             "dtypes.\n"
             "Where lengths differ on purpose, `fabric.pad_across_ranks(tensor, dim=0)` gives every rank the length of "
-            "the longest."
+            "the longest; the values of an evaluation's batches go through "
+            "`fabric.gather_for_metrics(values, loader)`."
         )
         words = [
             ("data['x']: float32 (1,)", "data['x']: float64 (1,)"),

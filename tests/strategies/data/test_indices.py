@@ -538,3 +538,28 @@ def test_a_batch_is_what_the_loader_made() -> None:
     (loader,) = share_out(lambda _: [{"x": torch.ones(2)}], 1)
     (batch,) = loader
     assert isinstance(batch["x"], Tensor)
+
+
+@pytest.mark.parametrize(
+    ("size", "batch_size", "has_unequal"), [(7, 3, True), (9, 3, False), (13, 2, True), (12, 2, False)]
+)
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_a_mean_over_batches_of_different_sizes_is_told_once_and_a_weight_is_not(
+    size: int, batch_size: int, has_unequal: bool, in_batches: bool
+) -> None:
+    def loader() -> DataLoader[int]:
+        if in_batches:
+            batches = BatchSampler(SequentialSampler(range(size)), batch_size, False)
+            return DataLoader(Numbers(size), batch_sampler=list(batches))  # type: ignore[arg-type]
+        return DataLoader(Numbers(size), batch_size)
+
+    for weighted in (False, True):
+        said: list[str] = []
+        numbers = [LoaderNumbers() for _ in range(3)]
+        first = share_out([loader() for _ in range(3)], 3, said=said, numbers=numbers)[0]
+        for _ in range(2):
+            for _ in first:
+                numbers[0].num_backwards += 1
+                numbers[0].num_unweighted += not weighted
+        assert len(said) == (has_unequal and not weighted)
+        assert all("had different numbers of samples on the ranks" in sentence for sentence in said)

@@ -1,0 +1,64 @@
+"""A whole state in memory: plain tensors on the CPU, which share nothing with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabric.strategies.checkpoint.saving import memory_of
+
+_SMALL_BYTES = 2**20
+"""Tensors up to here are copied without asking whose they are."""
+
+
+def snapshot(content: Any, owners: Iterable[nn.Module | Optimizer], local: Callable[[Tensor], Tensor]) -> Any:
+    """A nest of plain containers with each tensor on the CPU, in memory that `owners` have not; tied ones stay one.
+
+    What a strategy has gathered is nobody else's, and is not copied again. `local`: what this rank holds of a tensor.
+    """
+    live = {_storage(local(tensor)) for owner in owners for tensor in _tensors_of(owner)}
+    return _copied(content, live, {})
+
+
+def _copied(content: Any, live: set[int], known: dict[Any, tuple[Tensor, Tensor]]) -> Any:
+    if isinstance(content, Tensor):
+        if content.device.type == "cpu" and content.nbytes > _SMALL_BYTES and _storage(content) not in live:
+            return content.detach()
+        key = memory_of(content)
+        if key not in known:  # with the original: while that is there, its place in memory is not another tensor's
+            own = content.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            known[key] = (content, own)
+        return known[key][1]
+    if isinstance(content, dict):
+        made = copy(content)  # of its own class, and with its attributes: torch notes versions on a module's state
+        for key, entry in content.items():
+            made[key] = _copied(entry, live, known)
+        return made
+    if type(content) in (list, tuple):
+        return type(content)(_copied(entry, live, known) for entry in content)
+    return content
+
+
+def _tensors_of(owner: nn.Module | Optimizer) -> Iterator[Tensor]:
+    if isinstance(owner, nn.Module):
+        yield from owner.parameters()
+        yield from owner.buffers()
+    else:
+        yield from _within([*owner.state.values(), *owner.param_groups])
+
+
+def _within(nest: Iterable[Any]) -> Iterator[Tensor]:
+    for each in nest:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, (dict, list, tuple)):
+            yield from _within(each.values() if isinstance(each, dict) else each)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

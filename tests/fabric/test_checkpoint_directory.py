@@ -1,0 +1,100 @@
+"""The checkpoints of a run: their names, which are kept, and what a dead job leaves."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+
+from fabric import CheckpointDirectory, CheckpointError, Fabric, read_checkpoint
+from fabric.strategies.checkpoint.saving import plan, write
+from fabric.strategies.checkpoint.storage import storage_of
+
+
+def numbers(directory: CheckpointDirectory) -> list[int]:
+    return [int(os.path.basename(path)[:6]) for path in directory.all()]
+
+
+def place(tmp_path: Path, kind: str) -> str:
+    return str(tmp_path / "run") if kind == "local" else f"memory://{tmp_path.name}/run"
+
+
+@pytest.mark.parametrize("kind", ["local", "fsspec"])
+@pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "background"])
+def test_names_go_on_after_a_resume_and_the_newest_are_kept_whatever_their_steps(
+    tmp_path: Path, kind: str, blocking: bool
+) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    directory = CheckpointDirectory(place(tmp_path, kind), keep_last=2)
+    assert directory.latest() is None
+    assert directory.load(fabric, {"x": 0}) is None
+    for step in (100, 200, 300):
+        directory.save(fabric, {"x": torch.full((3,), step)}, step=step, blocking=blocking)
+    fabric.wait_for_save()
+    assert numbers(directory) == [2, 3]
+    resumed = CheckpointDirectory(place(tmp_path, kind), keep_last=2)
+    for step in (150, 250):  # it went back to an older checkpoint
+        saved = resumed.save(fabric, {"x": torch.full((3,), step)}, step=step, blocking=blocking)
+        state = {"x": torch.zeros(3)}
+        resumed.load(fabric, state)
+        assert state["x"].eq(step).all()
+        assert resumed.latest() == saved.path
+    assert numbers(resumed) == [4, 5]
+    assert str(resumed.latest()).endswith("000005-step-250")
+    fabric.close()
+
+
+def test_the_best_are_kept_besides_and_a_metric_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    directory = CheckpointDirectory(tmp_path, keep_last=1, keep_best=2, best="max")
+    for metric in (0.1, 0.5, float("nan"), 0.5, 1e-07, float("-inf")):
+        directory.save(fabric, {"x": 1}, metric=metric)
+    assert numbers(directory) == [2, 4, 6]
+    assert str(directory.best()).endswith("000004-metric-0.5")
+    with pytest.raises(ValueError, match=r"`keep_best=2` needs `save\(..., metric=...\)`"):
+        directory.save(fabric, {"x": 1})
+    fabric.close()
+
+
+@pytest.mark.parametrize("kind", ["local", "fsspec"])
+def test_what_a_dead_job_left_is_never_chosen_and_goes_with_the_next_save(tmp_path: Path, kind: str) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    directory = CheckpointDirectory(place(tmp_path, kind))
+    directory.save(fabric, {"x": 1})
+    root = storage_of(directory.path)
+    write(root.inside("000002-step-7"), plan({"x": torch.ones(3)}, 0, "t"))  # killed before the manifest
+    root.inside("of somebody else").commit("notes", b"...")
+    assert numbers(directory) == [1]
+    directory.save(fabric, {"x": 3}, step=8)
+    assert sorted(root.folders()) == ["000001", "000003-step-8", "of somebody else"]
+    fabric.close()
+
+
+@pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "background"])
+def test_nothing_is_removed_for_a_successor_that_fails(tmp_path: Path, blocking: bool) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    directory = CheckpointDirectory(tmp_path, keep_last=1)
+    directory.save(fabric, {"x": 1})
+    (tmp_path / "000002").write_text("in the way")
+    os.rename(tmp_path / "000002", tmp_path / "000002-step-2")
+    with pytest.raises(CheckpointError, match="could not write"):
+        directory.save(fabric, {"x": 2}, step=2, blocking=blocking).wait()
+    assert read_checkpoint(str(directory.latest())) == {"x": 1}
+    fabric.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [({"keep_last": 0}, "1 or more"), ({"keep_best": -1}, "0 or more"), ({"best": "least"}, "write 'min'")],
+)
+def test_numbers_that_would_keep_nothing_are_refused(arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        CheckpointDirectory("run", **arguments)  # type: ignore[arg-type]
+
+
+def test_a_slash_at_the_end_of_an_address_is_no_name(tmp_path: Path) -> None:
+    fsspec.filesystem("memory").pipe_file(f"/{tmp_path.name}/run/000001/manifest.json", b"{}")
+    assert CheckpointDirectory(f"memory://{tmp_path.name}/run/").latest() == f"memory://{tmp_path.name}/run/000001"

@@ -1,0 +1,67 @@
+"""The moving average of one process, and what it refuses. That every strategy gives its numbers is in the suite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from fabric import Fabric, read_checkpoint
+
+
+@pytest.fixture
+def fabric() -> Iterator[Fabric]:
+    with Fabric(accelerator="cpu", devices=1) as one:
+        yield one
+
+
+def test_its_checkpoint_is_a_plain_state_dict_of_the_model(fabric: Fabric, tmp_path: Path) -> None:
+    model = fabric.setup(nn.BatchNorm1d(3))
+    average = fabric.ema(model, decay=0.5)
+    with torch.no_grad():
+        model.weight.add_(1)
+        model.running_mean.add_(4)
+    average.update()
+    fabric.save(tmp_path / "run", {"average": average})
+    assert model.weight.tolist() == [2.0] * 3
+    saved = read_checkpoint(tmp_path / "run")["average"]
+    assert saved["num_updates"] == 1
+    plain = nn.BatchNorm1d(3)
+    plain.load_state_dict(saved["model"])
+    assert plain.weight.tolist() == [1.5] * 3
+    assert plain.running_mean.tolist() == [4.0] * 3
+    other = fabric.ema(model)
+    fabric.load(tmp_path / "run", {"average": other})
+    assert model.weight.tolist() == [2.0] * 3
+    with other.applied():
+        assert model.weight.tolist() == [1.5] * 3
+        assert other.state_dict()["model"]["weight"].tolist() == [1.5] * 3
+
+
+def test_weights_changed_while_the_average_is_applied_raise_and_are_put_back(fabric: Fabric) -> None:
+    model, optimizer = fabric.setup(*(lambda net: (net, SGD(net.parameters(), lr=1.0)))(nn.Linear(2, 1)))
+    average, before = fabric.ema(model), model.weight.detach().clone()
+    fabric.backward(model(torch.ones(1, 2)).sum())
+    with pytest.raises(RuntimeError, match=r"Weights were changed within `average.applied\(\)`"), average.applied():
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+    for use in (average.update, lambda: average.applied().__enter__(), lambda: average.load_state_dict({})):
+        with average.applied(), pytest.raises(RuntimeError, match=r"within `average.applied\(\)`. Leave the block"):
+            use()
+
+
+def test_decays_and_weights_that_it_cannot_average_are_refused(fabric: Fabric) -> None:
+    model = fabric.setup(nn.Linear(2, 1))
+    for decay in (1.0, -0.1, True, "0.9", float("nan")):
+        with pytest.raises(ValueError, match="a decay is a number from 0 to below 1"):
+            fabric.ema(model, decay=decay)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="has not set up"):
+        fabric.ema(nn.Linear(2, 1))
+    half = fabric.setup(nn.Linear(2, 1).bfloat16())
+    half.to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"parameters in torch.bfloat16: a step .* `precision='bf16-mixed'`"):
+        fabric.ema(half)

@@ -1,0 +1,197 @@
+"""Saves that a thread writes while the loop goes on: what they have, and who hears that one failed."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import final
+
+import pytest
+import template
+import torch
+from fakes import ThreadCollective, run_threads
+from torch import Tensor, nn
+
+from fabric import CheckpointError, Fabric, WorkerError, read_checkpoint
+from fabric.strategies.checkpoint.background import BackgroundSaves
+from fabric.strategies.checkpoint.manifest import NAME
+from fabric.strategies.checkpoint.placed import on_ranks
+from fabric.strategies.checkpoint.storage import Buffer, Folder, Storage
+
+
+def test_a_checkpoint_has_the_state_of_the_call_and_not_of_the_step_after(tmp_path: Path) -> None:
+    model = nn.Linear(300, 300)
+    optimizer = torch.optim.AdamW(model.parameters())
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model, optimizer = fabric.setup(model, optimizer)
+    for step in range(3):
+        fabric.backward(model(torch.rand(2, 300)).sum())
+        optimizer.step()
+        expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        losses = {"all": [step]}
+        pending = fabric.save(
+            tmp_path / str(step), {"model": model, "optimizer": optimizer, "losses": losses}, blocking=False
+        )
+        numbers = torch.rand(3)
+        losses["all"].append(-1)
+        with torch.no_grad():
+            model.weight.zero_()
+        pending.wait()
+        assert pending.is_done
+        found = read_checkpoint(tmp_path / str(step))
+        assert all(torch.equal(found["model"][name], tensor) for name, tensor in expected.items())
+        assert found["losses"] == {"all": [step]}
+        assert found["optimizer"]["state"][0]["step"] == step + 1
+        fabric.load(tmp_path / str(step), {"model": model, "optimizer": optimizer})
+        assert torch.equal(torch.rand(3), numbers)
+    fabric.close()
+
+
+@final
+class Gated(Storage):
+    """A folder in which no tensor is written before the gate is open; where it is None, none ever."""
+
+    def __init__(self, folder: str, gate: threading.Event | None) -> None:
+        self._folder, self._gate = Folder(Path(folder)), gate
+
+    @property
+    def path(self) -> str:
+        return self._folder.path
+
+    def write(self, name: str, blocks: Iterable[Buffer]) -> None:
+        if name.endswith(".bin"):
+            if self._gate is None:
+                raise OSError("the cable was pulled")
+            self._gate.wait()
+        self._folder.write(name, blocks)
+
+    def commit(self, name: str, content: bytes) -> None:
+        self._folder.commit(name, content)
+
+    def read(self, name: str) -> bytes:
+        return self._folder.read(name)
+
+    def tensor(self, name: str, num_bytes: int) -> Tensor:
+        return self._folder.tensor(name, num_bytes)
+
+    def names(self) -> Sequence[str]:
+        return self._folder.names()
+
+    def remove(self, name: str) -> None:
+        self._folder.remove(name)
+
+    def folders(self) -> Sequence[str]:
+        return self._folder.folders()
+
+    def inside(self, folder: str) -> Storage:
+        return self._folder.inside(folder)
+
+    def discard(self) -> None:
+        self._folder.discard()
+
+
+def save_with_a_slow_rank(collective: ThreadCollective, folder: str, gate: threading.Event) -> None:
+    saves, opened = BackgroundSaves(collective), threading.Event()
+    opened.set()
+    state = {"x": on_ranks(torch.arange(10), (0, 1)), "rank": collective.rank}
+    after: list[bool] = []
+    storage = Gated(folder, gate if collective.rank == 1 else opened)
+    pending = saves.start(storage, state, lambda: after.append((Path(folder) / NAME).exists()))
+    assert collective.all_gather_object(collective.rank) == [0, 1]  # the loop's, while rank 1 writes
+    assert not pending.is_done
+    assert not (Path(folder) / NAME).exists()
+    collective.barrier()
+    gate.set()
+    pending.wait()
+    assert read_checkpoint(folder)["rank"] == 0
+    assert after == ([True] if collective.rank == 0 else [])
+
+
+def test_the_loop_goes_on_while_a_rank_writes_and_the_last_one_completes_the_checkpoint(tmp_path: Path) -> None:
+    run_threads(2, save_with_a_slow_rank, str(tmp_path), threading.Event())
+
+
+def save_with_a_failing_rank(collective: ThreadCollective, folder: str) -> str:
+    saves, opened = BackgroundSaves(collective), threading.Event()
+    opened.set()
+    state = {"x": on_ranks(torch.arange(10), range(3))}
+    saves.start(Gated(folder, opened), state).wait()
+    saves.start(Gated(folder, opened if collective.rank != 1 else None), {"x": on_ranks(torch.ones(10), range(3))})
+    with pytest.raises(CheckpointError) as raised:
+        saves.finish()
+    assert raised.value.rank == 1
+    saves.finish()  # it was told
+    return str(raised.value)
+
+
+def test_a_rank_that_fails_in_the_background_raises_on_all_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    for sentence in run_threads(3, save_with_a_failing_rank, str(tmp_path)):
+        assert "Rank 1 could not write the checkpoint" in sentence
+        assert "OSError: the cable was pulled" in sentence
+    assert torch.equal(read_checkpoint(tmp_path)["x"], torch.arange(10))
+    assert len(os.listdir(tmp_path)) == 1 + 3
+
+
+def test_a_value_that_no_checkpoint_keeps_is_refused_by_the_call_itself(tmp_path: Path) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    with pytest.raises(TypeError, match="at /x, and a checkpoint keeps none"):
+        fabric.save(tmp_path / "saved", {"x": object()}, blocking=False)
+    fabric.save(tmp_path / "saved", {"x": 1}, blocking=False)
+    fabric.close()
+    assert read_checkpoint(tmp_path / "saved") == {"x": 1}
+
+
+def test_what_was_to_follow_a_save_and_failed_leaves_the_checkpoint(tmp_path: Path) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    for blocking in (True, False):
+        path = tmp_path / str(blocking)
+        with pytest.raises(CheckpointError, match="is complete, but on rank 0 what was to follow failed: ZeroDivision"):
+            fabric.save(path, {"x": torch.ones(3)}, blocking=blocking, after_commit=lambda: 1 / 0).wait()
+        assert read_checkpoint(path)["x"].sum() == 3
+    fabric.close()
+
+
+FORGETFUL = """
+import os, resource, signal, sys, torch
+from fabric import Fabric
+fabric = Fabric(accelerator="cpu", devices=1)
+fabric.save(sys.argv[1], {"x": torch.ones(10)}, blocking=False)
+fabric.wait_for_save()
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+fabric.save(sys.argv[1], {"x": torch.ones(100_000)}, blocking=False)
+print("the end of the script")
+"""
+
+
+@pytest.mark.slow
+def test_a_failure_that_nobody_asked_about_is_said_at_the_end_and_in_the_exit_code(tmp_path: Path) -> None:
+    done = template.run([sys.executable, "-c", FORGETFUL, str(tmp_path / "saved")], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stdout == "the end of the script\n"
+    assert "Rank 0 could not write the checkpoint" in done.stderr
+    assert "no more than 0.1 MB may be written to one file" in done.stderr
+    assert read_checkpoint(tmp_path / "saved")["x"].numel() == 10
+
+
+def forget(fabric: Fabric, folder: str) -> str:
+    fabric.save(f"{folder}/saved", {"x": torch.ones(10)}, blocking=False)
+    model = fabric.setup(nn.Linear(300, 300))
+    if fabric.global_rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    fabric.save(f"{folder}/saved", {"model": model}, blocking=False)
+    fabric.all_gather(torch.ones(3))
+    return "the end of the function"
+
+
+@pytest.mark.slow
+def test_a_job_whose_last_save_failed_on_one_rank_fails(tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match="Rank 1 could not write the checkpoint"):
+        Fabric(accelerator="cpu", strategy="ddp", devices=2).launch(forget, str(tmp_path))
+    assert read_checkpoint(tmp_path / "saved")["x"].numel() == 10

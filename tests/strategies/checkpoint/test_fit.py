@@ -1,0 +1,88 @@
+"""What does not fit is said all at once, before anything is changed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fabric import CheckpointError, Fabric
+
+
+@pytest.fixture
+def fabric() -> Iterator[Fabric]:
+    with Fabric(accelerator="cpu", devices=1) as one:
+        yield one
+
+
+def model_and_optimizer(width: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def test_all_that_does_not_fit_is_one_table_and_nothing_is_changed(fabric: Fabric, tmp_path: Path) -> None:
+    model, optimizer = model_and_optimizer(4)
+    fabric.save(tmp_path / "saved", {"model": model, "optimizer": optimizer, "deep": {"critic": nn.Linear(2, 2)}})
+    other, _ = model_and_optimizer(5)
+    other.append(nn.Linear(5, 1))
+    critic = nn.Linear(2, 2, bias=False)
+    state: dict[str, Any] = {
+        "model": other,
+        "optimizer": torch.optim.AdamW(other.parameters()),
+        "deep": {"critic": critic},
+        "step": 7,
+    }
+    before = [parameter.clone() for parameter in (*other.parameters(), *critic.parameters())]
+    with pytest.raises(CheckpointError) as caught:
+        fabric.load(tmp_path / "saved", state)
+    found = [line.split() for line in str(caught.value).splitlines()]
+    for line in (
+        "model: 0.weight (5, 3) (4, 3)",
+        "model: 1.running_mean (5,) (4,)",
+        "model: 2.weight (1, 5) missing",
+        "optimizer `AdamW`, groups of [6] parameters groups of [4]",
+        "deep/critic: bias not there (2,)",
+        "step `int` missing",
+    ):
+        assert line.split() in found, f"{line}: {caught.value}"
+    assert all(map(torch.equal, before, (*other.parameters(), *critic.parameters())))
+    assert state["step"] == 7
+
+
+def test_what_was_left_out_is_said(fabric: Fabric, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved = nn.Linear(2, 2)
+    fabric.save(tmp_path / "saved", {"model": saved})
+    torch.save(saved.state_dict(), tmp_path / "bare")
+    for load in (lambda to: fabric.load(tmp_path / "saved", {"model": to, "step": 1}, strict=False),) + (
+        lambda to: fabric.load_raw(tmp_path / "bare", to, strict=False),
+    ):
+        model = nn.Linear(2, 2, bias=False)
+        model.register_buffer("extra", torch.ones(3))
+        with caplog.at_level(logging.WARNING, logger="fabric"):
+            load(model)
+        assert torch.equal(model.weight, saved.weight)
+        said = [line.split() for line in caplog.messages[-1].splitlines()]
+        assert ["extra", "(3,)", "missing"] in [line[-3:] for line in said]
+        assert ["bias", "not", "there", "(2,)"] in [line[-4:] for line in said]
+    caplog.clear()
+    fabric.load(tmp_path / "saved", {"model": nn.Linear(2, 2)}, strict=False)
+    assert not caplog.messages
+
+
+def test_another_shape_is_an_error_whatever_strict_says(fabric: Fabric, tmp_path: Path) -> None:
+    fabric.save(tmp_path / "saved", {"model": nn.Linear(2, 2)})
+    with pytest.raises(CheckpointError, match=r"model: weight +\(3, 2\) +\(2, 2\)"):
+        fabric.load(tmp_path / "saved", {"model": nn.Linear(2, 3)}, strict=False)
+
+
+def test_a_module_that_converts_older_states_still_does(fabric: Fabric, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.register_load_state_dict_pre_hook(lambda module, state, *_: state.update(weight=state.pop("old")))
+    fabric.save(tmp_path / "saved", {"model": {"old": torch.ones(2, 2), "bias": torch.ones(2)}})
+    fabric.load(tmp_path / "saved", {"model": model})
+    assert torch.equal(model.weight, torch.ones(2, 2))
