@@ -52,7 +52,7 @@ __all__ = [
 
 
 def version() -> str:
-    """The version of torchfabric that is installed."""
+    """The installed version of torchfabric."""
     from importlib import metadata
 
     return metadata.version("torchfabric")

@@ -1,7 +1,7 @@
 """Gradient accumulation: windows of micro-batches with one gradient synchronisation and one optimizer step each.
 
-Which micro-batch is the last of its window is known by reading one ahead, never beyond the window: at the step, the
-loader stands exactly after what was trained on. Reads `GradientSync` and asks for no strategy.
+The last micro-batch of a window is found by reading one ahead, never beyond the window: at the step, the loader's
+position is exactly after the samples trained on. Uses `GradientSync` and no strategy.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ T = TypeVar("T")
 
 @final
 class Accumulation:
-    """Which models of one fabric keep gradients back at present, and the window that was begun last."""
+    """The models of one fabric whose gradients are not synchronised at present, and the current window."""
 
     def __init__(self) -> None:
         self.held: list[Prepared] = []
-        """Models whose gradients stay where they are computed, once for each context that says so."""
+        """Models whose gradients are not synchronised, once for each open context."""
         self.is_unsynced = False
-        """Whether the last backward ran while gradients were kept back."""
+        """Whether the last backward ran without synchronisation."""
         self.kept: list[Prepared] = []
         """Models whose last backward left gradients on the rank that computed them."""
         self._window: Window[Any] | None = None
@@ -36,7 +36,7 @@ class Accumulation:
 
     @contextmanager
     def unsynced(self, models: Sequence[Prepared], bare: GradientSync | None) -> Iterator[None]:
-        """Within it gradients of these models, and of parameters in none, stay on the rank that computed them."""
+        """Context: gradients of these models, and of parameters outside of any module, are not synchronised."""
         with ExitStack() as stack:
             for sync in (*(model.sync for model in models), *([bare] if bare else [])):
                 stack.enter_context(sync.unsynced())
@@ -72,13 +72,13 @@ class Accumulation:
             taken += self._window.num_read
 
     def guard(self, optimizers: Iterable[Optimizer]) -> None:
-        """Let a step of these raise RuntimeError where gradients of a window were not synchronised."""
+        """Make a step of these raise RuntimeError if gradients of a window were not synchronised."""
         for optimizer in optimizers:
             if optimizer not in self._guarded:
                 self._guarded[optimizer] = optimizer.register_step_pre_hook(self._check).remove
 
     def release(self) -> None:
-        """Take the guard off the optimizers."""
+        """Remove the guard from the optimizers."""
         for remove in self._guarded.values():
             remove()
         self._guarded.clear()
@@ -98,7 +98,7 @@ class Accumulation:
 
 @final
 class Window(Generic[T]):
-    """The micro-batches of one optimizer step. Iterated once; in the last one gradients are synchronised."""
+    """The micro-batches of one optimizer step. Can be iterated once; gradients are synchronised in the last one."""
 
     def __init__(
         self,
@@ -110,26 +110,26 @@ class Window(Generic[T]):
         self._remaining, self._num_batches, self._length, self._unsynced = remaining, num_batches, length, unsynced
         self._was_asked = False
         self.num_read = 0
-        """How many micro-batches were given out."""
+        """The number of micro-batches yielded so far."""
         self.is_complete = False
-        """Whether the last was."""
+        """Whether the last one was yielded."""
 
     def __len__(self) -> int:
-        """How many micro-batches the window has, the last, shorter one of an epoch included.
+        """The number of micro-batches of this window, also for a shorter last window.
 
         Raises: TypeError: the loader has no length, so the number is not known yet.
         """
         if self._length is None:
             raise TypeError(
-                "`len(window)` over a loader without a length: whether the window is full is known at its end. Write "
-                "`fabric.backward(loss, weight=1)`, which divides by the number of micro-batches after the last."
+                "`len(window)` over a loader without a length: the number is known only at the end of the window. "
+                "Write `fabric.backward(loss, weight=1)`, which divides by the number of micro-batches after the last."
             )
         self._was_asked = True
         return self._length
 
     def __iter__(self) -> Iterator[T]:
         if self.num_read:
-            raise RuntimeError("A window of `fabric.accumulate` is iterated once: its micro-batches were not kept.")
+            raise RuntimeError("A window of `fabric.accumulate` can be iterated once: its micro-batches are not kept.")
         return self._batches()
 
     def _batches(self) -> Iterator[T]:
@@ -155,7 +155,7 @@ class Window(Generic[T]):
 
 @final
 class _Ahead(Iterator[T]):
-    """An iterator that knows whether there is a next one, which it then holds."""
+    """An iterator that reads one item ahead, to know whether there is another."""
 
     def __init__(self, iterator: Iterator[T]) -> None:
         self._iterator = iterator
@@ -179,12 +179,12 @@ def _length(batches: Any) -> int | None:
 
 _EARLY = (
     "within a window of `fabric.accumulate`, after {number} of its micro-batches and before the last: gradients were "
-    "not synchronised over the ranks. Step after the loop over the window; where that was left by `break`, discard "
+    "not synchronised over the ranks. Step after the loop over the window; after a `break`, discard "
     "its gradients with `optimizer.zero_grad()`."
 )
 _SKIPPED = (
-    "after a window of `fabric.accumulate` whose last micro-batch ran no backward: gradients of those before it were "
-    "not synchronised over the ranks. Run a backward in each micro-batch; for one that is not to count, "
+    "after a window of `fabric.accumulate` whose last micro-batch ran no backward: gradients of the earlier ones were "
+    "not synchronised over the ranks. Run a backward in each micro-batch; to skip one, "
     "`fabric.backward(0 * loss)`, or `weight=0`."
 )
 _KEPT_BACK = (
@@ -193,7 +193,7 @@ _KEPT_BACK = (
     "`optimizer.zero_grad()` discards the gradients."
 )
 _LEFT = (
-    "The window of `fabric.accumulate` before this one was not finished, and its gradients would count in this one. "
+    "The previous window of `fabric.accumulate` was not finished, and its gradients would be added to this one's. "
     "Write `optimizer.zero_grad()` after the `break`, or let the loop over the window run to its end."
 )
 _UNREAD = "A window of `fabric.accumulate` was not iterated. Write `for batch in window:` within the loop over windows."

@@ -7,9 +7,9 @@ from typing import Any
 
 
 def call(callbacks: Sequence[object], hook: str, /, *args: Any, **kwargs: Any) -> None:
-    """Run `callback.<hook>(*args, **kwargs)` on each callback that has it, in order. What they return is dropped.
+    """Run `callback.<hook>(*args, **kwargs)` on each callback that has it, in order. Return values are ignored.
 
-    A callback that raises ends the round: those after it are not called.
+    If a callback raises, those after it are not called.
     Raises: TypeError: before any is called, if a callback has something of that name that cannot be called.
     """
     methods = [_method(callback, hook) for callback in callbacks]

@@ -1,7 +1,7 @@
-"""The pairs that cannot go together: a word with another word, or a word with what is here. Each has its sentence.
+"""Pairs of arguments that contradict each other, or an argument that contradicts the machine, each with its error.
 
-`resolve` asks them in the order of `CONFLICTS` and raises the first answer. What needs more than a pair (do these
-devices exist, can this strategy use them) is asked in `resolve` itself.
+`resolve` checks them in the order of `CONFLICTS` and raises the first error. Checks that need more than a pair (do
+these devices exist, can this strategy use them) are in `resolve` itself.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _PLACE_VARIABLES = {"node_rank": "NODE_RANK", "main_address": "MASTER_ADDR", "ma
 
 
 def external_launcher_without_a_world(request: Request, machine: Machine) -> str | None:
-    """Nobody made the processes that `launcher='external'` relies on."""
+    """`launcher='external'`, but no launcher has started the processes."""
     if request.launcher != "external" or machine.world is not None:
         return None
     return (
-        f"`launcher='external'` says that something else starts the processes, but nothing in the environment tells of "
-        f"it. Looked for: {_LOOKED_FOR}. Start the script with torchrun or srun, or leave `launcher` out."
+        f"`launcher='external'` means that another program starts the processes, but the environment has no variables "
+        f"of one. Looked for: {_LOOKED_FOR}. Start the script with torchrun or srun, or leave `launcher` out."
     )
 
 
 def starting_launcher_inside_a_world(request: Request, machine: Machine) -> str | None:
-    """The processes exist already; more are not started."""
+    """A launcher that starts processes, where the processes exist already."""
     world = machine.world
     if world is None or request.launcher in ("auto", "external", world.launcher):
         return None
@@ -46,7 +46,7 @@ def starting_launcher_inside_a_world(request: Request, machine: Machine) -> str 
 
 
 def nodes_against_the_world(request: Request, machine: Machine) -> str | None:
-    """Another number of nodes than the world has. One is also what is not said."""
+    """Another number of nodes than the world has. One is the default, and contradicts nothing."""
     world = machine.world
     if world is None or request.num_nodes in (1, world.num_nodes):
         return None
@@ -57,23 +57,25 @@ def nodes_against_the_world(request: Request, machine: Machine) -> str | None:
 
 
 def place_against_a_foreign_world(request: Request, machine: Machine) -> str | None:
-    """Whoever started the processes has decided where they meet."""
-    world, said = machine.world, _place_said(request)
-    if world is None or world.launcher in OURS or not said:
+    """Node rank or address, which the launcher has set."""
+    world, written = machine.world, _place_options(request)
+    if world is None or world.launcher in OURS or not written:
         return None
-    return f"`{said}` says where a node stands, but {describe_world(machine)}, and decided that already. Leave it out."
+    return (
+        f"`{written}` sets the rank or address of a node, but {describe_world(machine)}, which sets them. Leave it out."
+    )
 
 
 def place_without_nodes(request: Request, machine: Machine) -> str | None:
-    """A node's place, where there is one node."""
-    said = _place_said(request)
-    if machine.world is not None or request.num_nodes > 1 or not said:
+    """Node rank or address, with one node."""
+    written = _place_options(request)
+    if machine.world is not None or request.num_nodes > 1 or not written:
         return None
-    return f"`{said}` says where a node stands among several, but `num_nodes=1`. Add `--num-nodes`, or leave it out."
+    return f"`{written}` is for several nodes, but `num_nodes=1`. Add `--num-nodes`, or leave it out."
 
 
-def place_said_twice(request: Request, machine: Machine) -> str | None:
-    """The command line and the environment put a node at different places."""
+def place_given_twice(request: Request, machine: Machine) -> str | None:
+    """The command line and the environment give different node ranks or addresses."""
     if not _needs_a_place(request, machine):
         return None
     for name, option in _PLACE_OPTIONS.items():
@@ -87,7 +89,7 @@ def place_said_twice(request: Request, machine: Machine) -> str | None:
 
 
 def nodes_without_a_place(request: Request, machine: Machine) -> str | None:
-    """Several nodes that could not find each other."""
+    """Several nodes without node rank or address of node 0."""
     if not _needs_a_place(request, machine):
         return None
     missing = [name for name in _PLACE_OPTIONS if getattr(request, name) is None and getattr(machine, name) is None]
@@ -95,7 +97,7 @@ def nodes_without_a_place(request: Request, machine: Machine) -> str | None:
         return None
     nodes = request.num_nodes
     return (
-        f"`num_nodes={nodes}` needs to know where this node stands and where all meet; not said: "
+        f"`num_nodes={nodes}` needs the rank of this node and the address and port of node 0; missing: "
         f"{', '.join(f'{_PLACE_OPTIONS[name]} ({_PLACE_VARIABLES[name]})' for name in missing)}. On each node, run "
         f"`fabric run --num-nodes {nodes} --node-rank N --main-address HOST --main-port 29500 SCRIPT`, N from 0 to "
         f"{nodes - 1} and HOST being node 0; or set the variables; or start it with torchrun or srun."
@@ -103,50 +105,51 @@ def nodes_without_a_place(request: Request, machine: Machine) -> str | None:
 
 
 def node_rank_beyond_the_nodes(request: Request, machine: Machine) -> str | None:
-    """A node that there is not."""
+    """A node rank that is not below the number of nodes."""
     if not _needs_a_place(request, machine):
         return None
     rank = request.node_rank if request.node_rank is not None else machine.node_rank
     if rank is None or rank < request.num_nodes:
         return None
     return (
-        f"This node's rank is {rank}, but `num_nodes={request.num_nodes}` counts them from 0 to "
-        f"{request.num_nodes - 1}. Give each node a rank of its own in that range."
+        f"This node's rank is {rank}, but with `num_nodes={request.num_nodes}` ranks of nodes are 0 to "
+        f"{request.num_nodes - 1}. Give each node a different rank in that range."
     )
 
 
 def launcher_against_the_program(request: Request, machine: Machine) -> str | None:
-    """A launcher that this program, or this system, cannot serve."""
+    """A launcher that this program, or this system, cannot use."""
     if machine.world is not None or request.launcher not in OURS:
         return None
     return launcher_row(request.launcher).why_not(machine.program, machine.system)
 
 
 def restarts_by_another(request: Request, machine: Machine) -> str | None:
-    """Ranks are to start again, but not by the launcher that can do that."""
-    said, world = request.max_restarts, machine.world
-    if said is None or (world is not None and world.launcher in OURS):
+    """Restarts with another launcher than 'elastic'."""
+    written, world = request.max_restarts, machine.world
+    if written is None or (world is not None and world.launcher in OURS):
         return None
     if world is not None:
         return (
-            f"`--max-restarts {said}` starts ranks again, but {describe_world(machine)}, and starts them again itself "
-            f"or not at all. Say it to {world.launcher}, and leave it out here."
+            f"`--max-restarts {written}` restarts ranks, but {describe_world(machine)}: only {world.launcher} can "
+            "restart "
+            f"them. Set the number of restarts there, and leave it out here."
         )
     if request.launcher in ("auto", "elastic"):
         return None
     return (
-        f"`--max-restarts {said}` and `launcher={request.launcher!r}`: only 'elastic' starts ranks again. Leave one of "
+        f"`--max-restarts {written}` and `launcher={request.launcher!r}`: only 'elastic' restarts ranks. Leave one of "
         f"them out."
     )
 
 
 def restarts_on_several_nodes(request: Request, machine: Machine) -> str | None:
-    """The nodes would have to agree on each restart, which torchrun's agents do and our supervisors do not."""
+    """Restarts on several nodes: torchrun's agents coordinate restarts between nodes, our supervisors do not."""
     is_wanted = request.launcher == "elastic" or request.max_restarts is not None
     if not is_wanted or machine.world is not None or request.num_nodes == 1:
         return None
     return (
-        f"`num_nodes={request.num_nodes}` and `launcher='elastic'`: it starts the ranks of one node again. Start each "
+        f"`num_nodes={request.num_nodes}` and `launcher='elastic'`: it restarts the ranks of one node only. Start each "
         f"node with `torchrun --nnodes {request.num_nodes} --max-restarts N --rdzv-backend c10d ...`."
     )
 
@@ -159,7 +162,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     restarts_by_another,
     restarts_on_several_nodes,
     place_without_nodes,
-    place_said_twice,
+    place_given_twice,
     nodes_without_a_place,
     node_rank_beyond_the_nodes,
     launcher_against_the_program,
@@ -167,12 +170,12 @@ CONFLICTS: tuple[Conflict, ...] = (
 
 
 def strategy_against_the_launcher(strategy: Strategy, word: str, request: Request, machine: Machine) -> str | None:
-    """The strategy starts its processes in a way that is not the one asked for, or than the one that happened."""
+    """The strategy needs another launcher than the requested one, or than the one that started this process."""
     own = [launcher for launcher in strategy.launchers if launcher != "inline"]
     if not own or set(own) == set(PER_DEVICE):
         return None
     ways = " or ".join(map(repr, own))
-    # Over XLA there is none: replicas start in one way.
+    # XLA has no such strategy: its replicas have one launcher.
     another = "" if strategy.marks_steps else ", or write a strategy that leaves the launcher open, such as 'ddp'"
     if machine.world is not None and machine.world.launcher not in own:
         return (
@@ -193,7 +196,7 @@ def strategy_against_the_launcher(strategy: Strategy, word: str, request: Reques
 
 
 def accelerator_against_the_precision(accelerator: Accelerator, precision: Precision) -> str | None:
-    """Numbers the devices do not have. Source: Metal has no double; torch raises "doesn't support float64"."""
+    """A dtype that the device lacks. Source: Metal has no double; torch raises "doesn't support float64"."""
     if accelerator.name != "mps" or precision.name != "64-true":
         return None
     return (
@@ -203,14 +206,14 @@ def accelerator_against_the_precision(accelerator: Accelerator, precision: Preci
 
 
 def accelerator_against_the_strategy(accelerator: Accelerator, strategy: Strategy, word: str) -> str | None:
-    """A device that runs nothing before a step is marked, and a strategy that marks none, or an option that torch has
-    not for it."""
+    """A device that needs steps to be marked, with a strategy that marks none; an option that torch does not support on
+    this device."""
     if not accelerator.is_recorded:
         return None
     if strategy.activation_checkpointing_policy is not None:
         return (
             f"`activation_checkpointing_policy` with `accelerator={accelerator.name!r}`: torch's activation "
-            "checkpointing knows no such device (`torch.utils.checkpoint` raises AttributeError, torch 2.9). Leave it "
+            "checkpointing does not support it (`torch.utils.checkpoint` raises AttributeError, torch 2.9). Leave it "
             "out, and call `torch_xla.utils.checkpoint.checkpoint` in the model's own forward."
         )
     if strategy.marks_steps:
@@ -223,7 +226,7 @@ def accelerator_against_the_strategy(accelerator: Accelerator, strategy: Strateg
 
 
 def describe_world(machine: Machine) -> str:
-    """The world in the environment, with who made it and what told of it."""
+    """The world in the environment: its launcher, its size, and the variables that define it."""
     world = machine.world
     assert world is not None
     if world.launcher in OURS:
@@ -240,7 +243,7 @@ def _needs_a_place(request: Request, machine: Machine) -> bool:
     return request.num_nodes > 1 and machine.world is None
 
 
-def _place_said(request: Request) -> str:
-    """The options that tell of a node's place, as typed; empty where there are none."""
+def _place_options(request: Request) -> str:
+    """The options for node rank and address, as typed; empty if there are none."""
     options = ((option, getattr(request, name)) for name, option in _PLACE_OPTIONS.items())
     return " ".join(f"{option} {value}" for option, value in options if value is not None)

@@ -1,7 +1,7 @@
 """Print from one rank, above a progress bar where one is shown.
 
-While a bar is live, rich stands in for `sys.stdout` and lifts each line above it, so `print` needs no more than to be
-called. Renderables (tables, trees) go to rich's own console, the one that the bar is on.
+While a bar is live, rich replaces `sys.stdout` and moves each line above the bar, so a plain `print` is enough.
+Renderables (tables, trees) go to rich's console, which also shows the bar.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 
 def print_rank_zero(*values: object, is_rank_zero: bool, **options: Any) -> None:
-    """`print(*values, **options)` where `is_rank_zero`, nothing elsewhere. Text is printed as it is, without markup.
+    """`print(*values, **options)` if `is_rank_zero`, otherwise nothing. Text is printed without markup.
 
-    A table or another renderable of rich is drawn, if no `file` is given.
+    Tables and other renderables of rich are drawn, unless `file` is given.
     """
     if not is_rank_zero:
         return

@@ -12,9 +12,9 @@ import torch
 
 @contextmanager
 def determinism(wanted: bool | Literal["warn"]) -> Iterator[None]:
-    """Within it, operations give the same bits in every run, or raise (`True`) or warn (`"warn"`); after it, as before.
+    """Context: operations are deterministic, or raise (`True`) or warn (`"warn"`). Restores the setting at its end.
 
-    `False` changes nothing. Sets `CUBLAS_WORKSPACE_CONFIG`, which cuBLAS reads when it starts, and which it needs.
+    `False` changes nothing. Sets `CUBLAS_WORKSPACE_CONFIG`, which cuBLAS needs and reads when it starts.
     Source: https://docs.pytorch.org/docs/stable/notes/randomness.html
     """
     if wanted is False:

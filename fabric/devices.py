@@ -1,7 +1,7 @@
-"""Which devices of a node are used: those that were asked for, or for `auto` those that the strategy takes.
+"""Which devices of a node are used: the requested ones, or for `auto` all that the strategy can use.
 
-Where a world exists already, `auto` takes as many as make its processes. On the CPU, which all processes share, the
-"devices" are processes, and count from 0 like any other.
+If a world exists already, `auto` takes as many as it has processes on this node. On the CPU, which all processes share,
+"devices" are processes, counted from 0.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from fabric.strategies.strategy import Strategy
 def choose_devices(request: Request, machine: Machine, found: Found, strategy: Strategy) -> tuple[int, ...]:
     """The indices of this node's devices.
 
-    Raises: ValueError: there are not so many, or none for some rank of the world.
+    Raises: ValueError: there are fewer devices, or none for some rank of the world.
     """
     if request.devices == "auto":
         return _auto_devices(request, machine, found, strategy)
-    return said_devices(request, machine, found)
+    return requested_devices(request, machine, found)
 
 
 def _auto_devices(request: Request, machine: Machine, found: Found, strategy: Strategy) -> tuple[int, ...]:
-    """All devices that the strategy takes, as many as make the world's processes where there is a world."""
+    """All devices that the strategy can use; in an existing world, as many as it has processes on this node."""
     world = machine.world
     few = world.local_size if world is not None else 1
     if found.accelerator.is_shared:
@@ -44,37 +44,39 @@ def _auto_devices(request: Request, machine: Machine, found: Found, strategy: St
     return tuple(range(few))
 
 
-def said_devices(request: Request, machine: Machine, found: Found) -> tuple[int, ...]:
-    """The devices that were asked for: a number of them, indices, or all."""
-    said, name, count = request.devices, found.accelerator.name, found.num_devices
-    assert said != "auto"
+def requested_devices(request: Request, machine: Machine, found: Found) -> tuple[int, ...]:
+    """The requested devices: a number of them, indices, or all."""
+    wanted, name, count = request.devices, found.accelerator.name, found.num_devices
+    assert wanted != "auto"
     if found.accelerator.is_shared:
-        if not isinstance(said, int):
-            shown = "-1" if said == "all" else repr(list(said))
+        if not isinstance(wanted, int):
+            shown = "-1" if wanted == "all" else repr(list(wanted))
             raise ValueError(
-                f"`devices={shown}` chooses among devices, but `accelerator={name!r}` is one device that any number of "
-                f"processes share. Write how many processes there are to be, such as `devices=2`."
+                f"`devices={shown}` selects devices, but `accelerator={name!r}` is one device that any number of "
+                f"processes share. Write a number of processes, such as `devices=2`."
             )
-        return tuple(range(said))
-    if isinstance(said, int) and said > 1 and _one_each(machine, found):
-        return (0,) * said  # where it is not the world's number, _check_world says so
-    if said == 1 and machine.own_device is not None:
+        return tuple(range(wanted))
+    if isinstance(wanted, int) and wanted > 1 and _one_each(machine, found):
+        return (0,) * wanted  # where it is not the world's number, _check_world says so
+    if wanted == 1 and machine.own_device is not None:
         return (machine.own_device if machine.own_device < count else 0,)
-    indices = tuple(range(count)) if said == "all" else tuple(range(said)) if isinstance(said, int) else said
+    indices = tuple(range(count)) if wanted == "all" else tuple(range(wanted)) if isinstance(wanted, int) else wanted
     if beyond := [index for index in indices if index >= count]:
-        shown = f"{said} devices" if isinstance(said, int) else f"device {', '.join(map(str, beyond))}"
-        written = said if isinstance(said, int) else list(said)
+        shown = f"{wanted} devices" if isinstance(wanted, int) else f"device {', '.join(map(str, beyond))}"
+        count_or_indices = wanted if isinstance(wanted, int) else list(wanted)
         raise ValueError(
-            f"`devices={written}` asks for {shown} of `accelerator={name!r}`, but this process sees {_counted(found)}. "
+            f"`devices={count_or_indices}` asks for {shown} of `accelerator={name!r}`, but this process sees "
+            f"{_counted(found)}. "
             f"Write fewer, or `devices='auto'`."
         )
     return indices
 
 
 def _one_each(machine: Machine, found: Found) -> bool:
-    """Whether a foreign launcher showed every process one device of its own, as `srun --gpus-per-task=1` does.
+    """Whether an external launcher shows every process one device of its own, as `srun --gpus-per-task=1` does.
 
-    torchrun and our launchers show all devices to all processes, so one device for several is a mistake there.
+    torchrun and our launchers show all devices to all processes: with them, one device for several processes is an
+    error.
     """
     world = machine.world
     shows_all = (*OURS, "torchelastic")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fabric.strategies.collectives import nested
-from fabric.strategies.collectives.call_check import agree
+from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import Collective, CollectiveError
 from fabric.strategies.collectives.nest import map_tensors
 from fabric.strategies.collectives.packing import check_dense
@@ -47,7 +47,7 @@ def gather_for_metrics(
     if not all(counts):
         first = next(rank for rank, count in enumerate(counts) if count)
         mine.nest = collective.broadcast_object(mine.nest, src=first)
-    agree(collective, "\n".join(["gather_for_metrics", *mine.lines()]), advice=_PAD)
+    check_call(collective, "\n".join(["gather_for_metrics", *mine.lines()]), advice=_PAD)
     sources = [shares.index(index) for index in sorted(set(shares))]
     return mine.put_together(collective, counts, sources)  # type: ignore[no-any-return]
 

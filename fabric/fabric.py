@@ -1,7 +1,7 @@
-"""`Fabric`: the words of the user's loop, each handed to the part that knows.
+"""`Fabric`: the methods that a training loop calls, each delegated to the part that implements it.
 
-It checks the moment (nothing talks before `launch`, nothing is set up twice) and hands on. It never asks which
-strategy it has.
+It checks the order of calls (no collective before `launch`, nothing is set up twice). It never asks which strategy it
+has.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from fabric.arguments import (
     check_use,
 )
 from fabric.callbacks import call
+from fabric.checkpoint_progress import checkpoint_progress
 from fabric.console import print_rank_zero
 from fabric.determinism import determinism
 from fabric.evaluation import gather_for_metrics
@@ -42,13 +43,13 @@ from fabric.loader_states import LoaderStates
 from fabric.loggers.logger import MetricWriter, metric_writer, record_hyperparams
 from fabric.machine import Machine
 from fabric.moving_average import MovingAverage, check_decay
+from fabric.option_parsing import DEFAULT_SAY_AFTER_SECONDS
 from fabric.progress import progress
 from fabric.replica_guard import ReplicaGuard
 from fabric.request import Request
 from fabric.resolve import resolve
 from fabric.run_state import has_objects, is_run, run_state_of
 from fabric.seed import seed_everything
-from fabric.spelling import DEFAULT_SAY_AFTER_SECONDS
 from fabric.stop import StopRequest
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint import foreign, loading, run_state, saving
@@ -70,7 +71,7 @@ from fabric.strategies.checkpoint.state import (
 from fabric.strategies.checkpoint.storage import storage_of
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.collective import Collective, ReduceOp
-from fabric.strategies.collectives.journal import FlightRecorder
+from fabric.strategies.collectives.flight_recorder import FlightRecorder
 from fabric.strategies.collectives.padding import pad_across_ranks
 from fabric.strategies.collectives.rank_zero_first import rank_zero_first
 from fabric.strategies.data.device_loader import DeviceLoader
@@ -109,22 +110,22 @@ Loader2 = TypeVar("Loader2", bound=Iterable[Any])
 class Fabric:
     """Runs a PyTorch loop on any device, any number of processes, any sharding scheme. The loop stays the user's.
 
-    Everything is checked here, before anything starts: what cannot be honoured raises ValueError or TypeError, with
-    what to write instead.
+    The constructor checks all arguments before anything starts: what cannot be honoured raises ValueError or TypeError,
+    with what to write instead.
 
     `accelerator`: auto, cpu, cuda, mps, xla, or another device that `torch.accelerator` knows.
     `strategy`: a name (see `fabric.strategies.available_strategies()`), or a `Strategy` with options of its own.
-    `devices`: auto, a count, -1 for all, or the indices of the devices on this node. Inside a rank of a fabric that was
-    launched, `devices=1` makes a world of its own: one process, and no collective with the other ranks.
-    `num_nodes`: how many machines take part.
+    `devices`: auto, a count, -1 for all, or the indices of the devices on this node. Inside a rank of a launched
+    fabric, `devices=1` creates a separate world of one process, without collectives with the other ranks.
+    `num_nodes`: the number of machines.
     `precision`: 64-true, 32-true, 16-true, bf16-true, 16-mixed, bf16-mixed.
-    `plugins`: a `Precision` or an `Environment` of the user's own.
-    `callbacks`: objects whose methods `call` runs. `loggers`: objects that take metrics.
+    `plugins`: a custom `Precision` or `Environment`.
+    `callbacks`: objects whose methods `call` runs. `loggers`: objects that receive metrics.
     `launcher`: auto, script, fork, forkserver, spawn, elastic, external.
-    `deterministic`: True (raise where an operation has no deterministic form), "warn", or False.
-    `timeout_seconds`: how long a collective waits for the other ranks before it raises, whatever the strategy; None is
-    the strategy's own, half an hour unless it says otherwise.
-    `say_after_seconds`: where a rank waits in one collective for longer, the job prints what each rank does.
+    `deterministic`: True (raise for an operation without a deterministic implementation), "warn", or False.
+    `timeout_seconds`: how long a collective waits for the other ranks before it raises; None: the strategy's own value,
+    half an hour by default.
+    `say_after_seconds`: if a rank waits in one collective for longer, the job prints what each rank does.
     """
 
     def __init__(
@@ -143,14 +144,14 @@ class Fabric:
         timeout_seconds: float | None = None,
         say_after_seconds: float = DEFAULT_SAY_AFTER_SECONDS,
     ) -> None:
-        said = {name: value for name, value in locals().items() if name != "self"}
-        request = Request.build(said, os.environ)
+        arguments = {name: value for name, value in locals().items() if name != "self"}
+        request = Request.build(arguments, os.environ)
         self._configuration = resolve(request, Machine.look(os.environ, request))
         self._callbacks, self._loggers = request.callbacks, list(request.loggers)
         self._writers: list[tuple[object, MetricWriter]] = [(one, metric_writer(one)) for one in self._loggers]
         self._deterministic = request.deterministic
         self._say_after_seconds = request.say_after_seconds
-        self._place: World | None = self._configuration.world  # what this process is, once it is a rank, for good
+        self._place: World | None = self._configuration.world  # set once this process is a rank, and kept after `close`
         self._runtime: Runtime | None = None
         self._open = ExitStack()
         self._models: dict[nn.Module, Prepared] = {}
@@ -171,12 +172,12 @@ class Fabric:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's tensors live."""
+        """The device of this rank."""
         return self._connected.device
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are over all nodes."""
+        """The number of ranks on all nodes."""
         return self._world.size
 
     @property
@@ -201,7 +202,7 @@ class Fabric:
 
     @property
     def strategy(self) -> Strategy:
-        """How models lie over devices."""
+        """The strategy in use: how models are distributed over devices."""
         return self._configuration.strategy
 
     @property
@@ -216,12 +217,12 @@ class Fabric:
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """The ranks along named axes; None where the strategy has no axes."""
+        """The device mesh; None if the strategy has none."""
         return self._connected.mesh
 
     @property
     def collective(self) -> Collective:
-        """How the ranks talk; for parallelism of one's own. `split` makes the `group` of the methods below."""
+        """The collectives over all ranks, for custom parallelism. `split` creates a `group` for the methods below."""
         return self._connected.collective
 
     @property
@@ -231,7 +232,7 @@ class Fabric:
 
     @property
     def loggers(self) -> list[Any]:
-        """The loggers, in the order given. One that is appended here, after `launch` too, takes what is logged next."""
+        """The loggers, in the order given. A logger may be appended at any time, also after `launch`."""
         return self._loggers
 
     # Launching and closing
@@ -242,18 +243,18 @@ class Fabric:
     def launch(self: Self, function: Callable[Concatenate[Self, P], T], *args: P.args, **kwargs: P.kwargs) -> T: ...
     def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Without a function: from the next line on, the script runs on every rank. With one: run
-        `function(fabric, *args, **kwargs)` on every rank, and give back what rank 0 returned, tensors on the CPU.
+        `function(fabric, *args, **kwargs)` on every rank, and return the result of rank 0, its tensors on the CPU.
 
-        Under an external launcher every process gets the result of its own rank.
-        Raises: WorkerError: a rank raised, died, or left without a result; the first failure counts.
+        Under an external launcher every process returns the result of its own rank.
+        Raises: WorkerError: a rank raised, died, or exited without a result; the first failure is reported.
         """
         if self._runtime is not None:
             raise RuntimeError(
                 "`fabric.launch()` was called twice: this process is a rank already. Call it once, before `setup`; "
-                "`fabric.close()` ends this fabric, and another one can be launched after it."
+                "after `fabric.close()` another fabric can be launched."
             )
         check_function(function)
-        from fabric.launchers.choose import choose_launcher  # only a process that launches pays for it
+        from fabric.launchers.choose import choose_launcher  # costs time, and only a process that launches needs it
 
         chosen = self._configuration
         launcher = choose_launcher(
@@ -269,10 +270,10 @@ class Fabric:
         return launcher.launch(_run, self, function, args, kwargs)
 
     def close(self) -> None:
-        """Give back the process group, the environment and the user's objects as they were. A second call does nothing.
+        """Destroy the process group, and restore the environment and the user's objects. A second call does nothing.
 
-        Ranks: each calls it when it is done; it waits for nobody, but for a save with `blocking=False` to end.
-        Raises: CheckpointError: that save failed, and nobody was told yet.
+        Ranks: each calls it when it is done; it waits for a save with `blocking=False`, but not for other ranks.
+        Raises: CheckpointError: that save failed, and this was not raised before.
         """
         if self._runtime is not None:
             try:
@@ -313,22 +314,23 @@ class Fabric:
     def setup(
         self, module: nn.Module, *optimizers: Optimizer, scheduler: Any = None, move_to_device: bool = True
     ) -> Any:
-        """Prepare a model and its optimizers: the module alone, or with the optimizers (and the scheduler) in order.
+        """Prepare a model and its optimizers; returns the module, or a tuple of module, optimizers and scheduler.
 
-        What comes back are the user's own objects wherever the strategy can keep them. Ranks: all call it.
-        `optimizer.step_was_skipped` tells whether its last step moved nothing, as its gradients overflowed in float16.
-        A parameter that is in no module (a temperature), but in one of the optimizers, is averaged like the others.
-        Weights start from those of rank 0. From the next batch of a prepared loader or the next forward on, ranks that
-        read different data draw different random numbers (dropout, noise), and ranks that hold parts of one model the
-        same ones; both follow from the seed.
-        Raises: ValueError: something was set up before, or the strategy has no place for a parameter of an optimizer.
+        Returns the user's own objects wherever the strategy allows it. Ranks: all call it.
+        Weights are broadcast from rank 0. `optimizer.step_was_skipped` is True after a step that the loss scaler
+        skipped because gradients overflowed in float16. A parameter of an optimizer that belongs to no module (a
+        temperature) is averaged like the others.
+        From the next batch of a prepared loader or the next forward on, ranks that read different data draw different
+        random numbers (dropout, noise), and ranks that hold parts of one model draw the same; both follow from the
+        seed.
+        Raises: ValueError: an object was set up before, or the strategy does not support a parameter of an optimizer.
         """
         check_module(module)
         check_optimizers(*optimizers)
         runtime = self._connected
         self._refuse_twice(module, *optimizers)
         strangers = self._outside(optimizers, module)
-        with ExitStack() as stack:  # where the strategy refuses the module, it is left as it was
+        with ExitStack() as stack:  # restores the module if the strategy raises
             stack.callback(recompute(uncompiled(module), self.strategy.activation_checkpointing_policy))
             before = list(uncompiled(module).parameters())
             prepared = self.strategy.setup(runtime, module, optimizers, move_to_device)
@@ -349,7 +351,7 @@ class Fabric:
         return results if len(results) > 1 else prepared.module
 
     def setup_module(self, module: Module, move_to_device: bool = True) -> Module:
-        """Prepare a model without optimizers: for inference, or to make the optimizers from what comes back."""
+        """Prepare a model without optimizers: for inference, or to create the optimizers from the returned module."""
         return self.setup(module, move_to_device=move_to_device)
 
     @overload
@@ -359,14 +361,15 @@ class Fabric:
     @overload
     def setup_optimizers(self, *optimizers: Optimizer) -> Any: ...
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
-        """Prepare optimizers of models that are set up already: the optimizer alone, or all in the order given."""
+        """Prepare optimizers of models that were set up before; returns the optimizer, or a tuple in the order
+        given."""
         if not optimizers:
             raise ValueError("`fabric.setup_optimizers()` was given no optimizer. Pass at least one.")
         check_optimizers(*optimizers)
         self._refuse_twice(*optimizers)
         strangers = self._outside(optimizers)
         self._open.callback(self.strategy.setup_optimizers(self._connected, optimizers))
-        shared = next((model.state for model in self._models.values()), PLAIN)  # where it holds parameters of no module
+        shared = next((model.state for model in self._models.values()), PLAIN)  # for parameters outside of any module
         self._optimizers.update({each: self._state_access(each, otherwise=shared) for each in optimizers})
         self._take_in(strangers, optimizers, move=True)
         self._tell_skips(optimizers)
@@ -412,19 +415,20 @@ class Fabric:
         use: Use | None = None,
         uneven: Uneven | None = None,
     ) -> Any:
-        """Give each rank its share of the data, on its device: the loader alone, or all in the order given.
+        """Split the data over the ranks, and move batches to the device; returns the loader, or a tuple in order.
 
-        A loader is never constructed again; the user's own stays as it was. `use` (train by default, validate, test,
-        predict) says what the loader is for. `use_distributed_sampler=False`: every rank reads what its loader gives.
-        `uneven`: what ranks that train on streams of different lengths do when the first has ended: "stop" together
-        (the default, and said), raise an "error", or "repeat" their own data until all have ended. They agree before
-        each batch, so every rank iterates, and leaves its loop at the same step; a loop on some ranks alone is no
-        `use='train'`. With `use_distributed_sampler=False` they agree only where `uneven` is given.
-        Data that is split for this rank already (`DistributedSampler`, `split_dataset_by_node` of a stream,
-        webdataset's `split_by_node`, any sampler with a rank) is not split again. A map-style dataset that was cut
-        before (`datasets.Dataset.shard`, `Subset`) does not say so: ranks whose datasets differ raise.
-        No random generator is drawn from. Ranks: all call it.
-        Raises: ValueError: the data cannot be shared out, it is split for another rank, or ranks differ in it.
+        The user's loader is neither changed nor constructed again. `use`: train (default), validate, test or predict.
+        `use_distributed_sampler=False`: every rank reads its loader as it is.
+        `uneven`: what ranks that train on streams of different lengths do when the first stream ends: "stop" together
+        (the default, with a message), raise an "error", or "repeat" their own data until all streams have ended. For
+        this the ranks exchange one message before each batch, so every rank must iterate, and leave its loop at the
+        same step; for a loop on some ranks only, use another `use` than 'train'. With `use_distributed_sampler=False`
+        this happens only if `uneven` is given.
+        Data that is already split for this rank (`DistributedSampler`, `split_dataset_by_node` of a stream,
+        webdataset's `split_by_node`, any sampler with a rank) is not split again. A map-style dataset that was split
+        before (`datasets.Dataset.shard`, `Subset`) cannot be recognised: it raises if the ranks' datasets differ.
+        Draws from no random generator. Ranks: all call it.
+        Raises: ValueError: the data cannot be split, is split for another rank, or differs between ranks.
         """
         if not loaders:
             raise ValueError("`fabric.setup_dataloaders()` was given no loader. Pass at least one.")
@@ -448,16 +452,16 @@ class Fabric:
         return obj in self._optimizers if isinstance(obj, Optimizer) else isinstance(obj, DeviceLoader)
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        """Within it, modules are made where the strategy wants them, in the precision's dtype; `empty_init=True`: they
-        get no values, for weights that are loaded right after `setup`."""
+        """Context: modules are created on the device that the strategy needs, in the precision's dtype. With
+        `empty_init=True` parameters are not initialised: load weights right after `setup`."""
         return self.strategy.init_module(self._connected, empty=bool(empty_init))
 
     def init_tensor(self) -> AbstractContextManager[None]:
-        """Within it, tensors are made on the device, in the precision's dtype."""
+        """Context: tensors are created on the device, in the precision's dtype."""
         return new_tensors(self._connected.device, self._connected.precision)
 
     def to_device(self, obj: T) -> T:
-        """Move a module (in place) or a nest of tensors to this rank's device."""
+        """Move a module (in place) or nested containers of tensors to this rank's device."""
         return obj.to(self.device) if isinstance(obj, nn.Module) else move(obj, self.device)
 
     # The step
@@ -476,12 +480,13 @@ class Fabric:
     ) -> None:
         """Compute gradients, averaged over the ranks.
 
-        `weight`: how many samples or tokens the loss is a sum over on this rank, zero among them. After the window (all
-        backwards up to a synchronised one: `accumulate`, `no_backward_sync`) gradients are the sum of all losses'
-        gradients over all ranks, divided by the sum of all weights; zero, where that is zero. Clipping and the step see
-        them so. Costs a scalar all-reduce for each window. Each backward of a window has a weight, or none has.
-        `model`: the one, or those, whose gradients the loss is computed for. Needed where each model has an engine of
-        its own, and for `weight` where several models are set up.
+        `weight`: the number of samples or tokens that this rank's loss is a sum over; may be zero. After the window
+        (all backwards up to a synchronised one: `accumulate`, `no_backward_sync`) the gradients are the sum of all
+        losses' gradients over all ranks, divided by the sum of all weights; zero if all weights are zero. Clipping and
+        the optimizer use these gradients. Costs one scalar all-reduce per window. In a window, either all backwards
+        have a weight or none has.
+        `model`: the model or models that the loss goes through. Required if each model has an engine of its own, and
+        for `weight` if several models are set up.
         Further arguments go to `Tensor.backward`. Ranks: all call it, unless within `no_backward_sync`.
         """
         named: tuple[nn.Module, ...] = ()
@@ -495,7 +500,7 @@ class Fabric:
         runtime.loader_numbers.num_backwards += 1
         runtime.backward.is_running = True
         try:
-            with runtime.new_tensors:  # activation checkpointing runs forward again
+            with runtime.new_tensors:  # activation checkpointing runs forward again in backward
                 if weight is not None:
                     self._backward_weighted(partial(backward, loss, *args, **kwargs), named, weight)
                 else:
@@ -515,7 +520,7 @@ class Fabric:
             self._replica_guard.after_backward(loss)
 
     def accumulate(self, batches: Iterable[T], num_batches: int, *models: nn.Module) -> Iterator[Window[T]]:
-        """Give the micro-batches in windows of `num_batches`, one optimizer step each; the last may be shorter.
+        """Yield windows of `num_batches` micro-batches, one optimizer step each; the last one may be shorter.
 
             for window in fabric.accumulate(loader, 8):
                 for tokens, targets in window:
@@ -524,12 +529,12 @@ class Fabric:
                 optimizer.step()
                 optimizer.zero_grad()
 
-        Gradients are synchronised in the last micro-batch of a window alone: `models` (none: all that are set up) keep
-        them back in those before, as within `no_backward_sync`. Which one is the last is known without a length, by
-        reading one micro-batch ahead, and never beyond the window. `len(window)` is the number of its micro-batches,
-        where the loader has a length; `weight` needs no length. Leave a window early by `break`, and discard its
-        gradients with `optimizer.zero_grad()`; a step that would use gradients that were not synchronised raises
-        RuntimeError. Ranks: all, with as many windows each; a window may have other lengths on other ranks.
+        Gradients of `models` (default: all that are set up) are synchronised in the last micro-batch of a window only;
+        the others run as within `no_backward_sync`. The last one is found by reading one micro-batch ahead, never
+        beyond the window, so loaders need no length. `len(window)` is the number of its micro-batches, if the loader
+        has a length. After a `break` out of a window, discard its gradients with `optimizer.zero_grad()`; a step with
+        gradients that were not synchronised raises RuntimeError.
+        Ranks: all, with the same number of windows; windows may differ in length between ranks.
         """
         if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 1:
             raise ValueError(
@@ -543,16 +548,16 @@ class Fabric:
         return self._accumulation.windows(batches, num_batches, prepared, unsynced)
 
     def average_gradients(self, parameters: Iterable[Tensor], weight: float | Tensor | None = None) -> None:
-        """Average gradients over the ranks, in place, for loops that compute them in their own way, by
-        `loss.backward()`, with nothing around the model: call it before `optimizer.step()`.
+        """Average `.grad` of the parameters over the ranks, in place, for a model that was not set up: call it between
+        `loss.backward()` and `optimizer.step()`.
 
-        Small gradients are packed into one message. Where only some ranks have a gradient, the others count as zero;
-        what none has stays None. `weight`: how many samples this rank's losses are a sum over; gradients are then
-        their sum over all ranks, divided by the sum of the weights, as after `backward(weight=...)`. Parameters must
-        start from equal values: `module.load_state_dict(fabric.broadcast(module.state_dict()))`.
+        Small gradients are packed into one message. If only some ranks have a gradient, the others count as zero; if no
+        rank has one, it stays None. `weight`: the number of samples that this rank's loss is a sum over; the gradients
+        are then their sum over all ranks divided by the sum of the weights, as after `backward(weight=...)`. Parameters
+        must start from equal values: `module.load_state_dict(fabric.broadcast(module.state_dict()))`.
         Ranks: all, with the same parameters in the same order.
-        Raises: ValueError: a parameter belongs to a model that was set up, or lies in shards. RuntimeError: a gradient
-        is sparse.
+        Raises: ValueError: a parameter is sharded, or belongs to a model that was set up. RuntimeError: a gradient is
+        sparse.
         """
         given = list(parameters)
         checked = None if weight is None else check_weight(weight)
@@ -562,25 +567,25 @@ class Fabric:
                 raise ValueError(_AVERAGED.format(name=type(model.module).__name__))
         if any(as_sharded(parameter) is not None for parameter in given):
             raise ValueError(
-                "`average_gradients` was given a parameter in shards, of which every rank holds another part. Set its "
+                "`average_gradients` was given a sharded parameter, of which every rank holds another part. Set its "
                 "model up, and call `fabric.backward`."
             )
         average_over_ranks(self._connected.collective, given, checked)
 
     def ema(self, module: nn.Module, decay: float = 0.999) -> MovingAverage:
-        """Begin an exponential moving average of a prepared model's weights, in shards where the weights are.
+        """Create an exponential moving average of a prepared model's weights, sharded like the weights.
 
             average = fabric.ema(model, decay=0.999)
             ...
                 optimizer.step()
                 average.update()
-            with average.applied():  # the model has the averages for weights
+            with average.applied():  # the model's weights are the averages
                 evaluate(model)
             fabric.save(path, {"model": model, "average": average})
 
-        It starts from the weights as they are now. In a checkpoint it is as portable as the model. Ranks: all.
-        Raises: ValueError: the weights are in half precision, the decay is no number from 0 to below 1, or the strategy
-        cannot.
+        It starts from the present weights. In a checkpoint it is as portable as the model. Ranks: all.
+        Raises: ValueError: the weights are in half precision, the decay is not in [0, 1), or the strategy does not
+        support it.
         """
         prepared = self._prepared(module, "ema")
         if "ema" in self.strategy.lacks:
@@ -588,8 +593,8 @@ class Fabric:
         return MovingAverage(prepared, check_decay(decay))
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
-        """Within it, forward and backward of `module` leave gradients where they were computed. For accumulation: the
-        last micro-batch runs outside, or with `enabled=False`. Afterwards all is as before."""
+        """Context: forward and backward of `module` do not synchronise gradients. For gradient accumulation: run the
+        last micro-batch outside of it, or with `enabled=False`."""
         prepared = self._prepared(module, "no_backward_sync")
         if not enabled:
             return nullcontext()
@@ -606,10 +611,10 @@ class Fabric:
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor | None:
-        """Clip each gradient to `[-clip_val, clip_val]`, or all together to a norm of `max_norm` over all shards.
+        """Clip each gradient to `[-clip_val, clip_val]`, or scale all so that their norm over all shards is `max_norm`.
 
-        Gives the norm from before, for `max_norm`. Under a precision that scales losses, gradients are divided first,
-        and a norm that is not finite skips the coming step instead of raising.
+        Returns the norm before clipping, for `max_norm`. Under a precision that scales losses, gradients are unscaled
+        first, and a norm that is not finite skips the next step instead of raising.
         """
         check_limits(clip_val, max_norm)
         prepared = self._prepared(module, "clip_gradients")
@@ -621,14 +626,15 @@ class Fabric:
         assert max_norm is not None
         return prepared.clip_norm(optimizer, float(max_norm), float(norm_type), error_if_nonfinite)
 
-    # Talking
+    # Collectives
 
     def barrier(self, name: str | None = None) -> None:
-        """Return once all ranks have called it. `name` is for the reader."""
+        """Return once all ranks have called it. `name` documents the call and is not used."""
         self._connected.collective.barrier()
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Give every rank the object of rank `src`: tensors as tensors, the rest of the nest pickled. Ranks: all."""
+        """Return the object of rank `src` on every rank. Tensors are sent as tensors, all else is pickled. Ranks:
+        all."""
         return nested.broadcast(self._connected.collective, obj, src)
 
     @overload
@@ -646,12 +652,12 @@ class Fabric:
     @overload
     def all_gather(self, data: T, group: Collective | None = None, sync_grads: bool = False) -> T: ...
     def all_gather(self, data: Any, group: Collective | None = None, sync_grads: bool = False) -> Any:
-        """Give every rank the tensors of all ranks, in a nest of the same shape: `(*S)` -> `(W, *S)`, for W = 1 too.
+        """Return the tensors of all ranks, stacked, in the same nested containers: `(*S)` -> `(W, *S)`, also for W = 1.
 
-        `sync_grads`: gradients flow back to the rank that a tensor came from, as their sum over the group. Ranks: all
-        of the group (None: all), with `sync_grads` each with samples of its own.
-        Raises: CollectiveError: the ranks' data differs in paths, dtypes or shapes; on every rank, with what each rank
-        passed. ValueError: `sync_grads` without a group, where the strategy lets some ranks read the same samples.
+        `sync_grads`: backward sends each rank the sum over the group of the gradients of its tensor. Ranks: all of the
+        group (None: all ranks); with `sync_grads` each must have samples of its own.
+        Raises: CollectiveError on every rank: the ranks' data differs in paths, dtypes or shapes; the message has what
+        each rank passed. ValueError: `sync_grads` without a group, if some ranks read the same samples.
         For the values of an evaluation: `gather_for_metrics`.
         """
         lacks = self.strategy.lacks if sync_grads and group is None and self.world_size > 1 else {}
@@ -674,47 +680,47 @@ class Fabric:
     @overload
     def all_reduce(self, data: T, group: Collective | None = None, reduce_op: ReduceOp = "mean") -> T: ...
     def all_reduce(self, data: Any, group: Collective | None = None, reduce_op: ReduceOp = "mean") -> Any:
-        """Give every rank the reduction (mean, sum, min, max, product) of all ranks' tensors, in a nest of the same
-        shape. The mean of integers is in floating point. Ranks: all of the group.
+        """Return the reduction (mean, sum, min, max, product) of all ranks' tensors, in the same nested containers. The
+        mean of integers is a float tensor. Ranks: all of the group.
 
-        Raises: CollectiveError: the ranks' data differs in paths, dtypes or shapes; on every rank, with what each rank
-        passed.
+        Raises: CollectiveError on every rank: the ranks' data differs in paths, dtypes or shapes; the message has what
+        each rank passed.
         """
         return nested.all_reduce(group or self._connected.collective, data, reduce_op)
 
     def pad_across_ranks(self, data: Any, dim: int = 0, pad_value: float = 0, group: Collective | None = None) -> Any:
-        """Append `pad_value` to every tensor of a nest along `dim`, up to the greatest length of any rank, for tensors
-        whose lengths differ on purpose: `fabric.all_gather(fabric.pad_across_ranks(logits))`. Gradients flow through.
+        """Pad every tensor along `dim` with `pad_value` to the greatest length on any rank, for tensors whose lengths
+        differ between ranks: `fabric.all_gather(fabric.pad_across_ranks(logits))`. Differentiable.
 
-        Ranks: all of the group. Gather the lengths as well, where padding must be told from data.
-        Raises: CollectiveError: the ranks' data differs in more than lengths along `dim`. IndexError: a tensor has no
-        such dimension. ValueError: a dtype does not hold `pad_value`.
+        Ranks: all of the group. Gather the lengths as well if padding must be told from data.
+        Raises: CollectiveError: the ranks' data differs in more than the lengths along `dim`. IndexError: a tensor has
+        no such dimension. ValueError: a dtype cannot represent `pad_value`.
         """
         return pad_across_ranks(group or self._connected.collective, data, dim, pad_value)
 
     def gather_for_metrics(self, values: Sequence[T], loader: Iterable[Any], pad_value: float | None = None) -> T:
-        """Give every rank the values of every sample that the last iteration over a prepared loader has given, each
-        once, in the order in which one process reads them: that of the dataset, unless the loader shuffles.
+        """Return the values of every sample of the last iteration over a prepared loader, each once, in the order in
+        which one process reads them: that of the dataset, unless the loader shuffles.
 
             values = []
             for x, y in loader:
                 values.append((model(x).argmax(dim=1), y))
             predictions, targets = fabric.gather_for_metrics(values, loader)
 
-        `values`: of each batch a nest of tensors and numbers, appended in the loop. Shapes: `(N_i, *S)` of each batch,
-        N_i its samples or tokens -> `(N, *S)`, N those of all batches of all ranks; `()` of each batch -> `(B,)`, one
-        for each. Values of repeated batches (`uneven="repeat"`) are left out, and of ranks that read the same batches
-        one counts. `pad_value`: fills up dimensions after the first in which values differ in length.
+        `values`: for each batch, nested containers of tensors and numbers. Shapes: `(N_i, *S)` for each batch, N_i its
+        samples or tokens -> `(N, *S)`, N their sum over all batches of all ranks; `()` for each batch -> `(B,)`, one
+        for each. Values of repeated batches (`uneven="repeat"`) are left out; of ranks that read the same batches, one
+        counts. `pad_value`: pads dimensions after the first in which values differ in length.
         Ranks: all call it once, after the loop; they may have different numbers of batches, or none. With
-        `use_distributed_sampler=False` the values of every rank count. Gradient: stops here.
-        Raises: RuntimeError: the iteration has not ended, or was left by `break`. ValueError: the values are of another
-        number of batches, or differ in more than lengths. CollectiveError: so it is on another rank.
+        `use_distributed_sampler=False` the values of every rank count. Gradient: none.
+        Raises: RuntimeError: the iteration has not ended, or was left by `break`. ValueError: there is not one value
+        per batch, or values differ in more than lengths. CollectiveError: another rank raised one of these.
         """
         runtime = self._connected
         return gather_for_metrics(runtime.collective, runtime.share, values, loader, pad_value)
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
-        """Let rank zero (of each node, if `local`) run the block before the others. Its failure is everybody's."""
+        """Context: rank zero (of each node, if `local`) runs the block before the others. If it raises, all raise."""
         return rank_zero_first(self._connected.collective, self._world, local=local)
 
     # Saving
@@ -727,21 +733,21 @@ class Fabric:
         blocking: bool = True,
         after_commit: Callable[[], object] | None = None,
     ) -> PendingSave:
-        """Write modules, optimizers, anything with a `state_dict`, and plain values to a folder, whole or not at all.
+        """Write modules, optimizers, other objects with a `state_dict`, and plain values to a folder, atomically.
 
-        Each rank writes a part; any strategy with any number of ranks can load it. What was there before stays until
-        the new checkpoint is complete and on disk. `path`: on a disk that all ranks share, or an address for fsspec.
-        `filter`: for a name in `state`, a function `(key, value) -> bool` that chooses what is saved. A data loader
-        without a `state_dict` is left out, and that is said once. Unless `state` is plain values alone, there is an
-        entry `"fabric"` besides: the random generators of every rank, the loss scales, and the schedulers that were
-        given to `setup`. Save after a step, not within a window of micro-batches: gradients are in no checkpoint.
-        `blocking=False`: returns once all is copied, and a thread of each rank writes the copies; `wait()` of what is
-        returned, the next `save` or `load`, and `close` wait for it and raise what it failed by. The copies are as
-        many bytes as the rank writes, and their memory is kept for the next save. `after_commit`: called on rank 0 once
-        the checkpoint is complete, in that thread if there is one.
-        Ranks: all; each receives about 10 KB of generators from every other.
-        Raises: CheckpointError: on every rank, if any rank could not write, or the save before could not and nobody was
-        told. TypeError: a value is of no kind that can be read back without running code.
+        Each rank writes its part; any strategy with any number of ranks can load it. The previous checkpoint at `path`
+        stays until the new one is complete and on disk. `path`: a path on a disk that all ranks share, or a URL for
+        fsspec. `filter`: for a name in `state`, a function `(key, value) -> bool` that selects what is saved. A data
+        loader without a `state_dict` is left out, with one message. Unless `state` has only plain values, the entry
+        `"fabric"` is added: the random generators of every rank, the loss scales, and the schedulers passed to `setup`.
+        Save after a step, not within a window of micro-batches: gradients are not saved.
+        `blocking=False`: returns once everything is copied; a thread on each rank writes the copies. `wait()` of the
+        result, the next `save` or `load`, and `close` wait for it and raise its error. The copies take as many bytes as
+        the rank writes, and their memory is kept for the next save. `after_commit`: called on rank 0 once the
+        checkpoint is complete, in that thread if there is one.
+        Ranks: all; each receives about 10 KB of generator states from every other.
+        Raises: CheckpointError: on every rank, if any rank could not write, or if the previous save failed and this was
+        not raised before. TypeError: a value has a type that could not be read back without running code.
         """
         check_named("save", state)
         self.wait_for_save()
@@ -750,13 +756,14 @@ class Fabric:
         if not blocking:
             assert self._saves is not None
             return self._saves.start(storage, content, after_commit)
-        saving.save(self._connected.collective, storage, content, after_commit)
+        with checkpoint_progress(f"save {storage.path}", enabled=self.is_global_zero) as advance:
+            saving.save(self._connected.collective, storage, content, after_commit, advance)
         return PendingSave(storage.path)
 
     def wait_for_save(self) -> None:
-        """Return once no save with `blocking=False` is under way. Any rank may call it, alone.
+        """Wait for the save with `blocking=False`, if there is one. Any rank may call it, alone.
 
-        Raises: CheckpointError: the last one failed, and nobody was told yet.
+        Raises: CheckpointError: it failed, and this was not raised before.
         """
         if self._saves is not None:
             self._saves.finish()
@@ -764,17 +771,17 @@ class Fabric:
     def load(
         self, path: str | os.PathLike[str], state: MutableMapping[str, Any] | None = None, strict: bool = True
     ) -> dict[str, Any]:
-        """Read what `save` wrote into the objects of `state`, in place; what `state` does not name is returned.
+        """Load a checkpoint into the objects of `state`, in place; returns the entries that `state` does not name.
 
-        Where `state` has an optimizer or a prepared loader, the run goes on as the one that was saved: generators, loss
-        scales and schedulers are restored too, at the end of this call. Weights alone leave them as they are. From a
-        checkpoint that has none, nothing is restored, and that is said. Where the data is shared out among another
-        number of ranks, rank 0's generators are those of all, until they draw apart. Reads a file of `torch.save` with
-        the same names, too. Checksums are verified before any object is changed.
-        `strict=False` loads modules that have other names, and leaves out what the checkpoint lacks; what was left out
-        is said. Shapes must be equal all the same.
-        Ranks: all. Raises: CheckpointError: on every rank, if a rank could not read, or found damaged bytes, or where
-        names or shapes differ: a table of all of them, and nothing was changed.
+        If `state` has an optimizer or a prepared loader, this resumes the saved run: random generators, loss scales and
+        schedulers are restored too, at the end of this call; a message says so if the checkpoint has none. Otherwise
+        they are not changed. If the number of ranks that read different data has changed, all ranks start from rank 0's
+        generators, until the next batch or forward (see `setup`). Also reads a file of `torch.save` with the same
+        names. Checksums are verified before any object is changed.
+        `strict=False` loads modules with other names, and leaves out what the checkpoint lacks, with a message. Shapes
+        must be equal anyway.
+        Ranks: all. Raises: CheckpointError on every rank: a rank could not read, found damaged bytes, or names or
+        shapes differ; the message has a table of them, and nothing was changed.
         """
         if state is not None:
             check_named("load", state)
@@ -788,9 +795,9 @@ class Fabric:
         return rest
 
     def load_raw(self, path: str | os.PathLike[str], obj: Stateful, strict: bool = True) -> None:
-        """Load the bare state of one object: a file of `torch.save(net.state_dict(), path)`, or safetensors.
+        """Load the state dict of one object: a file of `torch.save(net.state_dict(), path)`, or safetensors.
 
-        Of safetensors `path` is a file, an index of several (`model.safetensors.index.json`), or a folder with one of
+        For safetensors `path` is a file, an index of several (`model.safetensors.index.json`), or a folder with one of
         these; each rank reads the parts that it needs, and a name that is tied to one in the file may be missing.
         Runs no code from the files. Ranks: all. Raises: CheckpointError: on every rank, if a rank could not read it.
         """
@@ -832,18 +839,18 @@ class Fabric:
     def should_stop(self) -> bool:
         """True on every rank at the same step, after SIGTERM, SIGUSR1 or `request_stop()` on any rank.
 
-        Ranks: all read it once per step. From the first reading on, those signals no longer end the process.
+        Ranks: all read it once per step. After the first read, these signals no longer end the process.
         """
         return self._stop_request().reached()
 
     def request_stop(self) -> None:
-        """Let `should_stop` become true on all ranks. Any rank may call it, alone."""
+        """Make `should_stop` True on all ranks. Any rank may call it, alone."""
         self._stop_request().request()
 
-    # Telling
+    # Printing and logging
 
     def print(self, *values: object, **options: Any) -> None:
-        """`print`, on rank zero alone, above a progress bar where one is shown."""
+        """`print` on rank zero only, above the progress bar if one is shown."""
         print_rank_zero(*values, is_rank_zero=self.is_global_zero, **options)
 
     def progress(self, iterable: Iterable[T], description: str = "", **options: Any) -> Iterator[T]:
@@ -852,20 +859,20 @@ class Fabric:
         return progress(iterable, description=description, **options)
 
     def log(self, name: str, value: Any, step: int | None = None) -> None:
-        """Give one metric to every logger, from rank zero."""
+        """Log one metric to every logger, on rank zero."""
         self.log_dict({name: value}, step)
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Give metrics, numbers or tensors of one element, to every logger, from rank zero."""
+        """Log metrics (numbers, or tensors of one element) to every logger, on rank zero."""
         if self.is_global_zero:
             numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
             for logger in self._loggers:
                 self._writer(logger)(numbers, step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Give the settings of a run to every logger that has `log_hyperparams`, from rank zero.
+        """Log the hyperparameters to every logger that has `log_hyperparams`, on rank zero.
 
-        Raises: TypeError: there are loggers, and none of them has it.
+        Raises: TypeError: there are loggers, and none of them has this method.
         """
         if self.is_global_zero:
             record_hyperparams(self._loggers, params)
@@ -876,10 +883,10 @@ class Fabric:
 
     @staticmethod
     def seed_everything(seed: int, workers: bool = True) -> int:
-        """Seed Python, NumPy and torch on every device with one seed, the same on every rank."""
+        """Seed Python, NumPy and torch on every device; every rank gets the same seed."""
         return seed_everything(seed, workers=workers)
 
-    # Within
+    # Internals
 
     @property
     def _world(self) -> World:
@@ -890,15 +897,15 @@ class Fabric:
         if self._runtime is None:
             if (self._place or self._configuration.topology).size > 1:
                 raise RuntimeError(
-                    "This needs the ranks to exist, and they do not yet. Call `fabric.launch()` once, right after "
-                    "`Fabric(...)`; with several ranks nothing can be prepared or exchanged before it."
+                    "This call needs the ranks, which do not exist yet. Call `fabric.launch()` once, right after "
+                    "`Fabric(...)`; with several ranks nothing can be prepared or communicated before it."
                 )
             self._connect(self._place or World())
         assert self._runtime is not None
         return self._runtime
 
     def _connect(self, world: World) -> None:
-        """Become a rank: from here on there is a device and a collective."""
+        """Connect this rank: afterwards it has a device and a collective."""
         chosen = self._configuration
         with ExitStack() as stack:
             stack.enter_context(determinism(self._deterministic))
@@ -924,14 +931,14 @@ class Fabric:
             self.close()
         except BaseException as error:
             sys.excepthook(type(error), error, error.__traceback__)
-            # What an exit function raises is printed, and the exit code stays 0 (Python 3.13).
+            # Python prints the exception of an exit function, but exits with code 0 (3.13).
             atexit.unregister(self._close_at_exit)
             run_exit_functions()
             close_files()
             os._exit(1)
 
     def _forget(self) -> None:
-        """Let go of what was set up."""
+        """Drop all references to what was set up."""
         self._accumulation.release()
         self._models, self._optimizers, self._schedulers, self._backward = {}, {}, [], None
         self._unprepared = self._replica_guard = None
@@ -939,7 +946,7 @@ class Fabric:
 
     def _backward_for(self, named: Sequence[Prepared]) -> Callable[..., None] | None:
         """The backward of a loss of these models."""
-        # The loss of one model may go through another, whose gradients must be looked after as well.
+        # The loss of one model may go through another one, whose gradients must be synchronised as well.
         if len(named) == 1 and not all(each.joins_backward for each in self._models.values()):
             return self._backward_of(*named)
         return self._backward
@@ -949,14 +956,14 @@ class Fabric:
         models = [self._models[each] for each in named or self._models]
         bare = self._bare or None
         if len(self._models) > 1 and (not named or bare is not None):
-            raise ValueError(_WHOSE_WEIGHT if bare is None else _WHOSE_BARE)
+            raise ValueError(_WEIGHT_OF_WHICH_MODEL if bare is None else _WEIGHT_OF_BARE_PARAMETERS)
         if self._weighting is None:
             self._weighting = Weighting(self._connected.collective)
         held = [any(each is model for each in self._accumulation.held) for model in models]
         if all(held):
-            self._weighting.keep_back(models, checked, run)
+            self._weighting.accumulate(models, checked, run)
         elif any(held):
-            raise RuntimeError(_HELD_IN_PART)
+            raise RuntimeError(_SYNCED_IN_PART)
         else:
             self._weighting.synchronise(models, checked, run, bare, self._optimizers)
 
@@ -976,7 +983,7 @@ class Fabric:
         )
 
     def _writer(self, logger: object) -> MetricWriter:
-        """How to give metrics to a logger, which is checked when it is seen for the first time."""
+        """The function that writes metrics to a logger; checks the logger at its first use."""
         for known, write in self._writers:
             if known is logger:
                 return write
@@ -992,22 +999,25 @@ class Fabric:
         return self._models[module]
 
     def _state_access(self, obj: nn.Module | Optimizer, otherwise: StateAccess = PLAIN) -> StateAccess:
-        """Through whom the state of a module or an optimizer goes."""
+        """How the state of a module or an optimizer is read and written."""
         if isinstance(obj, Optimizer) and obj in self._optimizers:
             return self._optimizers[obj]
         return next((model.state for model in self._models.values() if model.holds(obj)), otherwise)
 
     def _read(self, path: str | os.PathLike[str]) -> Any:
-        """What is in a checkpoint, or in a file of others. Ranks: all."""
+        """Read a checkpoint, or a file of another library. Ranks: all."""
         self.wait_for_save()
         collective = self._connected.collective
         kind = collective.broadcast_object(foreign.kind_of(path) if collective.rank == 0 else None)
-        return loading.load(collective, storage_of(path)) if kind is None else foreign.load(collective, path, kind)
+        if kind is not None:
+            return foreign.load(collective, path, kind)
+        with checkpoint_progress(f"load {path}", enabled=self.is_global_zero) as advance:
+            return loading.load(collective, storage_of(path), advance=advance)
 
     def _refuse_misfits(
         self, method: str, path: str | os.PathLike[str], state: Any, content: Any, *, strict: bool
     ) -> None:
-        """Raise CheckpointError on every rank where a state does not fit. Ranks: all."""
+        """Raise CheckpointError on every rank if a state does not fit. Ranks: all."""
         rows = misfits(dict(state), content, self._state_access, self._loader_states)
         wrong = rows if strict else [row for row in rows if not row.is_left_out]
         problem = ValueError(f"it does not fit, and nothing was loaded.\n{table(wrong)}") if wrong else None
@@ -1016,7 +1026,7 @@ class Fabric:
             self._connected.report(f"`fabric.{method}(..., strict=False)` left out:\n{table(rows)}")
 
     def _content(self, method: str, state: Mapping[str, Any], keep: Filter | None, *, gathered: bool) -> dict[str, Any]:
-        """The objects' states: whole on rank 0 (`gathered`), or what each rank holds. Ranks: all."""
+        """The objects' states: full on rank 0 (`gathered`), or what each rank holds. Ranks: all."""
         check_named(method, state)
         content = state_of(state, keep, self._state_access, self._loader_states, gathered=gathered)
         if has_objects(dict(state)):
@@ -1042,17 +1052,18 @@ class Fabric:
         for obj in objects:
             if self.is_wrapped(obj):
                 raise ValueError(
-                    f"This `{type(obj).__name__}` was set up before. Set each module and optimizer up once, and go on "
-                    "with what `setup` returned."
+                    f"This `{type(obj).__name__}` was set up before. Set each module and optimizer up once, and use "
+                    "what `setup` returned."
                 )
 
     def _outside(self, optimizers: Sequence[Optimizer], *coming: nn.Module) -> list[Tensor]:
-        """The parameters that are in no module. Raises: ValueError: they cannot be averaged, or came too early."""
+        """The parameters that are in no module. Raises: ValueError: they cannot be averaged, or their module came
+        late."""
         early = [each for module in coming for each in module.parameters() if self._bare and each in self._bare]
         if early:
             raise ValueError(
                 f"An optimizer that was set up before holds {len(early)} parameters of the "
-                f"`{type(coming[0]).__name__}`, which were taken for parameters outside of any module. Set up every "
+                f"`{type(coming[0]).__name__}`, which were treated as parameters outside of any module. Set up every "
                 "module before the optimizers of its parameters, or together with them."
             )
         strangers = outside(optimizers, (*self._models, *coming))
@@ -1069,7 +1080,7 @@ class Fabric:
         return [parameter for _, parameter in strangers]
 
     def _take_in(self, strangers: Sequence[Tensor], optimizers: Sequence[Optimizer], *, move: bool) -> None:
-        """Average parameters that are in no module, and let none come unnoticed later."""
+        """Average parameters that are in no module, and raise if such a parameter is added later."""
         if strangers:
             if self._bare is None:
                 self._bare = BareParameters(self._connected)
@@ -1082,7 +1093,7 @@ class Fabric:
             self._backward = self._joint_backward()
 
     def _tell_skips(self, optimizers: Sequence[Optimizer]) -> None:
-        """Give optimizers `step_was_skipped`, which the loss scaler sets where there is one."""
+        """Add `step_was_skipped` to optimizers; the loss scaler sets it."""
         for optimizer in optimizers:
             optimizer.step_was_skipped = False  # type: ignore[attr-defined]
             self._open.callback(vars(optimizer).pop, "step_was_skipped", None)
@@ -1102,38 +1113,38 @@ class Fabric:
 
 
 def _run(world: World, fabric: Fabric, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-    """What `launch(function)` runs on a rank."""
+    """Run the function of `launch(function)` on this rank."""
     fabric._connect(world)
     try:
         result: T = move(function(fabric, *args, **kwargs), torch.device("cpu"))
     except BaseException:
-        if world.size == 1:  # otherwise the process ends, and the connection must outlive the report of why
+        if world.size == 1:  # otherwise the process ends, and the connection must outlive the error report
             fabric.close()
         raise
     fabric.close()
     return result
 
 
-_WHOSE_WEIGHT = (
-    "`fabric.backward(loss, weight=...)` with several models set up: a weight counts for the gradients that its loss "
-    "gives. Say whose: `model=generator`, or `model=[encoder, decoder]` for a loss through both."
+_WEIGHT_OF_WHICH_MODEL = (
+    "`fabric.backward(loss, weight=...)` with several models set up: a weight divides the gradients of the models that "
+    "its loss goes through. Name them: `model=generator`, or `model=[encoder, decoder]` for a loss through both."
 )
-_WHOSE_BARE = (
-    "`fabric.backward(loss, weight=...)` with several models and parameters that are in none: by which weights those "
-    "are divided cannot be known. Make them part of a module, `self.temperature = nn.Parameter(...)`."
+_WEIGHT_OF_BARE_PARAMETERS = (
+    "`fabric.backward(loss, weight=...)` with several models and parameters outside of any module: it is not known "
+    "which weights divide their gradients. Make them part of a module, `self.temperature = nn.Parameter(...)`."
 )
 _AVERAGED = (
     "`average_gradients` was given parameters of a `{name}` that was set up, whose gradients `fabric.backward` "
     "averages. Call that; or leave the model out of `fabric.setup`, and move it by `fabric.to_device(model)`."
 )
-_HELD_IN_PART = (
-    "`fabric.backward(loss, weight=..., model=[...])` where some of the models keep their gradients back and others do "
-    "not. Enter `no_backward_sync` for all of them, or pass all of them to `accumulate`."
+_SYNCED_IN_PART = (
+    "`fabric.backward(loss, weight=..., model=[...])` while some of the models are within `no_backward_sync` and "
+    "others are not. Enter `no_backward_sync` for all of them, or pass all of them to `accumulate`."
 )
 
 
 def _which_model(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError(
         "Several models are set up, and each has an engine of its own to run backward. "
-        "Say whose loss it is: `fabric.backward(loss, model=model)`."
+        "Name the model of the loss: `fabric.backward(loss, model=model)`."
     )

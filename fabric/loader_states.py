@@ -1,7 +1,7 @@
-"""The positions of data loaders in a checkpoint: saved where a loader knows its own, left out where it does not.
+"""The positions of data loaders in a checkpoint: saved for loaders that have a state, left out for others.
 
-A loader whose ranks read one order stands at the same batch on all of them, so rank 0's state is that of all. Where
-each rank reads a part of its own, the checkpoint has the state of every rank.
+If the ranks split one order of samples, rank 0's state is that of all. If each rank reads data of its own, the
+checkpoint has the state of every rank.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.data.device_loader import DeviceLoader, StatefulDeviceLoader, loader_name
 
 OF_RANKS = "loader of each rank"
-"""Under which the states of all ranks are saved."""
+"""The key under which the states of all ranks are saved."""
 
 
 @final
 class LoaderStates(LoaderAccess):
-    """How one fabric saves loaders. `said`: the names that were said to be left out."""
+    """How one fabric saves loaders. `reported`: names whose omission was reported before."""
 
-    def __init__(self, collective: Collective, say: Callable[[str], None], said: set[str]) -> None:
-        self._collective, self._say, self._said = collective, say, said
+    def __init__(self, collective: Collective, report: Callable[[str], None], reported: set[str]) -> None:
+        self._collective, self._report, self._reported = collective, report, reported
 
     def is_loader(self, obj: object) -> bool:
         return isinstance(obj, (DataLoader, DeviceLoader))
@@ -48,21 +48,21 @@ class LoaderStates(LoaderAccess):
             saved = "one position for all ranks" if states is None else f"the positions of {len(states)} ranks"
             raise ValueError(
                 f"`state[{name!r}]` has {saved} in the checkpoint, and here {self._collective.size} ranks read "
-                f"{'each a part of its own' if own else 'one order'}. Load it where as many ranks read the same data "
-                "in the same parts, or leave it out of the state, and the epoch begins anew."
+                f"{'each data of its own' if own else 'one order'}. Load it with as many ranks that read the same data "
+                "in the same parts, or leave it out of the state: then the epoch starts from its beginning."
             )
         loader.load_state_dict(content if states is None else states[self._collective.rank])
 
     def _leave_out(self, name: str, loader: object) -> None:
-        if name in self._said:
+        if name in self._reported:
             return
-        self._said.add(name)
-        instead = "Save what `fabric.setup_dataloaders` returned to go on in mid-epoch"
+        self._reported.add(name)
+        instead = "Save what `fabric.setup_dataloaders` returned to resume in mid-epoch"
         if isinstance(loader, DeviceLoader):
-            instead = "Without `in_order=False` it goes on in mid-epoch"
-        self._say(
-            f"`state[{name!r}]` is a `{loader_name(loader)}`, which does not know its position: checkpoints leave it "
-            f"out, and a run that is resumed begins its epoch anew. {instead}, or leave it out of the state."
+            instead = "Without `in_order=False` it resumes in mid-epoch"
+        self._report(
+            f"`state[{name!r}]` is a `{loader_name(loader)}`, which has no state: checkpoints leave it out, and "
+            f"a resumed run starts its epoch from the beginning. {instead}, or leave it out of the state."
         )
 
 

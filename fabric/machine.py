@@ -1,7 +1,7 @@
-"""What is here: devices, cores, how the program was started, and the world an external launcher made.
+"""A description of this machine: devices, cores, how the program was started, and the world of an external launcher.
 
-Looked at once, by `Fabric(...)` and by `fabric doctor`, and frozen, so that `resolve` is a function of two values. A
-test writes a `Machine` from numbers: a fake is just the value. Looking initialises no device (see `TorchAccelerator`).
+`Fabric(...)` and `fabric doctor` create it once, and it is frozen, so `resolve` is a function of two values. Tests
+create one from numbers. `Machine.look` initialises no device (see `TorchAccelerator`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed
 
-from fabric import spelling
+from fabric import option_parsing
 from fabric.launchers.cores import num_cores
 from fabric.launchers.environments import ENVIRONMENTS, detect_world
 from fabric.launchers.environments.environment import Environment
@@ -22,6 +22,7 @@ from fabric.launchers.environments.ours import OursEnvironment
 from fabric.launchers.rank.program import Program, this_program
 from fabric.launchers.world import World
 from fabric.request import Request
+from fabric.run_options import node_variables
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.accelerators.cpu import CPUAccelerator
 from fabric.strategies.accelerators.registry import accelerators, make_accelerator
@@ -29,7 +30,6 @@ from fabric.strategies.precision.precision import Precision
 from fabric.strategies.registry import make_strategy
 from fabric.strategies.strategy import Strategy
 from fabric.strategies.target import Target
-from fabric.words import place_by_hand
 
 _SCRIPT = Program(flags=(), kind="script", target="train.py", arguments=())
 
@@ -41,7 +41,7 @@ class Found:
     accelerator: Accelerator
     num_devices: int
     why_unavailable: str | None = None
-    """None where it can be used."""
+    """None if it can be used."""
     platform: str = ""
     """See `Accelerator.platform`."""
 
@@ -68,31 +68,31 @@ class Machine:
     """Linux, Darwin or Windows."""
     program: Program = _SCRIPT
     world: World | None = None
-    """In the environment: an external launcher's, or ours where this process is a rank of an earlier launch."""
+    """From the environment: an external launcher's, or ours if this process is a rank of an earlier launch."""
     variables: tuple[str, ...] = ()
-    """What tells of the world, as `NAME=value`."""
+    """The variables that define the world, as `NAME=value`."""
     has_met_others: bool = False
     """Whether this process is connected to the other ranks of the world: a fabric was launched in it."""
     current_device: int | None = None
     """The index of the device that a rank works on, once it has opened one."""
     own_device: int | None = None
-    """In a world of one process inside a rank: the device that `devices=1` means. See `submodules.py`."""
+    """In a world of one process inside a rank: the device that `devices=1` means. See `own_world.py`."""
     node_rank: int | None = None
-    """NODE_RANK, MASTER_ADDR and MASTER_PORT, set by whoever starts each node by hand. Read for several nodes only."""
+    """NODE_RANK, MASTER_ADDR and MASTER_PORT, for nodes that are started by hand. Read for several nodes only."""
     main_address: str | None = None
     main_port: int | None = None
     packages: Mapping[str, str] = field(default_factory=dict)
-    """What the strategy that was asked for found by `look_for_packages`."""
+    """The result of the requested strategy's `look_for_packages`."""
 
     @classmethod
     def look(cls, environ: Mapping[str, str], request: Request) -> Machine:
-        """Look at this machine, and at what the request names beyond it: accelerator, strategy and environment.
+        """Describe this machine, and the accelerator, strategy and environment that the request names.
 
         Raises: ValueError: the accelerator's or the strategy's name is unknown, or the environment's variables
         contradict each other.
         """
         world = _world(environ, request)
-        place = {} if world is not None else place_by_hand(environ)
+        place = {} if world is not None else node_variables(environ)
         return cls(
             found=tuple(Found.look(accelerator) for accelerator in _to_look_at(request.accelerator)),
             num_cores=num_cores(),
@@ -102,14 +102,14 @@ class Machine:
             variables=_variables(environ, world.launcher, request.environment) if world is not None else (),
             has_met_others=world is not None and world.size > 1 and _has_met_others(),
             current_device=_current_device() if world is not None else None,
-            node_rank=_read(place, "node_rank", "NODE_RANK", spelling.read_rank),
+            node_rank=_read(place, "node_rank", "NODE_RANK", option_parsing.read_rank),
             main_address=place.get("main_address"),
-            main_port=_read(place, "main_port", "MASTER_PORT", spelling.read_port),
+            main_port=_read(place, "main_port", "MASTER_PORT", option_parsing.read_port),
             packages=_packages(request.strategy),
         )
 
     def target(self, found: Found, num_devices: int, num_nodes: int, precision: Precision) -> Target:
-        """So many of these devices, for a strategy to say whether it can use them."""
+        """The `Target` with so many of these devices, for `Strategy.refuse`."""
         return Target(
             accelerator=found.accelerator,
             num_devices=num_devices,
@@ -121,11 +121,11 @@ class Machine:
         )
 
     def of(self, accelerator: str) -> Found:
-        """What was found of an accelerator."""
+        """The entry of an accelerator."""
         return next(found for found in self.found if found.accelerator.name == accelerator)
 
     def usable(self) -> tuple[Found, ...]:
-        """What can be used here, the CPU last."""
+        """The accelerators that can be used here, the CPU last."""
         usable = [found for found in self.found if found.why_unavailable is None and found.num_devices > 0]
         return tuple(sorted(usable, key=lambda found: found.accelerator.name == "cpu"))
 
@@ -152,7 +152,7 @@ def _to_look_at(wanted: str | Accelerator) -> tuple[Accelerator, ...]:
 
 
 def _packages(wanted: str | Strategy) -> Mapping[str, str]:
-    """What `auto` stands for needs no package beyond those of its accelerator."""
+    """The strategies that `auto` chooses need no package beyond those of their accelerator."""
     if wanted == "auto":
         return {}
     return (make_strategy(wanted) if isinstance(wanted, str) else wanted).look_for_packages()
@@ -164,7 +164,7 @@ def _variables(environ: Mapping[str, str], launcher: str, own: Environment | Non
 
 
 def _has_met_others() -> bool:
-    """Whether ranks talk over torch's process group here, or over Horovod. Imports neither for that."""
+    """Whether this process has joined a torch process group, or Horovod. Imports neither."""
     horovod = sys.modules.get("horovod.torch")
     if horovod is not None and horovod.is_initialized():
         return True

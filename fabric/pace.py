@@ -1,4 +1,4 @@
-"""How far an iteration is and how fast it goes, as numbers and as one line of text. Reads no clock."""
+"""The progress and rate of an iteration, as numbers and as one line of text. Reads no clock."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from collections import deque
 from dataclasses import dataclass, field
 
 WINDOW_SECONDS = 30.0
-"""What a rate is taken over, so that a slow start (compilation, workers) is forgotten. Not measured: a choice."""
+"""The window over which a rate is computed, so that a slow start (compilation, workers) is forgotten. Not measured."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Pace:
-    """`items` and `samples` are counted by who iterates; `look` notes the time."""
+    """The caller counts `items` and `samples`; `look` records the time."""
 
     total: int | None
-    """Items in all, None where nobody knows."""
+    """Number of items; None if unknown."""
     num_ranks: int = 1
-    """Ranks that read as much at the same time; samples per second are those of all."""
+    """Number of ranks that read equally much; samples per second are those of all."""
     items: int = 0
     samples: int = 0
     seconds: float = 0.0
-    """From the first look to the last."""
+    """From the first `look` to the last."""
     _started: float | None = None
     _looks: deque[tuple[float, int, int]] = field(default_factory=deque)
 
     def look(self, now: float) -> None:
-        """Note where the iteration is at `now`, in seconds of any clock that does not go back."""
+        """Record the progress at `now`, in seconds of any monotonic clock."""
         self._started = now if self._started is None else self._started
         self.seconds = now - self._started
         self._looks.append((now, self.items, self.samples))
@@ -34,23 +34,23 @@ class Pace:
 
     @property
     def items_per_second(self) -> float:
-        """On this rank, over the window; 0 where no time has passed."""
+        """On this rank, over the window; 0 if no time has passed."""
         return self._rate(1)
 
     @property
     def samples_per_second(self) -> float:
-        """Over all ranks, over the window; 0 where no time has passed."""
+        """Over all ranks, over the window; 0 if no time has passed."""
         return self._rate(2) * self.num_ranks
 
     @property
     def seconds_left(self) -> float | None:
-        """At the rate of the window; None where the total or the rate is not known."""
+        """At the rate of the window; None if the total or the rate is not known."""
         if self.total is None or self.items_per_second == 0:
             return None
         return max(0, self.total - self.items) / self.items_per_second
 
     def line(self) -> str:
-        """`120/450  3,210 samples/s  0:00:12  0:00:33 left`; items instead where an item's samples are not known."""
+        """`120/450  3,210 samples/s  0:00:12  0:00:33 left`; items per second if the batch size is not known."""
         rate, unit = (self.samples_per_second, "samples/s") if self.samples else (self.items_per_second, "it/s")
         parts = [
             f"{self.items}/{self.total}" if self.total is not None else f"{self.items}",

@@ -1,7 +1,7 @@
-"""Iterate while a person watches: a bar on a terminal, a line every few seconds in a file or a notebook.
+"""Iterate with a progress display: a bar on a terminal, a line every few seconds in a file or a notebook.
 
-The bar is drawn between two items, when its time has come: there is no thread, which a fork of a loader's workers
-could catch with a lock held, so it stands still while one item takes long. Costs about a microsecond per item.
+The bar is drawn between two items: there is no thread, because a loader that forks its workers could copy a lock that
+the thread holds. So the bar stands still while one item takes long. Costs about a microsecond per item.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ def progress(
     enabled: bool = True,
     console: Console | None = None,
 ) -> Iterator[T]:
-    """Iterate over `iterable`, and show how far it is, samples per second, the time so far and the time left.
+    """Iterate over `iterable`, and show the position, samples per second, and the time elapsed and left.
 
-    `total`: how many items there are, where `len(iterable)` does not say.
-    `size`: samples in an item, or a function of the item that tells; by default the first dim of its first tensor.
-    `num_ranks`: how many ranks read items of that size at the same time.
-    `enabled=False`: the bare iterator, as ranks other than zero want it.
-    `console`: where to show; rich's own, on standard output, by default.
-    A `break` or an exception leaves the bar where it was, and the terminal as it was before.
+    `total`: number of items, if `len(iterable)` is not known.
+    `size`: samples per item, or a function of the item; by default the first dim of its first tensor.
+    `num_ranks`: number of ranks that read items of that size at the same time.
+    `enabled=False`: returns the bare iterator, for ranks other than zero.
+    `console`: where to show it; by default rich's own, on standard output.
+    After a `break` or an exception the bar stays as it was, and the terminal is restored.
     Raises: ValueError: `total` or `size` is negative.
     """
     for name, value in (("total", total), ("size", size)):
         if isinstance(value, int) and value < 0:
-            raise ValueError(f"`progress({name}={value})`: a number of things is 0 or more. Leave out what is unknown.")
+            raise ValueError(f"`progress({name}={value})` is negative. Write a number from 0 on, or leave it out.")
     if not enabled:
         return iter(iterable)
     known = length_hint(iterable, -1) if total is None else total
@@ -88,7 +88,7 @@ def _size_of(size: Size | None) -> Callable[[Any], int]:
 
 
 def _first_dim(item: Any) -> int:
-    """The first dim of the first tensor in a nest of dicts, lists and tuples; 0 where there is none."""
+    """The first dim of the first tensor in nested dicts, lists and tuples; 0 if there is none."""
     if isinstance(item, Tensor):
         return item.shape[0] if item.ndim else 0
     if isinstance(item, Mapping):

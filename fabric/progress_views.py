@@ -1,4 +1,4 @@
-"""What a person sees of a pace: a bar that is drawn over and over, or lines that follow each other."""
+"""The two displays of a progress: a bar that is redrawn, or one line after the other."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from fabric.pace import Pace
 
 
 class View(ABC):
-    """Shows one iteration. `close` may be called twice."""
+    """Displays one iteration. `close` may be called twice."""
 
     every_seconds: float
-    """How often it wants to be drawn."""
+    """Seconds between two draws."""
 
     @abstractmethod
     def draw(self, pace: Pace) -> None:
-        """Show the pace as of its last look."""
+        """Show the pace as of its last `look`."""
 
     @abstractmethod
     def close(self, pace: Pace) -> None:
-        """Show the pace for the last time, and leave the output as it was."""
+        """Show the pace for the last time, and restore the output."""
 
 
 @final
 class Bar(View):
-    """A bar at the bottom of a terminal. What is printed meanwhile appears above it; one bar may run within another."""
+    """A bar at the bottom of a terminal. Printed text appears above it; bars can be nested."""
 
     every_seconds = 0.1
 
@@ -66,7 +66,7 @@ class Lines(View):
 
 
 def view_for(description: str, pace: Pace, console: Console) -> View:
-    """A bar where the console is a terminal that can move its cursor; lines in files, pipes and notebooks."""
+    """A bar if the console is a terminal that can move its cursor; lines in files, pipes and notebooks."""
     if console.file.isatty() and console.is_terminal and not console.is_dumb_terminal:
         return Bar(description, pace, console)
     return Lines(description, console)

@@ -1,8 +1,8 @@
-"""What the user asked for: the arguments of `Fabric(...)` and the words of `fabric run`, each checked alone.
+"""The user's arguments: those of `Fabric(...)` and the options of `fabric run`, each checked on its own.
 
-A `Request` knows nothing of the machine. Whether its words can go together, and whether this machine can do them, is
-for `resolve`. Words are merged here: what the script leaves at its default takes the command line's word, and what both
-say differently is an error, for neither can know that it is the one that counts.
+A `Request` knows nothing of the machine: `resolve` checks combinations, and what the machine can do. Both sources are
+merged here: an argument that the script leaves at its default is taken from the command line. It is an error if both
+give different values, because neither may override the other silently.
 """
 
 from __future__ import annotations
@@ -11,67 +11,67 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from fabric import spelling
+from fabric import option_parsing
 from fabric.launchers.environments.environment import Environment
 from fabric.launchers.environments.ours import OursEnvironment
 from fabric.launchers.world import World
-from fabric.spelling import Devices
+from fabric.option_parsing import Devices
+from fabric.run_options import options_in
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.strategy import Strategy
-from fabric.words import words
 
 _PRECISION = Precision.parse("32-true")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Exactly what was said. Tests write one directly; `Fabric` uses `build`."""
+    """The arguments as written. Tests create one directly; `Fabric` uses `build`."""
 
     accelerator: str | Accelerator = "auto"
     strategy: str | Strategy = "auto"
     devices: Devices = "auto"
     num_nodes: int = 1
     node_rank: int | None = None
-    """None, as in the two below: not said."""
+    """None, as for the two below: not given."""
     main_address: str | None = None
     main_port: int | None = None
     precision: Precision = _PRECISION
     launcher: str = "auto"
     max_restarts: int | None = None
-    """How often `elastic` starts all ranks again. Said on the command line alone; None: not said."""
+    """The maximal number of restarts of `elastic`, a command-line option; None: not given."""
     deterministic: bool | Literal["warn"] = False
     timeout_seconds: float | None = None
     """None: the strategy's own."""
-    say_after_seconds: float = spelling.DEFAULT_SAY_AFTER_SECONDS
+    say_after_seconds: float = option_parsing.DEFAULT_SAY_AFTER_SECONDS
     environment: Environment | None = None
-    """The user's own cluster environment, from `plugins`."""
+    """A custom cluster environment, from `plugins`."""
     callbacks: tuple[Any, ...] = ()
     loggers: tuple[Any, ...] = ()
 
     @classmethod
     def build(cls, arguments: Mapping[str, Any], environ: Mapping[str, str]) -> Request:
-        """Check each word of `Fabric(**arguments)` and of `fabric run`, and merge them.
+        """Check each argument of `Fabric(**arguments)` and each option of `fabric run`, and merge them.
 
         `arguments`: by the names of `Fabric`'s parameters; a missing one is at its default.
-        Raises: ValueError, TypeError: a word is none, or was said twice with different values.
+        Raises: ValueError, TypeError: a value is wrong, or the two sources give different ones.
         """
-        said = {name: _READ[name](value, f"{name}={value!r}") for name, value in arguments.items() if name in _READ}
-        typed = {name: _READ[name](value, f"{_option(name)} {value}") for name, value in words(environ).items()}
-        if _is_one_within_ours(cls(**said), environ):
+        written = {name: _READ[name](value, f"{name}={value!r}") for name, value in arguments.items() if name in _READ}
+        typed = {name: _READ[name](value, f"{_option(name)} {value}") for name, value in options_in(environ).items()}
+        if _is_one_within_ours(cls(**written), environ):
             typed = {name: word for name, word in typed.items() if name in ("accelerator", "precision")}
         precision, environment = _split_plugins(each(arguments.get("plugins"), "plugins"))
         if precision is not None:
-            _add_precision(said, arguments, precision)
+            _add_precision(written, arguments, precision)
         return cls(
-            **_merge(said, typed),
+            **_merge(written, typed),
             environment=environment,
             callbacks=each(arguments.get("callbacks"), "callbacks"),
             loggers=each(arguments.get("loggers"), "loggers"),
         )
 
     def asks_for_one(self, world: World) -> bool:
-        """Whether it describes one process on one device, and could not mean this world of several."""
+        """Whether it describes one process on one device, and cannot mean this world of several."""
         if self.num_nodes > 1 or self.launcher != "auto" or not (self.devices == 1 or _is_one_index(self.devices)):
             return False
         if isinstance(self.strategy, Strategy):
@@ -84,8 +84,8 @@ def _is_one_index(devices: Devices) -> bool:
 
 
 def _is_one_within_ours(request: Request, environ: Mapping[str, str]) -> bool:
-    """Whether this process is a rank that our launcher made, to which the words of `fabric run` belong, and the script
-    asks for a world of one process beside it."""
+    """Whether our launcher made this process, which the options of `fabric run` are meant for, and the script asks for
+    a separate world of one process."""
     ours = OursEnvironment()
     if not ours.detect(environ):
         return False
@@ -94,11 +94,11 @@ def _is_one_within_ours(request: Request, environ: Mapping[str, str]) -> bool:
 
 
 def each(value: object, name: str) -> tuple[Any, ...]:
-    """One object, several, or None, as a tuple. Raises where one is a word, or comes twice."""
+    """One object, several, or None, as a tuple. Raises for a string, and for an object that is given twice."""
     several = tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
     for position, one in enumerate(several):
         if isinstance(one, str):
-            raise TypeError(f"`{name}` holds the word {one!r}. Pass the object itself.")
+            raise TypeError(f"`{name}` holds the string {one!r}. Pass the object itself.")
         if any(one is other for other in several[:position]):
             raise ValueError(f"`{name}` holds {one!r} twice. Pass each object once.")
     return several
@@ -108,12 +108,12 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _merge(said: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[str, Any]:
-    """Each word once. `auto` on the command line says nothing, as the default does in the script."""
+def _merge(written: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[str, Any]:
+    """Each argument once. `auto` on the command line counts as not given, as the default does in the script."""
     default = {field.name: field.default for field in fields(Request)}
-    merged = dict(said)
+    merged = dict(written)
     for name, word in typed.items():
-        mine = said.get(name, default[name])
+        mine = written.get(name, default[name])
         if word in ("auto", mine):
             continue
         if mine != default[name]:
@@ -140,60 +140,62 @@ def _split_plugins(plugins: tuple[Any, ...]) -> tuple[Precision | None, Environm
                 f"accelerators, strategies, loggers and callbacks have arguments of their own."
             )
         if kind in kinds:
-            raise ValueError(f"`plugins` holds two of one kind: {kinds[kind]!r} and {plugin!r}. Pass one.")
+            raise ValueError(f"`plugins` holds two of the same kind: {kinds[kind]!r} and {plugin!r}. Pass one.")
         kinds[kind] = plugin
     return kinds.get(Precision), kinds.get(Environment)
 
 
-def _add_precision(said: dict[str, Any], arguments: Mapping[str, Any], plugin: Precision) -> None:
-    if said.get("precision", _PRECISION) not in (_PRECISION, plugin):
+def _add_precision(written: dict[str, Any], arguments: Mapping[str, Any], plugin: Precision) -> None:
+    if written.get("precision", _PRECISION) not in (_PRECISION, plugin):
         raise ValueError(
-            f"`precision={arguments['precision']!r}` and the plugin {plugin.name!r} are both a precision. Pass one."
+            f"`precision={arguments['precision']!r}` and the plugin {plugin.name!r} both set the precision. Pass one."
         )
-    said["precision"] = plugin
+    written["precision"] = plugin
 
 
-def _read_accelerator(value: object, said: str) -> str | Accelerator:
-    return value if isinstance(value, Accelerator) else _word_or("an `Accelerator`", value, said)
+def _read_accelerator(value: object, written: str) -> str | Accelerator:
+    return value if isinstance(value, Accelerator) else _word_or("an `Accelerator`", value, written)
 
 
-def _read_strategy(value: object, said: str) -> str | Strategy:
-    return value if isinstance(value, Strategy) else _word_or("a `Strategy`", value, said)
+def _read_strategy(value: object, written: str) -> str | Strategy:
+    return value if isinstance(value, Strategy) else _word_or("a `Strategy`", value, written)
 
 
-def _word_or(kind: str, value: object, said: str) -> str:
+def _word_or(kind: str, value: object, written: str) -> str:
     if isinstance(value, str):
-        return spelling.read_word(value, said)
+        return option_parsing.read_word(value, written)
     made = f"`{value.__name__}()`, an instance" if isinstance(value, type) else f"a name or {kind}"
-    raise TypeError(f"`{said}` is neither a name nor {kind}. Pass {made}.")
+    raise TypeError(f"`{written}` is neither a name nor {kind}. Pass {made}.")
 
 
-def _read_precision(value: Any, said: str) -> Precision:
+def _read_precision(value: Any, written: str) -> Precision:
     return Precision.parse(value)
 
 
-def _read_deterministic(value: object, said: str) -> bool | Literal["warn"]:
+def _read_deterministic(value: object, written: str) -> bool | Literal["warn"]:
     if value is True or value is False or value == "warn":
         return value
-    raise ValueError(f"`{said}`: write True, False, or 'warn' to be told where an operation is not deterministic.")
+    raise ValueError(
+        f"`{written}`: write True, False, or 'warn' for a warning at operations that are not deterministic."
+    )
 
 
-def _read_timeout(value: object, said: str) -> float | None:
-    return None if value is None else spelling.read_seconds(value, said)
+def _read_timeout(value: object, written: str) -> float | None:
+    return None if value is None else option_parsing.read_seconds(value, written)
 
 
 _READ: Mapping[str, Callable[[Any, str], Any]] = {
     "accelerator": _read_accelerator,
     "strategy": _read_strategy,
-    "devices": spelling.read_devices,
-    "num_nodes": spelling.read_count,
-    "node_rank": spelling.read_rank,
-    "main_address": spelling.read_word,
-    "main_port": spelling.read_port,
+    "devices": option_parsing.read_devices,
+    "num_nodes": option_parsing.read_count,
+    "node_rank": option_parsing.read_rank,
+    "main_address": option_parsing.read_word,
+    "main_port": option_parsing.read_port,
     "precision": _read_precision,
-    "launcher": spelling.read_launcher,
-    "max_restarts": spelling.read_rank,
+    "launcher": option_parsing.read_launcher,
+    "max_restarts": option_parsing.read_rank,
     "deterministic": _read_deterministic,
     "timeout_seconds": _read_timeout,
-    "say_after_seconds": spelling.read_seconds,
+    "say_after_seconds": option_parsing.read_seconds,
 }

@@ -1,23 +1,22 @@
-"""From what was asked and what is here to one complete configuration, or to an error that says what to write.
+"""From the request and the machine to one complete configuration, or to an error that says what to write instead.
 
-A pure function of two values (and of the tables of names), so that every rule is a row of a test. Where a word is
-`auto` it chooses; where a word is said it is honoured or refused, never exchanged:
+A pure function of two values (and of the tables of names), so that every rule is a row of a test. It chooses values for
+`auto`; other values are honoured or refused, never replaced:
 
-- A world in the environment is the truth: `auto` takes its sizes, and a number that differs from them is an error.
-  One device inside a rank may be a world of its own; `submodules.py` tells when.
-- Without one, `devices='auto'` is one process on the CPU, and elsewhere every device that the strategy takes.
+- The world in the environment decides: `auto` takes its sizes, and a number that differs from them is an error.
+  One device inside a rank may be a world of its own: see `own_world.py`.
+- Without a world, `devices='auto'` is one process on the CPU, and elsewhere every device that the strategy can use.
 - `accelerator='auto'` is the one torch reports, else the CPU. `strategy='auto'` is `single_device` for one process
   and `ddp` for more.
-- A strategy may be another class on devices that need another way to the same: `ddp` on XLA is `XLAStrategy`. The
-  registry has these variants, and `fabric.strategy` shows the one that runs.
-- One process needs no launcher, whatever the word: the calling process is it.
+- A strategy may have another class for an accelerator: `ddp` on XLA is `XLAStrategy`. The registry lists these
+  variants, and `fabric.strategy` shows the one in use.
+- One process needs no launcher, whatever `launcher` is: the calling process is the rank.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fabric.alone import world_of_its_own
 from fabric.conflicts import (
     CONFLICTS,
     accelerator_against_the_precision,
@@ -25,13 +24,14 @@ from fabric.conflicts import (
     describe_world,
     strategy_against_the_launcher,
 )
-from fabric.devices import choose_devices, said_devices
+from fabric.devices import choose_devices, requested_devices
 from fabric.launchers.launcher import Topology
 from fabric.launchers.registry import PER_DEVICE, launcher_row
 from fabric.launchers.world import World
 from fabric.machine import Found, Machine
+from fabric.option_parsing import DEFAULT_MAX_RESTARTS
+from fabric.own_world import world_of_its_own
 from fabric.request import Request
-from fabric.spelling import DEFAULT_MAX_RESTARTS
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.options import check_options, with_timeout
 from fabric.strategies.precision.precision import Precision
@@ -46,28 +46,28 @@ class Resolved:
     strategy: Strategy
     accelerator: Accelerator
     devices: tuple[int, ...]
-    """Indices of the devices this node uses; `devices[local_rank]` is a rank's own, where each rank has one."""
+    """Indices of the devices this node uses; `devices[local_rank]` is the device of a rank, if each rank has one."""
     precision: Precision
     launcher: str
-    """For `choose_launcher`: a name of `launchers/registry.py`, auto (what is safest at `launch`), or external."""
+    """For `choose_launcher`: a name in `launchers/registry.py`, auto (the safest at `launch`), or external."""
     max_restarts: int
-    """How often `elastic` starts all ranks again."""
+    """The maximal number of restarts of `elastic`."""
     world: World | None
-    """The world that exists already; None where our launcher makes it."""
+    """The existing world; None if our launcher makes it."""
     topology: Topology
-    """How many processes there are, or will be."""
+    """The number of processes and nodes."""
 
     @property
     def num_nodes(self) -> int:
-        """Machines that take part."""
+        """The number of machines."""
         return self.topology.num_nodes
 
 
 def resolve(request: Request, machine: Machine) -> Resolved:
     """Choose and check everything that can be known before a process is started.
 
-    Raises: ValueError: words that cannot go together, or that this machine cannot honour. TypeError: an option of a
-    strategy is of another kind.
+    Raises: ValueError: arguments contradict each other, or this machine. TypeError: an option of a strategy has the
+    wrong type.
     """
     machine = world_of_its_own(request, machine)
     for conflict in CONFLICTS:
@@ -130,7 +130,7 @@ def _found(request: Request, machine: Machine) -> Found:
 
 
 def _strategy(request: Request, machine: Machine, found: Found) -> tuple[Strategy, str]:
-    """The strategy, and the word for it in an error."""
+    """The strategy, and its name for an error."""
     if isinstance(request.strategy, Strategy):
         return request.strategy, f"{type(request.strategy).__name__}(...)"
     word = request.strategy if request.strategy != "auto" else _auto_strategy(request, machine, found)
@@ -139,7 +139,7 @@ def _strategy(request: Request, machine: Machine, found: Found) -> tuple[Strateg
 
 def _auto_strategy(request: Request, machine: Machine, found: Found) -> str:
     if request.devices != "auto":
-        num_devices = len(said_devices(request, machine, found))
+        num_devices = len(requested_devices(request, machine, found))
     else:
         num_devices = found.num_devices if machine.world is None else machine.world.local_size
     num_nodes = request.num_nodes if machine.world is None else machine.world.num_nodes
@@ -164,12 +164,12 @@ def _check_world(request: Request, machine: Machine, strategy: Strategy, word: s
 
 
 def _beside(processes: int) -> str:
-    """How to get what may have been meant by one process."""
+    """What to write if one process beside the ranks was meant."""
     if processes != 1:
         return ""
     return (
-        " For a world of one process beside the ranks, create `Fabric(devices=1, strategy='single_device')` after the "
-        "`launch()` of the fabric that has them all."
+        " For a separate world of one process, create `Fabric(devices=1, strategy='single_device')` after the "
+        "`launch()` of the fabric that has all ranks."
     )
 
 

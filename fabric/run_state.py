@@ -1,4 +1,4 @@
-"""Which parts of a fabric go into a checkpoint without being asked, and when they are taken out of it again."""
+"""The state of a run that `Fabric.save` adds to a checkpoint, and when `Fabric.load` restores it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fabric.strategies.runtime import Runtime
 
 
 def run_state_of(runtime: Runtime, scalers: Sequence[Stateful], schedulers: Sequence[Stateful], state: Any) -> RunState:
-    """What a checkpoint of `state` has besides; a scheduler that `state` names is saved there alone."""
+    """The state that is added to a checkpoint of `state`; a scheduler that `state` names is saved there only."""
     named = {id(each) for each in _objects(state)}
     return RunState(
         generators=lambda: {name: rng.read() for name, rng in _rngs(runtime).items()},
@@ -32,17 +32,17 @@ def run_state_of(runtime: Runtime, scalers: Sequence[Stateful], schedulers: Sequ
 
 
 def is_run(state: Any) -> bool:
-    """Whether `state` is that of a run, which goes on: it has an optimizer or a prepared loader."""
+    """Whether `state` resumes a run: it has an optimizer or a prepared loader."""
     return any(isinstance(each, (Optimizer, DeviceLoader)) for each in _objects(state))
 
 
 def has_objects(state: Any) -> bool:
-    """Whether `state` has more than plain values, which a file of weights has."""
+    """Whether `state` has more than plain values."""
     return any(isinstance(each, (nn.Module, Stateful)) for each in _objects(state))
 
 
 def _objects(state: Any) -> list[Any]:
-    """What `state` holds, in nested dictionaries and lists too."""
+    """All objects of `state`, also those in nested dictionaries and lists."""
     if isinstance(state, dict):
         return [each for entry in state.values() for each in _objects(entry)]
     if isinstance(state, (list, tuple)):

@@ -1,6 +1,6 @@
-"""One seed for every stream of random numbers in a process, and seeds derived from it for ranks and workers.
+"""One seed for all random generators of a process, and seeds derived from it for ranks and workers.
 
-Nothing is written to the environment, and nothing is remembered: the streams themselves are the only state.
+Nothing is written to the environment: the generators themselves are the only state.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import torch
 from fabric.strategies.data.rng import Rng, mix, process_rngs
 
 _NUM_SEEDS = 2**32
-"""NumPy takes 32 bits."""
+"""NumPy's seeds have 32 bits."""
 
 
 def seed_everything(seed: int, workers: bool = True) -> int:
-    """Seed Python's `random`, NumPy and torch on every device with `seed`, from 0 to 2**32 - 1, and give it back.
+    """Seed Python's `random`, NumPy and torch on every device with `seed`, from 0 to 2**32 - 1, and return it.
 
-    The same call on every rank gives every rank the same streams: models are then initialised alike. Streams that
-    differ from rank to rank, as dropout and augmentation want, begin by themselves once a model is set up: see
-    `Fabric.setup`. Calling this before or after `setup` makes no difference to that.
-    `workers`: a loader's workers are seeded from torch's stream and the rank, always; False is an error.
-    NumPy is seeded where something has imported it; `import torch` does where it is installed.
-    Raises: TypeError: `seed` is not an int, None included: none is drawn behind your back. ValueError: out of range.
+    The same call on every rank gives every rank the same random numbers, so models are initialised alike. Once a model
+    is set up, ranks that read different data draw different numbers for dropout and augmentation, whether this is
+    called before or after: see `Fabric.setup`.
+    `workers`: a loader's workers are always seeded from torch's generator and the rank; False is an error.
+    NumPy is seeded if it is imported; `import torch` imports it where it is installed.
+    Raises: TypeError: `seed` is not an int; None is not replaced by a random seed. ValueError: out of range.
     """
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(
@@ -38,8 +38,9 @@ def seed_everything(seed: int, workers: bool = True) -> int:
         raise ValueError(f"`seed_everything({seed})`: the seed is out of range. Write 0 to {_NUM_SEEDS - 1}.")
     if not workers:
         raise ValueError(
-            f"`seed_everything({seed}, workers={workers})`: a DataLoader's workers are always seeded from the stream "
-            "of their rank. Leave `workers` out, and draw what must not be reproducible in a `worker_init_fn`."
+            f"`seed_everything({seed}, workers={workers})`: a DataLoader's workers are always seeded from the "
+            "generator of their rank. Leave `workers` out, and draw what must not be reproducible in a "
+            "`worker_init_fn`."
         )
     random.seed(seed)
     torch.manual_seed(seed)
@@ -53,19 +54,19 @@ def seed_everything(seed: int, workers: bool = True) -> int:
 
 
 def derive_seed(seed: int, *path: int) -> int:
-    """A seed for `seed_everything`, from 0 to 2**32 - 1, which depends on every number of the path.
+    """A seed for `seed_everything`, from 0 to 2**32 - 1, which depends on every number in `path`.
 
-    The path may be a rank, an epoch, a worker. The same in every process, Python and platform. Neighbours (`seed + 1`,
-    `rank + 1`) have nothing in common; among a thousand seeds, the chance that two are equal is 1 in 8600.
-    Source: BLAKE2b (RFC 7693) as a mixing function, in the place of SplitMix64 (Steele et al., OOPSLA 2014).
+    The path may be a rank, an epoch, a worker. The result is the same in every process, Python and platform. Neighbours
+    (`seed + 1`, `rank + 1`) are uncorrelated; among a thousand seeds, two are equal with probability 1 in 8600.
+    Source: BLAKE2b (RFC 7693) as a mixing function, in place of SplitMix64 (Steele et al., OOPSLA 2014).
     """
     return mix("seed", seed, *path) % _NUM_SEEDS
 
 
 @contextmanager
 def isolated_rng() -> Iterator[None]:
-    """Whatever is seeded or drawn within it, Python's, NumPy's and torch's streams go on afterwards as if it had not
-    been. An accelerator's streams are among them if it is in use already."""
+    """Context: restores the random generators of Python, NumPy, torch and the accelerator, if that is in use, at its
+    end."""
     rngs = [*process_rngs(), *_accelerator_rngs()]
     states = [rng.read() for rng in rngs]
     try:
@@ -76,7 +77,7 @@ def isolated_rng() -> Iterator[None]:
 
 
 def device_rngs(devices: Iterable[torch.device]) -> list[Rng]:
-    """The streams of devices that are in use, in their order; the CPU's is one of the process's."""
+    """The generators of devices that are in use, in their order. The CPU's is a generator of the process."""
     return [rng for device in devices for rng in _device_rng(device)]
 
 
@@ -98,13 +99,13 @@ def _accelerator_rngs() -> list[Rng]:
     module = torch.get_device_module(accelerator)
     if accelerator.type == "mps":
         return [_rng_of(module, None)]
-    if not module.is_initialized():  # reading a state would open the device
+    if not module.is_initialized():  # reading a state would initialise the device
         return []
     return [_rng_of(module, index) for index in range(module.device_count())]
 
 
 def _rng_of(module: Any, index: int | None) -> Rng:
-    if index is None:  # MPS: one device, which its functions do not take as an argument
+    if index is None:  # MPS: one device; its functions take no index
         return Rng(module.get_rng_state, module.set_rng_state, module.manual_seed)
     return Rng(
         read=lambda: module.get_rng_state(index),

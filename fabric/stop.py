@@ -1,8 +1,8 @@
-"""Stopping together: a signal on any rank ends the loop of all ranks at the same step, without a collective per step.
+"""Coordinated stop: a signal on any rank ends the loop of all ranks at the same step, without a collective per step.
 
-Each rank counts how often it asked. When one is told to stop, a thread of each rank publishes its count in the store
-of the job, and all stop at the first step that no rank has passed yet. Until then
-asking costs a lock that nobody else wants.
+Each rank counts its reads of `should_stop`. After a stop request, a thread on each rank publishes its count in the
+job's store, and all ranks stop at the first step that no rank has passed yet. Before a request, a read costs an
+uncontended lock.
 
 Source: the synchronisation point of multi-host preemption in JAX and Orbax, here over torch's store.
 """
@@ -24,10 +24,10 @@ _FOREVER = timedelta(days=365)
 
 @final
 class StopRequest:
-    """Whether this job has been told to stop.
+    """Whether this job was requested to stop.
 
-    Ranks: all make one, and it is made once all have come. `timeout_seconds`: how long a rank that was told to stop
-    waits for the others to ask before it raises.
+    Ranks: all create one; the constructor returns once all have. `timeout_seconds`: after a stop request, how long a
+    rank waits for the others to read `should_stop` before it raises.
     """
 
     def __init__(self, world: World, report: Callable[[str], None], timeout_seconds: float = 300.0) -> None:
@@ -46,14 +46,14 @@ class StopRequest:
         self._watcher.start()
 
     def request(self) -> None:
-        """Tell all ranks to stop. Any rank may call it, alone."""
+        """Request all ranks to stop. Any rank may call it, alone."""
         if self._size == 1:
             self._agree(0)
         ranks = [f"stop/{rank}" for rank in range(self._size)]
         self._store.multi_set(ranks, ["stop"] * self._size)  # type: ignore[attr-defined]
 
     def reached(self) -> bool:
-        """Whether the loop ends here. Ranks: all ask once per step."""
+        """Whether the loop ends here. Ranks: all call it once per step."""
         with self._condition:
             if self._pending:
                 self._condition.wait_for(lambda: self._stop_at is not None or self._failure is not None)
@@ -63,14 +63,14 @@ class StopRequest:
             return self._stop_at is not None and self._asked >= self._stop_at
 
     def close(self) -> None:
-        """Give the signals back, and end the thread."""
+        """Restore the signal handlers, and end the thread."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._store.set(f"stop/{self._rank}", "close")
         self._watcher.join()
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        # The main thread may hold the store's lock right now, so another one speaks.
+        # The main thread may hold the store's lock right now, so another thread uses the store.
         threading.Thread(target=self.request, daemon=True, name="fabric-stop-request").start()
 
     def _watch(self) -> None:
@@ -83,7 +83,7 @@ class StopRequest:
             mine = self._asked
         store.set(f"asked/{self._rank}", str(mine))
         try:
-            if store.add("num_asked", 1) == self._size:  # the last one reads all, once
+            if store.add("num_asked", 1) == self._size:  # the last rank reads all counts, once
                 counts = store.multi_get([f"asked/{rank}" for rank in range(self._size)])
                 store.set("stop_at", str(max(map(int, counts)) + 1))
             store.wait(["stop_at"], self._timeout)

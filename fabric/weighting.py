@@ -1,9 +1,9 @@
 """Losses with weights: after a window, gradients are the sum of all losses' gradients over the sum of all weights.
 
-Both sums are over all ranks and micro-batches: what is padding, which batch is shorter and which rank has fewer samples
-does not matter. Strategies average over ranks; so once the averages are there, they are divided by the mean over ranks
-of the weights, which one scalar all-reduce gives while backward runs. Ranks that hold pieces of one model have the same
-loss and the same weight, so that the mean over all ranks is that over those that have data of their own.
+Both sums are over all ranks and micro-batches, so padding, shorter batches and ranks with fewer samples do not change
+the result. Strategies average gradients over ranks; weighting then divides the averages by the mean weight of the
+ranks, from one scalar all-reduce that overlaps with backward. Ranks that hold parts of one model have the same loss and
+the same weight, so the mean over all ranks equals the mean over those with data of their own.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ Weight: TypeAlias = "float | Tensor"
 
 @final
 class Weighting:
-    """The weights of one fabric's losses, by the model whose gradients they count for."""
+    """The weights of one fabric's losses, by model."""
 
     def __init__(self, collective: Collective) -> None:
         self._collective = collective
-        self._kept_back: dict[nn.Module, _KeptBack] = {}
+        self._kept_back: dict[nn.Module, _Unsynced] = {}
         self._divided: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
-        """Parameters, each with its gradient, that were divided."""
+        """Parameters whose gradients were divided, with these gradients."""
 
     def refuse_unweighted(self) -> None:
-        """Raise RuntimeError where a loss without a weight would be added to gradients that are still to be divided."""
+        """Raise RuntimeError if a loss without a weight would be added to gradients that are not divided yet."""
         if any(not kept.is_discarded() for kept in self._kept_back.values()):
             raise RuntimeError(_MIXED)
 
-    def keep_back(self, models: Sequence[Prepared], weight: Weight, run: Callable[[], None]) -> None:
-        """Run a backward whose gradients stay on this rank."""
+    def accumulate(self, models: Sequence[Prepared], weight: Weight, run: Callable[[], None]) -> None:
+        """Run a backward that does not synchronise gradients."""
         weights = [self._before(model) + weight for model in models]
         run()
         self._kept_back.update(
-            {model.module: _KeptBack.of(model.sync, each) for model, each in zip(models, weights, strict=True)}
+            {model.module: _Unsynced.of(model.sync, each) for model, each in zip(models, weights, strict=True)}
         )
 
     def synchronise(
@@ -73,7 +73,7 @@ class Weighting:
             bare.scale(factors[0])
 
     def _before(self, model: Prepared) -> Weight:
-        """The weight of gradients that are kept back still."""
+        """The sum of the weights of gradients that are not synchronised yet."""
         kept = self._kept_back.get(model.module)
         if kept is None:
             return 0.0
@@ -93,8 +93,8 @@ class Weighting:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _KeptBack:
-    """The weight of gradients that one model keeps back, and what its first gradient was then."""
+class _Unsynced:
+    """The weights of one model's unsynchronised gradients, and its first gradient at that time."""
 
     sync: GradientSync
     weight: Weight
@@ -102,7 +102,7 @@ class _KeptBack:
     version: int
 
     @classmethod
-    def of(cls, sync: GradientSync, weight: Weight) -> _KeptBack:
+    def of(cls, sync: GradientSync, weight: Weight) -> _Unsynced:
         gradient = _first_gradient(sync)
         return cls(sync, weight, gradient, _version(gradient))
 
@@ -129,7 +129,7 @@ def check_weight(weight: Any) -> Weight:
             raise ValueError(
                 f"`backward(weight=...)` of shape {tuple(weight.shape)}: a loss has one weight. Pass `mask.sum()`."
             )
-        if weight.device.type != "cpu":  # its value is not waited for
+        if weight.device.type != "cpu":  # its value is not read: that would wait for the device
             dtype = torch.float32 if weight.device.type == "mps" else torch.float64
             return weight.detach().reshape(()).to(dtype)
     elif isinstance(weight, bool) or not isinstance(weight, (int, float)):
@@ -144,7 +144,8 @@ def check_weight(weight: Any) -> Weight:
 
 
 def _start_factors(collective: Collective, weights: Sequence[Weight]) -> Callable[[], Sequence[Factor]]:
-    """Begin to average the weights over the ranks. What is given waits, and gives what gradients are multiplied by."""
+    """Start to average the weights over the ranks. Returns a function that waits, and returns the factors of the
+    gradients."""
     numbers = [weight for weight in weights if not isinstance(weight, Tensor)]
     if collective.size == 1 and len(numbers) == len(weights):
         return lambda: [1 / number if number else 0.0 for number in numbers]
@@ -160,7 +161,7 @@ def _stacked(weights: Sequence[Weight]) -> Tensor:
 
 
 def _inverse(means: Tensor) -> Sequence[Factor]:
-    """By what gradients are multiplied. Where all weights are zero no sample counts, and gradients become zero."""
+    """The factors of the gradients. If all weights are zero, gradients become zero."""
     if means.device.type == "cpu":
         return [1 / mean if mean else 0.0 for mean in means.tolist()]
     return list(torch.where(means == 0, 0, 1 / means).unbind())
@@ -178,17 +179,17 @@ def _is_nonzero(gradient: Tensor | None) -> bool:
     if gradient is None:
         return False
     if type(gradient) is not Tensor and as_sharded(gradient) is None:
-        return True  # a stand-in without values
+        return True  # a subclass of Tensor without values on this rank
     return bool(local_part(gradient).count_nonzero())
 
 
 _MIXED = (
-    "`fabric.backward(loss)` without `weight=` after one with it, whose gradients are still there and were not divided "
-    "yet. Give each backward of a window a weight (of a mean over a batch: `weight=1`), or none."
+    "`fabric.backward(loss)` without `weight=` after one with a weight, whose gradients are not divided yet. Give each "
+    "backward of a window a weight (of a mean over a batch: `weight=1`), or none."
 )
 _DIVIDED = (
-    "A second synchronised `fabric.backward(loss, weight=...)` for the gradients of `{name}`: those that are there "
-    "were divided by the weights of the first, and these were not part of the sum. Write `optimizer.zero_grad()` "
-    "between the two; for one step from several backwards, use `fabric.accumulate(...)`, or "
+    "A second synchronised `fabric.backward(loss, weight=...)` for the gradients of `{name}`: the present ones are "
+    "already divided by the weights of the first, which do not include these. Write `optimizer.zero_grad()` between "
+    "the two; for one step from several backwards, use `fabric.accumulate(...)`, or "
     "`fabric.no_backward_sync(model)` for all but the last; or add the losses, and call `backward` once."
 )

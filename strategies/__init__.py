@@ -1,6 +1,6 @@
-"""How a model lies over devices: the strategies, and the parts they are composed of.
+"""Strategies: how a model is distributed over devices, and the parts they are composed of.
 
-The names below are imported when they are first used: a strategy's backend costs nothing to who does not use it.
+The names below are imported at their first use, so that an unused strategy does not import its backend.
 """
 
 from __future__ import annotations

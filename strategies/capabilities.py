@@ -1,8 +1,8 @@
-"""What a loop may ask of a strategy, a word for each question.
+"""The capabilities of strategies: what a training loop may do.
 
-A strategy answers in `Strategy.lacks`: the words it cannot honour, each with the sentence that the call then raises.
-What is not in there holds, and gives the numbers of one process of plain PyTorch: `fabric.testing` tries both. Which
-precisions and accelerators it runs on are not among the words: `Strategy.refuse` answers that.
+`Strategy.lacks` has those that a strategy does not support, each with the error message that its use raises. All others
+are supported, and give the numbers of plain PyTorch in one process: `fabric.testing` tests both. Precisions and
+accelerators are not capabilities: see `Strategy.refuse`.
 """
 
 from __future__ import annotations

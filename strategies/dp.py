@@ -31,8 +31,7 @@ from fabric.strategies.target import Target
 @final
 @dataclass(frozen=True, kw_only=True)
 class DataParallelStrategy(Strategy):
-    """Data parallel within one process: a world of one rank, whatever the number of devices. Outputs are gathered on
-    the first."""
+    """Data parallel within one process: a world of one rank with several devices. Outputs are gathered on the first."""
 
     @property
     def launchers(self) -> tuple[str, ...]:
@@ -67,7 +66,7 @@ class DataParallelStrategy(Strategy):
 
 @final
 class DPGradientSync(GradientSync):
-    """Splits each forward over the devices; autograd adds up the gradients of the copies, on the first."""
+    """Splits the batch of each forward over the devices; autograd sums the gradients of the copies on the first."""
 
     def __init__(self, runtime: Runtime, module: nn.Module) -> None:
         self.module = module
@@ -94,7 +93,7 @@ class DPGradientSync(GradientSync):
 
 @final
 class _Copy(nn.Module):
-    """What DataParallel copies to each device: it runs the method on the copy that it holds there."""
+    """The module that DataParallel copies to each device; calls the method on the copy there."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -102,5 +101,5 @@ class _Copy(nn.Module):
 
     def forward(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rebind_copies(self.module)
-        vars(self.module).pop("forward", None)  # the copy took over our attribute, which is bound to the original
+        vars(self.module).pop("forward", None)  # the copy has our attribute, which is bound to the original module
         return inspect.unwrap(function).__func__(self.module, *args, **kwargs)

@@ -1,7 +1,7 @@
-"""Batches and arguments, whatever they are nested in: containers taken apart, and put together again of the same types.
+"""Nested containers of tensors (batches, arguments): traversal, and reconstruction with the same types.
 
-A traversal of our own, because torch's (`torch.utils._pytree`) is private, knows dataclasses and mappings only where
-somebody registered them, and makes every container anew. Knows no device and no dtype.
+Written here because torch's traversal (`torch.utils._pytree`) is private, knows dataclasses and mappings only if they
+are registered, and rebuilds every container. Knows no device and no dtype.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _NO_CONTAINERS = (int, float, complex, str, bytes, type(None), type)
 
 @runtime_checkable
 class NamedFields(Protocol):
-    """A named tuple, which is made from its fields and not from one iterable."""
+    """A named tuple, which is constructed from its fields and not from one iterable."""
 
     _fields: tuple[str, ...]
 
 
 Container: TypeAlias = "tuple[Literal['key', 'index', 'field'], Sequence[Any], list[Any], Callable[[list[Any]], Any]]"
-"""How the members are named, their names, the members, and what makes such a container of others in their place."""
+"""The kind of names, the names, the members, and a function that makes such a container of other members."""
 
 
 def map_leaves(function: Callable[[Any], Any], nest: Any, *, is_leaf: Callable[[Any], bool], keep: bool = False) -> Any:
-    """The nest with `function(leaf)` in place of each leaf, in containers of the same types; the nest itself is left.
+    """Apply `function` to each leaf, in containers of the same types; `nest` itself is not changed.
 
-    Containers are what `opened` opens. What `is_leaf` names is not looked into.
-    `keep`: a container in which nothing changed is given back itself, so that what is written into it stays there.
+    Containers are those that `opened` knows. `is_leaf`: what is not traversed. `keep`: a container in which nothing
+    changed is returned itself, so that later writes into it remain visible to the caller.
     """
     container = None if is_leaf(nest) else opened(nest)
     if container is None:
@@ -44,7 +44,7 @@ def map_leaves(function: Callable[[Any], Any], nest: Any, *, is_leaf: Callable[[
 
 
 def tensors_in(nest: Any) -> list[Tensor]:
-    """The tensors of a nest, in the order of its containers."""
+    """The tensors in nested containers, in the order of the containers."""
     found: list[Tensor] = []
 
     def collect(leaf: Any) -> Any:
@@ -57,7 +57,7 @@ def tensors_in(nest: Any) -> list[Tensor]:
 
 
 def map_only_tensors(function: Callable[[Tensor], Any], nest: Any, *, keep: bool = False) -> Any:
-    """`map_leaves`, with `function` applied to tensors and all else left as it is."""
+    """`map_leaves` that applies `function` to tensors only."""
     return map_leaves(
         lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, nest, is_leaf=is_tensor, keep=keep
     )
@@ -69,10 +69,10 @@ def is_tensor(leaf: Any) -> bool:
 
 
 def opened(nest: Any) -> Container | None:
-    """The members of a container, and what fills another like it; None where `nest` is no container.
+    """The members of a container, and a function that rebuilds it; None if `nest` is no container.
 
-    Containers are mappings, lists, tuples, named tuples, dataclasses, instances of attrs classes, and what somebody
-    registered with torch's pytree.
+    Containers are mappings, lists, tuples, named tuples, dataclasses, instances of attrs classes, and types registered
+    with torch's pytree.
     """
     if isinstance(nest, _NO_CONTAINERS):
         return None
@@ -90,7 +90,7 @@ def opened(nest: Any) -> Container | None:
 
 
 def fields_of(obj: Any) -> list[str] | None:
-    """The names of the fields of a dataclass or of an attrs class that `obj` has; None where it is neither."""
+    """The field names of a dataclass or an attrs class; None for anything else."""
     if dataclasses.is_dataclass(obj):
         return [field.name for field in dataclasses.fields(obj)]
     of_attrs = getattr(type(obj), "__attrs_attrs__", None)
@@ -110,7 +110,7 @@ def _sequence(like: Any, items: list[Any]) -> Any:
 def _mapping(like: Any, values: list[Any]) -> Any:
     if not isinstance(like, MutableMapping):
         return type(like)(dict(zip(like, values, strict=True)))
-    duplicate = copy.copy(like)  # keeps what else it holds: a default factory, attributes
+    duplicate = copy.copy(like)  # keeps a default factory and attributes
     for key, value in zip(like, values, strict=True):
         duplicate[key] = value
     return duplicate
@@ -119,5 +119,5 @@ def _mapping(like: Any, values: list[Any]) -> Any:
 def _replaced(like: Any, names: list[str], values: list[Any]) -> Any:
     duplicate = copy.copy(like)
     for name, value in zip(names, values, strict=True):
-        object.__setattr__(duplicate, name, value)  # also where it is frozen
+        object.__setattr__(duplicate, name, value)  # also if it is frozen
     return duplicate

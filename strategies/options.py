@@ -1,6 +1,6 @@
-"""The options that strategies share, checked the same way for all of them, before anything starts.
+"""The options that strategies share, checked in the same way for all of them, before anything starts.
 
-An option says what it is by its annotation, and by its name: `timeout_seconds` is a time, `bucket_bytes` a size.
+The check depends on an option's annotation and name: `timeout_seconds` is a time, `bucket_bytes` a size.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "float": (lambda value: isinstance(value, float) or _is_whole(value), "a number"),
     "str": (lambda value: isinstance(value, str), "a word"),
 }
-"""Annotations that can be checked, as they are written; each also in its form with None."""
+"""Annotations that can be checked, as written; each also with `| None`."""
 
 
 def check_options(strategy: Strategy) -> None:
-    """Raise TypeError or ValueError for an option that is of another kind than it says, or out of range."""
+    """Raise TypeError or ValueError for an option of the wrong type, or out of range."""
     for field in fields(strategy):
         value = getattr(strategy, field.name)
         written = f"`{type(strategy).__name__}({field.name}={value!r})`"
@@ -53,19 +53,19 @@ def check_options(strategy: Strategy) -> None:
         if not fits(value):
             raise TypeError(f"{written} is a `{type(value).__name__}`. Write {words}{', or None' if none else ''}.")
         if field.name.endswith("_seconds") and not 0 < value < math.inf:
-            raise ValueError(f"{written} is no time to wait. Write a number of seconds above 0.")
+            raise ValueError(f"{written}: write a number of seconds above 0.")
         if field.name.endswith("_bytes") and value < 1:
-            raise ValueError(f"{written} is no size. Write a number of bytes from 1 on.")
+            raise ValueError(f"{written}: write a number of bytes from 1 on.")
         if field.name == "launcher" and value not in _LAUNCHERS:
-            raise ValueError(f"{written} is no launcher of a strategy's own. Write one of {_listed(_LAUNCHERS)}.")
+            raise ValueError(f"{written} is not a launcher of a strategy. Write one of {_listed(_LAUNCHERS)}.")
         if field.name == "backend":
             _check_backend(written, value)
 
 
 def carry_over(strategy: Strategy, to: type[S], *, word: str, accelerator: str) -> S:
-    """Make `to`, which does on this accelerator what `strategy` does elsewhere, with the options of the same names.
+    """Convert `strategy` to the class `to`, its variant for this accelerator, with the options of the same names.
 
-    Raises: ValueError: another option was set, which `to` has not.
+    Raises: ValueError: an option was set that `to` does not have.
     """
     known = {field.name for field in fields(to)}
     written = {field.name: getattr(strategy, field.name) for field in fields(strategy)}
@@ -73,14 +73,14 @@ def carry_over(strategy: Strategy, to: type[S], *, word: str, accelerator: str) 
     lost = [f"`{name}={value!r}`" for name, value in written.items() if name not in known and value != default[name]]
     if lost:
         raise ValueError(
-            f"`strategy={word}` on `accelerator={accelerator!r}` is `{to.__name__}`, which has nothing for "
+            f"`strategy={word}` on `accelerator={accelerator!r}` is `{to.__name__}`, which has no option for "
             f"{', '.join(lost)}. Leave it out, or write `strategy={to.__name__}(...)`, with options of its own."
         )
     return to(**{name: value for name, value in written.items() if name in known})
 
 
 def with_timeout(strategy: S, seconds: float) -> S | None:
-    """The strategy whose collectives wait for so long; None where it has no such option, or has said another time."""
+    """The strategy with this timeout; None if it has no such option, or sets another timeout."""
     own = next((field for field in fields(strategy) if field.name == "timeout_seconds"), None)
     if own is None or getattr(strategy, own.name) not in (own.default, seconds):
         return None
@@ -89,7 +89,7 @@ def with_timeout(strategy: S, seconds: float) -> S | None:
 
 
 def check_function(strategy: Strategy, option: str, call: str) -> None:
-    """Raise TypeError where an option that is a function, or None, cannot be called. `call`: how it will be.
+    """Raise TypeError for an option that must be a function or None. `call`: how it will be called.
 
     Called by the strategy's constructor.
     """
@@ -97,13 +97,13 @@ def check_function(strategy: Strategy, option: str, call: str) -> None:
     if value is None or (callable(value) and not isinstance(value, nn.Module)):
         return
     raise TypeError(
-        f"`{type(strategy).__name__}({option}={value!r})` is no function, but a `{type(value).__name__}`. Pass one, "
+        f"`{type(strategy).__name__}({option}={value!r})` is a `{type(value).__name__}`, not a function. Pass one, "
         f"`{call}`."
     )
 
 
 def _check_backend(written: str, value: str) -> None:
-    """Raise ValueError for a backend that torch.distributed has not; `value` is one name, or `device:name,...`."""
+    """Raise ValueError for a backend that torch.distributed does not have; `value`: one name, or `device:name,...`."""
     from torch.distributed import Backend
 
     known = [name for name in Backend.backend_list if name != Backend.UNDEFINED]

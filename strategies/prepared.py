@@ -1,7 +1,7 @@
-"""What a model has become once a strategy has set it up: how gradients are synchronised, clipped, saved, and undone.
+"""A model that a strategy has set up: how gradients are synchronised and clipped, and its state saved.
 
-A value that carries functions: what differs between strategies is in them, so no reader asks which strategy it was.
-The module and the optimizers are what the user gets back, and wherever the strategy lets us they are the user's own.
+Fields are functions that differ between strategies, so that readers need not know the strategy. Module and optimizers
+are the user's own objects wherever the strategy allows it.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ class Prepared:
     """One model and the optimizers that were set up with it."""
 
     module: nn.Module
-    """What the user calls."""
+    """The module that `setup` returns."""
     optimizers: tuple[Optimizer, ...]
-    """What the user steps, in the order given."""
+    """The optimizers that `setup` returns, in the order given."""
     sync: GradientSync
-    """What is done around forward and backward."""
+    """What runs around forward and backward."""
     clip_norm: Callable[[Optimizer, float, float, bool], Tensor]
-    """`(optimizer, max_norm, norm_type, error_if_nonfinite)`: scale the gradients so that their norm over all shards
-    is at most `max_norm`; gives the norm from before."""
+    """`(optimizer, max_norm, norm_type, error_if_nonfinite)`: scale gradients so that their norm over all shards is at
+    most `max_norm`; returns the norm before."""
     clip_value: Callable[[Optimizer, float], None]
     """`(optimizer, clip_val)`: clamp each gradient to `[-clip_val, clip_val]`."""
     release: Callable[[], None]
-    """Give the user's objects back as they were: no hook and no attribute of ours stays on them."""
+    """Restore the user's objects: no hook and no attribute of ours stays on them."""
     scale_loss: Callable[[Tensor], Tensor] | None = None
-    """How an engine of its own scales a loss for this model alone; None: as the precision does."""
+    """How an engine scales the loss of this model; None: the precision's loss scaler does."""
     joins_backward: bool = True
-    """Whether one backward may run through this model and others; False where `scale_loss` would scale the others."""
+    """Whether one backward may go through this model and others; False if `scale_loss` would scale the others too."""
     loss_scale: Stateful | None = None
-    """The scale of losses, where an engine of its own has one instead of the runtime."""
+    """The loss scale, if an engine has one instead of the runtime."""
     state: StateAccess = PLAIN
-    """How the whole state of the model, and of optimizers of its parameters, is saved and loaded."""
+    """How the full state of the model, and of optimizers of its parameters, is saved and loaded."""
 
     def holds(self, obj: nn.Module | Optimizer) -> bool:
-        """Whether `obj` is this model, a part of it, or an optimizer of its parameters as they are now."""
+        """Whether `obj` is this model, a submodule of it, or an optimizer of its present parameters."""
         if isinstance(obj, nn.Module):
             return any(part is obj for part in uncompiled(self.module).modules())
         own = {id(parameter) for parameter in self.module.parameters()}

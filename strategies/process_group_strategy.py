@@ -1,6 +1,6 @@
 """What every strategy with one process per device and a torch process group shares.
 
-A subclass adds its options, `setup`, and the hooks in which it differs. What is `final` here, no subclass overrides.
+A subclass adds its options, `setup`, and the hooks in which it differs. Subclasses do not override `final` methods.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessGroupStrategy(Strategy):
-    """One process per device; the ranks talk over a torch process group."""
+    """One process per device, and a torch process group over all ranks."""
 
     in_shards: ClassVar[bool] = False
     """Whether ranks hold different gradients. Then a loss scaler skips a step on all ranks if one overflowed."""
     launcher: str = "auto"
-    """How processes come to be: auto, script, fork, forkserver or spawn. auto leaves it to `Fabric(launcher=...)`."""
+    """How processes are started: auto, script, fork, forkserver or spawn. auto leaves it to `Fabric(launcher=...)`."""
     backend: str | None = None
-    """The torch.distributed backend; None takes the accelerator's own (gloo on CPU, nccl on CUDA)."""
+    """The torch.distributed backend; None: the accelerator's default (gloo on CPU, nccl on CUDA)."""
     timeout_seconds: float = 1800.0
     """How long a collective waits for the other ranks before it raises."""
 
     def why_not(self, target: Target) -> str | None:
-        """Hook: what keeps this strategy from running there, as `refuse` says it; None where it can run."""
+        """Hook: the reason why this strategy cannot run on the target, as in `refuse`; None if it can."""
         return None
 
     def degrees(self, size: int, num_nodes: int) -> Mapping[str, int]:
-        """Hook: the axes of the mesh, the last one over neighbouring ranks; none for a strategy without a mesh.
+        """Hook: the sizes of the mesh's axes, the last one over adjacent ranks; empty without a mesh.
 
-        Raises: ValueError: they do not multiply to `size`, or do not fit the options.
+        Raises: ValueError: their product is not `size`, or they contradict the options.
         """
         return {}
 
@@ -53,17 +53,17 @@ class ProcessGroupStrategy(Strategy):
         return True
 
     def when_connected(self, runtime: Runtime) -> None:
-        """Hook: called on every rank, once the process group is there."""
+        """Hook: called on every rank once the process group exists."""
 
     @final
     @property
     def launchers(self) -> tuple[str, ...]:
-        """The launcher of the option, or every one that starts a process per device."""
+        """The launcher set by the option, or all that start a process per device."""
         return own_launchers(self.launcher)
 
     @final
     def refuse(self, target: Target) -> str | None:
-        """Refuse what `why_not` and `degrees` do, and MPS where a process group is needed."""
+        """The reasons of `why_not` and `degrees`; refuses MPS if a process group is needed."""
         if target.accelerator.name == "mps" and (target.size > 1 or self.in_shards):
             return (
                 f"`accelerator='mps'` has one device and no torch.distributed backend, which `{type(self).__name__}` "
@@ -80,7 +80,7 @@ class ProcessGroupStrategy(Strategy):
 
     @final
     def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
-        """Take the device of this rank, join the process group, and make the mesh if there is one."""
+        """Select this rank's device, join the process group, and create the mesh if there is one."""
         degrees = self.degrees(world.size, world.num_nodes)
         index = devices[world.local_rank]
         accelerator.connect(index)
@@ -95,7 +95,7 @@ class ProcessGroupStrategy(Strategy):
         return runtime
 
     def _share(self, mesh: DeviceMesh) -> Share:
-        """This rank's share of the data, the last axis fastest."""
+        """This rank's share of the data; the last axis varies fastest."""
         share = Share()
         for axis in filter(self.has_own_data, mesh.mesh_dim_names or ()):
             num_ranks = degree(mesh, axis)

@@ -1,6 +1,6 @@
-"""Strategies by name: the literal table below, those a program registered, and those that installed packages offer.
+"""Strategies by name: the built-in table below, those a program registered, and those of installed packages.
 
-Reading the table imports no strategy; making one imports the one module it lies in. See Note [What is registered] in
+Reading the table imports no strategy; creating one imports only its module. See Note [What is registered] in
 `accelerators/registry.py` for why `_REGISTERED` is module state, and when entry points are read.
 """
 
@@ -18,28 +18,28 @@ if TYPE_CHECKING:
     from fabric.strategies.strategy import Strategy
 
 ENTRY_POINTS = "fabric.strategies"
-"""The entry-point group in which a package names a callable without arguments that makes a `Strategy`."""
+"""The entry-point group in which a package names a callable without arguments that returns a `Strategy`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """A word, what it makes, and a line that says when to use it."""
+    """A name, the factory of its strategy, and a line that says when to use it."""
 
     name: str
     make: Callable[[], Any]
-    """Makes the strategy. Its result is checked when it is called, for it may be anybody's function."""
+    """Creates the strategy. The result is checked, because it may be a third-party function."""
     description: str
     source: str = "torchfabric"
-    """Who named it: torchfabric, a distribution, or this program."""
+    """Who registered it: torchfabric, a distribution, or this program."""
 
     def strategy(self) -> Strategy:
-        """A strategy of this name, complete. Raises TypeError where something else was made."""
+        """The strategy of this name. Raises TypeError if the factory returned something else."""
         from fabric.strategies.strategy import Strategy
 
         made = self.make()
         if not isinstance(made, Strategy):
             raise TypeError(
-                f"The strategy {self.name!r} of {self.source} made {made!r}, which is a `{type(made).__name__}` and no "
+                f"The strategy {self.name!r} of {self.source} made {made!r}, a `{type(made).__name__}` and not a "
                 f"`fabric.strategies.Strategy`. Register a callable that returns one."
             )
         return made
@@ -124,15 +124,15 @@ _VARIANTS: Mapping[tuple[str, str], str] = {
         "fabric.strategies.xla.model_parallel:XLAModelParallelStrategy"
     ),
 }
-"""The class that does the same on an accelerator that needs another way to do it."""
+"""The class that replaces a strategy on an accelerator which needs another implementation."""
 _BUILT_IN: Mapping[str, Registration] = {registration.name: registration for registration in _TABLE}
 _REGISTERED: dict[str, Registration] = {}
 
 
 def variant_for(strategy: Strategy, accelerator: str, *, word: str) -> Strategy:
-    """The variant of a strategy for an accelerator: the strategy itself, unless the table has another one.
+    """The variant of a strategy for an accelerator: the strategy itself, unless the table has another class.
 
-    `word`: what was written for it, for the error. Raises: ValueError: it has an option that the variant has not.
+    `word`: the strategy as written, for the error. Raises: ValueError: an option is set that the variant does not have.
     """
     from fabric.strategies.options import carry_over
 
@@ -145,12 +145,12 @@ def variant_for(strategy: Strategy, accelerator: str, *, word: str) -> Strategy:
 
 
 def available_strategies() -> tuple[str, ...]:
-    """Every word that `Fabric(strategy=...)` knows, whether or not this machine can run it."""
+    """Every name that `Fabric(strategy=...)` knows, whether or not this machine can run it."""
     return tuple(strategy_registrations())
 
 
 def strategy_registrations() -> Mapping[str, Registration]:
-    """Every word with what it makes. Reads the entry points of all installed packages.
+    """Every name with its registration. Reads the entry points of all installed packages.
 
     Raises: ValueError: an installed package gives a name that is taken.
     """
@@ -158,24 +158,24 @@ def strategy_registrations() -> Mapping[str, Registration]:
 
 
 def make_strategy(name: str) -> Strategy:
-    """The strategy of a name, complete.
+    """The strategy of a name.
 
-    Raises: ValueError: nothing has this name; near names and all names are in the message.
-    Raises: TypeError: what the name stands for made something that is no `Strategy`.
+    Raises: ValueError: the name is unknown; the message has similar names and all names.
+    Raises: TypeError: the factory of the name returned something that is no `Strategy`.
     """
     registration = _BUILT_IN.get(name) or _REGISTERED.get(name) or _installed().get(name)
     if registration is None:
         known = available_strategies()
         near = "".join(f"Did you mean {match!r}? " for match in get_close_matches(name, known, n=1))
         raise ValueError(
-            f"`strategy={name!r}` names no strategy. {near}Write 'auto' or one of {', '.join(map(repr, known))}; "
+            f"`strategy={name!r}` is not known. {near}Write 'auto' or one of {', '.join(map(repr, known))}; "
             f"`register_strategy` adds one."
         )
     return registration.strategy()
 
 
 def register_strategy(name: str, factory: Callable[[], Strategy], *, description: str = "") -> None:
-    """Let `Fabric(strategy=name)` use what `factory()` makes, in this process from now on.
+    """Make `Fabric(strategy=name)` use the result of `factory()`, in this process from now on.
 
     A strategy's class is a factory; `functools.partial(DDPStrategy, static_graph=True)` is one with options.
     `description` is the line that `fabric doctor` shows.
@@ -191,7 +191,7 @@ def register_strategy(name: str, factory: Callable[[], Strategy], *, description
 
 
 def _installed() -> dict[str, Registration]:
-    """What installed packages offer. Nothing of theirs is imported before a strategy is made."""
+    """The strategies of installed packages; importing nothing of them."""
     found: dict[str, Registration] = {}
     for entry in entry_points(group=ENTRY_POINTS):
         source = entry.dist.name if entry.dist is not None else entry.value

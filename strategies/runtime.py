@@ -1,4 +1,4 @@
-"""What a process owns once it is connected: its place, its device, its collective and its precision."""
+"""The state of a process once it is connected: world, device, collective and precision."""
 
 from __future__ import annotations
 
@@ -36,36 +36,36 @@ class Backward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """Made by `Strategy.connect`, first thing in a rank."""
+    """Created by `Strategy.connect`, the first thing in a rank."""
 
     world: World
     device: torch.device
-    """Where this rank's tensors live."""
+    """The device of this rank."""
     devices: tuple[torch.device, ...]
-    """All that this process drives; `device` is the first. More than one only within `dp`."""
+    """All devices of this process; `device` is the first. More than one only for `dp`."""
     collective: Collective
     precision: Precision
     loss_scaler: LossScaler | None
     """Present exactly when `precision.scales_loss`."""
     report: Callable[[str], None]
-    """Tells the person who runs the job a sentence, by the standard logger `fabric`; silent on all ranks but zero."""
+    """Logs a message to the user, through the logger `fabric`; silent on all ranks but zero."""
     new_tensors: AbstractContextManager[None] = field(default_factory=nullcontext)
-    """Within it, which is forward and backward, new tensors have the precision's dtype. Entered by any thread."""
+    """Context for forward and backward: new tensors have the precision's dtype. May be entered by any thread."""
     share: Share = field(default_factory=Share)
     """The part of the data that this rank reads. Ranks that hold parts of one model have the same one."""
     carry: Carry | None = None
-    """How batches go to the device, where it has a way of its own."""
+    """How batches are moved to the device, if not by `Tensor.to`."""
     uneven: Uneven | None = None
-    """What ranks do when the first of them has no batch left; None: what `Fabric.setup_dataloaders` says of it."""
+    """What ranks do when the first has no batch left; None: see `Fabric.setup_dataloaders`."""
     mesh: DeviceMesh | None = None
-    """The ranks along named axes, where the strategy has axes."""
+    """The device mesh, if the strategy has one."""
     loader_numbers: LoaderNumbers = field(default_factory=LoaderNumbers)
-    """Tells loaders apart that are set up in the same random state: they are shuffled differently."""
+    """Numbers loaders that are set up in the same random state, so that they are shuffled differently."""
     random_streams: RandomStreams = field(default_factory=RandomStreams)
     backward: Backward = field(default_factory=Backward)
 
     def draw_apart(self) -> None:
-        """Let ranks that read different data draw different random numbers from here on: see `RandomStreams`."""
+        """Make ranks that read different data draw different random numbers from here on: see `RandomStreams`."""
         self.random_streams.differ(self.share)
 
 
@@ -78,9 +78,9 @@ def open_runtime(
     in_shards: bool = False,
     carry: Carry | None = None,
 ) -> Runtime:
-    """Connect to the other ranks, and return what this one owns from then on; each rank reads a share of its own.
+    """Connect to the other ranks, and create the runtime of this one; each rank reads a share of its own.
 
-    `in_shards`: ranks hold different gradients, so that all must decide together whether one overflowed.
+    `in_shards`: ranks hold different gradients, so all ranks must decide together whether one overflowed.
     """
     collective.setup()
     report = logging.getLogger("fabric").warning if world.is_global_zero else _keep_quiet

@@ -1,4 +1,4 @@
-"""One process, one device: the plain loop, with the fabric's words."""
+"""One process, one device: plain PyTorch through the methods of `Fabric`."""
 
 from __future__ import annotations
 

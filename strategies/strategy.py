@@ -1,8 +1,8 @@
-"""The role of a strategy: how one model's numbers lie over devices.
+"""The interface of a strategy: how a model is distributed over devices.
 
-A strategy is a frozen dataclass of options, complete from its constructor on and picklable. It holds no state: what
-differs from process to process is in the `Runtime`, what differs from model to model in the `Prepared`. Nothing
-above it asks which strategy it is; a question that differs between strategies is a method here.
+A strategy is a frozen, picklable dataclass of options, without state: per-process state is in `Runtime`, per-model
+state in `Prepared`. Code above this layer never asks which strategy it has; what differs between strategies is a method
+here.
 """
 
 from __future__ import annotations
@@ -31,72 +31,74 @@ from fabric.strategies.target import Target
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy(ABC):
-    """How a model lies over devices; owns its launchers, its collective and its data-loader hooks."""
+    """How a model is distributed over devices; defines its launchers, its collective and its data-loader hooks."""
 
     activation_checkpointing_policy: Policy | None = None
-    """The submodules whose activations are computed again in backward instead of being kept: classes, or a function of
-    a module. `Fabric.setup` sees to it, the same way under every strategy."""
+    """Submodules whose activations are recomputed in backward instead of stored: classes, or a function of a module.
+    `Fabric.setup` applies it, in the same way for every strategy."""
 
     @property
     def lacks(self) -> Mapping[Capability, str]:
-        """What a loop cannot have, each with the sentence that the call raises. What is not in here holds."""
+        """Unsupported capabilities, each with the error message that its use raises."""
         return {}
 
     @property
     def marks_steps(self) -> bool:
-        """Whether it marks where a step ends, which devices need that record operations and run them as one graph."""
+        """Whether it marks the end of each step, for devices that record operations and run them as one graph."""
         return False
 
     @property
     @abstractmethod
     def launchers(self) -> tuple[str, ...]:
-        """The launcher words that can start it. More than one: which is left to `Fabric(launcher=...)`."""
+        """The launchers that can start it. If there are several, `Fabric(launcher=...)` chooses."""
 
     def num_processes(self, num_devices: int) -> int:
-        """How many processes a node runs to use `num_devices` devices: one per device, or the calling process alone."""
+        """The number of processes on a node that has `num_devices` devices: one per device, or the calling process
+        alone."""
         return 1 if self.launchers == ("inline",) else num_devices
 
     def look_for_packages(self) -> Mapping[str, str]:
-        """The optional packages that it needs and that are installed here, with what `refuse` has to know of each.
+        """The installed optional packages that it needs, with what `refuse` must know of each.
 
-        Called once for each `Fabric`, before `refuse`. Overridden where there are any.
+        Called once for each `Fabric`, before `refuse`. Overridden by strategies with optional packages.
         """
         return {}
 
     @abstractmethod
     def refuse(self, target: Target) -> str | None:
-        """None where it can run so; otherwise a sentence with what was written, what is so, and what to write.
+        """None if it can run on the target; otherwise the error message: what was written, what is so, what to write.
 
-        Looks at nothing but `target`: it is asked about machines that are not this one.
+        Reads nothing but `target`, which may describe another machine.
         """
 
     @abstractmethod
     def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
-        """Take the device of this rank and meet the other ranks.
+        """Select the device of this rank and connect to the other ranks.
 
-        `devices`: the indices of this node's devices, `devices[world.local_rank]` being this rank's own.
+        `devices`: the indices of this node's devices; `devices[world.local_rank]` is this rank's own.
         """
 
     def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
-        """Within it, modules are made where `setup` wants them, in the precision's dtype; `empty`: without values.
+        """Context: modules are created where `setup` needs them, in the precision's dtype; `empty`: not initialised.
 
-        Overridden where that is not the rank's device.
+        Overridden if that is not the rank's device.
         """
         return new_tensors(runtime.device, runtime.precision, empty=empty)
 
     @abstractmethod
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
-        """Lay the model over the devices; `optimizers` follow its parameters. `move=False` leaves it where it is."""
+        """Distribute the model; `optimizers` then refer to its new parameters. `move=False`: do not move it to the
+        device."""
 
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
-        """Prepare optimizers whose parameters belong to a model that is already set up. Returns what undoes it.
+        """Prepare optimizers of a model that is already set up. Returns a function that undoes it.
 
-        Overridden where more is needed than that the loss scaler unscales before a step.
+        Overridden if attaching the loss scaler is not enough.
         """
         return attach_scaler(runtime.loss_scaler, optimizers)
 
     def process_dataloader(
         self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
     ) -> Iterable[Any]:
-        """The same loader, cut to `runtime.share` (`distribute`), its batches on the device (`move`)."""
+        """The loader, restricted to `runtime.share` (`distribute`), with its batches on the device (`move`)."""
         return share_loader(runtime, loader, use, distribute=distribute, move=move)

@@ -1,4 +1,4 @@
-"""What a strategy is asked to run on, and what was found there: all that `Strategy.refuse` may look at."""
+"""The configuration that a strategy is asked to run on: all that `Strategy.refuse` may read."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _PRECISION = Precision.parse("32-true")
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Devices, precision and packages, looked at before. A test writes one from numbers."""
+    """Devices, precision and packages, determined before. Tests create one from numbers."""
 
     accelerator: Accelerator
     num_devices: int = 1
-    """Devices that the strategy is to use on each node."""
+    """Devices per node that the strategy is to use."""
     num_nodes: int = 1
     precision: Precision = _PRECISION
     num_available: int = 1
@@ -28,16 +28,16 @@ class Target:
     platform: str = ""
     """See `Accelerator.platform`."""
     packages: Mapping[str, str] = field(default_factory=dict)
-    """What `Strategy.look_for_packages` found."""
+    """The result of `Strategy.look_for_packages`."""
 
     @property
     def size(self) -> int:
-        """Devices on all nodes."""
+        """The number of devices on all nodes."""
         return self.num_devices * self.num_nodes
 
 
 def releases(*packages: str) -> dict[str, str]:
-    """The installed releases of these packages, without those that are not installed. Imports none of them."""
+    """The versions of these packages that are installed; others are left out. Imports none of them."""
     found = {}
     for package in packages:
         try:

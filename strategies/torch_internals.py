@@ -1,7 +1,8 @@
-"""The private names of torch, all of them, checked when this is imported or, for FSDP and pipelining, when those are.
+"""All private names of torch that are used, checked when this module is imported, or at first use for FSDP and
+pipelining.
 
-Functions are bound here. Attributes are used where they are needed: `tests/test_private_names.py` holds that each of
-them is in a list here.
+Functions are bound here. Attributes are used where they are needed; `tests/test_private_names.py` checks that each of
+them is listed here.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ COMPILED: Names = {
 require("torch", TESTED, ALWAYS)
 
 current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
-"""The number of the backward that runs on this thread; -1 outside of one."""
+"""The id of the backward that runs on this thread; -1 outside of one."""
 disabled_torch_function_impl: Any = torch._C._disabled_torch_function_impl
 
 
@@ -109,23 +110,23 @@ def disable_dynamo(function: Function, *, recursive: bool = True) -> Function:
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Within a backward: call this when it has ended."""
+    """Call this within a backward: runs `callback` when the backward has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 @cache
 def require_fully_shard() -> None:
-    """Raise ImportError where this torch lacks what is used of `fully_shard`. Imports it."""
+    """Raise ImportError if this torch lacks a private name of `fully_shard`. Imports it."""
     require("torch", TESTED, FULLY_SHARD)
 
 
 @cache
 def require_pipelining() -> None:
-    """Raise ImportError where this torch lacks what is used of its pipeline schedules. Imports them."""
+    """Raise ImportError if this torch lacks a private name of its pipeline schedules. Imports them."""
     require("torch", TESTED, PIPELINING)
 
 
 @cache
 def require_compiler() -> None:
-    """Raise ImportError where this torch lacks what is used of its compiler. Imports it."""
+    """Raise ImportError if this torch lacks a private name of its compiler. Imports it."""
     require("torch", TESTED, COMPILED)

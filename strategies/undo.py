@@ -1,4 +1,4 @@
-"""Undoing several things by one call."""
+"""Combine several undo functions into one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 
 def undo_all(actions: Iterable[Callable[[], object]]) -> Callable[[], None]:
-    """A function that calls each of the actions, in their order."""
+    """A function that calls all actions, in order."""
     actions = tuple(actions)
 
     def undo() -> None:

@@ -38,10 +38,10 @@ PART_IMPORTS = {
         "fabric.launchers.rendezvous.join",
     ): "goes where the launcher said to meet",
     (
-        "strategies/collectives/journal.py",
+        "strategies/collectives/flight_recorder.py",
         "fabric.launchers.watch.activity",
     ): "a call in words, as the watcher takes it",
-    ("strategies/collectives/journal.py", "fabric.launchers.watch.stack"): "the user's line in a stack",
+    ("strategies/collectives/flight_recorder.py", "fabric.launchers.watch.stack"): "the user's line in a stack",
 }
 COLLECTIVES_OUTSIDE = {
     "strategies/ddp/comm_hooks.py": "DistributedDataParallel waits for a future of torch's own all-reduce",
@@ -215,7 +215,7 @@ def takes_a_target(node: ast.AST) -> bool:
 
 def test_what_resolves_looks_at_nothing_but_its_arguments() -> None:
     """`tests/fabric/test_resolve.py` gives it machines that are not this one."""
-    files = [ROOT / "fabric" / name for name in ("alone.py", "conflicts.py", "devices.py", "resolve.py")]
+    files = [ROOT / "fabric" / name for name in ("own_world.py", "conflicts.py", "devices.py", "resolve.py")]
     code = [(path, node) for path in files for node in nodes_of(path) if isinstance(node, ast.FunctionDef)]
     code += [(path, node) for path in sources() for node in nodes_of(path) if takes_a_target(node)]
     assert len(code) > 40

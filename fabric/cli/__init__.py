@@ -1,7 +1,7 @@
-"""The command line: `fabric run` starts a script with words for its `Fabric(...)`, `fabric doctor` tells what is here,
-`fabric consolidate` exports a checkpoint.
+"""The command line: `fabric run` starts a script with options for its `Fabric(...)`, `fabric doctor` reports what this
+machine can run, `fabric consolidate` exports a checkpoint.
 
-Nothing is imported before it is known which command was asked for, so that `--help` starts without torch.
+Each command imports what it needs when it runs, so that `--help` starts without torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NoReturn, final
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; its exit code is given back. 2: the words were wrong, and nothing was started."""
+    """Run the command line, and return its exit code. 2: an option was wrong, and nothing was started."""
     parsed = parser().parse_args(sys.argv[1:] if arguments is None else arguments)
     try:
         return {"run": _run, "doctor": _doctor, "consolidate": _consolidate}[parsed.command](parsed)
@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     )
     whole.add_argument("--version", action=_Version, help="show the versions of torchfabric, torch and Python")
     commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_run(commands.add_parser("run", allow_abbrev=False, help="start a script, with words for its Fabric(...)"))
+    _add_run(commands.add_parser("run", allow_abbrev=False, help="start a script, with options for its Fabric(...)"))
     doctor = commands.add_parser("doctor", help="show what this machine can run, and why not the rest")
     doctor.add_argument("--json", action="store_true", help="as JSON, for programs")
     doctor.add_argument("--strategies", action="store_true", help="what each strategy can and cannot do")
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
 
 @final
 class _Version(argparse.Action):
-    """Asked of what is installed, which imports neither."""
+    """Reads the installed metadata, which imports neither package."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, help=help)
@@ -88,20 +88,20 @@ def _add_consolidate(command: argparse.ArgumentParser) -> None:
 
 def _add_run(command: argparse.ArgumentParser) -> None:
     command.description = (
-        "Start SCRIPT as `python SCRIPT` does. The options are words for its `Fabric(...)`: what the script leaves at "
-        "its default takes them; what it says differently itself is an error."
+        "Start SCRIPT as `python SCRIPT` does. The options set arguments of its `Fabric(...)` that the script leaves "
+        "at their defaults; it is an error if the script sets another value."
     )
     for option, metavar, help_text in (
         ("accelerator", "NAME", "auto, cpu, cuda, mps, ..."),
         ("strategy", "NAME", "auto, ddp, ...; `fabric doctor` lists them"),
         ("devices", "DEVICES", "auto, a number, -1 for all, or indices such as 0,1"),
-        ("num-nodes", "N", "machines that take part"),
-        ("node-rank", "N", "which of them this is, from 0"),
+        ("num-nodes", "N", "number of machines"),
+        ("node-rank", "N", "rank of this machine, from 0"),
         ("main-address", "HOST", "name or address of node 0"),
         ("main-port", "PORT", "a free TCP port on node 0"),
         ("precision", "NAME", "32-true, bf16-mixed, ..."),
         ("launcher", "NAME", "auto, script, fork, forkserver, spawn, elastic, external"),
-        ("max-restarts", "N", "after a failure, start all ranks again at most N times"),
+        ("max-restarts", "N", "after a failure, restart all ranks, at most N times"),
         ("timeout-seconds", "S", "how long a collective waits for the other ranks before it raises"),
         ("say-after-seconds", "S", "after how long in one collective to print what each rank does"),
     ):

@@ -1,7 +1,7 @@
-"""For each launcher that is not ours: the command that starts ranks by it, and what is missing where it cannot.
+"""For each external launcher: the command that starts ranks with it, and what is missing if it cannot run here.
 
-It looks for the launcher's program and for the file that tells the program of a cluster, and starts nothing: whether
-the cluster answers is the cluster's to say.
+It looks for the launcher's program and for the program's cluster configuration file. It starts nothing, and does not
+check whether the cluster answers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fabric.launchers.environments.environment import Start
 
 
 def clusters(environ: Mapping[str, str]) -> list[dict[str, str | None]]:
-    """Each cluster environment in the order in which it is looked for; `why_not` is null where it can run here."""
+    """Each cluster environment, in the order of detection; `why_not` is null if it can run here."""
     return [
         {
             "name": environment.name,
@@ -45,12 +45,12 @@ def _why_not(start: Start, environ: Mapping[str, str]) -> str | None:
         return f"`{start.variable}` is not set here: {start.otherwise}."
     if program is not None and start.files and not any(path.exists() for path in _paths(start, program, environ)):
         looked_for = ", ".join(start.files)
-        return f"`{start.program}` is here, but nothing tells it of a cluster (none of {looked_for}): {start.cluster}."
+        return f"`{start.program}` is here, but has no cluster configuration (none of {looked_for}): {start.cluster}."
     return None
 
 
 def _paths(start: Start, program: str, environ: Mapping[str, str]) -> Iterator[Path]:
-    """Where the program looks for its cluster."""
+    """Where the program looks for its cluster configuration."""
     for words in start.files:
         if words.startswith("$"):
             yield from (Path(path) for path in environ.get(words[1:], "").split(os.pathsep) if path)

@@ -1,7 +1,7 @@
-"""`fabric doctor`: what this machine can run, and for the rest the sentence that says why not.
+"""`fabric doctor`: what this machine can run, and the reason for what it cannot.
 
-It asks the same functions that `Fabric(...)` asks, so it cannot promise what a script would then be refused. The report
-is plain data; the tables and the JSON are two ways to show it. It imports torch, and initialises no device.
+It calls the same functions as `Fabric(...)`, so both give the same answers. The report is plain data, shown as tables
+or as JSON. It imports torch, and initialises no device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fabric.strategies.registry import Registration, strategy_registrations
 
 
 def doctor(*, as_json: bool, only_strategies: bool = False) -> int:
-    """Print the report, or what it says of what strategies can do; the exit code is 0."""
+    """Print the report, or only its part on strategies; returns the exit code 0."""
     machine = Machine.look(os.environ, Request())
     everything = replace(machine, found=tuple(Found.look(accelerator) for accelerator in accelerators()))
     found = report(everything, strategy_registrations())
@@ -39,7 +39,7 @@ def doctor(*, as_json: bool, only_strategies: bool = False) -> int:
 
 
 def report(machine: Machine, strategies: Mapping[str, Registration]) -> dict[str, Any]:
-    """What the machine can run, as JSON's types. `why_not` is null where it can."""
+    """What the machine can run, as JSON types. `why_not` is null if it can."""
     world = machine.world
     return {
         "python": platform.python_version(),
@@ -64,7 +64,7 @@ def report(machine: Machine, strategies: Mapping[str, Registration]) -> dict[str
 
 
 def _memory_bytes() -> int | None:
-    """Bytes of main memory; None where the system does not tell."""
+    """Bytes of main memory; None if the system does not report it."""
     sysconf: Callable[[str], int] | None = getattr(os, "sysconf", None)  # Windows has none
     return None if sysconf is None else sysconf("SC_PHYS_PAGES") * sysconf("SC_PAGE_SIZE")
 
@@ -109,9 +109,9 @@ def _show(found: Mapping[str, Any]) -> None:
 
 
 def _table(console: Any, columns: tuple[str, ...], rows: list[tuple[str | None, ...]]) -> None:
-    """One table, and below it the sentences that say why not; what is not here bears the number of its sentence.
+    """Print one table, and below it the numbered reasons that its cells refer to.
 
-    `rows`: a cell for each column, then the sentence, None where there is nothing to say.
+    `rows`: a cell for each column, then the reason, or None.
     """
     from rich.table import Column, Table
     from rich.text import Text
@@ -126,5 +126,5 @@ def _table(console: Any, columns: tuple[str, ...], rows: list[tuple[str | None, 
         table.add_row(Text(name or "", style=style), *(Text(cell or "") for cell in (here, *cells)))
     console.print(table)
     for sentence, number in sentences.items():
-        # Not wrapped: a command that is to be copied stays in one piece.
+        # Not wrapped, so that commands can be copied.
         console.print(f"({number}) {sentence}", highlight=False, markup=False, soft_wrap=True)

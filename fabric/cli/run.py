@@ -1,8 +1,8 @@
-"""`fabric run`: check the words, put them where the script's `Fabric(...)` finds them, and become the script.
+"""`fabric run`: check the options, pass them to the script's `Fabric(...)` through the environment, and exec the
+script.
 
-It translates and nothing else: no process is supervised here, no torch imported. `execve` keeps the process, so
-signals, exit code and terminal are the script's own. Names of strategies and accelerators are left to the script,
-which may register its own.
+It supervises no process and imports no torch. `execve` keeps the process, so signals, exit code and terminal are the
+script's own. Names of strategies and accelerators are not checked here: the script may register its own.
 """
 
 from __future__ import annotations
@@ -12,37 +12,37 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 
-from fabric import spelling
-from fabric.words import ProgramId, carry, module_main
+from fabric import option_parsing
+from fabric.run_options import ProgramId, as_variable, module_main
 
 _CHECKS: Mapping[str, Callable[[object, str], object]] = {
-    "accelerator": spelling.read_word,
-    "strategy": spelling.read_word,
-    "devices": spelling.read_devices,
-    "num_nodes": spelling.read_count,
-    "node_rank": spelling.read_rank,
-    "main_address": spelling.read_word,
-    "main_port": spelling.read_port,
-    "precision": spelling.read_precision_word,
-    "launcher": spelling.read_launcher,
-    "max_restarts": spelling.read_rank,
-    "timeout_seconds": spelling.read_seconds,
-    "say_after_seconds": spelling.read_seconds,
+    "accelerator": option_parsing.read_word,
+    "strategy": option_parsing.read_word,
+    "devices": option_parsing.read_devices,
+    "num_nodes": option_parsing.read_count,
+    "node_rank": option_parsing.read_rank,
+    "main_address": option_parsing.read_word,
+    "main_port": option_parsing.read_port,
+    "precision": option_parsing.read_precision_word,
+    "launcher": option_parsing.read_launcher,
+    "max_restarts": option_parsing.read_rank,
+    "timeout_seconds": option_parsing.read_seconds,
+    "say_after_seconds": option_parsing.read_seconds,
 }
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Replace this process by the script. Does not return where it succeeds.
+    """Replace this process by the script. Does not return if it succeeds.
 
-    Raises: ValueError, TypeError: a word is none, or there is no such script.
+    Raises: ValueError, TypeError: an option has a wrong value, or there is no such script.
     """
-    words = {name: getattr(parsed, name) for name in _CHECKS if getattr(parsed, name) is not None}
-    for name, word in words.items():
+    options = {name: getattr(parsed, name) for name in _CHECKS if getattr(parsed, name) is not None}
+    for name, word in options.items():
         _CHECKS[name](word, f"--{name.replace('_', '-')} {word}")
     program = _program(parsed.script, parsed.script_arguments, is_module=parsed.module)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(sys.executable, [sys.executable, *program.arguments], {**os.environ, **carry(words, program)})
+    os.execve(sys.executable, [sys.executable, *program.arguments], {**os.environ, **as_variable(options, program)})
 
 
 def _program(script: str, arguments: list[str], *, is_module: bool) -> ProgramId:

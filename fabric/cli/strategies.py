@@ -1,6 +1,6 @@
-"""What each strategy can do here: on which accelerators, in which precisions, and what a loop cannot ask of it.
+"""What each strategy supports here: its accelerators, its precisions, and the capabilities that it lacks.
 
-Asked of the strategies themselves (`refuse` by way of `resolve`, and `lacks`), so it is what a script would be told.
+Computed by `resolve` (which calls `Strategy.refuse`) and `Strategy.lacks`, so a script gets the same answers.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _WORDS: tuple[PrecisionWord, ...] = get_args(PrecisionWord)
 
 
 def describe_strategy(machine: Machine, registration: Registration) -> dict[str, Any]:
-    """One strategy, as JSON's types, asked in a process of its own that no launcher made.
+    """Describe one strategy in JSON types, as in a process that no launcher started.
 
-    `precisions`: by accelerator. `lacks`: words of `capabilities.py`, each with the sentence that the call raises.
+    `precisions`: by accelerator. `lacks`: names in `capabilities.py`, each with the error message of the call.
     """
     why_not: str | None = None
     precisions: dict[str, list[str]] = {}
@@ -36,7 +36,7 @@ def describe_strategy(machine: Machine, registration: Registration) -> dict[str,
             lacks = strategy.lacks
             alone = replace(machine, world=None, packages=strategy.look_for_packages())
             resolve(Request(accelerator=found.accelerator, strategy=strategy), alone)
-        except Exception as error:  # anybody's strategy, and whatever keeps it from being made is the answer
+        except Exception as error:  # a third-party strategy; whatever its constructor raises is the reason shown
             why_not = str(error) or type(error).__name__
         else:
             precisions[found.accelerator.name] = _precisions(strategy, found.accelerator, alone)
@@ -61,7 +61,7 @@ def _precisions(strategy: Strategy, accelerator: Accelerator, machine: Machine) 
 
 
 def show_strategies(rows: Sequence[Mapping[str, Any]]) -> None:
-    """A row for each strategy: its precisions, the words it lacks, and the number of the sentence that says why."""
+    """Print a row for each strategy: its precisions, the capabilities it lacks, and the number of each reason."""
     from rich.console import Console
     from rich.table import Column, Table
     from rich.text import Text

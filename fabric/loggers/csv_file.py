@@ -1,8 +1,8 @@
-"""Metrics as rows of one CSV file, which is whole at any moment, whatever kills the process.
+"""Metrics as rows of one CSV file, which is complete at any moment, even if the process is killed.
 
-Each call appends one row with one write, so a reader never meets half a row, and no file is held open: the logger may
-be pickled, forked and copied. A metric not seen before needs a new column; then the file is written anew beside the
-old one and takes its place. So the cost of a run is its rows, once for each time that new names appear.
+Each call appends one row with one write, so a reader never sees half a row. No file is kept open: the logger can be
+pickled, forked and copied. A new metric needs a new column: the file is written again beside the old one, which it then
+replaces. So rows are written once more each time that new names appear.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fabric.loggers.directory import make_run_directory
 class CSVLogger:
     """Writes `root/name/version_N/metrics.csv`: a column `step`, then one for each metric, in order of appearance.
 
-    A row for each call; a cell is empty where the call had no such metric, or no step. Numbers read back as they were.
-    `version=None` takes the next free number. Nothing is made before the first row.
+    A row for each call; a cell is empty if the call had no such metric, or no step. Numbers are read back exactly.
+    `version=None` takes the next free number. No file or folder is created before the first row.
     """
 
     def __init__(self, root: str | os.PathLike[str], name: str = "", version: int | str | None = None) -> None:
@@ -32,11 +32,11 @@ class CSVLogger:
 
     @property
     def file(self) -> Path | None:
-        """Where the rows are; None before the first."""
+        """The path of the file; None before the first row."""
         return None if self._rows is None else self._rows.file
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Append a row. Only one process writes a run.
+        """Append a row. Only one process may write a run.
 
         Cost: about 30 us on a local disk, opening and closing the file.
         Raises: ValueError: a metric is named `step`. TypeError: a value is no number. FileExistsError: see `version`.
@@ -45,7 +45,7 @@ class CSVLogger:
         self._open().append(metrics, step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write the settings of the run to `hyperparameters.json` beside the rows; a second call replaces it."""
+        """Write the hyperparameters to `hyperparameters.json` beside the rows; a second call replaces it."""
         write_hyperparams(self._open().file.parent, params)
 
     def _open(self) -> CSVRows:
@@ -56,7 +56,7 @@ class CSVLogger:
 
 @final
 class CSVRows:
-    """The rows of one CSV file, which the first of them makes, in a directory that exists."""
+    """The rows of one CSV file, created with the first row, in an existing directory."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -64,7 +64,7 @@ class CSVRows:
         self._columns = ["step"]
 
     def append(self, metrics: Mapping[str, float], step: int | None) -> None:
-        """Write one row, and new columns where there are metrics not seen before.
+        """Write one row, and add columns for new metrics.
 
         Raises: ValueError: a metric is named `step`. TypeError: a value is no number.
         """
@@ -80,7 +80,7 @@ class CSVRows:
         self.num_rows += 1
 
     def _widen(self, num_added: int) -> None:
-        """Write the file anew with the columns there are now; the new cells of old rows are empty."""
+        """Write the file again with the present columns; the new cells of old rows are empty."""
         beside = self.file.with_suffix(".csv.new")
         with self.file.open(newline="") as old, beside.open("w", newline="") as new:
             rows = csv.reader(old)
@@ -94,7 +94,7 @@ class CSVRows:
 
 
 def write_hyperparams(directory: Path, params: Mapping[str, Any]) -> None:
-    """Write `hyperparameters.json`, whole or not at all. What JSON has no form for is written as its `str`."""
+    """Write `hyperparameters.json` atomically. Values without a JSON form are written as their `str`."""
     beside = directory / "hyperparameters.json.new"
     beside.write_text(json.dumps(dict(params), indent=2, default=str) + "\n", encoding="utf-8")
     beside.replace(directory / "hyperparameters.json")

@@ -1,4 +1,4 @@
-"""Where a run's files lie: `root/name/version_0`, `version_1` and so on."""
+"""The directories of runs: `root/name/version_0`, `version_1` and so on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def make_run_directory(root: Path, name: str, version: int | str | None) -> Path:
-    """Make the directory of a run. `version=None` takes the next free number; runs that start at once get one each.
+    """Create the directory of a run. `version=None` takes the next free number; simultaneous runs get one each.
 
     Raises: FileExistsError: the version was given, and exists.
     """

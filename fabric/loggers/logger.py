@@ -1,7 +1,7 @@
-"""What a logger must answer. One method is enough, and other people's loggers have it as they are.
+"""The interface of a logger: one method, which the loggers of other libraries already have.
 
-Fabric calls it on rank zero alone, with numbers. Lightning's loggers, Comet's experiments and the module `mlflow` have
-`log_metrics`; a run of Weights & Biases has `log`, and the module `wandb` once a run is open.
+Fabric calls it on rank zero only, with numbers. Lightning's loggers, Comet's experiments and the module `mlflow` have
+`log_metrics`; a Weights & Biases run has `log`, and so has the module `wandb` once a run is open.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ MetricWriter: TypeAlias = Callable[[Mapping[str, float], int | None], None]
 
 
 class Logger(Protocol):
-    """A logger of your own needs this and nothing else."""
+    """All that a custom logger needs."""
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> object:
-        """Write metrics by name; `step` counts what the user counts."""
+        """Write metrics by name; the user defines what `step` counts."""
 
 
 def metric_writer(logger: object) -> MetricWriter:
-    """How to give metrics to `logger`, by `log_metrics(metrics, step=...)` or else by `log(metrics, step=...)`.
+    """A function that calls `logger.log_metrics(metrics, step=...)`, or else `logger.log(metrics, step=...)`.
 
-    The method is looked up again at each write: `wandb.log` is another function once a run is open.
-    The writer pickles if the logger does.
-    Raises: TypeError: it has neither, or what it has takes other arguments.
+    It looks the method up at each call, because `wandb.log` changes when a run is opened. It can be pickled if the
+    logger can.
+    Raises: TypeError: the logger has neither method, or they take other arguments.
     """
     for name in ("log_metrics", "log"):
         if _takes_metrics(getattr(logger, name, None)):
@@ -40,9 +40,9 @@ def metric_writer(logger: object) -> MetricWriter:
 
 
 def record_hyperparams(loggers: Sequence[object], params: Mapping[str, Any]) -> None:
-    """Give the settings of a run to each logger that has `log_hyperparams(params)`; the others take metrics alone.
+    """Pass the hyperparameters to each logger that has `log_hyperparams(params)`.
 
-    Raises: TypeError: there are loggers, and none of them has it.
+    Raises: TypeError: there are loggers, and none of them has this method.
     """
     methods = [method for logger in loggers if callable(method := getattr(logger, "log_hyperparams", None))]
     if loggers and not methods:

@@ -19,8 +19,8 @@ from fabric.loggers.directory import make_run_directory
 class TensorBoardLogger:
     """Writes scalars below `root/name/version_N`. `version=None` takes the next free number.
 
-    Nothing is made before the first metric, in the process that logs it. A copy in another process, pickled or forked,
-    begins a run of its own.
+    The first metric creates the files, in the process that logs it. A pickled or forked copy in another process starts
+    a run of its own.
     Raises: ModuleNotFoundError: tensorboard is not installed.
     """
 
@@ -41,14 +41,15 @@ class TensorBoardLogger:
         writer.flush()
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write the settings of the run, which TensorBoard shows as the text `hyperparameters`."""
+        """Write the hyperparameters, which TensorBoard shows as the text `hyperparameters`."""
         rows = "".join(f"| {name} | {value} |\n" for name, value in params.items())
         writer = self._open()
         writer.add_text("hyperparameters", f"| name | value |\n| --- | --- |\n{rows}")
         writer.flush()
 
     def close(self) -> None:
-        """Close the event file, as the end of the logger or of the program does. A later metric begins a new run."""
+        """Close the event file; deleting the logger and the program's exit do so too. A later metric starts a new
+        run."""
         if self._writer is not None:
             _close(self._writer, self._process_id)
         self._writer = None

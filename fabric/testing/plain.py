@@ -250,7 +250,7 @@ class _PlainLoop:
         self.barrier()
 
     def load(self, path: str, state: MutableMapping[str, Any] | None = None) -> dict[str, Any]:
-        content = read_checkpoint(path) if Path(path).is_dir() else torch.load(path, weights_only=True)
+        content = read_checkpoint(path) if Path(path).is_dir() else torch.load(path, weights_only=False)  # its own file
         return restore({} if state is None else state, content, strict=True)
 
     def state_dict(self, model: nn.Module, optimizer: Any = None, *, all_ranks: bool = False) -> Any:

@@ -1,4 +1,4 @@
-"""Kinds of devices: which there are, how many a process sees, and how a rank takes one."""
+"""Accelerators: the kinds of devices, how many a process sees, and how a rank selects one."""
 
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.accelerators.cpu import CPUAccelerator

@@ -1,4 +1,4 @@
-"""The role of an accelerator: the devices of one kind that this process can see."""
+"""The interface of an accelerator: the devices of one kind that this process can see."""
 
 from __future__ import annotations
 
@@ -8,49 +8,49 @@ import torch
 
 
 class Accelerator(ABC):
-    """One kind of device. A value without state: it asks torch when it is asked."""
+    """One kind of device. Stateless: each method asks torch."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """The user's word, which is torch's device type: cpu, cuda, mps, xpu, hpu, npu."""
+        """The name that the user writes, which is torch's device type: cpu, cuda, mps, xpu, hpu, npu."""
 
     @property
     @abstractmethod
     def backend(self) -> str:
-        """The torch.distributed backend that carries its tensors: gloo, nccl, xccl, ..."""
+        """The torch.distributed backend for its tensors: gloo, nccl, xccl, ..."""
 
     @property
     @abstractmethod
     def is_shared(self) -> bool:
-        """Whether any number of processes use the same device, so that `devices` counts processes, not devices."""
+        """Whether all processes share one device, so that `devices` counts processes."""
 
     @property
     def is_recorded(self) -> bool:
-        """Whether operations are recorded, and run as one graph once a step is marked. Then a strategy marks steps."""
+        """Whether operations are recorded, and run as one graph when a step is marked. Strategies must mark steps."""
         return False
 
     @property
     def auto_strategies(self) -> tuple[str, str]:
-        """The words that `strategy='auto'` stands for: with one device, and with several."""
+        """The strategies that `strategy='auto'` chooses: with one device, and with several."""
         return "single_device", "ddp"
 
     def platform(self) -> str:
-        """Which kind of hardware it drives now, where it can drive several and strategies differ; "" elsewhere."""
+        """The hardware in use, if there are several kinds and strategies differ between them; otherwise ""."""
         return ""
 
     @abstractmethod
     def num_devices(self) -> int:
-        """How many devices a process can use now; 0 where there are none. Initialises no device."""
+        """How many devices a process can use now, or 0. Initialises no device."""
 
     @abstractmethod
     def why_unavailable(self) -> str | None:
-        """None where it can be used; otherwise a sentence that says what is missing."""
+        """None if it can be used; otherwise a sentence that says what is missing."""
 
     @abstractmethod
     def device(self, index: int) -> torch.device:
-        """The device of an index. The CPU has one device, whatever the index."""
+        """The device with this index. The CPU has one device, whatever the index."""
 
     @abstractmethod
     def connect(self, index: int) -> None:
-        """Make device `index` the process's current one. First thing in a rank, before any tensor is made."""
+        """Make device `index` the current one. Called first in a rank, before any tensor is created."""

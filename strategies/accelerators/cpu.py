@@ -1,6 +1,6 @@
-"""The CPU: one device, whatever the index, that any number of processes share.
+"""The CPU: one device, whatever the index, shared by all processes.
 
-Always there, so nothing here can fail. It has no indices to choose from: `devices` on the CPU is a number of processes.
+Always available. There are no indices to choose from: `devices` on the CPU is a number of processes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fabric.strategies.accelerators.accelerator import Accelerator
 @final
 @dataclass(frozen=True, slots=True)
 class CPUAccelerator(Accelerator):
-    """The processor torch runs on by default."""
+    """torch's default device."""
 
     @property
     def name(self) -> str:
@@ -38,7 +38,7 @@ class CPUAccelerator(Accelerator):
         return 1
 
     def why_unavailable(self) -> None:
-        """None: it is always there."""
+        """None: it is always available."""
         return
 
     def device(self, index: int) -> torch.device:

@@ -1,10 +1,9 @@
-"""Accelerators by name: those of torch, those a program registered, and those that installed packages offer.
+"""Accelerators by name: those of torch, those a program registered, and those of installed packages.
 
-Note [What is registered]: `_REGISTERED` is module state, the one piece here. A name that a program registers has to
-be found by a `Fabric` made anywhere later in the same process, and nothing that both hold could carry it; that is
-what the interpreter's own table of codecs does too. It only grows, and a name has one meaning for ever.
-Entry points are read when a word is unknown, or when all are listed: scanning every installed distribution costs
-tens of milliseconds, which a program that says "cuda" does not pay.
+Note [What is registered]: `_REGISTERED` is module state, the only one here. A registered name must be found by every
+`Fabric` that the process creates later; Python's registry of codecs works in the same way. Names are only added, and
+never change their meaning. Entry points are read when a name is unknown, or when all are listed: scanning all installed
+distributions takes tens of milliseconds, which a program with `accelerator="cuda"` does not pay.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from fabric.strategies.accelerators.torch_accelerator import TorchAccelerator
 from fabric.strategies.accelerators.xla import XLAAccelerator
 
 ENTRY_POINTS = "fabric.accelerators"
-"""The entry-point group in which a package names a callable without arguments that makes an `Accelerator`."""
+"""The entry-point group in which a package names a callable without arguments that returns an `Accelerator`."""
 
 _BUILT_IN: tuple[Accelerator, ...] = (
     CPUAccelerator(),
@@ -32,7 +31,7 @@ _REGISTERED: dict[str, Callable[[], Accelerator]] = {}
 
 
 def accelerators(*, installed: bool = True) -> tuple[Accelerator, ...]:
-    """Every accelerator by name, whether usable here or not; ask each `why_unavailable()`.
+    """Every accelerator by name, whether or not this machine has it; see `why_unavailable()`.
 
     `installed=False` leaves out the entry points of installed packages, and their cost.
     """
@@ -41,14 +40,14 @@ def accelerators(*, installed: bool = True) -> tuple[Accelerator, ...]:
 
 
 def available_accelerators() -> tuple[str, ...]:
-    """The words that `Fabric(accelerator=...)` can use on this machine now."""
+    """The names that `Fabric(accelerator=...)` can use on this machine now."""
     return tuple(accelerator.name for accelerator in accelerators() if accelerator.why_unavailable() is None)
 
 
 def make_accelerator(name: str) -> Accelerator:
     """The accelerator of a name.
 
-    Raises: ValueError: nothing has this name; near names and all names are in the message.
+    Raises: ValueError: the name is unknown; the message has similar names and all names.
     """
     for accelerator in _BUILT_IN:
         if accelerator.name == name:
@@ -60,14 +59,14 @@ def make_accelerator(name: str) -> Accelerator:
         known = [*(accelerator.name for accelerator in _BUILT_IN), *_REGISTERED, *_installed()]
         near = "".join(f"Did you mean {match!r}? " for match in get_close_matches(name, known, n=1))
         raise ValueError(
-            f"`accelerator={name!r}` names no accelerator. {near}Write 'auto' or one of {', '.join(map(repr, known))}; "
+            f"`accelerator={name!r}` is not known. {near}Write 'auto' or one of {', '.join(map(repr, known))}; "
             f"`register_accelerator` adds one."
         )
     return factory()
 
 
 def register_accelerator(name: str, factory: Callable[[], Accelerator]) -> None:
-    """Let `Fabric(accelerator=name)` use what `factory()` makes, in this process from now on.
+    """Make `Fabric(accelerator=name)` use the result of `factory()`, in this process from now on.
 
     Raises: ValueError: the name is taken.
     """

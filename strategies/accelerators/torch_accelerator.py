@@ -1,11 +1,10 @@
 """Every device that torch itself can drive: cuda (ROCm too), mps, xpu, and with their packages hpu and npu.
 
-One class serves them all, because torch answers for each through the same two doors: `torch.accelerator` for the one
-kind this build was made for, `torch.get_device_module` for a kind by its name. Knows no vendor's library.
+One class serves them all: torch offers `torch.accelerator` for the kind of device it was built for, and
+`torch.get_device_module` for a kind by its name. Knows no vendor's library.
 
-What surprises: counting must not initialise a device, or a process that forks afterwards hands its children a broken
-driver. `torch.cuda.device_count` asks NVML, which leaves CUDA alone; `torch.cuda.is_available` does not, so it is
-never asked here.
+Counting devices must not initialise one, because a process that then forks would give its children a broken driver. So
+`torch.cuda.is_available`, which may initialise CUDA, is never called here; `torch.cuda.device_count` asks NVML.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ import torch
 from fabric.strategies.accelerators.accelerator import Accelerator
 
 _ADDED_BY = {"hpu": "habana-torch-plugin", "npu": "torch-npu"}
-"""Devices that torch learns from another distribution, which torch imports by itself once it is installed."""
+"""Devices that another distribution adds to torch; torch imports it if it is installed."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class TorchAccelerator(Accelerator):
-    """The devices of one torch device type. A value: making one asks nothing of the machine."""
+    """The devices of one torch device type. A value: creating one does not query the machine."""
 
     device_type: str
-    """torch's word for it: cuda, mps, xpu, hpu, npu."""
+    """torch's name: cuda, mps, xpu, hpu, npu."""
 
     @property
     def name(self) -> str:
@@ -36,9 +35,9 @@ class TorchAccelerator(Accelerator):
 
     @property
     def backend(self) -> str:
-        """What torch.distributed has registered for the device type.
+        """The backend that torch.distributed has registered for the device type.
 
-        Raises: ValueError: nothing carries its tensors between processes.
+        Raises: ValueError: there is none.
         """
         from torch.distributed import Backend
 
@@ -57,13 +56,13 @@ class TorchAccelerator(Accelerator):
         return False
 
     def num_devices(self) -> int:
-        """How many devices of the type this process sees; 0 where torch does not drive the type."""
+        """How many devices of the type this process sees; 0 if torch does not support the type."""
         if self._built_for() != self.device_type:
             return 0
         return int(torch.get_device_module(self.device_type).device_count())
 
     def why_unavailable(self) -> str | None:
-        """None, or whether torch was built for something else, lacks a package, or sees no device."""
+        """None, or the reason: torch was built for another device, lacks a package, or sees no device."""
         if self.num_devices() > 0:
             return None
         built_for = self._built_for()
@@ -82,11 +81,11 @@ class TorchAccelerator(Accelerator):
         return torch.device(self.device_type, index)
 
     def connect(self, index: int) -> None:
-        """Make device `index` the current one, so that `torch.device(type)` and collectives mean it."""
+        """Make device `index` the current one, which `torch.device(type)` and collectives use."""
         torch.accelerator.set_device_index(index)
 
     @staticmethod
     def _built_for() -> str | None:
-        """The one device type this torch drives besides the CPU; asks the build, not the devices."""
+        """The device type this torch was built for besides the CPU; reads the build, not the devices."""
         current = torch.accelerator.current_accelerator(check_available=False)
         return current.type if current is not None else None

@@ -1,7 +1,7 @@
-"""Devices that torch_xla drives through PJRT: TPUs, and the processor as one or several devices of XLA.
+"""Devices that torch_xla drives through PJRT: TPUs, and the CPU as one or several XLA devices.
 
-PJRT_DEVICE says which, and nothing is guessed: torch_xla by itself takes the processor where it finds no TPU. Counting
-imports torch_xla for a TPU alone, and touches no device: whoever did could launch no replicas afterwards.
+PJRT_DEVICE selects the kind; torch_xla's own default, the CPU if there is no TPU, is not used. Counting imports
+torch_xla for a TPU only, and initialises no device: otherwise no replicas could be launched afterwards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fabric.strategies.accelerators.accelerator import Accelerator
 @final
 @dataclass(frozen=True, slots=True)
 class XLAAccelerator(Accelerator):
-    """What `torch.device('xla')` stands for."""
+    """The devices of `torch.device('xla')`."""
 
     @property
     def name(self) -> str:
@@ -28,7 +28,7 @@ class XLAAccelerator(Accelerator):
 
     @property
     def backend(self) -> str:
-        """`xla`, which torch_xla registers. No strategy of ours uses it: its barrier and its averages do nothing."""
+        """`xla`, which torch_xla registers. Our strategies do not use it: its barrier and its averages do nothing."""
         return "xla"
 
     @property
@@ -38,26 +38,26 @@ class XLAAccelerator(Accelerator):
 
     @property
     def is_recorded(self) -> bool:
-        """True: nothing runs before a step is marked, or a value is read."""
+        """True: operations run when a step is marked, or a value is read."""
         return True
 
     @property
     def auto_strategies(self) -> tuple[str, str]:
-        """A replica for each device, where there are several."""
+        """With several devices, a replica for each."""
         return "single_xla", "xla"
 
     def num_devices(self) -> int:
-        """How many devices PJRT has on this node; 0 where it has none."""
+        """How many devices PJRT has on this node; 0 if none."""
         if self.why_unavailable() is not None:
             return 0
         return _num_tpu_devices() if PJRT.of().client == "TPU" else PJRT.of().num_cpu_devices
 
     def platform(self) -> str:
-        """PJRT's client: TPU or CPU."""
+        """PJRT's platform: TPU or CPU."""
         return PJRT.of().client or ""
 
     def why_unavailable(self) -> str | None:
-        """None, or whether torch_xla is missing, PJRT was not told of a device, or sees no TPU."""
+        """None, or the reason: torch_xla is missing, PJRT_DEVICE is not set, or there is no TPU."""
         if find_spec("torch_xla") is None:
             return "torch-xla is not installed. `pip install 'torchfabric[xla]'` adds it, for the torch of its number."
         client = PJRT.of().client

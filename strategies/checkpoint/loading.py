@@ -21,7 +21,7 @@ from torch import Tensor
 from fabric.strategies.checkpoint.box import Box, Shape, whole
 from fabric.strategies.checkpoint.errors import CheckpointError
 from fabric.strategies.checkpoint.manifest import CHUNK_BYTES, NAME, Entry, Manifest, Piece, Table
-from fabric.strategies.checkpoint.saving import attempt
+from fabric.strategies.checkpoint.saving import Advance, attempt
 from fabric.strategies.checkpoint.storage import Storage, storage_of
 from fabric.strategies.checkpoint.values import DTYPES, decode, keys_of
 from fabric.strategies.collectives.collective import Collective
@@ -101,7 +101,14 @@ class Checkpoint:
             _insert(found, keys_of(pointer), tensor)
         return found
 
-    def verify(self, names: Iterable[str] | None = None, *, share: int = 0, num_shares: int = 1) -> None:
+    def verify(
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        share: int = 0,
+        num_shares: int = 1,
+        advance: Advance | None = None,
+    ) -> None:
         """Compare the bytes of every tensor with their checksums, or of those within the outermost entries `names`.
 
         `share`, of `num_shares`: which part of the work. Raises: ValueError: names the first tensor that is damaged.
@@ -116,7 +123,9 @@ class Checkpoint:
             return zlib.crc32(content.numpy().data) != files[name].checksums[number]
 
         with ThreadPoolExecutor(max(1, 4 // num_shares)) as threads:
-            for chunk, damaged in zip(chunks, threads.map(is_damaged, chunks), strict=True):
+            for done, (chunk, damaged) in enumerate(zip(chunks, threads.map(is_damaged, chunks), strict=True), 1):
+                if advance is not None:
+                    advance(done * CHUNK_BYTES, len(chunks) * CHUNK_BYTES)
                 if damaged:
                     raise ValueError(_DAMAGED.format(tensors=", ".join(_tensors_in(self.manifest.table, *chunk))))
 
@@ -148,7 +157,12 @@ def reading(path: str | os.PathLike[str]) -> Iterator[Storage]:
         raise CheckpointError(_UNREAD.format(rank=0, path=storage.path, why=_sentence(error)), rank=0) from error
 
 
-def load(collective: Collective, storage: Storage, names: Iterable[str] | None = None) -> Any:
+def load(
+    collective: Collective,
+    storage: Storage,
+    names: Iterable[str] | None = None,
+    advance: Advance | None = None,
+) -> Any:
     """What `save` has made, with a `Stored` for each tensor, once the bytes within `names` (None: all) are verified.
 
     Ranks: all call it. Raises: CheckpointError: on every rank, if a rank could not read it, or found it damaged.
@@ -158,7 +172,7 @@ def load(collective: Collective, storage: Storage, names: Iterable[str] | None =
 
     def open_and_verify() -> None:
         opened.append(Checkpoint.open(storage, content))
-        opened[0].verify(names, share=collective.rank, num_shares=collective.size)
+        opened[0].verify(names, share=collective.rank, num_shares=collective.size, advance=advance)
 
     refuse_unread(collective, storage, attempt(open_and_verify))
     return opened[0].content()

@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -43,20 +43,27 @@ from fabric.strategies.checkpoint.values import Json, encode
 from fabric.strategies.collectives.collective import Collective
 
 Part = tuple[Box, Tensor]
+Advance: TypeAlias = Callable[[int, int], None]
+"""`(done_bytes, total_bytes)`: takes how far a rank is with its part."""
 
 
 def save(
-    collective: Collective, storage: Storage, state: Any, after_commit: Callable[[], object] | None = None
+    collective: Collective,
+    storage: Storage,
+    state: Any,
+    after_commit: Callable[[], object] | None = None,
+    advance: Advance | None = None,
 ) -> None:
     """Make the checkpoint of `state`, a nest of plain values, tensors and `Placed`, in place of what is there.
 
     Values, and tensors that are not `Placed`, are those of rank 0, which calls `after_commit` once the checkpoint is
-    complete. Ranks: all call it; it returns on all once that is so, and the checkpoint on disk.
+    complete. `advance` is told how far this rank is. Ranks: all call it; it returns on all once the checkpoint is
+    complete and on disk.
     Raises: TypeError: rank 0's state has a value that no checkpoint keeps. CheckpointError: on every rank, if any rank
     could not write; what was there before is untouched.
     """
     token = collective.broadcast_object(secrets.token_hex(4))
-    problem = attempt(lambda: write(storage, plan(state, collective.rank, token)))
+    problem = attempt(lambda: write(storage, plan(state, collective.rank, token), advance))
     refuse_together(collective, storage, problem, token)
     problem = attempt(lambda: finish(storage, token, collective.size, after_commit)) if collective.rank == 0 else None
     refuse_together(collective, storage, problem, token)
@@ -153,11 +160,12 @@ def _rows(box: Box, part: Tensor, fair_bytes: int) -> Iterator[Part]:
         yield Box((box.offsets[0] + start, *box.offsets[1:]), tuple(rows.shape)), rows
 
 
-def write(storage: Storage, plan: Plan) -> None:
+def write(storage: Storage, plan: Plan, advance: Advance | None = None) -> None:
     """Write the bytes, and then the table of where they are."""
     layout = _Layout(plan)
     if plan.tensors:
-        storage.write(plan.file, layout.blocks())
+        blocks = layout.blocks()
+        storage.write(plan.file, blocks if advance is None else _told(blocks, _num_bytes(plan), advance))
     files = {plan.file: layout.file()} if plan.tensors else {}
     table = Table(files=files, tensors=layout.entries)
     content = {"values": plan.values, **table.to_json()}
@@ -204,6 +212,19 @@ class _Layout:
                 self.running = 0
             start += block.nbytes
             yield block
+
+
+def _told(blocks: Iterator[memoryview], total_bytes: int, advance: Advance) -> Iterator[memoryview]:
+    """The blocks, each told once the next is asked for."""
+    done = 0
+    for block in blocks:
+        yield block
+        done += block.nbytes
+        advance(done, total_bytes)
+
+
+def _num_bytes(plan: Plan) -> int:
+    return sum(part.nbytes for placed in plan.tensors.values() for _, part in placed.parts)
 
 
 def _refuse_kind(tensor: Tensor, pointer: str) -> None:

@@ -50,6 +50,7 @@ def load(collective: Collective, path: str | os.PathLike[str]) -> Any:
                 raise
             # Without the original, which says how to run the file's code.
             raise ValueError(_NEEDS_CODE.format(what=_global_in(str(problem)))) from None
+        _refuse_shards(content)
 
     error = _attempt(read)
     sentences = collective.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
@@ -61,12 +62,28 @@ def load(collective: Collective, path: str | os.PathLike[str]) -> Any:
     return content
 
 
+def _refuse_shards(content: Any, at: str = "") -> None:
+    """Raise ValueError for a file with one rank's shards: every rank would take them for its own."""
+    if isinstance(content, dict):
+        for key, entry in content.items():
+            _refuse_shards(entry, f"{at}/{key}")
+    elif isinstance(content, (list, tuple)):
+        for index, entry in enumerate(content):
+            _refuse_shards(entry, f"{at}/{index}")
+    elif isinstance(content, torch.Tensor) and type(content).__name__ == "DTensor":
+        raise ValueError(_SHARDS.format(at=at or "/", shape=tuple(content.shape)))
+
+
 def _global_in(message: str) -> str:
     """What the file asks for, as torch names it."""
     found = re.search(r"GLOBAL (\S+)", message)
     return f"`{found[1]}`" if found else "objects that are no tensors"
 
 
+_SHARDS = (
+    "The file has a DTensor at {at}, of shape {shape}: of a sharded tensor it has the part of the rank that wrote it. "
+    "Where it was made, let all ranks call `fabric.save(path, {{'model': model}})`, then `fabric.consolidate`."
+)
 _NEEDS_CODE = (
     "The file has {what} in it, and reading that would run code from the file, which is not done here. It is damaged, "
     "planted, or holds more than tensors, numbers, strings, lists and dictionaries. Where it was made, save "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePath
 from typing import Any, TypeAlias
 
@@ -60,7 +60,7 @@ def encode(value: Any, keep: Keep, is_kept: Callable[[Any], bool], at: str = "")
 def decode(json: Json, find: Find, at: str = "") -> Any:
     """The nest that `encode` wrote, its tensors given by `find`."""
     if isinstance(json, list):
-        return [decode(entry, find, pointer(at, index)) for index, entry in enumerate(json)]
+        return _entries(json, lambda index, entry: decode(entry, find, pointer(at, index)))
     if not isinstance(json, dict):
         return json
     name = next(iter(json), "")
@@ -89,6 +89,15 @@ def _ordered(value: OrderedDict[Any, Any], inner: Inner) -> Json:
     return {"$ordered": _items(value, inner), "metadata": None if metadata is None else inner("_metadata", metadata)}
 
 
+def _entries(value: Sequence[Any], inner: Inner) -> list[Any]:
+    return list(value) if _is_whole(value) else [inner(index, entry) for index, entry in enumerate(value)]
+
+
+def _is_whole(value: Sequence[Any]) -> bool:
+    """Whether all entries are whole numbers, as the 625 of the generator of Python are, of each rank."""
+    return all(type(entry) is int for entry in value)
+
+
 def _set(value: set[Any] | frozenset[Any], inner: Inner) -> Json:
     name = "$set" if isinstance(value, set) else "$frozenset"
     return {name: [inner(index, entry) for index, entry in enumerate(value)]}
@@ -98,8 +107,8 @@ _WRITERS: dict[type, Callable[[Any, Inner], Json]] = {
     dict: _dict,
     OrderedDict: _ordered,
     Counter: lambda value, inner: {"$counter": _items(value, inner)},
-    list: lambda value, inner: [inner(index, entry) for index, entry in enumerate(value)],
-    tuple: lambda value, inner: {"$tuple": [inner(index, entry) for index, entry in enumerate(value)]},
+    list: lambda value, inner: _entries(value, inner),
+    tuple: lambda value, inner: {"$tuple": _entries(value, inner)},
     torch.Size: lambda value, inner: {"$size": list(value)},
     set: _set,
     frozenset: _set,
@@ -141,7 +150,7 @@ _READERS: dict[str, Callable[[Json, Inner, Callable[[], Tensor]], Any]] = {
     "$dict": lambda json, inner, tensor: dict(_pairs(json["$dict"], inner)),
     "$ordered": _read_ordered,
     "$counter": lambda json, inner, tensor: Counter(dict(_pairs(json["$counter"], inner))),
-    "$tuple": lambda json, inner, tensor: tuple(inner(index, each) for index, each in enumerate(json["$tuple"])),
+    "$tuple": lambda json, inner, tensor: tuple(_entries(json["$tuple"], inner)),
     "$size": lambda json, inner, tensor: torch.Size(json["$size"]),
     "$set": lambda json, inner, tensor: {inner(index, each) for index, each in enumerate(json["$set"])},
     "$frozenset": lambda json, inner, tensor: frozenset(inner(i, each) for i, each in enumerate(json["$frozenset"])),

@@ -1,8 +1,8 @@
-"""Ranks tell each other what they are about to do, before any of them does it.
+"""Ranks compare their calls before they communicate.
 
-Ranks whose calls differ would otherwise exchange garbage, wait for ever, or (gloo, on sizes that differ) abort. So each
-call of `nested.py`, and each call on an object, starts with the same message, whatever it was given: two numbers of
-float64 on the CPU, summed over ranks. Knows words, numbers, bytes, and a collective of tensors; knows no nest.
+Ranks whose calls differ would otherwise exchange garbage, hang, or (gloo, on sizes that differ) abort. So each call of
+`nested.py`, and each call on an object, starts with the same message, whatever its data: an all-reduce of two float64
+numbers on the CPU. Knows strings, numbers, bytes, and a collective of tensors; knows no containers.
 """
 
 from __future__ import annotations
@@ -22,31 +22,30 @@ if TYPE_CHECKING:
 
 _SHOWN = 10  # lines of a call in an error message
 
-# Note [Two numbers tell whether all agree]
+# Note [Two numbers compare all calls]
 # The first is a 32-bit hash of the rank's call. Sums of hashes are exact in float64 up to 2**21 ranks. A rank whose
-# call equals all others finds W times its own hash; if calls differ, it finds that by chance only: once in 2**32. The
-# second may be any number that is to be summed: a hash of a hint, or a scalar, which then needs no message of its own.
+# call equals all others gets W times its own hash; if calls differ, this happens with probability 2**-32. The
+# second may be any number to be summed: a hash of a hint, or a scalar, which then needs no message of its own.
 #
 # Why two numbers, and not some bytes of every rank: gloo's ring sends as many segments as there are elements, up to W.
 # An all-reduce with 2, 4, 8 and 16 ranks on 2 cores, median in us: of 1 element 68, 741, 1814, 3649; of 2 elements 83,
 # 711, 1408, 3299; of 4 elements 115, 1961, 3644, 6077; of 16 elements 109, 4486, 14774, 15508.
 
 
-def agree(collective: Collective, call: str, hint: str = "", *, advice: str = "") -> bool:
-    """Return on every rank once all have made the same call, and tell whether all gave the same hint, too.
+def check_call(collective: Collective, call: str, hint: str = "", *, advice: str = "") -> bool:
+    """Raise on every rank unless all ranks make the same call; returns whether they also passed the same hint.
 
-    `call`: a line that names the operation, then a line for each thing it is done to. `advice`: the last sentence of
-    the error, where all ranks called this operation.
-    Ranks: all. Cost: one `all_reduce` of two numbers; none in a collective of one. A later call works, whether this one
-    agreed or not.
-    Raises: CollectiveError: the calls differ; on every rank, with each rank's call side by side.
+    `call`: a line that names the operation, then a line for each of its operands. `advice`: the last sentence of the
+    error, if all ranks called this operation.
+    Ranks: all. Cost: one `all_reduce` of two numbers; none in a collective of one. Later calls work after an error.
+    Raises: CollectiveError on every rank: the calls differ; the message has each rank's call.
     """
     mine = float(hash_of(f"{call}\n{hint}"))
-    return agree_and_add(collective, call, mine, advice=advice) == mine * collective.size
+    return check_call_and_sum(collective, call, mine, advice=advice) == mine * collective.size
 
 
-def agree_and_add(collective: Collective, call: str, number: float = 0.0, *, advice: str = "") -> float:
-    """`agree`, and give the sum of all ranks' numbers, in float64. Cost: the same one message."""
+def check_call_and_sum(collective: Collective, call: str, number: float = 0.0, *, advice: str = "") -> float:
+    """`check_call`, and return the sum of all ranks' numbers, in float64. Cost: the same one message."""
     if collective.size == 1:
         return number
     mine = hash_of(call)
@@ -62,24 +61,24 @@ def difference(collective: Collective, call: str, advice: str = "") -> Collectiv
 
 
 def all_gather_bytes(collective: Collective, mine: bytes) -> list[bytes]:
-    """Give every rank the bytes of all ranks, in rank order. Each travels at the length of the longest."""
+    """Return the bytes of all ranks, in rank order. Each is sent padded to the greatest length."""
     lengths = collective.all_gather(torch.tensor(len(mine), device="cpu")).tolist()
     rows = collective.all_gather(to_tensor(bytearray(mine.ljust(max(lengths), b"\0"))))
     return [to_bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
 
 def to_tensor(content: bytearray) -> Tensor:
-    """The bytes as a tensor of uint8, on the same memory."""
+    """The bytes as a tensor of uint8 that shares their memory."""
     return torch.frombuffer(content or bytearray(1), dtype=torch.uint8)[: len(content)]
 
 
 def to_bytes(tensor: Tensor) -> bytes:
-    """A copy of a contiguous tensor of uint8. By address, since numpy need not be there."""
+    """A copy of a contiguous tensor of uint8. By address, because numpy may not be installed."""
     return ctypes.string_at(tensor.data_ptr(), tensor.numel()) if tensor.numel() else b""
 
 
-def all_say(collective: Collective, words: str) -> bool:
-    """Whether all ranks passed the same words. Ranks: all. Cost: one `all_reduce` of one number."""
+def all_equal(collective: Collective, words: str) -> bool:
+    """Whether all ranks passed the same string. Ranks: all. Cost: one `all_reduce` of one number."""
     mine = hash_of(words)
     total = float(collective.all_reduce(torch.tensor(mine, dtype=torch.float64, device="cpu"), "sum"))
     return total == mine * collective.size
@@ -96,7 +95,7 @@ def _all_calls(collective: Collective, call: str) -> list[str]:
 
 
 def _side_by_side(calls: list[str], advice: str) -> str:
-    """Each rank's call, without the things on which all agree; ranks that say the same share a paragraph."""
+    """Each rank's call, without the operands that are equal on all ranks; ranks with equal calls share a paragraph."""
     common = set.intersection(*(set(call.splitlines()[1:]) for call in calls))
     speakers: dict[str, list[int]] = {}
     for rank, call in enumerate(calls):

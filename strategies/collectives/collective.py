@@ -1,12 +1,12 @@
-"""The role of a collective: how the ranks of a world talk.
+"""The interface of a collective: communication between the ranks of a world.
 
-Nothing else in the code calls a collective of torch. Shapes follow one law for every size, one rank included:
+Nothing else in the code calls a collective of torch. One shape rule holds for every number of ranks, including one:
 `(*S)` on each rank becomes `(W, *S)` when gathered, W the number of ranks.
 
-Every method is called by all ranks of the collective, in the same order, unless it says otherwise. What the caller
-passed is left as it was, but for `fill`; results are new tensors, but for `broadcast`, which gives rank `src` its own
-back. Gradients stop here. Tensors are dense, of any dtype that `dtypes.py` allows for the operation, on the
-collective's device or on the CPU: small decisions always travel there.
+Every method is called by all ranks of the collective, in the same order, unless it says otherwise. Arguments are not
+changed, except by `fill`; results are new tensors, except that `broadcast` returns the argument on rank `src`. Nothing
+is differentiable. Tensors are dense, of any dtype that `dtypes.py` allows for the operation, on the collective's device
+or on the CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _REDUCE_OPS = get_args(ReduceOp)
 
 
 class CollectiveError(RuntimeError):
-    """A collective could not be completed. Carries the rank that noticed, and the cause."""
+    """A collective could not be completed. Has the rank that noticed, and the cause."""
 
     def __init__(self, message: str, *, rank: int) -> None:
         super().__init__(message)
@@ -35,13 +35,13 @@ class CollectiveError(RuntimeError):
 
 
 def check_reduce_op(op: str) -> None:
-    """Raise ValueError when `op` names no reduction."""
+    """Raise ValueError if `op` is not a reduction."""
     if op not in _REDUCE_OPS:
-        raise ValueError(f"`{op!r}` names no reduction. Write one of {', '.join(map(repr, _REDUCE_OPS))}.")
+        raise ValueError(f"`{op!r}` is not a reduction. Write one of {', '.join(map(repr, _REDUCE_OPS))}.")
 
 
 def check_peer(operation: str, argument: str, peer: int, size: int, *, me: int | None = None) -> None:
-    """Raise ValueError when `peer` is no rank to talk to: outside the collective, or this rank itself (`me`)."""
+    """Raise ValueError if `peer` is not another rank: outside the collective, or this rank itself (`me`)."""
     if not 0 <= peer < size:
         raise ValueError(
             f"`{operation}({argument}={peer})` in a collective of {size}: ranks count from 0 to {size - 1}."
@@ -51,7 +51,7 @@ def check_peer(operation: str, argument: str, peer: int, size: int, *, me: int |
 
 
 def check_slices(operation: str, tensor: Tensor, size: int) -> None:
-    """Raise ValueError when `tensor` does not hold one slice for each rank."""
+    """Raise ValueError if `tensor` does not hold one slice for each rank."""
     if tensor.ndim == 0 or tensor.shape[0] != size:
         raise ValueError(
             f"`{operation}` of a tensor of shape {tuple(tensor.shape)} over {size} ranks: its first dimension holds "
@@ -60,11 +60,11 @@ def check_slices(operation: str, tensor: Tensor, size: int) -> None:
 
 
 def check_split(ranks: Sequence[int], size: int, *, is_part: bool) -> None:
-    """Raise ValueError when `ranks` does not name some ranks of a whole, each once and in ascending order."""
+    """Raise ValueError unless `ranks` names ranks of the collective, each once and in ascending order."""
     if is_part:
         raise ValueError(
-            f"`split({list(ranks)})` of a collective that came from `split` itself: a part is not split again. "
-            "Split the whole one, naming its ranks."
+            f"`split({list(ranks)})` of a collective that came from `split` itself: a part cannot be split again. "
+            "Split the original collective, naming its ranks."
         )
     if not ranks or list(ranks) != sorted(set(ranks)) or ranks[0] < 0 or ranks[-1] >= size:
         raise ValueError(
@@ -74,25 +74,25 @@ def check_split(ranks: Sequence[int], size: int, *, is_part: bool) -> None:
 
 
 class Collective(ABC):
-    """The ranks of a world, or some of them, able to talk."""
+    """Communication between the ranks of a world, or some of them."""
 
     @property
     @abstractmethod
     def rank(self) -> int:
-        """This process's place in the collective, from 0."""
+        """The rank of this process in the collective, from 0."""
 
     @property
     @abstractmethod
     def size(self) -> int:
-        """How many ranks take part."""
+        """The number of ranks."""
 
     @abstractmethod
     def setup(self) -> None:
-        """Meet the other ranks. Called once, before anything else."""
+        """Connect to the other ranks. Called once, before anything else."""
 
     @abstractmethod
     def teardown(self) -> None:
-        """Give back what `setup` took. Called by each rank when it is done; a second call does nothing."""
+        """Undo `setup`. Called by each rank when it is done; a second call does nothing."""
 
     @abstractmethod
     def barrier(self) -> None:
@@ -100,12 +100,12 @@ class Collective(ABC):
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Give every rank the tensor of rank `src`. Shapes and dtypes agree on all ranks; rank `src` gets its own."""
+        """Return the tensor of rank `src`. Shapes and dtypes are equal on all ranks; rank `src` gets its own tensor."""
 
     def fill(self, tensors: Sequence[Tensor], sources: Sequence[int]) -> None:
-        """Overwrite the i-th tensor with that of rank `sources[i]`. Shapes and dtypes agree on all ranks.
+        """Overwrite the i-th tensor with that of rank `sources[i]`. Shapes and dtypes are equal on all ranks.
 
-        Past autograd, which is not told that what it may have saved is overwritten. Whoever can sends all at once.
+        Bypasses autograd, which does not notice that saved tensors are overwritten. Backends that can send all at once.
         """
         for tensor, src in zip(tensors, sources, strict=True):
             received = self.broadcast(tensor.detach(), src)
@@ -114,16 +114,16 @@ class Collective(ABC):
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
-        """Give every rank the elementwise reduction of all ranks' tensors: `(*S)` -> `(*S)`.
+        """Return the elementwise reduction of all ranks' tensors: `(*S)` -> `(*S)`.
 
-        The dtype is kept, with one exception: the mean of integers and booleans is computed and given in the
-        default floating-point dtype. See `dtypes.py` for the dtypes that an `op` refuses.
+        The dtype is kept, with one exception: the mean of integers and booleans is computed and returned in the default
+        floating-point dtype. See `dtypes.py` for the dtypes that an `op` refuses.
         """
 
     def start_all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Callable[[], Tensor]:
-        """`all_reduce` that goes on by itself where the backend can. What is given out waits, and gives the result.
+        """Asynchronous `all_reduce`, if the backend supports it. The returned function waits, and returns the result.
 
-        Ranks: all start it. Each calls what is given out at most once, when it likes.
+        Ranks: all start it. Each calls the returned function at most once, at any time.
         """
         reduced = self.all_reduce(tensor, op)
         return lambda: reduced
@@ -135,26 +135,26 @@ class Collective(ABC):
 
     @abstractmethod
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Give every rank the tensors of all ranks, stacked in rank order: `(*S)` -> `(W, *S)`."""
+        """Return the tensors of all ranks, stacked in rank order: `(*S)` -> `(W, *S)`."""
 
     def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """`all_gather` that goes on by itself where the backend can. What is given out waits, and gives the result.
+        """Asynchronous `all_gather`, if the backend supports it. The returned function waits, and returns the result.
 
-        Ranks: all start it. Each calls what is given out once, when it likes, and leaves `tensor` as it is until then.
+        Ranks: all start it. Each calls the returned function once, at any time, and does not change `tensor` before.
         """
         gathered = self.all_gather(tensor)
         return lambda: gathered
 
     @abstractmethod
     def reduce_scatter(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
-        """Reduce slice `r` of all ranks' tensors and give it to rank `r`: `(W, *S)` -> `(*S)`.
+        """Reduce slice `r` of all ranks' tensors, and return it on rank `r`: `(W, *S)` -> `(*S)`.
 
         Dtypes: as `all_reduce`.
         """
 
     @abstractmethod
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        """Send slice `r` to rank `r`; slice `r` of the result came from rank `r`: `(W, *S)` -> `(W, *S)`."""
+        """Send slice `r` to rank `r`; slice `r` of the result is from rank `r`: `(W, *S)` -> `(W, *S)`."""
 
     @abstractmethod
     def send(self, tensor: Tensor, dst: int) -> None:
@@ -166,35 +166,35 @@ class Collective(ABC):
 
     @abstractmethod
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """Give every rank the picklable object of rank `src`; rank `src` gets its own back.
+        """Return the picklable object of rank `src`; rank `src` gets its own object.
 
-        Tensors anywhere inside travel as tensors, not pickled, and arrive on the receiver's device of the same type.
-        Raises: CollectiveError: rank `src` could not pickle it (on every rank), or the ranks called different things.
+        Tensors anywhere inside are sent as tensors, not pickled, and arrive on the receiver's device of the same type.
+        Raises: CollectiveError: rank `src` could not pickle it (on every rank), or the ranks made different calls.
         """
 
     @abstractmethod
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Give every rank copies of the picklable objects of all ranks, in rank order.
+        """Return copies of the picklable objects of all ranks, in rank order.
 
-        Raises: CollectiveError: a rank could not pickle its own (on every rank), or the ranks called different things.
+        Raises: CollectiveError: a rank could not pickle its object (on every rank), or the ranks made different calls.
         """
 
     @abstractmethod
     def split(self, ranks: Sequence[int]) -> Collective | None:
-        """Give the collective of some ranks (counted in this one), already set up; None on a rank outside it.
+        """The collective of some ranks (numbered in this one), already set up; None on other ranks.
 
-        Ranks: all ranks of this collective call it, also those outside, with the same `ranks`, in ascending order.
-        It is made once: the same ranks give the same object, which lives until this collective's `teardown`. It is not
+        Ranks: all ranks of this collective call it, with the same `ranks`, in ascending order.
+        The same ranks always return the same object, which exists until this collective's `teardown`. It cannot be
         split again.
         """
 
     def reduce_boolean_decision(self, decision: bool, *, require_all: bool = True) -> bool:
-        """Decide together: true where all ranks (`require_all=False`: any rank) said true."""
+        """Decide together: True if all ranks (`require_all=False`: any rank) pass True."""
         return bool(self.all_reduce(torch.tensor(decision, device="cpu"), "min" if require_all else "max"))
 
     @abstractmethod
     def store(self) -> Store | None:
-        """The key-value store of these ranks, for messages outside of any collective; None if this is all of them.
+        """The key-value store of these ranks, for messages outside of collectives; None if there are no others.
 
-        Ranks: each may call it alone. Keys are this collective's own.
+        Ranks: each may call it alone. Keys are private to this collective.
         """

@@ -27,15 +27,15 @@ from fabric.strategies.collectives.packing import Spec, check_dense
 _AS_IS = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64}
 )
-# Backends know few integers. A wider one wraps to the same bits when it is narrowed again.
+# Backends support few integer types. A wider one wraps to the same bits when it is narrowed again.
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.bool: torch.uint8}
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 
 
-def wire_dtype(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
+def reduction_dtype(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
     """The dtype in which a backend reduces elements of `dtype`.
 
-    Raises: ValueError: `op` names no reduction, or one that the dtype does not have.
+    Raises: ValueError: `op` is not a reduction, or not defined for the dtype.
     """
     check_reduce_op(op)
     if dtype.is_complex:
@@ -54,18 +54,19 @@ def wire_dtype(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
         raise ValueError(_refusal(dtype, op, "Convert it to float32 or int64 first."))
     if dtype is torch.bool and op == "sum":
         raise ValueError(
-            _refusal(dtype, op, "Its dtype could not hold a count: convert it with `.long()`, or say 'max' for 'any'.")
+            _refusal(dtype, op, "The dtype could not hold a count: convert it with `.long()`, or use 'max' for 'any'.")
         )
     return _WIDER[dtype]
 
 
-def to_wire(tensor: Tensor, op: ReduceOp, *, copy: bool) -> Tensor:
+def to_reducible(tensor: Tensor, op: ReduceOp, *, copy: bool) -> Tensor:
     """The contiguous tensor that a backend reduces with sum, product, min or max (mean: sum).
 
-    `copy=False` may give the memory of `tensor` itself. Raises: as `wire_dtype`; TypeError: the tensor is not dense.
+    `copy=False` may return the memory of `tensor` itself. Raises: as `reduction_dtype`; TypeError: the tensor is not
+    dense.
     """
     check_dense(tensor)
-    dtype = wire_dtype(tensor.dtype, op)
+    dtype = reduction_dtype(tensor.dtype, op)
     if tensor.dtype.is_complex:
         tensor = torch.view_as_real(tensor.resolve_conj())
     tensor = tensor.detach().resolve_neg()
@@ -74,8 +75,8 @@ def to_wire(tensor: Tensor, op: ReduceOp, *, copy: bool) -> Tensor:
     return tensor.to(dtype).contiguous()
 
 
-def from_wire(reduced: Tensor, op: ReduceOp, dtype: torch.dtype, size: int) -> Tensor:
-    """The result for a tensor of `dtype`, from what the backend made of `to_wire` on `size` ranks."""
+def from_reduced(reduced: Tensor, op: ReduceOp, dtype: torch.dtype, size: int) -> Tensor:
+    """The result for a tensor of `dtype`, from the backend's reduction of `to_reducible` on `size` ranks."""
     if op == "mean":
         if dtype.is_floating_point or dtype.is_complex:
             reduced = reduced.div_(size)
@@ -87,12 +88,12 @@ def from_wire(reduced: Tensor, op: ReduceOp, dtype: torch.dtype, size: int) -> T
 
 
 def is_added_as_number(spec: Spec, op: ReduceOp) -> bool:
-    """Whether the reduction of such tensors is the sum of one float64 for each rank, see `to_number`."""
+    """Whether the reduction of such tensors equals the sum of one float64 per rank, see `to_number`."""
     return op in ("sum", "mean") and spec.num_elements == 1 and spec.device_type == "cpu" and not spec.dtype.is_complex
 
 
 def to_number(tensor: Tensor, size: int) -> float:
-    """The one element of `tensor`; NaN for an integer of which `size` might not add up exactly."""
+    """The one element of `tensor`; NaN for an integer for which the sum over `size` ranks might not be exact."""
     number = tensor.item()
     if isinstance(number, float):
         return number
@@ -100,7 +101,7 @@ def to_number(tensor: Tensor, size: int) -> float:
 
 
 def from_number(total: float, op: ReduceOp, spec: Spec, size: int) -> Tensor | None:
-    """The result for tensors of `spec`, from the sum of their numbers; None where integers did not add up exactly."""
+    """The result for tensors of `spec`, from the sum of their numbers; None if the sum of integers was not exact."""
     if math.isnan(total) and not spec.dtype.is_floating_point:
         return None
     number = total / size if op == "mean" else total

@@ -1,4 +1,4 @@
-"""The tensors of a nest by their paths, in an order that is the same on every rank. Knows no collective."""
+"""The tensors in nested containers by path, in the same order on every rank. Knows no collective."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fabric.strategies.nest import opened
 
 
 def map_tensors(function: Callable[[str, Tensor], Any], nest: Any, path: str = "data") -> Any:
-    """Give a nest of the same containers, with `function(path, tensor)` in place of each tensor.
+    """Apply `function(path, tensor)` to each tensor, and return the results in the same containers.
 
-    Containers are those of `fabric.strategies.nest.opened`; None stays. A Python number counts as a tensor on the CPU
-    of the dtype that holds it exactly: int64, float64, bool, complex128. Mappings are walked in the order of their
-    keys' `repr`, so that ranks need not have filled them in the same order.
+    Containers are those of `fabric.strategies.nest.opened`; None stays. A Python number becomes a CPU tensor of the
+    dtype that holds it exactly: int64, float64, bool, complex128. Mappings are traversed in the order of their keys'
+    `repr`, so that insertion order may differ between ranks.
     Raises: TypeError: anything else, with its path.
     """
     if isinstance(nest, Tensor):
@@ -41,7 +41,7 @@ def map_tensors(function: Callable[[str, Tensor], Any], nest: Any, path: str = "
         return fill([mapped[place] for place in range(len(members))])
     except TypeError as error:
         raise TypeError(
-            f"`{path}` is a `{type(nest).__name__}`, which cannot be made anew of other members ({error}). Pass a "
+            f"`{path}` is a `{type(nest).__name__}`, which cannot be rebuilt with other members ({error}). Pass a "
             "dict, list, tuple or dataclass instead."
         ) from error
 

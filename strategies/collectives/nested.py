@@ -1,9 +1,9 @@
-"""Collectives over nests of tensors: a batch, a dict of metrics, a dataclass of both.
+"""Collectives over nested containers of tensors: a batch, a dict of metrics, a dataclass of both.
 
-Many small tensors travel as few messages (100 of 1 KB over gloo, 2 ranks: 1.2-1.7 ms, where one message for each takes
-40-100 ms), large ones alone and uncopied. Before data is sent, the ranks compare what they are about to send, a bare
-tensor too: gloo aborts the process on sizes that differ, and reads bytes of another dtype as they are. The comparison
-is one message of two numbers, and a sum or mean of one number is done with it.
+Small tensors are packed into few messages (100 of 1 KB over gloo, 2 ranks: 1.2-1.7 ms; one message each takes 40-100
+ms), large ones are sent alone and uncopied. Before data is sent, the ranks compare their calls, also for a single
+tensor: gloo aborts the process on sizes that differ, and reinterprets bytes of another dtype. The comparison is one
+message of two numbers; a sum or mean of one number is part of it.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor
 
-from fabric.strategies.collectives.call_check import agree, agree_and_add
+from fabric.strategies.collectives.call_check import check_call, check_call_and_sum
 from fabric.strategies.collectives.collective import Collective, ReduceOp, check_reduce_op
-from fabric.strategies.collectives.dtypes import from_number, is_added_as_number, to_number, wire_dtype
+from fabric.strategies.collectives.dtypes import from_number, is_added_as_number, reduction_dtype, to_number
 from fabric.strategies.collectives.nest import map_tensors
 from fabric.strategies.collectives.packing import Packing, Spec, check_dense, groups, split_copies
 
 T = TypeVar("T")
 
 _PADDING = (
-    "Where lengths differ on purpose, `fabric.pad_across_ranks(tensor, dim=0)` gives every rank the length of the "
-    "longest; the values of an evaluation's batches go through `fabric.gather_for_metrics(values, loader)`."
+    "If lengths differ on purpose, `fabric.pad_across_ranks(tensor, dim=0)` gives every rank the length of the "
+    "longest; for the values of an evaluation's batches use `fabric.gather_for_metrics(values, loader)`."
 )
 
 
 def all_gather(collective: Collective, data: Any, *, sync_grads: bool = False) -> Any:
-    """Give every rank the tensors of all ranks, in a nest of the same containers.
+    """Return the tensors of all ranks, stacked, in the same containers.
 
-    Ranks: all call it, and with `sync_grads` all call backward through the result, too.
+    Ranks: all call it; with `sync_grads` all also call backward through the result.
     Shapes: each tensor `(*S)`, a number `()` -> `(W, *S)`. Dtypes and devices are kept; numbers are float64 or int64.
-    Gradient: stops here; with `sync_grads` it goes back to the rank that the tensor came from, summed over ranks.
-    Cost: a comparison, two numbers over all ranks; then the data.
-    Raises: CollectiveError: the ranks' data differs in paths, dtypes or shapes, on every rank; TypeError: something
-    that is no tensor, with its path.
+    Gradient: none; with `sync_grads` each rank receives the gradient of its tensor, summed over ranks.
+    Cost: a comparison of two numbers; then the data.
+    Raises: CollectiveError on every rank: the ranks' data differs in paths, dtypes or shapes; TypeError: a leaf is no
+    tensor, with its path.
     """
     if type(data) is Tensor and not sync_grads and (lone := _lone("all_gather", data)):
-        agree_and_add(collective, lone.call, advice=_PADDING)
+        check_call_and_sum(collective, lone.call, advice=_PADDING)
         return collective.all_gather(data)
     tensors, specs, call = _described(collective, "all_gather", data, sync_grads=sync_grads)
-    agree(collective, call, advice=_PADDING)
+    check_call(collective, call, advice=_PADDING)
     gathered: dict[int, Tensor] = {}
     if sync_grads:
         traced = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
@@ -63,13 +63,13 @@ def all_gather(collective: Collective, data: Any, *, sync_grads: bool = False) -
 
 
 def all_reduce(collective: Collective, data: Any, op: ReduceOp = "mean") -> Any:
-    """Give every rank the elementwise reduction of all ranks' tensors, in a nest of the same containers.
+    """Return the elementwise reduction of all ranks' tensors, in the same containers.
 
     Ranks: all call it. Shapes and dtypes: as `Collective.all_reduce`; a number becomes a tensor `()`.
-    Gradient: stops here.
-    Cost: a comparison, two numbers over all ranks, in which the sum or mean of a single number on the CPU is included.
-    Raises: CollectiveError: the ranks' data differs in paths, dtypes or shapes, on every rank; TypeError: something
-    that is no tensor, with its path.
+    Gradient: none.
+    Cost: a comparison of two numbers, which includes the sum or mean of a single number on the CPU; then the data.
+    Raises: CollectiveError on every rank: the ranks' data differs in paths, dtypes or shapes; TypeError: a leaf is no
+    tensor, with its path.
     """
     if type(data) is Tensor and (lone := _lone("all_reduce", data, op)):
         return _reduce_lone(collective, data, op, lone)
@@ -77,7 +77,7 @@ def all_reduce(collective: Collective, data: Any, op: ReduceOp = "mean") -> Any:
     if len(specs) == 1:
         alone_in_nest = _Lone(call, specs[0], is_added_as_number(specs[0], op))
         return _put_back(data, {0: _reduce_lone(collective, tensors[0], op, alone_in_nest)})
-    agree(collective, call)
+    check_call(collective, call)
     reduced: dict[int, Tensor] = {}
     together, alone = groups((each.num_bytes for each in specs), ((each.dtype, each.device_type) for each in specs))
     for indices in together:
@@ -90,9 +90,9 @@ def all_reduce(collective: Collective, data: Any, op: ReduceOp = "mean") -> Any:
 
 
 def broadcast(collective: Collective, obj: T, src: int = 0) -> T:
-    """Give every rank the object of rank `src`, its tensors as tensors; rank `src` gets its own back.
+    """Return the object of rank `src`, its tensors sent as tensors; rank `src` gets its own object.
 
-    Ranks: all call it; what the others pass is not looked at. Gradient: stops here.
+    Ranks: all call it; the arguments of the others are ignored. Gradient: none.
     """
     result: T = collective.broadcast_object(obj, src)
     return result
@@ -124,7 +124,7 @@ def _lone_of(
     if op is None:
         return _Lone(f"{operation}\ndata: {spec}", spec, is_added=False)
     try:
-        wire_dtype(dtype, op)
+        reduction_dtype(dtype, op)
     except ValueError:
         return None
     return _Lone(f"{_reduction(op)}\ndata: {spec}", spec, is_added_as_number(spec, op))
@@ -137,9 +137,9 @@ def _reduction(op: object) -> str:
 def _reduce_lone(collective: Collective, tensor: Tensor, op: ReduceOp, lone: _Lone) -> Tensor:
     """The reduction of one tensor, within the comparison where it can be."""
     if not lone.is_added:
-        agree_and_add(collective, lone.call)
+        check_call_and_sum(collective, lone.call)
         return collective.all_reduce(tensor, op)
-    total = agree_and_add(collective, lone.call, to_number(tensor, collective.size))
+    total = check_call_and_sum(collective, lone.call, to_number(tensor, collective.size))
     result = from_number(total, op, lone.spec, collective.size)
     return collective.all_reduce(tensor, op) if result is None else result
 
@@ -147,9 +147,9 @@ def _reduce_lone(collective: Collective, tensor: Tensor, op: ReduceOp, lone: _Lo
 def _described(
     collective: Collective, operation: str, data: Any, *, sync_grads: bool = False, op: ReduceOp | None = None
 ) -> tuple[list[Tensor], list[Spec], str]:
-    """The tensors in `data`, and the call as `agree` compares it: their paths, dtypes, shapes and device types.
+    """The tensors in `data`, and the call for `check_call`: their paths, dtypes, shapes and device types.
 
-    `op`: what they are to be reduced with. Raises: what is wrong with `data` on this rank, once all ranks know of it.
+    `op`: their reduction. Raises the error of this rank's `data`, after all ranks know of it.
     """
     tensors: list[Tensor] = []
     specs: list[Spec] = []
@@ -159,7 +159,7 @@ def _described(
         spec = Spec.of(tensor)
         check_dense(tensor)
         if op is not None:
-            wire_dtype(spec.dtype, op)
+            reduction_dtype(spec.dtype, op)
         tensors.append(tensor)
         specs.append(spec)
         lines.append(f"{path}: {spec}{', requires grad' if sync_grads and tensor.requires_grad else ''}")
@@ -169,7 +169,9 @@ def _described(
             check_reduce_op(op)
         map_tensors(collect, data)
     except (TypeError, ValueError) as error:
-        agree(collective, f"{lines[0]}, refused: {error}")  # the others hear it now, instead of waiting for this rank
+        check_call(
+            collective, f"{lines[0]}, refused: {error}"
+        )  # the others raise too, instead of waiting for this rank
         raise
     if data is None:
         lines.append("data: None")
@@ -184,7 +186,7 @@ def _put_back(data: Any, results: dict[int, Tensor]) -> Any:
 
 
 def _gather_traced(collective: Collective, tensors: list[Tensor], indices: list[int]) -> dict[int, Tensor]:
-    """Gather so that gradients flow back: one message, and one in backward, per dtype and device."""
+    """Differentiable gather: one message, and one in backward, per dtype and device."""
     together: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index in indices:
         together.setdefault((tensors[index].dtype, tensors[index].device), []).append(index)
@@ -199,7 +201,7 @@ def _gather_traced(collective: Collective, tensors: list[Tensor], indices: list[
 
 
 class _TracedGather(torch.autograd.Function):
-    """The gradient of what a rank gave is the sum, over ranks, of the gradients of what they received from it."""
+    """The gradient of a rank's tensor is the sum over ranks of the gradients of what they received from it."""
 
     @staticmethod
     def forward(ctx: Any, collective: Collective, flat: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Any picklable object, over a collective that moves tensors.
+"""Picklable objects over a collective of tensors.
 
-Tensors are taken out of a broadcast object while it is pickled, wherever they sit, and travel as tensors.
+Tensors anywhere inside a broadcast object are removed while it is pickled, and sent as tensors.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from fabric.strategies.collectives.call_check import agree, all_gather_bytes, to_bytes, to_tensor
+from fabric.strategies.collectives.call_check import all_gather_bytes, check_call, to_bytes, to_tensor
 from fabric.strategies.collectives.collective import Collective, CollectiveError, check_peer
 from fabric.strategies.collectives.packing import Packing, Spec, groups
 
 # Note [A rank that cannot pickle]
-# It says so in place of its object, since it must take part anyway: the others wait for it. The first byte tells.
+# It sends its error in place of its object, because the other ranks wait for it. The first byte tells which it is.
 _OBJECT, _FAILURE = b"\0", b"\1"
 
 _HEADER_BYTES = 512
-_INLINE_BYTES = _HEADER_BYTES - 8  # of a pickle that comes with the header, after the pickle's length
+_INLINE_BYTES = _HEADER_BYTES - 8  # of the pickle, which follows its length in the header
 
 
 class CarriesObjects(Collective):
-    """A collective whose objects travel by its messages: what every collective here derives from."""
+    """A collective that sends objects by its own messages: the base class of every collective here."""
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """As in the role.
+        """As in the interface.
 
-        Cost: a hash and 512 bytes, then the rest of a pickle that does not fit in, one message for all small tensors of
-        a device, and one for each large tensor. A bare tensor, where every rank passes one of the same dtype and shape:
-        a hash and the tensor.
+        Cost: a hash and 512 bytes, then the rest of a longer pickle, one message for all small tensors of a device, and
+        one for each large tensor. A single tensor, if every rank passes one of the same dtype and shape: a hash and the
+        tensor.
         """
         check_peer("broadcast", "src", src, self.size)
         call = f"broadcast from rank {src}"
         is_bare = type(obj) is Tensor and _is_plain(obj)
-        if agree(self, call, str(Spec.of(obj)) if is_bare else "") and is_bare:
+        if check_call(self, call, str(Spec.of(obj)) if is_bare else "") and is_bare:
             received = self.broadcast(obj, src)
             return obj if self.rank == src else received
         tensors: list[Tensor] = []
@@ -53,10 +53,10 @@ class CarriesObjects(Collective):
         return _Assembler(content, _receive(self, specs, src)).load()
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """As in the role. Cost: a hash, a length, and W times the longest pickle."""
+        """As in the interface. Cost: a hash, a length, and W times the longest pickle."""
         call = "all_gather of objects"
         pickled = _pickled(obj, call, None)
-        agree(self, call)
+        check_call(self, call)
         contents = all_gather_bytes(self, pickled)
         for rank, content in enumerate(contents):
             _raise_failure(content, rank, self.rank)
@@ -64,7 +64,8 @@ class CarriesObjects(Collective):
 
 
 def _broadcast_bytes(collective: Collective, mine: bytes, src: int) -> bytes:
-    """Give every rank the bytes of rank `src`: their length and their start, then the rest, if there is one."""
+    """Return the bytes of rank `src` on every rank: one message with their length and start, then the rest if
+    needed."""
     header = bytearray(len(mine).to_bytes(8, "little") + mine[:_INLINE_BYTES]).ljust(_HEADER_BYTES, b"\0")
     heard = to_bytes(collective.broadcast(to_tensor(header), src))
     length = int.from_bytes(heard[:8], "little")
@@ -74,7 +75,7 @@ def _broadcast_bytes(collective: Collective, mine: bytes, src: int) -> bytes:
 
 
 def _pickled(obj: Any, call: str, tensors: list[Tensor] | None) -> bytes:
-    """A byte that tells how it went, then the specs of the tensors taken out into `tensors`, and the rest of `obj`."""
+    """A status byte, the specs of the tensors moved into `tensors`, and the pickle of `obj` without them."""
     try:
         if tensors is None:
             return _OBJECT + pickle.dumps(obj)
@@ -120,7 +121,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 @final
 class _Dismantler(pickle.Pickler):
-    """Leaves a number where a tensor was. A tensor that occurs twice is one tensor on the other side, too."""
+    """Replaces each tensor by a number. A tensor that occurs twice is one tensor at the receiver, too."""
 
     def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
         super().__init__(file)
@@ -131,7 +132,7 @@ class _Dismantler(pickle.Pickler):
         if type(obj) is not Tensor and type(obj) is not nn.Parameter:
             return None
         if not _is_plain(obj):
-            return None  # rare, and no one block of numbers: pickled by its own means
+            return None  # rare, and not one block of numbers: pickled in its own way
         index = self._index.get(id(obj))
         if index is None:
             index = self._index[id(obj)] = len(self._tensors)
@@ -141,7 +142,7 @@ class _Dismantler(pickle.Pickler):
 
 @final
 class _Assembler(pickle.Unpickler):
-    """Puts the tensors back where their numbers are."""
+    """Puts the tensors back in place of their numbers."""
 
     def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
         super().__init__(file)

@@ -1,6 +1,6 @@
-"""Small tensors packed into one message, which costs the same with one number as with 100 KB; tensors sent as bytes.
+"""Small tensors packed into one message, which costs the same for one number as for 100 KB; tensors sent as bytes.
 
-Only reductions need a dtype. Everything else is sent as bytes, so that a backend need not support bool, float8 or
+Only reductions need a dtype. All other data is sent as bytes, so that a backend need not support bool, float8 or
 complex.
 """
 
@@ -24,7 +24,7 @@ at 512 KB, 1.1-1.8 at 1 MB, 3.5 at 4 MB; all_reduce 0.7 at 256 KB, 0.8-0.9 at 51
 
 
 def check_dense(tensor: Tensor) -> None:
-    """Raise TypeError when `tensor` is not one plain block of numbers on one device."""
+    """Raise TypeError unless `tensor` is a dense tensor on one device."""
     if tensor.layout is not torch.strided or tensor.is_quantized or getattr(type(tensor), "__tensor_flatten__", None):
         raise TypeError(
             f"A `{type(tensor).__name__}` of layout {tensor.layout} and dtype {tensor.dtype} is no plain dense tensor, "
@@ -34,7 +34,7 @@ def check_dense(tensor: Tensor) -> None:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The elements of `tensor` as `(tensor.nbytes,)` of uint8: its own memory where it is contiguous."""
+    """The elements of `tensor` as `(tensor.nbytes,)` of uint8; shares its memory if it is contiguous."""
     check_dense(tensor)
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():  # flags that make the memory mean something else
@@ -46,7 +46,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 @final
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What a receiver must know of a tensor before it arrives."""
+    """What a receiver must know of a tensor in advance."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -54,12 +54,12 @@ class Spec:
 
     @staticmethod
     def of(tensor: Tensor) -> Spec:
-        """Of one tensor."""
+        """The spec of a tensor."""
         return Spec(tensor.dtype, tuple(tensor.shape), tensor.device.type)
 
     @property
     def num_elements(self) -> int:
-        """How many elements it has."""
+        """Its number of elements."""
         count = 1
         for length in self.shape:
             count *= length
@@ -67,19 +67,19 @@ class Spec:
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes its elements take."""
+        """Its size in bytes."""
         return self.num_elements * self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} {self.shape} on {self.device_type}"
 
     def like(self) -> Tensor:
-        """A tensor of this dtype and shape on this process's device of that type, which takes no memory."""
+        """A tensor of this dtype and shape on this process's device of that type, without memory of its own."""
         return torch.empty((), dtype=self.dtype, device=self.device_type).expand(self.shape)
 
 
 def groups(sizes: Iterable[int], keys: Iterable[Hashable]) -> tuple[list[list[int]], list[int]]:
-    """Which tensors are sent together, as indices: small ones with equal keys; and the others, each alone.
+    """The indices of tensors that are sent together (small ones with equal keys), and of those that are sent alone.
 
     `sizes`: in bytes.
     """
@@ -96,9 +96,9 @@ def groups(sizes: Iterable[int], keys: Iterable[Hashable]) -> tuple[list[list[in
 
 @torch.no_grad()
 def exchange(tensors: Iterable[Tensor], message: Callable[[Tensor], Tensor]) -> None:
-    """Replace each tensor's values, in place, by what `message` makes of them elementwise. Small ones are packed.
+    """Replace each tensor's values, in place, by the result of the elementwise `message`. Small tensors are packed.
 
-    Ranks: all that `message` talks to, with tensors of the same shapes in the same order.
+    Ranks: all that `message` communicates with, with tensors of the same shapes in the same order.
     """
     given = list(tensors)
     together, alone = groups((tensor.nbytes for tensor in given), (tensor.dtype for tensor in given))
@@ -111,9 +111,9 @@ def exchange(tensors: Iterable[Tensor], message: Callable[[Tensor], Tensor]) -> 
 
 @torch.no_grad()
 def fill_from(collective: Collective, tensors: Iterable[tuple[Tensor, int]]) -> None:
-    """Give each tensor, in place, the values that it has on the rank it comes with. Small ones are packed.
+    """Overwrite each tensor with its values on the given rank. Small tensors are packed.
 
-    Ranks: all, with tensors of the same shapes in the same order. Past autograd, as `Collective.fill`.
+    Ranks: all, with tensors of the same shapes in the same order. Bypasses autograd, as `Collective.fill`.
     """
     given = list(tensors)
     together, alone = groups((one.nbytes for one, _ in given), ((one.dtype, src) for one, src in given))
@@ -133,15 +133,15 @@ def _flat(members: Sequence[Tensor]) -> Tensor:
 
 
 def _put_back(flat: Tensor, members: Sequence[Tensor]) -> None:
-    # `.data`: autograd may have saved a tensor, and does not count what is written past it.
+    # `.data`: autograd does not notice this write, so saved tensors stay usable.
     parts = flat.split_with_sizes([tensor.numel() for tensor in members])
     for tensor, part in zip(members, parts, strict=True):
         tensor.data.copy_(part.view_as(tensor))
 
 
 def split_copies(tensor: Tensor, lengths: list[int]) -> Sequence[Tensor]:
-    """The last dimension of `tensor` cut into `lengths`, each piece a contiguous tensor of its own."""
-    # torch's stub (2.13) knows only the form that writes to `out`.
+    """The last dimension of `tensor` split into `lengths`, each part a new contiguous tensor."""
+    # torch's type stub (2.13) has only the overload with `out`.
     split = cast(Callable[..., Sequence[Tensor]], torch.split_with_sizes_copy)
     return split(tensor, lengths, dim=-1)
 
@@ -150,7 +150,7 @@ def split_copies(tensor: Tensor, lengths: list[int]) -> Sequence[Tensor]:
 class Packing:
     """One row of bytes for tensors of given specs: a section for each dtype, the widest dtype first.
 
-    The order keeps every section aligned to its dtype, so that a row is read in place, without a copy for that.
+    This order aligns every section to its dtype, so that a row is read in place, without a copy.
     """
 
     def __init__(self, specs: Sequence[Spec]) -> None:

@@ -1,6 +1,6 @@
 """Tensors whose lengths differ over ranks, padded to the longest, so that they can be gathered.
 
-Every rank says what it has before anything is padded, and learns the longest length of each tensor from one message.
+Ranks first compare what they pass, then get the greatest length of each tensor by one message.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fabric.strategies.collectives.call_check import agree
+from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.nest import map_tensors
 from fabric.strategies.collectives.packing import Spec, check_dense
 
 
 def pad_across_ranks(collective: Collective, data: Any, dim: int = 0, pad_value: float = 0) -> Any:
-    """Append `pad_value` along `dim` to each tensor, up to the greatest length that any rank has there.
+    """Pad each tensor with `pad_value` along `dim`, to the greatest length on any rank.
 
-    Ranks: all call it. A tensor that is as long as the longest is given back as it is.
+    Ranks: all call it. A tensor that already has this length is returned itself.
     Shapes: `(*A, N, *B)` -> `(*A, M, *B)`, M the greatest N; all other dimensions are the same on every rank.
-    Cost: a comparison, and one number for each tensor. Gradient: flows through.
-    Raises: CollectiveError: the ranks' data differs in more than lengths along `dim`; IndexError: a tensor without
-    that dimension; ValueError: a dtype that does not hold `pad_value`; TypeError: something that is no tensor.
+    Cost: a comparison, and one number for each tensor. Differentiable.
+    Raises: CollectiveError: the ranks' data differs in more than lengths along `dim`; IndexError: a tensor without that
+    dimension; ValueError: a dtype cannot represent `pad_value`; TypeError: a leaf is no tensor.
     """
     lengths: list[int] = []
     lines = [f"pad_across_ranks with dim={dim} and pad_value={pad_value!r}"]
@@ -39,9 +39,9 @@ def pad_across_ranks(collective: Collective, data: Any, dim: int = 0, pad_value:
     try:
         map_tensors(collect, data)
     except (IndexError, TypeError, ValueError) as error:
-        agree(collective, f"{lines[0]}, refused: {error}")
+        check_call(collective, f"{lines[0]}, refused: {error}")
         raise
-    agree(collective, "\n".join(lines))
+    check_call(collective, "\n".join(lines))
     longest = iter(collective.all_reduce(torch.tensor(lengths, dtype=torch.int64, device="cpu"), "max").tolist())
     return map_tensors(lambda path, tensor: _padded(tensor, dim, next(longest), pad_value), data)
 
@@ -75,8 +75,8 @@ def _check_value(path: str, tensor: Tensor, value: float) -> None:
     if held.item() == value or (math.isnan(value) and math.isnan(held.real)):
         return
     if tensor.is_floating_point() and math.isfinite(value) and math.isfinite(held.real):
-        return  # the nearest number of the dtype, as an operation on the tensor would use it
+        return  # rounded to the dtype, as in an operation on the tensor
     raise ValueError(
-        f"`pad_across_ranks(..., pad_value={value!r})`: `{path}` is {tensor.dtype}, which does not hold that number. "
-        "Pass a `pad_value` that it holds, or convert the tensor."
+        f"`pad_across_ranks(..., pad_value={value!r})`: `{path}` is {tensor.dtype}, which cannot represent it. "
+        "Pass another `pad_value`, or convert the tensor."
     )

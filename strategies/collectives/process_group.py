@@ -1,9 +1,9 @@
-"""Ranks that talk through `torch.distributed`: gloo, nccl, and whatever else torch has a backend for.
+"""Collectives over `torch.distributed`: gloo, nccl, and every other backend of torch.
 
-The one file that knows torch's names for collectives and what its releases call them. Data that merely moves goes as
-bytes, and every failure of torch becomes a `CollectiveError` that says which call, on what, and how long it waited.
-What surprises: gloo aborts the process when ranks send tensors of different sizes. `nested.py` and `objects.py` compare
-calls beforehand (`call_check.py`); the methods here do not: their callers know that the shapes are equal.
+The only file that uses torch's collectives, whose names differ between releases. Data that is not reduced is sent as
+bytes, and every failure of torch becomes a `CollectiveError` with the call, its tensor, and how long it waited. gloo
+aborts the process if ranks send tensors of different sizes. `nested.py` and `objects.py` compare calls beforehand
+(`call_check.py`); the methods here do not: their callers know that the shapes are equal.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from fabric.launchers.rendezvous.join import join
 from fabric.launchers.world import World
-from fabric.strategies.collectives.call_check import agree
+from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import (
     CollectiveError,
     ReduceOp,
@@ -30,7 +30,7 @@ from fabric.strategies.collectives.collective import (
     check_slices,
     check_split,
 )
-from fabric.strategies.collectives.dtypes import from_wire, to_wire
+from fabric.strategies.collectives.dtypes import from_reduced, to_reducible
 from fabric.strategies.collectives.objects import CarriesObjects
 from fabric.strategies.collectives.packing import Spec, as_bytes
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger("fabric")
 
-# torch 2.13 warns of the old names of these two; 2.9 has no others.
+# torch 2.13 deprecates the old names of these two; 2.9 has only those.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -47,7 +47,7 @@ _TWO_NUMBERS = struct.Struct("dd")
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,  # divided in `from_wire`
+    "mean": dist.ReduceOp.SUM,  # divided in `from_reduced`
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT,
@@ -56,11 +56,11 @@ _OPS = {
 
 @final
 class TorchCollective(CarriesObjects):
-    """All ranks of a world, over the process group of torch that DDP and FSDP use as well.
+    """All ranks of a world, over torch's default process group, which DDP and FSDP use as well.
 
-    `backend`: torch's name for it ("gloo", "nccl"), for tensors on `device`. Where that is no CPU, gloo carries the
-    tensors on the CPU beside it. `timeout_seconds`: how long a call waits for the other ranks; torch's own for gloo.
-    `say`: told who is missing while the ranks meet.
+    `backend`: torch's name ("gloo", "nccl"), for tensors on `device`. If that is not the CPU, gloo is added for CPU
+    tensors. `timeout_seconds`: how long a call waits for the other ranks; torch's own for gloo. `report`: called with
+    the missing ranks while the ranks connect.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class TorchCollective(CarriesObjects):
         *,
         device: torch.device,
         timeout_seconds: float = 1800.0,
-        say: Callable[[str], None] = _LOGGER.warning,
+        report: Callable[[str], None] = _LOGGER.warning,
     ) -> None:
         self._world = world
         self._backends = f"cpu:gloo,{device.type}:{backend}" if device.type != "cpu" and ":" not in backend else backend
         self._timeout_seconds = timeout_seconds
-        self._say = say
+        self._report = report
         self._store: Store | None = None
         self._group: ProcessGroup | None = None
         self._owns_group = self._is_part = False
@@ -92,12 +92,12 @@ class TorchCollective(CarriesObjects):
         return self._size
 
     def setup(self) -> None:
-        """Meet the other ranks. A process group that is already there is used, and left there by `teardown`.
+        """Connect to the other ranks. An existing process group is used, and not destroyed by `teardown`.
 
-        Raises: TimeoutError: a rank did not arrive; CollectiveError: torch could not connect them, or that group has
-        another size, rank or backend.
+        Raises: TimeoutError: a rank did not arrive; CollectiveError: torch could not connect the ranks, or the existing
+        group has another size, rank or backend.
         """
-        store = join(self._world, self._timeout_seconds, self._say)
+        store = join(self._world, self._timeout_seconds, self._report)
         self._store = PrefixStore("messages", store) if self._size > 1 else None
         if dist.is_initialized():
             self._check_group_found()
@@ -107,7 +107,7 @@ class TorchCollective(CarriesObjects):
         self._group = dist.group.WORLD
 
     def teardown(self) -> None:
-        if not self._is_part:  # a part ends with its whole, which gives it out again
+        if not self._is_part:  # a part is torn down with its whole
             self._end()
 
     def _end(self) -> None:
@@ -144,17 +144,17 @@ class TorchCollective(CarriesObjects):
                 tensor.data.copy_(whole)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
-        wire = to_wire(tensor, op, copy=True)
-        self._run("all_reduce", tensor, _all_reduce, wire, _OPS[op])
-        return from_wire(wire, op, tensor.dtype, self._size)
+        operand = to_reducible(tensor, op, copy=True)
+        self._run("all_reduce", tensor, _all_reduce, operand, _OPS[op])
+        return from_reduced(operand, op, tensor.dtype, self._size)
 
     def start_all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Callable[[], Tensor]:
-        wire = to_wire(tensor, op, copy=True)
-        work = self._run("all_reduce", tensor, dist.all_reduce, wire, _OPS[op], async_op=True)
+        operand = to_reducible(tensor, op, copy=True)
+        work = self._run("all_reduce", tensor, dist.all_reduce, operand, _OPS[op], async_op=True)
 
         def finish() -> Tensor:
             self._run("all_reduce", tensor, _wait, work)
-            return from_wire(wire, op, tensor.dtype, self._size)
+            return from_reduced(operand, op, tensor.dtype, self._size)
 
         return finish
 
@@ -187,10 +187,10 @@ class TorchCollective(CarriesObjects):
 
     def reduce_scatter(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         check_slices("reduce_scatter", tensor, self._size)
-        wire = to_wire(tensor, op, copy=False)
-        reduced = torch.empty(wire.shape[1:], dtype=wire.dtype, device=wire.device)
-        self._run("reduce_scatter", tensor, _reduce_scatter, reduced.view(-1), wire.view(-1), _OPS[op])
-        return from_wire(reduced, op, tensor.dtype, self._size)
+        operand = to_reducible(tensor, op, copy=False)
+        reduced = torch.empty(operand.shape[1:], dtype=operand.dtype, device=operand.device)
+        self._run("reduce_scatter", tensor, _reduce_scatter, reduced.view(-1), operand.view(-1), _OPS[op])
+        return from_reduced(reduced, op, tensor.dtype, self._size)
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         check_slices("all_to_all", tensor, self._size)
@@ -212,7 +212,7 @@ class TorchCollective(CarriesObjects):
         check_split(ranks, self._size, is_part=self._is_part)
         key = tuple(ranks)
         if key not in self._splits:
-            agree(self, f"split({list(ranks)})")
+            check_call(self, f"split({list(ranks)})")
             self._splits[key] = self._part(key)
         return self._splits[key]
 
@@ -227,21 +227,23 @@ class TorchCollective(CarriesObjects):
             dist.init_process_group(
                 self._backends, store=store, rank=self._rank, world_size=self._size, timeout=timeout
             )
-        except (AssertionError, RuntimeError, ValueError) as error:  # torch asserts that it knows the backend
+        except (AssertionError, RuntimeError, ValueError) as error:  # torch asserts that the backend is known
             raise self._failure(f"init_process_group({self._backends!r})", None, error) from error
         finally:
-            sys.excepthook = hook  # torch's own writes a rank before each line; whoever launched the ranks names them
+            sys.excepthook = hook  # torch's hook prefixes each line with the rank; the launcher does this already
         self._await_everyone(store)
 
     def _await_everyone(self, store: Store) -> None:
-        # gloo's ranks return from connecting one by one, and one that leaves at once resets those still under way.
+        # gloo's ranks return from connecting one by one; one that exits at once resets connections that are not ready
+        # yet.
         if store.add("num_connected", 1) == self._size:
             store.set("connected", "")
         store.wait(["connected"])
 
     def _part(self, ranks: tuple[int, ...]) -> TorchCollective | None:
-        # Every rank makes every group. `new_group(use_local_synchronization=True)` would spare the others, but names a
-        # group by how many a rank has made so far (torch 2.13): ranks that differ in that wait for each other in vain.
+        # Every rank creates every group. With `new_group(use_local_synchronization=True)` the others need not, but the
+        # group's name then counts the groups that a rank has created (torch 2.13): ranks whose counts differ wait for
+        # each other forever.
         try:
             group = dist.new_group(list(ranks), timeout=timedelta(seconds=self._timeout_seconds))
         except (RuntimeError, ValueError) as error:
@@ -261,7 +263,7 @@ class TorchCollective(CarriesObjects):
     def _joined(self, operation: str) -> ProcessGroup:
         if self._group is None:
             raise CollectiveError(
-                f"`{operation}` on rank {self._rank} of {self._size}, which has not met the other ranks: call "
+                f"`{operation}` on rank {self._rank} of {self._size}, which is not connected to the other ranks: call "
                 "`setup()` first, and nothing after `teardown()`.",
                 rank=self._rank,
             )
@@ -284,14 +286,14 @@ class TorchCollective(CarriesObjects):
         )
 
     def _check_group_found(self) -> None:
-        """Raise unless the process group that somebody else made is one that this collective would have made."""
+        """Raise unless the existing process group equals the one that this collective would have created."""
         found = (dist.get_rank(), dist.get_world_size())
         config = dist.get_backend_config()
         if found == (self._rank, self._size) and _by_device(self._backends).items() <= _by_device(config).items():
             return
         raise CollectiveError(
-            f"A process group is already there: rank {found[0]} of {found[1]} over {config!r}. This fabric is rank "
-            f"{self._rank} of {self._size} and talks over {self._backends!r}. Leave `init_process_group` to the "
+            f"A process group exists already: rank {found[0]} of {found[1]} over {config!r}. This fabric is rank "
+            f"{self._rank} of {self._size} and uses {self._backends!r}. Leave `init_process_group` to the "
             f"fabric, or call `torch.distributed.init_process_group({self._backends!r}, ...)` with the same ranks.",
             rank=self._rank,
         )
@@ -332,6 +334,6 @@ def _wait(work: dist.Work, group: ProcessGroup) -> None:
 
 
 def _by_device(backends: str) -> dict[str, str]:
-    """ "cpu:gloo,cuda:nccl" -> {"cpu": "gloo", "cuda": "nccl"}; a bare "gloo" is that of the CPU."""
+    """ "cpu:gloo,cuda:nccl" -> {"cpu": "gloo", "cuda": "nccl"}; a plain "gloo" is for the CPU."""
     pairs = (entry.rpartition(":") for entry in backends.split(","))
     return {device or "cpu": backend for device, _, backend in pairs}

@@ -1,4 +1,4 @@
-"""Rows sent to chosen ranks, and the answers sent back: for sharded embedding tables and mixtures of experts.
+"""Rows sent to chosen ranks, and results sent back: for sharded embedding tables and mixtures of experts.
 
 Each rank chooses a destination rank per row; the number of rows differs from pair to pair. Built on `all_to_all` with
 equal splits, which every collective has, so it runs over any backend.
@@ -16,12 +16,12 @@ from fabric.strategies.collectives.collective import Collective
 
 @final
 class Route:
-    """Where each of this rank's N rows goes, and how many arrive here.
+    """The destination rank of each of this rank's N rows, and how many rows arrive here.
 
     `owner`: `(N,)` integers, the rank that each row goes to. N may differ between ranks, and be 0.
-    Ranks: all of the collective make it, and all call its methods, in the same order.
-    Cost: `(W,)` counts gathered here; then each exchange sends W times the rows of the fullest pair, which evenly
-    spread rows hardly notice.
+    Ranks: all of the collective create it, and call its methods, in the same order.
+    Cost: `(W,)` counts are gathered here; then each exchange sends W times the rows of the largest pair. Evenly
+    distributed rows need little padding.
     """
 
     def __init__(self, collective: Collective, owner: Tensor) -> None:
@@ -44,30 +44,30 @@ class Route:
         self._fullest = int(counts.max())
 
     def send(self, rows: Tensor) -> Tensor:
-        """Give each row to its owner: `(N, *S)` -> `(M, *S)`, in the order of the ranks they came from.
+        """Send each row to its owner: `(N, *S)` -> `(M, *S)`, in the order of the ranks they came from.
 
-        Ranks: all, with the same S and dtype. Gradient: goes back to the rank that had the row.
+        Ranks: all, with the same S and dtype. Differentiable.
         """
-        return self._travel(rows, self._order.numel(), "send", there=True)
+        return self._checked_exchange(rows, self._order.numel(), "send", there=True)
 
     def send_back(self, rows: Tensor) -> Tensor:
-        """Give an answer for each row that arrived: `(M, *S)` -> `(N, *S)`, in the order of this rank's own rows.
+        """Send back a result for each row that arrived: `(M, *S)` -> `(N, *S)`, in the order of this rank's own rows.
 
-        Ranks: all, with the same S and dtype. Gradient: goes back to the rank that answered.
+        Ranks: all, with the same S and dtype. Differentiable.
         """
-        return self._travel(rows, sum(self._arrived), "send_back", there=False)
+        return self._checked_exchange(rows, sum(self._arrived), "send_back", there=False)
 
-    def _travel(self, rows: Tensor, num_rows: int, method: str, *, there: bool) -> Tensor:
+    def _checked_exchange(self, rows: Tensor, num_rows: int, method: str, *, there: bool) -> Tensor:
         if rows.ndim == 0 or rows.shape[0] != num_rows:
             raise ValueError(
                 f"`Route.{method}` of a tensor of shape {tuple(rows.shape)}: this rank has {num_rows} rows to send. "
                 f"Pass a tensor of shape ({num_rows}, ...)."
             )
-        return cast(Tensor, _Travel.apply(rows, self, there))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _Exchange.apply(rows, self, there))  # type: ignore[no-untyped-call]
 
     def exchange(self, rows: Tensor, *, there: bool) -> Tensor:
-        """What `send` (`there`) and `send_back` do, without gradients."""
-        if self._fullest == 0:  # nobody has a row, and all know it
+        """`send` (`there`) and `send_back`, without gradients."""
+        if self._fullest == 0:  # no rank has a row, and all ranks know this
             return rows.detach().clone()
         if there:
             return self._swap(rows[self._order], self._sent, self._arrived)
@@ -83,8 +83,8 @@ class Route:
         return torch.cat([one[:count] for one, count in zip(arrived, arriving, strict=True)])
 
 
-class _Travel(torch.autograd.Function):
-    """Gradients take the same way in the other direction, and so do theirs."""
+class _Exchange(torch.autograd.Function):
+    """Gradients are exchanged in the opposite direction; differentiable itself."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, route: Route, there: bool) -> Tensor:
@@ -93,4 +93,4 @@ class _Travel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _Travel.apply(gradients[0], ctx.route, not ctx.there), None, None  # type: ignore[no-untyped-call]
+        return _Exchange.apply(gradients[0], ctx.route, not ctx.there), None, None  # type: ignore[no-untyped-call]

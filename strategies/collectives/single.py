@@ -1,4 +1,4 @@
-"""A collective of one: the shape law and the refusals of the others, without anybody to talk to."""
+"""A collective of one rank: the same shape rule and errors as the others, without communication."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from fabric.strategies.collectives.collective import Collective, ReduceOp, check_peer, check_slices, check_split
-from fabric.strategies.collectives.dtypes import from_wire, to_wire
+from fabric.strategies.collectives.dtypes import from_reduced, to_reducible
 from fabric.strategies.collectives.objects import CarriesObjects
 from fabric.strategies.collectives.packing import check_dense
 
 
 @final
 class SingleDeviceCollective(CarriesObjects):
-    """The only rank there is."""
+    """The only rank of a world of one."""
 
     @property
     def rank(self) -> int:
@@ -41,7 +41,7 @@ class SingleDeviceCollective(CarriesObjects):
         return tensor.detach()
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
-        return from_wire(to_wire(tensor, op, copy=True), op, tensor.dtype, 1)
+        return from_reduced(to_reducible(tensor, op, copy=True), op, tensor.dtype, 1)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return _copied(tensor)[None]

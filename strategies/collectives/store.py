@@ -1,7 +1,8 @@
-"""Collectives over the key-value store of the rendezvous: slow, and available wherever there is a store.
+"""Collectives over the key-value store of the rendezvous: slow, but available wherever there is a store.
 
-For ranks that no backend connects, such as a subset of an XLA world, whose own collectives run over all devices. Every
-call gathers the data of all ranks, so each rank receives W times what it sends. Results are on the device of the input.
+For ranks without a backend between them, such as a subset of an XLA world, whose own collectives run over all devices.
+Every call gathers the data of all ranks, so each rank receives W times what it sends. Results are on the device of the
+input.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from fabric.strategies.collectives.call_check import agree, to_bytes, to_tensor
+from fabric.strategies.collectives.call_check import check_call, to_bytes, to_tensor
 from fabric.strategies.collectives.collective import (
     CollectiveError,
     ReduceOp,
@@ -21,7 +22,7 @@ from fabric.strategies.collectives.collective import (
     check_slices,
     check_split,
 )
-from fabric.strategies.collectives.dtypes import from_wire, to_wire
+from fabric.strategies.collectives.dtypes import from_reduced, to_reducible
 from fabric.strategies.collectives.objects import CarriesObjects
 from fabric.strategies.collectives.packing import Spec, as_bytes
 
@@ -32,7 +33,7 @@ PART_BYTES = 4 * 2**20
 
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda stacked: stacked.sum(0, dtype=stacked.dtype),
-    "mean": lambda stacked: stacked.sum(0, dtype=stacked.dtype),  # divided in `from_wire`
+    "mean": lambda stacked: stacked.sum(0, dtype=stacked.dtype),  # divided in `from_reduced`
     "min": lambda stacked: stacked.amin(0),
     "max": lambda stacked: stacked.amax(0),
     "product": lambda stacked: stacked.prod(0, dtype=stacked.dtype),
@@ -41,7 +42,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @final
 class StoreCollective(CarriesObjects):
-    """`size` ranks of which this is `rank`, over a store whose keys they share with nobody else."""
+    """Rank `rank` of `size` ranks, over a store with keys of their own."""
 
     def __init__(self, store: Store, rank: int, size: int, *, is_part: bool = False) -> None:
         self._store, self._rank, self._size, self._is_part = store, rank, size, is_part
@@ -73,16 +74,16 @@ class StoreCollective(CarriesObjects):
         return tensor.detach() if self._rank == src else _from_bytes(sent, tensor)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
-        wire = to_wire(tensor, op, copy=True)
-        return from_wire(_REDUCTIONS[op](self._stacked("all_reduce", wire)), op, tensor.dtype, self._size)
+        operand = to_reducible(tensor, op, copy=True)
+        return from_reduced(_REDUCTIONS[op](self._stacked("all_reduce", operand)), op, tensor.dtype, self._size)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return self._stacked("all_gather", tensor)
 
     def reduce_scatter(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         check_slices("reduce_scatter", tensor, self._size)
-        wires = self._stacked("reduce_scatter", to_wire(tensor, op, copy=True))
-        return from_wire(_REDUCTIONS[op](wires[:, self._rank]), op, tensor.dtype, self._size)
+        wires = self._stacked("reduce_scatter", to_reducible(tensor, op, copy=True))
+        return from_reduced(_REDUCTIONS[op](wires[:, self._rank]), op, tensor.dtype, self._size)
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         check_slices("all_to_all", tensor, self._size)
@@ -90,11 +91,11 @@ class StoreCollective(CarriesObjects):
 
     def send(self, tensor: Tensor, dst: int) -> None:
         check_peer("send", "dst", dst, self._size, me=self._rank)
-        self._put(self._letter(self._rank, dst), _to_bytes(tensor))
+        self._put(self._message_key(self._rank, dst), _to_bytes(tensor))
 
     def recv(self, like: Tensor, src: int) -> Tensor:
         check_peer("recv", "src", src, self._size, me=self._rank)
-        key = self._letter(src, self._rank)
+        key = self._message_key(src, self._rank)
         try:
             sent = self._get(key)
         except RuntimeError as error:
@@ -106,7 +107,7 @@ class StoreCollective(CarriesObjects):
         check_split(ranks, self._size, is_part=self._is_part)
         key = tuple(ranks)
         if key not in self._parts:
-            agree(self, f"split({list(ranks)})")
+            check_call(self, f"split({list(ranks)})")
             self._parts[key] = None
             if self._rank in key:
                 own = PrefixStore(f"split/{'-'.join(map(str, key))}", self._store)
@@ -120,20 +121,20 @@ class StoreCollective(CarriesObjects):
         return torch.stack([_from_bytes(sent, tensor) for sent in self._gather(operation, _to_bytes(tensor))])
 
     def _gather(self, operation: str, mine: bytes) -> list[bytes]:
-        """Give every rank what all ranks brought, in rank order."""
+        """Return the bytes of all ranks, in rank order."""
         call, self._num_calls = self._num_calls, self._num_calls + 1
         try:
             self._put(f"{call}/{self._rank}", mine)
             brought = [self._get(f"{call}/{rank}") for rank in range(self._size)]
         except RuntimeError as error:
             raise self._failure(operation, error) from error
-        if call > 0:  # whoever has brought this one has read the one before
+        if call > 0:  # a rank that writes this call has read the previous one
             self._delete(f"{call - 1}/{self._rank}", self._num_bytes)
         self._num_bytes = len(mine)
         return brought
 
     def _put(self, key: str, content: bytes) -> None:
-        """Under the key its length, once its parts are there: torch's store ends a connection that sends over 8 MiB."""
+        """Store the length under the key, after the chunks: torch's store closes a connection that sends over 8 MiB."""
         for start in range(0, len(content), PART_BYTES):
             self._store.set(f"{key}/{start}", content[start : start + PART_BYTES])  # type: ignore[arg-type]
         self._store.set(key, str(len(content)))
@@ -146,7 +147,7 @@ class StoreCollective(CarriesObjects):
         for part in (key, *(f"{key}/{start}" for start in range(0, length, PART_BYTES))):
             self._store.delete_key(part)
 
-    def _letter(self, src: int, dst: int) -> str:
+    def _message_key(self, src: int, dst: int) -> str:
         """The key of the next message from one rank to another."""
         number = self._num_sent.get((src, dst), 0)
         self._num_sent[src, dst] = number + 1
@@ -165,5 +166,5 @@ def _to_bytes(tensor: Tensor) -> bytes:
 
 
 def _from_bytes(content: bytes, like: Tensor) -> Tensor:
-    flat = to_tensor(bytearray(content)).clone()  # of a buffer of torch's own, aligned for any dtype
+    flat = to_tensor(bytearray(content)).clone()  # a buffer of torch's own, aligned for any dtype
     return flat.view(like.dtype).view(like.shape).to(like.device)

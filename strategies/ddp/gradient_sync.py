@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fabric.strategies.collectives.call_check import agree
+from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.packing import Spec
 from fabric.strategies.ddp.comm_hooks import register
@@ -116,7 +116,7 @@ class DDPGradientSync(GradientSync):
         again, names = self.alike is not None, dict(self.module.named_parameters())
         if self.parallel is not None:
             lines = [f"{name}: {Spec.of(each)}" for name, each in names.items() if each.requires_grad]
-            agree(self.collective, "\n".join([f"forward of `{type(self.module).__name__}`, which trains", *lines]))
+            check_call(self.collective, "\n".join([f"forward of `{type(self.module).__name__}`, which trains", *lines]))
             end_reducer(self.parallel)
         options = self.options
         self.parallel = DistributedDataParallel(

@@ -26,7 +26,7 @@ from fabric.launchers.environments.horovod import place_in_environment
 from fabric.launchers.rank.network import interface_for
 from fabric.launchers.rendezvous.join import join
 from fabric.launchers.world import World
-from fabric.strategies.collectives.call_check import agree
+from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import (
     CollectiveError,
     ReduceOp,
@@ -34,7 +34,7 @@ from fabric.strategies.collectives.collective import (
     check_slices,
     check_split,
 )
-from fabric.strategies.collectives.dtypes import from_wire, to_wire
+from fabric.strategies.collectives.dtypes import from_reduced, to_reducible
 from fabric.strategies.collectives.objects import CarriesObjects
 from fabric.strategies.collectives.packing import Spec, as_bytes
 from fabric.strategies.collectives.store import StoreCollective
@@ -46,7 +46,13 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger("fabric")
 
-_OPS = {"sum": "Sum", "mean": "Sum", "min": "Min", "max": "Max", "product": "Product"}  # mean: divided in `from_wire`
+_OPS = {
+    "sum": "Sum",
+    "mean": "Sum",
+    "min": "Min",
+    "max": "Max",
+    "product": "Product",
+}  # mean: divided in `from_reduced`
 _WIDER = {torch.bfloat16: torch.float32, torch.uint8: torch.int32, torch.int8: torch.int32}
 _LOCALLY: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda slices: slices.sum(0, dtype=slices.dtype),
@@ -136,8 +142,8 @@ class HorovodCollective(CarriesObjects):
         return received
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
-        wire = to_wire(tensor, op, copy=True)
-        return from_wire(self._all_reduce("all_reduce", wire, op), op, tensor.dtype, self.size)
+        operand = to_reducible(tensor, op, copy=True)
+        return from_reduced(self._all_reduce("all_reduce", operand, op), op, tensor.dtype, self.size)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         # As one row: of its first dimension Horovod allows each rank another length.
@@ -146,10 +152,10 @@ class HorovodCollective(CarriesObjects):
 
     def reduce_scatter(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         check_slices("reduce_scatter", tensor, self.size)
-        wire = to_wire(tensor, op, copy=False)
+        operand = to_reducible(tensor, op, copy=False)
         # Horovod's own knows no more than the sum. Each rank receives as many bytes this way, and holds W slices.
-        reduced = _LOCALLY[op](self._all_to_all("reduce_scatter", wire))
-        return from_wire(reduced, op, tensor.dtype, self.size)
+        reduced = _LOCALLY[op](self._all_to_all("reduce_scatter", operand))
+        return from_reduced(reduced, op, tensor.dtype, self.size)
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         check_slices("all_to_all", tensor, self.size)
@@ -169,7 +175,7 @@ class HorovodCollective(CarriesObjects):
         check_split(ranks, self.size, is_part=self._is_part)
         key = tuple(ranks)
         if key not in self._parts:
-            agree(self, f"split({list(ranks)})")
+            check_call(self, f"split({list(ranks)})")
             self._parts[key] = self._part(key)
         return self._parts[key]
 
@@ -221,26 +227,26 @@ class HorovodCollective(CarriesObjects):
         self._watch = Watch(PrefixStore("watch", store), self.rank, self.size, self._timeout_seconds)
         self._letters = StoreCollective(PrefixStore("letters", store), self.rank, self.size)
 
-    def _all_reduce(self, operation: str, wire: Tensor, op: str) -> Tensor:
+    def _all_reduce(self, operation: str, operand: Tensor, op: str) -> Tensor:
         """Reduce in place, but for dtypes that Horovod cannot reduce."""
-        travelling = wire.to(_WIDER.get(wire.dtype, wire.dtype))
+        widened = operand.to(_WIDER.get(operand.dtype, operand.dtype))
         hvd = self._joined(operation)
-        reduced = self._run(operation, wire, "allreduce_async_", travelling, op=getattr(hvd, _OPS[op]))
-        return cast(Tensor, reduced.to(wire.dtype))
+        reduced = self._run(operation, operand, "allreduce_async_", widened, op=getattr(hvd, _OPS[op]))
+        return cast(Tensor, reduced.to(operand.dtype))
 
     def _all_to_all(self, operation: str, tensor: Tensor) -> Tensor:
         rows = as_bytes(tensor).view(self.size, -1)
         received, _ = self._run(operation, tensor, "alltoall_async", rows)
         return _like(received, tensor, tensor.shape)
 
-    def _run(self, operation: str, tensor: Tensor, function: str, wire: Tensor, **options: Any) -> Any:
+    def _run(self, operation: str, tensor: Tensor, function: str, operand: Tensor, **options: Any) -> Any:
         """Start a call of Horovod and wait for what it gives. See Note [Calls have numbers for names]."""
         hvd = self._joined(operation)
         number, self._num_calls = self._num_calls, self._num_calls + 1
         name = f"{'-'.join(map(str, self._ranks)) if self._is_part else 'all'}/{number}"
         try:
             start = getattr(hvd, function)
-            handle = start(wire, name=name, process_set=self._process_set, **options)
+            handle = start(operand, name=name, process_set=self._process_set, **options)
             assert self._watch is not None
             self._watch.wait(lambda: hvd.poll(handle), operation, tensor, number)
             return hvd.synchronize(handle)

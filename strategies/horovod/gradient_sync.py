@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fabric.strategies.collectives.call_check import agree
+from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import Collective, CollectiveError
 from fabric.strategies.collectives.packing import Spec, exchange
 from fabric.strategies.gradients.clipping import NONE, kind_of, on_gradient, refuse_sparse
@@ -70,7 +70,7 @@ class HorovodGradientSync(GradientSync):
         self.parameters = [one for one in self.contents.parameters if one.is_floating_point() or one.is_complex()]
         self.buffered = self.contents.modules if self.broadcast_buffers else []
         lines = [f"{name}: {Spec.of(tensor)}" for name, tensor in _tensors(self.module)]
-        agree(self.collective, "\n".join([f"{moment} of `{self.name}`", *lines]))
+        check_call(self.collective, "\n".join([f"{moment} of `{self.name}`", *lines]))
         follow_rank_zero(self.collective, self.contents.new_since(self.alike))
         self.alike = self.contents
         self._remove_hooks()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fabric.strategies.collectives.call_check import all_say
+from fabric.strategies.collectives.call_check import all_equal
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.data.loader_check import Ranks
 from fabric.strategies.data.loaders import DeviceLoader, Use, process_dataloader
@@ -99,7 +99,7 @@ def share_loader(
             size=collective.size,
             broadcast=collective.broadcast_object,
             gather=collective.all_gather_object,
-            same=partial(all_say, collective),
+            same=partial(all_equal, collective),
             votes=partial(votes_over, collective),
         ),
         uneven=runtime.uneven,

@@ -24,7 +24,7 @@ from fabric.strategies.collectives.collective import (
     check_peer,
     check_slices,
 )
-from fabric.strategies.collectives.dtypes import from_wire, to_wire
+from fabric.strategies.collectives.dtypes import from_reduced, to_reducible
 from fabric.strategies.collectives.objects import CarriesObjects
 from fabric.strategies.collectives.packing import Spec, check_dense
 from fabric.strategies.collectives.store import StoreCollective
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger("fabric")
 
-_OPS = {"sum": "sum", "mean": "sum", "min": "min", "max": "max", "product": "mul"}  # mean: divided in `from_wire`
+_OPS = {"sum": "sum", "mean": "sum", "min": "min", "max": "max", "product": "mul"}  # mean: divided in `from_reduced`
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FEWEST = 64
 """Elements to which a tensor of the CPU is padded, and then to powers of two: each new length is a compilation."""
@@ -94,9 +94,9 @@ class XLACollective(CarriesObjects):
         return tensor.detach() if self.rank == src else received
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
-        wire = to_wire(tensor, op, copy=True)
-        reduced = self._run("all_reduce", tensor, wire, lambda x: _all_reduce(_OPS[op], x), rows=1)
-        return from_wire(reduced.view(wire.shape), op, tensor.dtype, self.size)
+        operand = to_reducible(tensor, op, copy=True)
+        reduced = self._run("all_reduce", tensor, operand, lambda x: _all_reduce(_OPS[op], x), rows=1)
+        return from_reduced(reduced.view(operand.shape), op, tensor.dtype, self.size)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         import torch_xla.core.xla_model as xm
@@ -113,13 +113,13 @@ class XLACollective(CarriesObjects):
 
         check_slices("reduce_scatter", tensor, self.size)
 
-        def scatter(wire: Tensor) -> Tensor:
-            mine: Tensor = xm.reduce_scatter(_OPS[op], wire, 1.0, 0, self.size, pin_layout=False)
+        def scatter(operand: Tensor) -> Tensor:
+            mine: Tensor = xm.reduce_scatter(_OPS[op], operand, 1.0, 0, self.size, pin_layout=False)
             return mine
 
-        wire = to_wire(tensor, op, copy=False)
-        reduced = self._run("reduce_scatter", tensor, wire, scatter, rows=self.size)
-        return from_wire(reduced.view(wire.shape[1:]), op, tensor.dtype, self.size)
+        operand = to_reducible(tensor, op, copy=False)
+        reduced = self._run("reduce_scatter", tensor, operand, scatter, rows=self.size)
+        return from_reduced(reduced.view(operand.shape[1:]), op, tensor.dtype, self.size)
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         import torch_xla.core.xla_model as xm
@@ -149,8 +149,8 @@ class XLACollective(CarriesObjects):
         import torch_xla
 
         torch_xla.sync()
-        reduced = [_all_reduce("sum", to_wire(tensor, "mean", copy=True)) for tensor in tensors]
-        means = [from_wire(r, "mean", t.dtype, self.size) for r, t in zip(reduced, tensors, strict=True)]
+        reduced = [_all_reduce("sum", to_reducible(tensor, "mean", copy=True)) for tensor in tensors]
+        means = [from_reduced(r, "mean", t.dtype, self.size) for r, t in zip(reduced, tensors, strict=True)]
         torch_xla.sync()
         return means
 
@@ -166,18 +166,20 @@ class XLACollective(CarriesObjects):
         return torch.view_as_complex(moved) if plain.is_complex() else moved
 
     def _run(
-        self, operation: str, tensor: Tensor, wire: Tensor, function: Callable[[Tensor], Tensor], *, rows: int
+        self, operation: str, tensor: Tensor, operand: Tensor, function: Callable[[Tensor], Tensor], *, rows: int
     ) -> Tensor:
-        """Run a collective on the device, on `wire` as so many rows, and give its result where the wire is."""
+        """Run a collective on the device, on `operand` as so many rows, and give its result where the operand is."""
         import torch_xla
 
         self._joined(operation)
-        flat = wire.reshape(rows, wire.numel() // rows).clone()  # a view of a buffer gives each rank another graph
+        flat = operand.reshape(
+            rows, operand.numel() // rows
+        ).clone()  # a view of a buffer gives each rank another graph
         length = flat.shape[1]
         try:
             # Alone in its graph: what was recorded before may differ between ranks, and then the graphs would.
             torch_xla.sync()
-            if wire.device.type == "cpu":
+            if operand.device.type == "cpu":
                 result = function(_uploaded(_padded(flat)))
                 torch_xla.sync()
                 return result.cpu()[:, :length]

@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from fabric.strategies.collectives.call_check import agree
+from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
 from fabric.strategies.module.changes import Contents
@@ -107,7 +107,7 @@ class XLAGradientSync(GradientSync):
         if self.finds_unused:
             return self._used_anywhere()
         if self.used is None:
-            agree(self.collective, "\n".join([f"backward of `{type(self.module).__name__}`", *sorted(mine)]))
+            check_call(self.collective, "\n".join([f"backward of `{type(self.module).__name__}`", *sorted(mine)]))
             self.used = mine
         if mine != self.used:
             raise RuntimeError(

@@ -1,6 +1,6 @@
 """`make bench`: one table of ratios against raw PyTorch and, where installed, against what people use today.
 
-`BENCH_ARGS='sharded memory'` chooses parts of it: imports, launches, process, ranks, sharded, memory.
+`BENCH_ARGS='sharded memory'` chooses parts of it: imports, launches, process, ranks, sharded, memory, checkpoints.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import sys
 
 import rivals
 import torch
+from checkpoints import checkpoints
 from in_process import one_process, two_ranks
 from rich.console import Console
 from rich.table import Table
@@ -32,11 +33,12 @@ PARTS = {
     "ranks": ranks,
     "sharded": steps,
     "memory": memory,
+    "checkpoints": checkpoints,
 }
 
 
 def main(words: list[str]) -> None:
-    """Measure what is asked for, or everything, within a quarter of an hour, and print it."""
+    """Measure what is asked for, or everything, within twenty minutes, and print it."""
     unknown = set(words) - set(PARTS)
     if unknown:
         raise SystemExit(f"{sorted(unknown)[0]!r} is no part of the benchmarks. There are {', '.join(PARTS)}.")

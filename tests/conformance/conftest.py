@@ -6,6 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from worlds import preload
+
+
+@pytest.fixture(autouse=True, scope="session")
+def ranks_import_nothing() -> None:
+    preload()
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from fabric import Fabric
 from fabric.strategies import ModelParallelStrategy, Strategy
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.registry import make_strategy
-from fabric.testing.checks import draw
+from fabric.testing.checks import draw, named
 from fabric.testing.drawn import Trial
 from fabric.testing.loops import Outcome, finished, steps
 from fabric.testing.plain import Loop, plain
@@ -70,7 +69,7 @@ def load(fabric: Fabric, paths: list[str], seed: int) -> None:
             body = partial(go_on, trial=trial.in_one_process(), path=path)
             expected = plain(body, Precision.parse("32-true"), fabric.device)
             torch.testing.assert_close(
-                asdict(found), asdict(expected), rtol=1e-5, atol=1e-5, msg=lambda words, path=path: f"{path}: {words}"
+                named(found), named(expected), rtol=1e-5, atol=1e-5, msg=lambda words, path=path: f"{path}: {words}"
             )
 
 

@@ -89,9 +89,7 @@ def test_a_device_without_backend_is_an_error_that_lists_the_backends_there_are(
 
 
 def test_an_unknown_name_is_an_error_with_near_and_all_names() -> None:
-    with pytest.raises(
-        ValueError, match=r"`accelerator='cud'` names no accelerator. Did you mean 'cuda'\? Write 'auto' or"
-    ):
+    with pytest.raises(ValueError, match=r"`accelerator='cud'` is not known. Did you mean 'cuda'\? Write 'auto' or"):
         make_accelerator("cud")
 
 

@@ -311,7 +311,7 @@ def a_part_is_not_split_again(collective: Collective, rng: random.Random) -> Non
     part = collective.split([0])
     if part is not None and part is not collective:
         with pytest.raises(
-            ValueError, match=r"`split\(\[0\]\)` of a collective that came from `split` .* Split the whole"
+            ValueError, match=r"`split\(\[0\]\)` of a collective that came from `split` .* Split the original"
         ):
             part.split([0])
 
@@ -324,7 +324,7 @@ def decisions_are_true_where_all_or_any_said_so(collective: Collective, rng: ran
 
 
 def an_unknown_reduction_is_refused(collective: Collective, rng: random.Random) -> None:
-    words = r"`'avg'` names no reduction\. Write one of 'sum', 'mean', 'min', 'max', 'product'"
+    words = r"`'avg'` is not a reduction\. Write one of 'sum', 'mean', 'min', 'max', 'product'"
     with pytest.raises(ValueError, match=words):
         collective.all_reduce(torch.ones(1), "avg")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=words):
@@ -333,7 +333,7 @@ def an_unknown_reduction_is_refused(collective: Collective, rng: random.Random) 
 
 def a_reduction_that_the_dtype_does_not_have_is_refused(collective: Collective, rng: random.Random) -> None:
     with pytest.raises(
-        ValueError, match=r"The sum of bool tensors over ranks is not defined\. Its dtype could not hold"
+        ValueError, match=r"The sum of bool tensors over ranks is not defined\. The dtype could not hold"
     ):
         collective.all_reduce(torch.tensor(True))
     with pytest.raises(ValueError, match=r"The min of complex64 tensors .* Reduce `torch\.view_as_real\(tensor\)`"):

@@ -64,7 +64,7 @@ def test_a_window_knows_its_length_where_the_loader_does() -> None:
         (1, 1),
     ]
     for window in fabric.accumulate(DataLoader(Stream()), 3):
-        with pytest.raises(TypeError, match=r"whether the window is full is known at its end.*weight=1"):
+        with pytest.raises(TypeError, match=r"the number is known only at the end of the window.*weight=1"):
             len(window)
         break
 
@@ -111,7 +111,7 @@ def test_gradients_of_an_unfinished_window_do_not_count_in_the_next() -> None:
     for batch in next(windows):
         fabric.backward(model(batch).sum())
         break
-    with pytest.raises(RuntimeError, match="was not finished, and its gradients would count in this one"):
+    with pytest.raises(RuntimeError, match="was not finished, and its gradients would be added"):
         next(windows)
 
 
@@ -150,7 +150,7 @@ def test_losses_with_and_without_weights_do_not_mix() -> None:
     fabric, model, optimizer = alone()
     with fabric.no_backward_sync(model):
         fabric.backward(model(SAMPLES[0]).sum(), weight=1)
-    with pytest.raises(RuntimeError, match="without `weight=` after one with it"):
+    with pytest.raises(RuntimeError, match="without `weight=` after one with a weight"):
         fabric.backward(model(SAMPLES[0]).sum())
     optimizer.zero_grad()
     fabric.backward(model(SAMPLES[0]).sum())  # what was discarded does not count
@@ -160,7 +160,7 @@ def test_gradients_that_were_divided_are_not_added_to() -> None:
     fabric, model, optimizer = alone()
     for set_to_none in (True, False):
         fabric.backward(model(SAMPLES[0]).sum(), weight=2)
-        with pytest.raises(RuntimeError, match="were divided by the weights of the first"):
+        with pytest.raises(RuntimeError, match="divided by the weights of the first"):
             fabric.backward(model(SAMPLES[0]).sum(), weight=2)
         optimizer.step()
         optimizer.zero_grad(set_to_none=set_to_none)
@@ -185,10 +185,10 @@ def test_where_all_weights_are_zero_gradients_are_zero() -> None:
     assert not model.weight.grad.any()
 
 
-def test_with_several_models_a_weight_says_whose_it_is() -> None:
+def test_a_weight_with_several_models_needs_the_model_of_its_loss() -> None:
     fabric, model, _ = alone()
     other, _ = fabric.setup(*parts(3))
-    with pytest.raises(ValueError, match=r"Say whose: `model=generator`"):
+    with pytest.raises(ValueError, match=r"Name them: `model=generator`"):
         fabric.backward(model(SAMPLES[0]).sum(), weight=2)
     fabric.backward((model(SAMPLES[0]) + other(SAMPLES[0])).sum(), weight=2, model=[model, other])
     fabric_grads = [each.weight.grad for each in (model, other)]

@@ -37,13 +37,13 @@ CONSTRUCTORS: dict[str, Row] = {
     # Options that strategies share
     "launcher": (lambda: two(DDPStrategy(launcher="thread")), ValueError, "Write one of 'auto', 'script', 'fork'"),
     "backend": (lambda: two(FSDPStrategy(backend="glo")), ValueError, "torch.distributed has no backend 'glo'"),
-    "timeout": (lambda: two(DDPStrategy(timeout_seconds=-1)), ValueError, "Write a number of seconds above 0."),
+    "timeout": (lambda: two(DDPStrategy(timeout_seconds=-1)), ValueError, "write a number of seconds above 0."),
     "timeout word": (
         lambda: two(FSDPStrategy(timeout_seconds="5")),  # type: ignore[arg-type]
         TypeError,
         "`FSDPStrategy(timeout_seconds='5')` is a `str`. Write a number.",
     ),
-    "bytes": (lambda: two(DDPStrategy(bucket_bytes=0)), ValueError, "Write a number of bytes from 1 on."),
+    "bytes": (lambda: two(DDPStrategy(bucket_bytes=0)), ValueError, "write a number of bytes from 1 on."),
     "truth": (
         lambda: two(DDPStrategy(shard_optimizer="yes")),  # type: ignore[arg-type]
         TypeError,
@@ -98,22 +98,22 @@ CONSTRUCTORS: dict[str, Row] = {
     "number that lays out": (
         lambda: ModelParallelStrategy(parallelize_fn=3),  # type: ignore[arg-type]
         TypeError,
-        "`ModelParallelStrategy(parallelize_fn=3)` is no function, but a `int`. Pass one, `parallelize_fn(model, me",
+        "`ModelParallelStrategy(parallelize_fn=3)` is a `int`, not a function. Pass one, `parallelize_fn(model, me",
     ),
     "list that lays out": (
         lambda: ModelParallelStrategy(parallelize_fn=[print]),  # type: ignore[arg-type]
         TypeError,
-        "is no function, but a `list`. Pass one, `parallelize_fn(model, mesh)`.",
+        "is a `list`, not a function. Pass one, `parallelize_fn(model, mesh)`.",
     ),
     "word that lays out": (
         lambda: ManualStrategy(parallelize="fsdp"),  # type: ignore[arg-type]
         TypeError,
-        "`ManualStrategy(parallelize='fsdp')` is no function, but a `str`. Pass one, `parallelize(module, context)`.",
+        "`ManualStrategy(parallelize='fsdp')` is a `str`, not a function. Pass one, `parallelize(module, context)`.",
     ),
     "module that lays out": (
         lambda: ManualStrategy(parallelize=nn.Linear(2, 2)),
         TypeError,
-        "is no function, but a `Linear`. Pass one, `parallelize(module, context)`.",
+        "is a `Linear`, not a function. Pass one, `parallelize(module, context)`.",
     ),
     "policy of a number": (lambda: FairScaleFSDPStrategy(wrap=3), TypeError, "`wrap=3` says no parts. Pass classes of"),  # type: ignore[arg-type]
     "number that travels": (
@@ -183,16 +183,16 @@ def net() -> tuple[nn.Module, Optimizer]:
 
 
 METHODS: dict[str, tuple[Callable[[Fabric, Path], Any], type[Exception], str]] = {
-    "a word": (lambda f, _: f.setup("net"), TypeError, "A `str` was given to be set up as a module."),  # type: ignore[arg-type]
-    "swapped": (lambda f, _: f.setup(*reversed(net())), TypeError, "A `SGD` was given to be set up as a module."),  # type: ignore[arg-type]
-    "two modules": (lambda f, _: f.setup(*net(), *net()), TypeError, "A `Linear` was given to be set up as an optim"),  # type: ignore[arg-type]
+    "a word": (lambda f, _: f.setup("net"), TypeError, "A `str` was passed as the module."),  # type: ignore[arg-type]
+    "swapped": (lambda f, _: f.setup(*reversed(net())), TypeError, "A `SGD` was passed as the module."),  # type: ignore[arg-type]
+    "two modules": (lambda f, _: f.setup(*net(), *net()), TypeError, "A `Linear` was passed as an optim"),  # type: ignore[arg-type]
     "a list": (lambda f, _: f.setup(net()[0], [net()[1]]), TypeError, "Write `fabric.setup(module, optimizer, ..."),  # type: ignore[arg-type]
     "a scheduler": (
         lambda f, _: f.setup(net()[0], StepLR(net()[1], 1)),  # type: ignore[arg-type]
         TypeError,
-        "A `StepLR` was given to be set up as an optimizer. Write `fabric.setup(module, optimizer, ..., scheduler=",
+        "A `StepLR` was passed as an optimizer. Write `fabric.setup(module, optimizer, ..., scheduler=",
     ),
-    "no optimizer": (lambda f, _: f.setup_optimizers("adam"), TypeError, "A `str` was given to be set up as an opt"),  # type: ignore[arg-type]
+    "no optimizer": (lambda f, _: f.setup_optimizers("adam"), TypeError, "A `str` was passed as an opt"),  # type: ignore[arg-type]
     "twice": (lambda f, _: [f.setup(one) for one in [net()[0]] * 2], ValueError, "Set each module and optimizer up"),
     "use": (
         lambda f, _: f.setup_dataloaders([1], use="eval"),  # type: ignore[arg-type]
@@ -204,11 +204,11 @@ METHODS: dict[str, tuple[Callable[[Fabric, Path], Any], type[Exception], str]] =
         TypeError,
         "`setup_dataloaders` was given a `TensorDataset`, which cannot be iterated.",
     ),
-    "clip by nothing": (lambda f, _: f.clip_gradients(*f.setup(*net())), ValueError, "exactly one of the two says"),
+    "clip by nothing": (lambda f, _: f.clip_gradients(*f.setup(*net())), ValueError, "pass exactly one of the two"),
     "clip below 0": (
         lambda f, _: f.clip_gradients(*f.setup(*net()), max_norm=-1.0),
         ValueError,
-        "`clip_gradients(clip_val=None, max_norm=-1.0)`: below 0 it would turn gradients round.",
+        "`clip_gradients(clip_val=None, max_norm=-1.0)`: a negative limit would flip the sign of gradients.",
     ),
     "clip by NaN": (lambda f, _: f.clip_gradients(*f.setup(*net()), clip_val=float("nan")), ValueError, "from 0 on"),
     "save a module": (
@@ -220,7 +220,7 @@ METHODS: dict[str, tuple[Callable[[Fabric, Path], Any], type[Exception], str]] =
     "reduction": (
         lambda f, _: f.all_reduce(torch.ones(2), reduce_op="avg"),  # type: ignore[arg-type]
         ValueError,
-        "`'avg'` names no reduction. Write one of 'sum', 'mean'",
+        "`'avg'` is not a reduction. Write one of 'sum', 'mean'",
     ),
 }
 

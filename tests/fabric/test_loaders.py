@@ -205,9 +205,9 @@ def test_a_loader_without_a_state_is_left_out_of_checkpoints_and_that_is_said_on
     assert written["nested"]["loaders"] == [None]
     said = [record.getMessage() for record in caplog.records]
     assert said == [
-        f"`state[{name!r}]` is a `DataLoader`, which does not know its position: checkpoints leave it out, and a run "
-        "that is resumed begins its epoch anew. Save what `fabric.setup_dataloaders` returned to go on in mid-epoch, "
-        "or leave it out of the state."
+        f"`state[{name!r}]` is a `DataLoader`, which has no state: checkpoints leave it out, and a resumed "
+        "run starts its epoch from the beginning. Save what `fabric.setup_dataloaders` returned to resume in "
+        "mid-epoch, or leave it out of the state."
         for name in ("loader", "loaders")
     ]
     other = nn.Linear(2, 2)

@@ -74,9 +74,7 @@ def test_an_environment_of_the_users_own_is_asked_alone() -> None:
 
 
 def test_an_unknown_accelerator_is_an_error_with_the_nearest_name() -> None:
-    with pytest.raises(
-        ValueError, match=r"`accelerator='cudo'` names no accelerator. Did you mean 'cuda'\? Write 'auto'"
-    ):
+    with pytest.raises(ValueError, match=r"`accelerator='cudo'` is not known. Did you mean 'cuda'\? Write 'auto'"):
         Machine.look({}, Request(accelerator="cudo"))
 
 

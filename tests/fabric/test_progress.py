@@ -157,7 +157,7 @@ def test_where_it_is_not_enabled_the_iterator_is_the_bare_one() -> None:
 
 @pytest.mark.parametrize("name", ["total", "size"])
 def test_a_negative_number_is_an_error(name: str) -> None:
-    words = f"`progress({name}=-1)`: a number of things is 0 or more. Leave out what is unknown."
+    words = f"`progress({name}=-1)` is negative. Write a number from 0 on, or leave it out."
     with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
         progress([1], **{name: -1})  # type: ignore[arg-type]
 

@@ -13,9 +13,9 @@ from fabric.launchers.environments.ours import variables_of
 from fabric.launchers.environments.slurm import SlurmEnvironment
 from fabric.launchers.world import Rendezvous, World
 from fabric.request import Request
+from fabric.run_options import ProgramId, as_variable
 from fabric.strategies import DDPStrategy, Precision
 from fabric.strategies.accelerators import CPUAccelerator
-from fabric.words import ProgramId, carry
 
 
 def build(environ: Mapping[str, str] | None = None, **arguments: Any) -> Request:
@@ -24,7 +24,7 @@ def build(environ: Mapping[str, str] | None = None, **arguments: Any) -> Request
 
 def typed(**words: str) -> dict[str, str]:
     """The environment of a script that `fabric run` started with these words."""
-    return carry(words, ProgramId.current())
+    return as_variable(words, ProgramId.current())
 
 
 def test_a_request_of_nothing_is_the_default_request() -> None:
@@ -75,18 +75,18 @@ def test_every_form_of_devices_is_read(written: object, read: object) -> None:
             "launcher",
             "torchrun",
             ValueError,
-            "`launcher='torchrun'` is none of the words there are. Write one of 'auto', ",
+            "`launcher='torchrun'` is not known. Write one of 'auto', ",
         ),
-        ("launcher", "inline", ValueError, "`launcher='inline'` is none of the words there are."),
+        ("launcher", "inline", ValueError, "`launcher='inline'` is not known."),
         ("deterministic", "yes", ValueError, "`deterministic='yes'`: write True, False, or 'warn'"),
         ("deterministic", 1, ValueError, "`deterministic=1`: write True, False, or 'warn'"),
         ("strategy", "", ValueError, "`strategy=''` is empty. Leave it out, or write a name."),
         ("strategy", DDPStrategy, TypeError, "is neither a name nor a `Strategy`. Pass `DDPStrategy()`, an instance."),
         ("strategy", 3, TypeError, "`strategy=3` is neither a name nor a `Strategy`. Pass a name or a `Strategy`."),
         ("accelerator", CPUAccelerator, TypeError, "nor an `Accelerator`. Pass `CPUAccelerator()`, an instance."),
-        ("callbacks", ["early"], TypeError, "`callbacks` holds the word 'early'. Pass the object itself."),
-        ("loggers", "csv", TypeError, "`loggers` holds the word 'csv'. Pass the object itself."),
-        ("plugins", ["bf16"], TypeError, "`plugins` holds the word 'bf16'. Pass the object itself."),
+        ("callbacks", ["early"], TypeError, "`callbacks` holds the string 'early'. Pass the object itself."),
+        ("loggers", "csv", TypeError, "`loggers` holds the string 'csv'. Pass the object itself."),
+        ("plugins", ["bf16"], TypeError, "`plugins` holds the string 'bf16'. Pass the object itself."),
         ("plugins", 7, TypeError, "`plugins` holds 7, a `int`. Pass a `Precision` or an `Environment`; accelerators, "),
     ],
 )
@@ -117,13 +117,13 @@ def test_a_precision_may_come_as_a_plugin() -> None:
 
 def test_two_different_precisions_are_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"`precision='16-true'` and the plugin 'bf16-mixed' are both a precision. Pass one"
+        ValueError, match=r"`precision='16-true'` and the plugin 'bf16-mixed' both set the precision. Pass one"
     ):
         build(plugins=[Precision.parse("bf16")], precision="16-true")
 
 
 def test_two_plugins_of_one_kind_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"`plugins` holds two of one kind: .*Local.* and .*Slurm.*. Pass one."):
+    with pytest.raises(ValueError, match=r"`plugins` holds two of the same kind: .*Local.* and .*Slurm.*. Pass one."):
         build(plugins=[LocalEnvironment(), SlurmEnvironment()])
 
 
@@ -190,7 +190,7 @@ def test_what_script_and_command_line_say_differently_is_refused(
 
 def test_words_for_another_program_are_passed_over() -> None:
     other = ProgramId(arguments=("other.py",), main="/elsewhere/other.py")
-    assert build(carry({"devices": "3"}, other)) == Request()
+    assert build(as_variable({"devices": "3"}, other)) == Request()
 
 
 def test_the_command_line_of_the_ranks_is_not_said_to_a_world_of_one_inside_a_rank() -> None:

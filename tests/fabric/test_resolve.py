@@ -191,22 +191,22 @@ REFUSED = [
         {"devices": (1, 4)}, machine(cuda=4), error="asks for device 4 of `accelerator='cuda'`, but this process sees 4"
     ),
     Row({"devices": 2}, machine(mps=1), error="this process sees 1 mps device. Write fewer, or `devices='auto'`"),
-    Row({"devices": "all"}, error="`devices=-1` chooses among devices, but `accelerator='cpu'` is one device"),
-    Row({"devices": (0, 1)}, error="`devices=[0, 1]` chooses among devices, but `accelerator='cpu'` is one device"),
+    Row({"devices": "all"}, error="`devices=-1` selects devices, but `accelerator='cpu'` is one device"),
+    Row({"devices": (0, 1)}, error="`devices=[0, 1]` selects devices, but `accelerator='cpu'` is one device"),
     # Strategies
     Row({"strategy": "single_device", "devices": 2}, error="`strategy='single_device'` uses one device"),
     Row({"strategy": "single_device", "devices": 2}, machine(cuda=4), error="Pass `devices=1`, or `strategy='ddp'`"),
     Row({"strategy": "single_device", **NODE_1}, error="`num_nodes=2` make"),
     Row({"strategy": "dp", "devices": 2}, error="Pass `strategy='ddp'` for 2 processes."),
     Row({"strategy": "dp", **NODE_1}, machine(cuda=2), error="`strategy='dp'` is one process, but `num_nodes=2`"),
-    Row({"strategy": "dpp"}, error="`strategy='dpp'` names no strategy. Did you mean 'dp'? "),
+    Row({"strategy": "dpp"}, error="`strategy='dpp'` is not known. Did you mean 'dp'? "),
     Row(
         {"strategy": "ddp", "accelerator": "mps", **NODE_1}, machine(mps=1), error="`accelerator='mps'` has one device"
     ),
     # Precision
     Row({"precision": Precision.parse(64)}, machine(mps=1), error="`precision='64-true'` needs float64, which"),
     # Launchers
-    Row({"launcher": "external"}, error="nothing in the environment tells of it. Looked for: RANK, WORLD_SIZE"),
+    Row({"launcher": "external"}, error="the environment has no variables of one. Looked for: RANK, WORLD_SIZE"),
     Row({"launcher": "script"}, machine(program="notebook"), error="but this is a notebook and has no file."),
     Row({"launcher": "script"}, machine(program="command"), error="but this is `python -c` and has no"),
     Row({"launcher": "script"}, machine(program="interactive"), error="an interactive session and has no file. Write "),
@@ -229,28 +229,32 @@ REFUSED = [
         {"strategy": DDPStrategy(timeout_seconds=60), "timeout_seconds": 30.0, "devices": 2},
         error="`timeout_seconds=30`, but `strategy=DDPStrategy(...)` has no `timeout_seconds`, or another one already.",
     ),
-    Row({"max_restarts": 2, "launcher": "fork"}, error="only 'elastic' starts ranks again. Leave one of them out."),
+    Row({"max_restarts": 2, "launcher": "fork"}, error="only 'elastic' restarts ranks. Leave one of them out."),
     Row(
         {"max_restarts": 2},
         started_by("torchelastic", 2),
-        error="and starts them again itself or not at all. Say it to torchelastic, and leave it out here.",
+        error="only torchelastic can restart them. Set the number of restarts there, and leave it out here.",
     ),
-    Row({"launcher": "elastic", **NODE_1}, error="`num_nodes=2` and `launcher='elastic'`: it starts the ranks of one"),
+    Row(
+        {"launcher": "elastic", **NODE_1}, error="`num_nodes=2` and `launcher='elastic'`: it restarts the ranks of one"
+    ),
     Row({"max_restarts": 2, **NODE_1}, error="Start each node with `torchrun --nnodes 2 --max-restarts N"),
     Row({"strategy": "ddp_spawn", "launcher": "elastic"}, error="by 'spawn', but `launcher='elastic'` was written."),
     Row({"strategy": "ddp_spawn", "max_restarts": 1}, error="by 'spawn', and `--max-restarts 1` by 'elastic'. Leave"),
     # Several nodes
-    Row({"num_nodes": 2}, error="not said: --node-rank (NODE_RANK), --main-address (MASTER_ADDR), --main-port"),
+    Row({"num_nodes": 2}, error="missing: --node-rank (NODE_RANK), --main-address (MASTER_ADDR), --main-port"),
     Row({"num_nodes": 3, "node_rank": 0}, error="`fabric run --num-nodes 3 --node-rank N --main-address HOST"),
-    Row({"num_nodes": 2}, machine(main_address="a", main_port=5), error="not said: --node-rank (NODE_RANK). On each"),
-    Row({**NODE_1, "node_rank": 2}, error="This node's rank is 2, but `num_nodes=2` counts them from 0 to 1."),
-    Row({"num_nodes": 2}, machine(**{**BY_HAND, "node_rank": 4}), error="This node's rank is 4, but `num_nodes=2`"),
+    Row({"num_nodes": 2}, machine(main_address="a", main_port=5), error="missing: --node-rank (NODE_RANK). On each"),
+    Row({**NODE_1, "node_rank": 2}, error="This node's rank is 2, but with `num_nodes=2` ranks of nodes are 0 to 1."),
+    Row(
+        {"num_nodes": 2}, machine(**{**BY_HAND, "node_rank": 4}), error="This node's rank is 4, but with `num_nodes=2`"
+    ),
     Row({**NODE_1, "node_rank": 0}, machine(**BY_HAND), error="`--node-rank 0` was written, but `NODE_RANK=1` is in"),
     Row(
         {**NODE_1, "main_address": "b"}, machine(**BY_HAND), error="`--main-address b` was written, but `MASTER_ADDR=10"
     ),
-    Row({"node_rank": 1}, error="`--node-rank 1` says where a node stands among several, but `num_nodes=1`."),
-    Row({"main_port": 5}, error="`--main-port 5` says where a node stands among several, but `num_nodes=1`."),
+    Row({"node_rank": 1}, error="`--node-rank 1` is for several nodes, but `num_nodes=1`."),
+    Row({"main_port": 5}, error="`--main-port 5` is for several nodes, but `num_nodes=1`."),
     # A world in the environment is the truth
     Row(
         {"devices": 1},
@@ -298,7 +302,9 @@ REFUSED = [
         error="`strategy='ddp_spawn'` starts its processes by 'spawn', but torchelastic started 2 processes",
     ),
     Row(
-        {"node_rank": 0}, started_by("slurm", 2), error="`--node-rank 0` says where a node stands, but slurm started 2"
+        {"node_rank": 0},
+        started_by("slurm", 2),
+        error="`--node-rank 0` sets the rank or address of a node, but slurm started 2",
     ),
     Row(
         {},

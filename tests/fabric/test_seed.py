@@ -84,8 +84,8 @@ def test_a_seed_that_is_no_int_is_an_error(seed: Any, kind: str) -> None:
 
 def test_leaving_out_the_workers_is_an_error() -> None:
     words = (
-        "`seed_everything(1, workers=False)`: a DataLoader's workers are always seeded from the stream of their rank. "
-        "Leave `workers` out, and draw what must not be reproducible in a `worker_init_fn`."
+        "`seed_everything(1, workers=False)`: a DataLoader's workers are always seeded from the generator of their "
+        "rank. Leave `workers` out, and draw what must not be reproducible in a `worker_init_fn`."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
         seed_everything(1, workers=False)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import Store
 
-from fabric.strategies.collectives.call_check import agree
+from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import (
     CollectiveError,
     ReduceOp,
@@ -24,7 +24,7 @@ from fabric.strategies.collectives.collective import (
     check_slices,
     check_split,
 )
-from fabric.strategies.collectives.dtypes import from_wire, to_wire
+from fabric.strategies.collectives.dtypes import from_reduced, to_reducible
 from fabric.strategies.collectives.objects import CarriesObjects
 from fabric.strategies.collectives.packing import check_dense
 
@@ -32,7 +32,7 @@ R = TypeVar("R")
 
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda stacked: stacked.sum(0, dtype=stacked.dtype),
-    "mean": lambda stacked: stacked.sum(0, dtype=stacked.dtype),  # divided in `from_wire`
+    "mean": lambda stacked: stacked.sum(0, dtype=stacked.dtype),  # divided in `from_reduced`
     "min": lambda stacked: stacked.amin(0),
     "max": lambda stacked: stacked.amax(0),
     "product": lambda stacked: stacked.prod(0, dtype=stacked.dtype),
@@ -102,17 +102,17 @@ class ThreadCollective(CarriesObjects):
         return tensor.detach() if self._rank == src else sent.clone()
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
-        wires = self._exchange("all_reduce", to_wire(tensor, op, copy=True))
-        return from_wire(_REDUCTIONS[op](torch.stack(wires)), op, tensor.dtype, self.size)
+        wires = self._exchange("all_reduce", to_reducible(tensor, op, copy=True))
+        return from_reduced(_REDUCTIONS[op](torch.stack(wires)), op, tensor.dtype, self.size)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return torch.stack(self._exchange("all_gather", _copied(tensor)))
 
     def reduce_scatter(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         check_slices("reduce_scatter", tensor, self.size)
-        wires = self._exchange("reduce_scatter", to_wire(tensor, op, copy=True))
+        wires = self._exchange("reduce_scatter", to_reducible(tensor, op, copy=True))
         mine = torch.stack([wire[self._rank] for wire in wires])
-        return from_wire(_REDUCTIONS[op](mine), op, tensor.dtype, self.size)
+        return from_reduced(_REDUCTIONS[op](mine), op, tensor.dtype, self.size)
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         check_slices("all_to_all", tensor, self.size)
@@ -132,7 +132,7 @@ class ThreadCollective(CarriesObjects):
         check_split(ranks, self.size, is_part=self._is_part)
         key = tuple(ranks)
         if key not in self._parts:
-            agree(self, f"split({list(ranks)})")
+            check_call(self, f"split({list(ranks)})")
             table = Meeting(len(key), self._meeting.timeout_seconds) if self._rank == key[0] else None
             table = self._exchange("split", table)[key[0]]
             self._parts[key] = None

@@ -95,8 +95,14 @@ def all_gone(program: Program, within_seconds: float = 5.0) -> dict[int, str]:
     return left
 
 
-def run(arguments: Sequence[str | Path], *, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python program to its end. Its ending words, its exit code, and nobody left behind."""
+def run(
+    arguments: Sequence[str | Path], *, stdin: str = "", fresh: bool = False, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python program to its end. Its ending words, its exit code, and nobody left behind.
+
+    `fresh`: in an interpreter of its own, which has not imported torch. Cheaper for a program that starts interpreters
+    and needs no torch itself: ranks import what the program that started them has imported.
+    """
     mark = uuid.uuid4().hex
     done = template.run(
         [sys.executable, *map(str, arguments)],
@@ -104,6 +110,7 @@ def run(arguments: Sequence[str | Path], *, stdin: str = "", **environ: str) -> 
         capture_output=True,
         text=True,
         timeout=4 * PATIENCE_SECONDS,
+        fresh=fresh,
         env={**os.environ, MARK: mark, **environ},
         check=False,
     )

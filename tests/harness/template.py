@@ -7,7 +7,8 @@ terminal) is a fresh interpreter, and so is what a test calls `fresh`: one that 
 The fork runs its program in a new `__main__`, with its own environment, arguments, import path and standard streams.
 What it keeps of the template: imported modules, and the command line in /proc. The environment that /proc shows of it
 says which test it belongs to, because the mark is written over a place that was reserved for it.
-The template computes nothing, so that its forks can compute, and can fork ranks.
+The template computes nothing, so that its forks can compute, and can fork ranks. A fork server that a program starts
+for its ranks is forked from the template as well. Tests that launch ranks from their own process start a real one.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ NO_MARK = "0" * 32
 NUMBER = struct.Struct("!i")
 MAX_REQUEST_BYTES = 1 << 18
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "numpy")
+FORK_SERVER = os.path.join("launchers", "rank", "fork_server.py")
 READ_AT_START = ("COVERAGE", "CUDA", "GOMP_", "JEMALLOC", "KMP_", "LD_", "MALLOC", "MKL_", "OPENBLAS_", "TORCH_")
 """Prefixes of variables which libraries read when they are loaded: a program that gets another value is not forked."""
 
@@ -55,9 +57,7 @@ class Template:
 
         reader, writer = os.pipe()
         with os.fdopen(writer, "wb"), self._lock:
-            request = pickle.dumps({**call, "kept": kept})
-            socket.send_fds(self._socket, [request], [writer, *streams, *kept])
-            answer = self._socket.recv(NUMBER.size)
+            answer = ask(self._socket, pickle.dumps({**call, "kept": kept}), [writer, *streams, *kept])
         assert answer, f"the template ended with exit code {self.process.wait()}"
         return NUMBER.unpack(answer)[0], reader
 
@@ -67,12 +67,36 @@ class Template:
         self.process.wait()
 
 
-_templates: list[Template] = []
+class Parent:
+    """The template that this program was forked from."""
+
+    def __init__(self, address: str, environ: dict[str, str]) -> None:
+        self.address, self.environ = address, environ
+
+    def start(self, call: dict[str, Any], streams: list[int], kept: tuple[int, ...]) -> tuple[int, int]:
+        """Fork one program, as `Template.start`."""
+        import pickle
+
+        reader, writer = os.pipe()
+        with os.fdopen(writer, "wb"), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.connect(self.address)
+            answer = ask(connection, pickle.dumps({**call, "kept": kept}), [writer, *streams, *kept])
+        assert answer, "the template has ended"
+        return NUMBER.unpack(answer)[0], reader
+
+
+def ask(connection: socket.socket, request: bytes, fds: list[int]) -> bytes:
+    """The template's answer; nothing where it has ended."""
+    socket.send_fds(connection, [request], fds)
+    return connection.recv(NUMBER.size)
+
+
+_templates: list[Template | Parent] = []
 running: set[int] = set()
 """Programs that the template has started, and that were not waited for."""
 
 
-def template() -> Template:
+def template() -> Template | Parent:
     """The template of this process."""
     if not _templates:
         _templates.append(Template())
@@ -82,7 +106,9 @@ def template() -> Template:
 def end() -> None:
     """End the template of this process, if there is one."""
     while _templates:
-        _templates.pop().close()
+        one = _templates.pop()
+        if isinstance(one, Template):
+            one.close()
 
 
 class Popen(subprocess.Popen[Any]):
@@ -90,9 +116,9 @@ class Popen(subprocess.Popen[Any]):
 
     _status_fd = -1
 
-    def __init__(self, arguments: list[str], *, fresh: bool = False, **options: Any) -> None:
+    def __init__(self, arguments: list[str], *more: Any, fresh: bool = False, **options: Any) -> None:
         self._forked = not fresh and _can_be_forked(arguments, options)
-        super().__init__(arguments, **options)
+        super().__init__(arguments, *more, **options)
 
     def _execute_child(self, *call: Any) -> None:
         if not self._forked:
@@ -134,6 +160,21 @@ class Popen(subprocess.Popen[Any]):
             finally:
                 self._waitpid_lock.release()
         return self.returncode
+
+
+class PopenOfPrograms(Popen):
+    """What a forked program has for `subprocess.Popen`: its fork server is forked, and all else is as it was."""
+
+    def __init__(self, arguments: Any, *more: Any, **options: Any) -> None:
+        is_fork_server = isinstance(arguments, list) and len(arguments) == 3 and arguments[1].endswith(FORK_SERVER)
+        super().__init__(arguments, *more, fresh=not (is_fork_server and all(map(_is_open, range(3)))), **options)
+
+
+def _is_open(fd: int) -> bool:
+    with contextlib.suppress(OSError):
+        os.fstat(fd)
+        return True
+    return False
 
 
 def run(
@@ -184,6 +225,10 @@ class Server:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(f"\0fabric-template-{os.getpid()}")
+        self._listener.listen()
+        self.parent = Parent(self._listener.getsockname().decode(), dict(os.environ))
         self._statuses: dict[int, int] = {}
         self._wake, self._woken = os.pipe()
         for fd in (self._wake, self._woken):
@@ -196,34 +241,43 @@ class Server:
         signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
         with selectors.DefaultSelector() as selector:
             selector.register(self._connection, selectors.EVENT_READ)
+            selector.register(self._listener, selectors.EVENT_READ)
             selector.register(self._wake, selectors.EVENT_READ)
-            while True:
+            call = None
+            while call is None:
                 ready = [key.fd for key, _ in selector.select()]
                 if self._wake in ready:
                     self._reap()
                 if self._connection.fileno() in ready:
-                    call = self._answer()
-                    if call is not None:
-                        break
+                    call = self._answer(self._connection)
+                elif self._listener.fileno() in ready:
+                    with self._listener.accept()[0] as connection:
+                        call = self._answer(connection)
         self._close()
         return call
 
-    def _answer(self) -> dict[str, Any] | None:
+    def _answer(self, connection: socket.socket) -> dict[str, Any] | None:
+        """In the fork, its call. The template ends with the tests, not with a program that asks and dies."""
         import pickle
 
-        request, fds, _, _ = socket.recv_fds(self._connection, MAX_REQUEST_BYTES, 64)
+        request, fds, _, _ = socket.recv_fds(connection, MAX_REQUEST_BYTES, 64)
         if not request:
-            os._exit(0)
+            if connection is self._connection:
+                os._exit(0)
+            return None
         pid = os.fork()
         if pid == 0:
             call: dict[str, Any] = pickle.loads(request)
             os.close(fds.pop(0))
+            if connection is not self._connection:
+                connection.close()
             self._take(call, fds)
             return call
         self._statuses[pid] = fds.pop(0)
         for fd in fds:
             os.close(fd)
-        self._connection.send(NUMBER.pack(pid))
+        with contextlib.suppress(BrokenPipeError):
+            connection.send(NUMBER.pack(pid))
         return None
 
     def _take(self, call: dict[str, Any], fds: list[int]) -> None:
@@ -250,6 +304,7 @@ class Server:
         for fd in (self._wake, self._woken, *self._statuses.values()):
             os.close(fd)
         self._connection.close()
+        self._listener.close()
 
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -360,7 +415,10 @@ if __name__ == "__main__":
         import_module(_name)
     gc.collect()
     gc.freeze()
-    _call = Server(socket.socket(fileno=int(sys.argv[1]))).serve()
+    _server = Server(socket.socket(fileno=int(sys.argv[1])))
+    _call = _server.serve()
+    _templates[:] = [_server.parent]
+    subprocess.Popen = PopenOfPrograms  # type: ignore[misc]
     if len(_call["environ"].get(MARK, "")) == len(NO_MARK):
         _write_mark(_address, _call["environ"][MARK])
     _follow(_call)

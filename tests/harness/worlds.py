@@ -2,11 +2,13 @@
 
 Write `from worlds import run_world` (pytest puts `tests/harness/` on the path). The body is a function at the top level
 of the test module, called as `body(world, *args)`; what it returns, and its arguments, are pickled. Ranks come
-from a forkserver with torch preloaded: the first world of a session takes the import of torch, later ones 25-50 ms.
+from a fork server that has imported torch and fabric (`preloaded.py`): the first world of a session takes these
+imports, later ones 25-50 ms.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import pickle
 import sys
@@ -14,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fabric.launchers.launcher import Topology
-from fabric.launchers.processes import forkserver
+from fabric.launchers.processes import PRELOAD, forkserver
 from fabric.launchers.world import World
 
 R = TypeVar("R")
@@ -26,8 +28,18 @@ def run_world(size: int, body: Callable[..., R], *args: Any) -> list[R]:
     Raises: WorkerError: a rank raised, died, or left without a result.
     """
     module = sys.modules[body.__module__]
-    launcher = forkserver(Topology(num_processes=size))
+    launcher = forkserver(Topology(num_processes=size), (*PRELOAD, "preloaded"))
     return launcher.launch_all(_rank, module.__name__, module.__file__, pickle.dumps((body, args)))
+
+
+@functools.cache
+def preload() -> None:
+    """Let the fork server import what ranks import, for those that a test starts by `fabric.launch(function)`."""
+    run_world(1, _nothing)
+
+
+def _nothing(world: World) -> None:
+    pass
 
 
 def _rank(world: World, name: str, path: str, call: bytes) -> Any:

@@ -55,9 +55,7 @@ def test_a_name_is_a_strategy_with_options(name: str, strategy: Strategy) -> Non
 
 
 def test_an_unknown_name_is_an_error_with_near_and_all_names() -> None:
-    with pytest.raises(
-        ValueError, match=r"`strategy='ddp_forks'` names no strategy. Did you mean 'ddp_fork'\? "
-    ) as raised:
+    with pytest.raises(ValueError, match=r"`strategy='ddp_forks'` is not known. Did you mean 'ddp_fork'\? ") as raised:
         make_strategy("ddp_forks")
     for name in available_strategies():
         assert repr(name) in str(raised.value)
@@ -86,7 +84,7 @@ try: make_strategy("none")
 except TypeError as error: print(error)
 register_strategy("mine", make)
 """)
-    assert "The strategy 'none' of this program made {}, which is a `dict` and no `fabric.strategies.Strategy`." in said
+    assert "The strategy 'none' of this program made {}, a `dict` and not a `fabric.strategies.Strategy`." in said
     assert "`register_strategy('mine', ...)`: the name is taken" in said
 
 

@@ -218,11 +218,11 @@ def test_weights_are_rank_zeros_and_gradients_the_mean_after_accumulation_and_cl
         ),
         (
             {"strategy": "ddp_spawn"},
-            r"`strategy='ddp_spawn'` on `accelerator='xla'` is `XLAStrategy`, which has nothing for `launcher='spawn'`",
+            r"`strategy='ddp_spawn'` on `accelerator='xla'` is `XLAStrategy`, which has no option for `launcher=",
         ),
         (
             {"strategy": DDPStrategy(comm_hook="bf16", static_graph=True)},
-            r"which has nothing for `static_graph=True`, `comm_hook='bf16'`\. Leave it out, or write `strategy=XLAStra",
+            r"which has no option for `static_graph=True`, `comm_hook='bf16'`\. Leave it out, or write `strategy=XLAS",
         ),
         (
             {"strategy": "ddp", "launcher": "spawn"},

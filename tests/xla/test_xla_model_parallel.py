@@ -159,13 +159,13 @@ def lay_out(model: Any, mesh: Any) -> None:
     [
         (
             ModelParallelStrategy(parallelize_fn=lay_out, context=2),
-            r"`XLAModelPar.*, which has nothing for `context=2`",
+            r"`XLAModelPar.*, which has no option for `context=2`",
         ),
         (
             ModelParallelStrategy(pipeline=Pipeline(degree=2, num_microbatches=2, split=lay_out, loss_fn=lay_out)),
-            r"which has nothing for `pipeline=Pipeline\(degree=2",
+            r"which has no option for `pipeline=Pipeline\(degree=2",
         ),
-        (ModelParallelStrategy(parallelize_fn=lay_out, backend="gloo"), r"which has nothing for `backend='gloo'`"),
+        (ModelParallelStrategy(parallelize_fn=lay_out, backend="gloo"), r"which has no option for `backend='gloo'`"),
         (
             ModelParallelStrategy(parallelize_fn=lay_out, data=2, tensor=SIZE),
             rf"makes a mesh of data=2 x shard=1 x tensor={SIZE}: {2 * SIZE} devices, but there are {SIZE}\.",

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fabric.strategies.collectives.call_check import agree, to_bytes
+from fabric.strategies.collectives.call_check import check_call, to_bytes
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.packing import Spec, as_bytes
 from fabric.strategies.model_parallel.pipeline.options import Pipeline
@@ -178,7 +178,7 @@ class Stages:
         for place, tensor in enumerate(tensors):
             content = f", content {_digest(tensor)}" if with_content else ""
             lines.append(f"tensor {place} of the batch: {Spec.of(tensor)}{content}")
-        agree(self.collective, "\n".join(lines))
+        check_call(self.collective, "\n".join(lines))
 
     def _build(self, kind: Kind, count: int) -> Any:
         require_pipelining()

@@ -91,9 +91,9 @@ def test_each_cluster_environment_has_a_command_or_says_what_is_missing(tmp_path
     (tmp_path / "kubectl").touch(mode=0o755)
     no_cluster = {"PATH": str(tmp_path), "HOME": str(tmp_path), "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
     found = {row["name"]: row["why_not"] for row in clusters(no_cluster)}
-    assert found["kubeflow"].startswith("`kubectl` is here, but nothing tells it of a cluster (none of $KUBECONFIG, ~/")
+    assert found["kubeflow"].startswith("`kubectl` is here, but has no cluster configuration (none of $KUBECONFIG, ~/")
     assert found["kubeflow"].endswith("take the kubeconfig of a cluster on which Kubeflow's training operator runs.")
-    assert found["slurm"].startswith("`srun` is here, but nothing tells it of a cluster (none of $SLURM_CONF, /etc/sl")
+    assert found["slurm"].startswith("`srun` is here, but has no cluster configuration (none of $SLURM_CONF, /etc/sl")
     kubeconfig = {"KUBECONFIG": os.pathsep.join(["nowhere", str(tmp_path / "slurm.conf")])}
     assert {row["name"]: row["why_not"] for row in clusters(no_cluster | kubeconfig)}["kubeflow"] is None
     assert nowhere["xla"].startswith("`torch_xla` is not installed: `pip install 'torchfabric[xla]' && export PJRT_DEV")

@@ -12,10 +12,10 @@ import template
 
 TELL = """
 import json, os, subprocess, sys
-from fabric.words import words
+from fabric.run_options import options_in
 
 def tell(depth=0):
-    print(json.dumps([words(os.environ), sys.argv[1:]]), flush=True)
+    print(json.dumps([options_in(os.environ), sys.argv[1:]]), flush=True)
 
 if __name__ == "__main__":
     tell()
@@ -114,9 +114,9 @@ def test_the_exit_code_is_the_scripts(tmp_path: Path) -> None:
         (("--node-rank", "-1"), "`--node-rank -1` is out of range. Write a whole number from 0."),
         (("--main-port", "70000"), "`--main-port 70000` is out of range. Write a whole number from 1 to 65535."),
         (("--main-address", ""), "`--main-address ` is empty."),
-        (("--precision", "fp8"), "`--precision fp8` is none of the words there are. Write one of '64-true', "),
+        (("--precision", "fp8"), "`--precision fp8` is not known. Write one of '64-true', "),
         (("--max-restarts", "-1"), "`--max-restarts -1` is out of range. Write a whole number from 0."),
-        (("--launcher", "mpi"), "`--launcher mpi` is none of the words there are. Write one of 'auto', 'script', "),
+        (("--launcher", "mpi"), "`--launcher mpi` is not known. Write one of 'auto', 'script', "),
     ],
 )
 def test_a_wrong_word_is_one_line_and_starts_nothing(tell: Path, words: tuple[str, ...], sentence: str) -> None:

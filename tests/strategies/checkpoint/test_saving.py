@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import template
 import torch
 from torch import Tensor, nn
 
@@ -252,11 +253,12 @@ def save(fabric):
         fabric.save(sys.argv[1], {"model": model, "step": step})
         fabric.print(step, flush=True)
 
-Fabric(accelerator="cpu", strategy="ddp", devices=2, launcher="forkserver").launch(save)
+Fabric(accelerator="cpu", strategy="ddp", devices=2, launcher="fork").launch(save)
 """
 
 
 @pytest.mark.slow
+@pytest.mark.thorough  # `test_kills.py` has the moments; here are real jobs
 @pytest.mark.timeout(400)
 def test_a_kill_of_all_ranks_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     seed, torn = random.randrange(2**31), 0
@@ -266,7 +268,7 @@ def test_a_kill_of_all_ranks_at_any_moment_of_a_save_leaves_a_whole_checkpoint(t
     program.write_text(VICTIM.replace("\nFabric(", "\nif __name__ == '__main__':\n    Fabric("))
     path = tmp_path / "saved"
     for _ in range(3):
-        victim = subprocess.Popen([sys.executable, program, path], stdout=subprocess.PIPE, start_new_session=True)
+        victim = template.Popen([sys.executable, program, path], stdout=subprocess.PIPE, start_new_session=True)
         assert victim.stdout is not None
         for _ in range(generator.randrange(2, 12)):
             victim.stdout.readline()

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from worlds import run_world
 
+from fabric import Fabric
 from fabric.launchers.world import World
 from fabric.strategies.checkpoint.single_file import CheckpointError, load, save
 from fabric.strategies.checkpoint.state import restore, state_of
@@ -79,6 +80,15 @@ def test_loading_runs_no_code_from_the_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="Rank 0 could not read the checkpoint"):
         load(alone(), tmp_path / "file")
     assert not marker.exists()
+
+
+def test_a_file_of_the_shards_of_one_rank_is_refused_where_it_is_read(tmp_path: Path) -> None:
+    fabric = Fabric(accelerator="cpu", strategy="fsdp", devices=1)
+    model = fabric.setup(nn.Linear(2, 2))
+    torch.save({"net": [model.state_dict()]}, tmp_path / "by hand")
+    with pytest.raises(CheckpointError, match=r"The file has a DTensor at /net/0/weight, of shape \(2, 2\)"):
+        fabric.load_raw(tmp_path / "by hand", model)
+    fabric.close()
 
 
 class _Evil:

@@ -88,8 +88,8 @@ def test_a_tensor_that_differs_over_ranks_raises_on_every_rank_and_shows_both() 
         "  rank 1: all_gather\n"
         "      data: float32 (4, 3) on cpu\n"
         "No rank has a result. Make all ranks call the same operation, in the same order, on equal shapes and dtypes.\n"
-        "Where lengths differ on purpose, `fabric.pad_across_ranks(tensor, dim=0)` gives every rank the length of the "
-        "longest."
+        "If lengths differ on purpose, `fabric.pad_across_ranks(tensor, dim=0)` gives every rank the length of the "
+        "longest; for the values of an evaluation's batches use `fabric.gather_for_metrics(values, loader)`."
     )
     for name, of_first, of_second in (
         ("gathered dtypes", "data: float32 (3, 4)", "data: int32 (3, 4)"),
@@ -171,9 +171,9 @@ def pad(collective: Collective) -> Any:
     same = pad_across_ranks(collective, labels[:2])
     with pytest.raises(IndexError, match=r"dim=1\)`: `data` has shape \(2,\) and no such dimension"):
         pad_across_ranks(collective, labels[:2], dim=1)
-    with pytest.raises(ValueError, match=r"pad_value=-1\)`: `data` is torch.uint8, which does not hold that number"):
+    with pytest.raises(ValueError, match=r"pad_value=-1\)`: `data` is torch.uint8, which cannot represent it"):
         pad_across_ranks(collective, torch.ones(1, dtype=torch.uint8), pad_value=-1)
-    with pytest.raises(ValueError, match=r"pad_value=0.5\)`: `data` is torch.int64, which does not hold"):
+    with pytest.raises(ValueError, match=r"pad_value=0.5\)`: `data` is torch.int64, which cannot"):
         pad_across_ranks(collective, labels, pad_value=0.5)
     return (
         gathered["labels"].tolist(),

@@ -226,8 +226,8 @@ def test_ranks_that_differ_each_get_all_calls_side_by_side() -> None:
             "      and 1 as on all ranks\n"
             "No rank has a result. Make all ranks call the same operation, in the same order, on equal shapes and "
             "dtypes.\n"
-            "Where lengths differ on purpose, `fabric.pad_across_ranks(tensor, dim=0)` gives every rank the length of "
-            "the longest; the values of an evaluation's batches go through "
+            "If lengths differ on purpose, `fabric.pad_across_ranks(tensor, dim=0)` gives every rank the length of "
+            "the longest; for the values of an evaluation's batches use "
             "`fabric.gather_for_metrics(values, loader)`."
         )
         words = [
@@ -274,7 +274,7 @@ def test_what_ranks_say_before_data_travels_ignores_the_default_device() -> None
     ("data", "error", "words"),
     [
         ({"name": "x"}, TypeError, r"`data\['name'\]` is a `str`, which is neither a tensor, a number, None"),
-        ([(torch.Size([1]),)], TypeError, r"`data\[0\]\[0\]` is a `Size`, which cannot be made anew of other members"),
+        ([(torch.Size([1]),)], TypeError, r"`data\[0\]\[0\]` is a `Size`, which cannot be rebuilt with other members"),
         ([2**63], ValueError, r"`data\[0\]` is 9223372036854775808, which does not fit into 64 bits"),
         (Output(torch.ones(1), cached=[object()]), TypeError, r"`data\.cached\[0\]` is a `object`"),
     ],

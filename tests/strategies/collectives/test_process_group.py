@@ -70,8 +70,8 @@ def find_another_group(world: World) -> list[str]:
 
 def test_a_group_of_another_size_is_refused() -> None:
     size, _ = run_world(2, find_another_group)[1]
-    assert "A process group is already there: rank 0 of 1 over" in size
-    assert "This fabric is rank 1 of 2 and talks over 'gloo'. Leave `init_process_group` to the fabric" in size
+    assert "A process group exists already: rank 0 of 1 over" in size
+    assert "This fabric is rank 1 of 2 and uses 'gloo'. Leave `init_process_group` to the fabric" in size
 
 
 def test_a_group_over_another_backend_is_refused() -> None:
@@ -107,7 +107,7 @@ def test_a_backend_that_torch_does_not_know_is_an_error_with_its_name() -> None:
 
 def test_nothing_is_said_before_setup_and_after_teardown() -> None:
     collective = gloo(World())
-    words = r"`all_reduce` on rank 0 of 1, which has not met the other ranks: call `setup\(\)` first, and nothing after"
+    words = r"`all_reduce` on rank 0 of 1, which is not connected to the other ranks: call `setup\(\)` first"
     with pytest.raises(CollectiveError, match=words):
         collective.all_reduce(torch.ones(1))
     collective.setup()
@@ -116,7 +116,7 @@ def test_nothing_is_said_before_setup_and_after_teardown() -> None:
     collective.teardown()
     with pytest.raises(CollectiveError, match=words):
         collective.all_reduce(torch.ones(1))
-    with pytest.raises(CollectiveError, match="`store` on rank 0 of 1, which has not met"):
+    with pytest.raises(CollectiveError, match="`store` on rank 0 of 1, which is not connected"):
         collective.store()
 
 

@@ -226,7 +226,7 @@ def test_xla_has_no_activation_checkpointing_of_torchs_and_says_what_to_call() -
     strategy = SingleDeviceXLAStrategy(activation_checkpointing_policy=Block)
     said = accelerator_against_the_strategy(XLAAccelerator(), strategy, "'single_xla'")
     assert said is not None
-    assert "`activation_checkpointing_policy` with `accelerator='xla'`: torch's activation checkpointing knows" in said
+    assert "`activation_checkpointing_policy` with `accelerator='xla'`: torch's activation checkpointing does" in said
     assert "call `torch_xla.utils.checkpoint.checkpoint` in the model's own forward." in said
 
 

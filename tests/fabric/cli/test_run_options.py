@@ -1,19 +1,19 @@
-"""Whose words they are: the program that was run and its own processes, and no other."""
+"""The options of `fabric run` reach the program that was run and its own processes, and no other."""
 
 from __future__ import annotations
 
 import pytest
 
-from fabric.spelling import PRECISIONS
+from fabric.option_parsing import PRECISIONS
+from fabric.run_options import ProgramId, as_variable, options_in
 from fabric.strategies.precision.precision import Precision
-from fabric.words import ProgramId, carry, words
 
 TRAIN = ProgramId(arguments=("train.py", "--lr", "3"), main="/home/train.py")
-ENVIRON = carry({"devices": "2"}, TRAIN)
+ENVIRON = as_variable({"devices": "2"}, TRAIN)
 
 
 def test_without_fabric_run_there_are_no_words() -> None:
-    assert words({}, TRAIN) == {}
+    assert options_in({}, TRAIN) == {}
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_without_fabric_run_there_are_no_words() -> None:
     ids=["itself", "its multiprocessing child", "itself under a debugger"],
 )
 def test_the_words_reach_the_program_they_were_said_to(program: ProgramId) -> None:
-    assert words(ENVIRON, program) == {"devices": "2"}
+    assert options_in(ENVIRON, program) == {"devices": "2"}
 
 
 @pytest.mark.parametrize(
@@ -39,12 +39,12 @@ def test_the_words_reach_the_program_they_were_said_to(program: ProgramId) -> No
     ids=["another script", "a module of the same name", "no script"],
 )
 def test_the_words_do_not_reach_another_program(program: ProgramId) -> None:
-    assert words(ENVIRON, program) == {}
+    assert options_in(ENVIRON, program) == {}
 
 
 def test_a_program_without_main_is_not_every_program_without_main() -> None:
     nameless = ProgramId(arguments=("-c", "1"), main=None)
-    assert words(carry({"devices": "2"}, nameless), ProgramId(arguments=("-c", "2"), main=None)) == {}
+    assert options_in(as_variable({"devices": "2"}, nameless), ProgramId(arguments=("-c", "2"), main=None)) == {}
 
 
 def test_the_command_line_knows_the_precisions_there_are() -> None:

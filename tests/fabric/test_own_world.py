@@ -86,8 +86,8 @@ def test_one_device_under_torchrun_without_a_launched_fabric_is_an_error_that_te
     assert told.returncode != 0
     assert "ask for 1 process on this node, but torchelastic started 2 processes (2 on this node; read: " in told.stderr
     assert (
-        "For a world of one process beside the ranks, create `Fabric(devices=1, strategy='single_device')` after the "
-        "`launch()` of the fabric that has them all." in told.stderr
+        "For a separate world of one process, create `Fabric(devices=1, strategy='single_device')` after the "
+        "`launch()` of the fabric that has all ranks." in told.stderr
     )
 
 

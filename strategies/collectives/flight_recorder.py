@@ -1,7 +1,7 @@
-"""The last collectives of this process, whoever called them: torch's flight recorder, read.
+"""The last collectives of this process, whoever called them, from torch's flight recorder.
 
-It notes what reaches a process group, so also the calls of DDP, FSDP and DeepSpeed. It does not note `send` and `recv`
-on gloo, nor anything of Horovod or XLA. Measured on gloo (torch 2.13): `is_waiting` 70 us.
+It records all calls on a process group, so also those of DDP, FSDP and DeepSpeed. It does not record `send` and `recv`
+on gloo, nor calls of Horovod or XLA. Measured on gloo (torch 2.13): `is_waiting` takes 70 us.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from fabric.launchers.watch.stack import users_line
 _DUMPS: list[Callable[..., bytes]] = [
     getattr(c10d, name) for name in ("_dump_fr_trace", "_dump_nccl_trace") if name in dir(c10d)
 ]
-"""Torch keeps a recorder for NCCL, and one for all others; a build without CUDA has the second alone."""
+"""Torch has a recorder for NCCL, and one for all other backends; a build without CUDA has only the second."""
 
 _DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32", "Byte": "uint8"}
 
 
 @final
 class FlightRecorder:
-    """What torch has noted. Without notes (torch was built without, or the first process group came before us) it is
-    empty. The first one of a process turns the recorder on, where the environment says so."""
+    """The calls that torch has recorded; none if torch was built without a recorder, or if the first process group was
+    created earlier. The first instance of a process turns the recorder on, if the environment says so."""
 
     def __init__(self) -> None:
         _read(calls=False)
 
     def is_waiting(self) -> bool:
-        """Whether some group has a call that is not finished."""
+        """Whether some process group has a call that is not finished."""
         groups = [group for found in _read(calls=False) for group in found.get("pg_status", {}).values()]
         return any(group["last_enqueued_collective"] != group["last_completed_collective"] for group in groups)
 
     def calls(self) -> Sequence[Call]:
-        """The calls that are kept, oldest first. Numbers count the calls of one group on this rank."""
+        """The recorded calls, oldest first. They are numbered per process group and rank."""
         calls = [_call(entry) for found in _read(calls=True) for entry in found.get("entries", ())]
         return sorted(calls, key=lambda call: call.started_ns)
 
 
 def _read(*, calls: bool) -> list[Mapping[str, Any]]:
-    """What each recorder has; without calls only how far each group has come. With calls, their stacks."""
-    return [pickle.loads(dump(calls, calls, False)) for dump in _DUMPS]  # of this process: torch's own writing
+    """The content of each recorder; without `calls` only the progress of each group, with `calls` also their stacks."""
+    return [pickle.loads(dump(calls, calls, False)) for dump in _DUMPS]  # pickled by torch in this process
 
 
 def _call(entry: Mapping[str, Any]) -> Call:

@@ -1,0 +1,138 @@
+"""Parsing of each argument of `Fabric(...)` and each option of `fabric run`, by the same functions.
+
+Every function takes the value, and `written`: the source text, for the error. Imports no torch, so that `fabric run`
+refuses a wrong value before anything starts.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, TypeAlias
+
+from fabric.launchers.registry import OURS
+
+Devices: TypeAlias = Literal["auto", "all"] | int | tuple[int, ...]
+"""'auto', -1 for all, a number of devices, or their indices."""
+LAUNCHERS = ("auto", *OURS, "external")
+"""The values of `Fabric(launcher=...)`."""
+DEFAULT_SAY_AFTER_SECONDS = 30.0
+"""The default of `Fabric(say_after_seconds=...)`."""
+DEFAULT_MAX_RESTARTS = 3
+"""The default of `launcher='elastic'`, as in torch's `LaunchConfig`. Not measured."""
+PRECISIONS = ("64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed", "64", "32", "16", "bf16")
+"""The names that `Precision.parse` knows; a test compares the two. Copied, because `Precision` imports torch."""
+
+_DEVICES_FORMS = "'auto', -1 for all, a number such as 2, or indices such as '0,1' or [0, 1]"
+
+
+def read_devices(value: object, written: str) -> Devices:
+    """Read `devices`: 'auto', -1, 2, '2', '0,1', '0,', [0, 1]."""
+    if isinstance(value, str):
+        return _devices_of_text(value, written)
+    if isinstance(value, list | tuple):
+        return _indices(value, written)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"`{written}` is a `{type(value).__name__}`. Write {_DEVICES_FORMS}.")
+    if value == -1:
+        return "all"
+    if value < 1:
+        raise ValueError(f"`{written}` asks for {value} devices. Write {_DEVICES_FORMS}.")
+    return value
+
+
+def read_count(value: object, written: str) -> int:
+    """Parse a number, at least 1."""
+    return _whole(value, written, low=1)
+
+
+def read_rank(value: object, written: str) -> int:
+    """Parse a rank, from 0."""
+    return _whole(value, written, low=0)
+
+
+def read_seconds(value: object, written: str) -> float:
+    """Parse a time in seconds, above 0."""
+    try:
+        seconds = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else None
+    except ValueError:
+        seconds = None
+    if seconds is None:
+        raise TypeError(f"`{written}` is no number. Write a number of seconds, such as 30.")
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"`{written}` is out of range. Write a number of seconds above 0.")
+    return seconds
+
+
+def read_port(value: object, written: str) -> int:
+    """Parse a TCP port, from 1 to 65535."""
+    return _whole(value, written, low=1, high=65535)
+
+
+def read_word(value: object, written: str) -> str:
+    """Parse a name, which is looked up later."""
+    if not isinstance(value, str):
+        raise TypeError(f"`{written}` is a `{type(value).__name__}`. Write a name.")
+    if not value.strip():
+        raise ValueError(f"`{written}` is empty. Leave it out, or write a name.")
+    return value
+
+
+def read_launcher(value: object, written: str) -> str:
+    """Parse the name of a launcher."""
+    for word in LAUNCHERS:
+        if value == word:
+            return word
+    raise ValueError(_none_of(written, LAUNCHERS))
+
+
+def read_precision_word(value: object, written: str) -> str:
+    """Parse the name of a precision, long or short."""
+    for word in PRECISIONS:
+        if value == word:
+            return word
+    raise ValueError(_none_of(written, PRECISIONS))
+
+
+def _devices_of_text(text: str, written: str) -> Devices:
+    if text == "auto":
+        return "auto"
+    try:
+        if "," in text:
+            return _indices([int(part) for part in text.removesuffix(",").split(",")], written)
+        return read_devices(int(text), written)
+    except ValueError as error:
+        if written in str(error):
+            raise
+        raise ValueError(f"`{written}` is neither a number nor a list of them. Write {_DEVICES_FORMS}.") from None
+
+
+def _indices(values: list[object] | tuple[object, ...] | list[int], written: str) -> tuple[int, ...]:
+    if not values:
+        raise ValueError(f"`{written}` is empty. Write {_DEVICES_FORMS}.")
+    indices = []
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"`{written}` holds {value!r}, which is no index of a device. Write {_DEVICES_FORMS}.")
+        if value < 0:
+            raise ValueError(f"`{written}` holds {value}; indices of devices count from 0. Write {_DEVICES_FORMS}.")
+        indices.append(value)
+    if twice := sorted({index for index in indices if indices.count(index) > 1}):
+        raise ValueError(
+            f"`{written}` names device {', '.join(map(str, twice))} more than once. Name each device once."
+        )
+    return tuple(indices)
+
+
+def _whole(value: object, written: str, *, low: int, high: int | None = None) -> int:
+    range_of_it = f"a whole number from {low}" + (f" to {high}" if high is not None else "")
+    if isinstance(value, str) and value.isascii() and value.isdigit():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError(f"`{written}` is a `{type(value).__name__}`. Write {range_of_it}.")
+    if isinstance(value, str) or value < low or (high is not None and value > high):
+        raise ValueError(f"`{written}` is out of range. Write {range_of_it}.")
+    return value
+
+
+def _none_of(written: str, words: tuple[str, ...]) -> str:
+    return f"`{written}` is not known. Write one of {', '.join(map(repr, words))}."
