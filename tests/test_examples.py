@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -189,6 +190,19 @@ def test_the_recommender_learns_the_same_with_tables_on_one_rank_and_on_two(tmp_
         models.append(read_checkpoint(tmp_path / f"{devices}.ckpt")["model"])
     assert models[0]["words.weight"].shape == (4000, 32)
     torch.testing.assert_close(models[1], models[0], rtol=0.0, atol=3e-3)  # Adam's steps are 1e-2; rounding moves few
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(find_spec("all_minilm_l6_v2") is None, reason="the weights are installed by `make environment`")
+def test_an_encoder_that_is_fine_tuned_has_the_loss_of_one_process_over_all_masked_words(tmp_path: Path) -> None:
+    found = []
+    for words in (("--batch-size", "4"), ("--batch-size", "2", "--devices", "2")):
+        output = run_program(str(EXAMPLES / "finetune_text.py"), *words, cwd=tmp_path, timeout=280)
+        found.append(re.findall(r"(before|epoch 0|after): ([\d.]+) nats over (\d+) words", output))
+    assert [words for _, _, words in found[0]] == [words for _, _, words in found[1]]
+    losses = [[float(nats) for _, nats, _ in lines] for lines in found]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+    assert losses[0][2] < losses[0][0] - 0.3
 
 
 def blocks_of_python() -> dict[str, str]:

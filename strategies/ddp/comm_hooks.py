@@ -1,7 +1,7 @@
-"""How gradients travel under `ddp`: rounded to half precision, as factors of low rank, or by a function of the user's.
+"""How `ddp` reduces gradients: rounded to half precision, as low-rank factors, or by the user's function.
 
-A hook takes the place of the all-reduce of torch's DistributedDataParallel, bucket by bucket, while backward runs. What
-surprises: the gradients that the optimizer sees are no longer those of one process, but what the hook made of them.
+A hook replaces the all-reduce of torch's DistributedDataParallel, bucket by bucket, while backward runs. The optimizer
+then sees the hook's gradients, which no longer equal those of one process.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PowerSGD:
-    """Gradients of matrices travel as two factors of low rank; what that leaves out is added to the next gradients.
-
-    What is left out lies on each rank, and is not saved: a resumed run begins without it.
+    """Gradients of matrices are sent as two low-rank factors; the error is added to the next gradients. The error is
+    kept on each rank and not saved: a resumed run starts without it.
     Source: Vogels et al., NeurIPS 2019; torch's `powerSGD_hook`.
     """
 
     matrix_approximation_rank: int = 1
-    """Of an n x m matrix, rank * (n + m) numbers travel. Larger: closer to the true gradients."""
+    """For an n x m matrix, rank * (n + m) numbers are sent. Larger: closer to the true gradients."""
     start_step: int = 1000
-    """Gradients travel whole in the backwards before this one. At least 2: the buckets change after the first."""
+    """Gradients are all-reduced uncompressed before this step. At least 2: the buckets change after the first."""
     min_compression_rate: float = 2.0
-    """A matrix that would not shrink by this factor travels whole."""
+    """A matrix that would not shrink by this factor is sent uncompressed."""
 
     def __post_init__(self) -> None:
         if self.start_step < 2:
@@ -49,12 +48,12 @@ class PowerSGD:
 
 
 TorchHook: TypeAlias = Callable[[Any, Any], Future[Tensor]]
-"""`(state, bucket)`, the bucket being a `torch.distributed.GradBucket`: gives what its gradients shall be."""
+"""`(state, bucket)`, with a `torch.distributed.GradBucket`: returns a Future of the reduced gradients."""
 CommHook: TypeAlias = Literal["bf16", "fp16"] | PowerSGD | TorchHook
 
 
 def check(hook: Any) -> None:
-    """Raise ValueError or TypeError where `hook` is nothing that gradients could travel by."""
+    """Raise ValueError or TypeError if `hook` is not a communication hook."""
     if isinstance(hook, str):
         if hook not in _DTYPES:
             raise ValueError(f"`comm_hook={hook!r}` names no hook. Write {' or '.join(map(repr, _DTYPES))}.")
@@ -66,14 +65,14 @@ def check(hook: Any) -> None:
 
 
 def why_not(hook: CommHook, backend: str, num_processes: int, param_dtype: torch.dtype) -> str | None:
-    """None where the hook works; otherwise the sentence that says what to write."""
+    """None if the hook works; otherwise an error message that says what to write."""
     if isinstance(hook, str) and param_dtype.itemsize <= _DTYPES[hook].itemsize:
         return (
             f"`comm_hook={hook!r}` rounds gradients to {_DTYPES[hook]}, but this precision has them in {param_dtype}: "
             "nothing would become shorter. Leave `comm_hook` out."
         )
     if isinstance(hook, PowerSGD) and num_processes > 1 and backend == "gloo":
-        # Its collectives are issued from callbacks, which gloo's threads run in another order on each rank: the process
+        # It issues collectives from callbacks, which gloo's threads run in a different order on each rank: the process
         # aborts on messages of different lengths (torch 2.13, 3 of 3 runs).
         return (
             "`comm_hook=PowerSGD(...)` over gloo ends the process: the ranks send their factors in different orders. "
@@ -83,7 +82,7 @@ def why_not(hook: CommHook, backend: str, num_processes: int, param_dtype: torch
 
 
 def register(parallel: DistributedDataParallel, hook: CommHook) -> None:
-    """Let gradients travel by `hook` from the next backward on."""
+    """Reduce gradients by `hook` from the next backward on."""
     if isinstance(hook, PowerSGD):
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
@@ -101,7 +100,7 @@ def register(parallel: DistributedDataParallel, hook: CommHook) -> None:
 
 
 def _register(parallel: DistributedDataParallel, state: Any, hook: TorchHook) -> None:
-    # torch asks for a name, which a partial has not, and refuses annotations that are strings: here are none.
+    # torch needs a name, which a partial does not have, and refuses annotations that are strings.
     def travel(state, bucket):  # type: ignore[no-untyped-def]
         return hook(state, bucket)
 
@@ -109,10 +108,10 @@ def _register(parallel: DistributedDataParallel, state: Any, hook: TorchHook) ->
 
 
 def _round(dtype: torch.dtype, bucket: Any) -> Future[Tensor]:
-    """Average in `dtype`. Torch's own does the same, and refuses bfloat16 off CUDA; gloo can add it."""
+    """Average in `dtype`. Torch's own hook does the same, but refuses bfloat16 off CUDA; gloo can add it."""
     gradients: Tensor = bucket.buffer()
     numbers = torch.view_as_real(gradients) if gradients.is_complex() else gradients
-    # Divided before it is rounded: what does not fit into float16 may fit then.
+    # Divided before it is rounded: the quotient may fit into float16 where the sum does not.
     rounded = (numbers / dist.get_world_size()).to(dtype)
 
     def take(reduced: Future[Any]) -> Tensor:

@@ -1,6 +1,6 @@
 """Gradients of one model, averaged by torch's DistributedDataParallel while backward still runs.
 
-It is kept beside the user's module, and made anew where what the model trains has changed.
+DistributedDataParallel is kept beside the user's module, and created again if the set of trained parameters changes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _grad = attrgetter("grad")
 
 @final
 class _Forward(nn.Module):
-    """What DistributedDataParallel wraps: it holds the user's module, and calls the method that was asked for."""
+    """The module that DistributedDataParallel wraps: it holds the user's module, and calls the given method."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class _Forward(nn.Module):
 
 @final
 class DDPGradientSync(GradientSync):
-    """One model's averaging: whether the next backward will average, and whether the last one did."""
+    """Gradient averaging of one model: whether the next backward synchronises, and whether the last one did."""
 
     def __init__(self, options: DDPStrategy, collective: Collective, module: nn.Module) -> None:
         self.options, self.collective, self.module = options, collective, module
@@ -52,17 +52,17 @@ class DDPGradientSync(GradientSync):
         self.synced = True
         self.needs_all = not (options.find_unused_parameters or options.static_graph)
         self.contents = Contents(module)
-        self.flags: list[bool] = []  # of those that `parallel` was made for
+        self.flags: list[bool] = []  # `requires_grad` of the parameters when `parallel` was created
         self.parameters: list[nn.Parameter] = []
         self.parallel: DistributedDataParallel | None = None
-        self.alike: Contents | None = None  # these started from rank 0's values
+        self.alike: Contents | None = None  # tensors that were broadcast from rank 0
         if any(self.contents.flags()):
             self._arrange(self.contents.flags())
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        if not self._is_arranged():  # all is frozen: there is nothing to average, for now
+        if not self._is_arranged():  # all parameters are frozen: nothing to average
             output = function(*args, **kwargs)
         else:
             assert self.parallel is not None
@@ -73,7 +73,7 @@ class DDPGradientSync(GradientSync):
         if self.synced and self.parallel is not None and self.options.broadcast_buffers:
             buffers = self.contents.buffers()
             if buffers:
-                # Not before forward, as torch does: an evaluation then finds equal buffers, and needs no message.
+                # Not before forward, as in torch: this way an evaluation finds equal buffers, and needs no message.
                 follow_rank_zero(self.collective, buffers)
         return output
 
@@ -96,12 +96,14 @@ class DDPGradientSync(GradientSync):
             self.synced = before
 
     def _is_arranged(self) -> bool:
-        """See to it that what is trained now is averaged; False where nothing is. Ranks: all, where that has changed.
+        """Make sure that all trained parameters are averaged; False if there are none. Ranks: all, if the set has
+        changed.
 
         # Note [Layers that come after setup]
-        DistributedDataParallel averages what it found when it was made. So where a layer was added, replaced, frozen or
-        unfrozen since, another one is made, of all ranks together: new tensors start from rank 0's values. A model that
-        is frozen as a whole for a while, as a critic is in each step of its generator, keeps the one it has.
+        DistributedDataParallel averages the parameters that it found when it was created. So if a layer was added,
+        replaced, frozen or unfrozen since, all ranks create another one together, and new tensors are broadcast from
+        rank 0. If a whole model is frozen for a while, like a critic in each step of its generator, its
+        DistributedDataParallel is kept.
         """
         if not self.contents.is_as_it_was():
             self.contents, self.flags = Contents(self.module), []
@@ -135,14 +137,14 @@ class DDPGradientSync(GradientSync):
 
     def watch(self) -> Finish | None:
         # Note [Gradients that were not averaged]
-        # The reducer averages in the first backward after a forward that went through it, and silently leaves
-        # gradients local in any other. So where no such forward is outstanding, no gradient may change.
+        # The reducer averages in the first backward after a forward through it, and silently leaves gradients local in
+        # any other. So if no such forward is outstanding, gradients must not change.
         if not self.synced:
             return None
         parameters = self.parameters
         if not self.expects_backward and (
             not self.contents.is_as_it_was() or self.contents.flags() != self.flags
-        ):  # also of those that no forward has met yet
+        ):  # also of parameters that no forward has used yet
             parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         before = list(map(_grad, parameters))
         versions = [-1 if grad is None else grad._version for grad in before]
@@ -160,7 +162,8 @@ class DDPGradientSync(GradientSync):
                 raise RuntimeError(_NOT_AVERAGED.format(name=type(self.module).__name__))
             self.expects_backward = False
             if self.needs_all and not all(changed):
-                # Torch waits for them in silence, the rest of their buckets not averaged, and raises a step too late.
+                # Torch waits for them without a message, the rest of their buckets not averaged, and raises one step
+                # late.
                 left_out = {id(p) for p, took_part in zip(parameters, changed, strict=True) if not took_part}
                 names = [name for name, parameter in self.module.named_parameters() if id(parameter) in left_out]
                 some = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
@@ -172,7 +175,7 @@ class DDPGradientSync(GradientSync):
         return check
 
 
-# torch 2.13 warns of the old name; 2.9 has no other.
+# torch 2.13 deprecates the old name; 2.9 has only that.
 _BUFFERS_ARE_OURS: dict[str, Any] = {
     next(
         name

@@ -1,8 +1,8 @@
 """The whole model in every process; gradients are averaged over the ranks while backward still runs.
 
-Torch's DistributedDataParallel does the averaging (Li et al., VLDB 2020). It is kept beside the user's module, not
-around it: the user's own object stays what is called, saved and inspected. Forward without gradients never talks to
-another rank, so rank 0 may evaluate alone.
+Torch's DistributedDataParallel averages the gradients (Li et al., VLDB 2020). It is kept beside the user's module, not
+around it: the user calls, saves and inspects the original module. Forward without gradients does not communicate, so
+rank 0 may evaluate alone.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ _grad = attrgetter("grad")
 class DDPStrategy(ProcessGroupStrategy):
     """Distributed data parallel: one process per device, each with the whole model and its own share of the data.
 
-    With `accelerator="xla"` it is `XLAStrategy`, which averages by XLA's own operations: `fabric.strategy` shows that.
-    Options that only torch's DistributedDataParallel has are an error there.
+    With `accelerator="xla"` this is `XLAStrategy` (see `fabric.strategy`), which averages by XLA's own operations.
+    Options of torch's DistributedDataParallel raise there.
     """
 
     bucket_bytes: int = 25 * 2**20
-    """Gradients that travel in one all-reduce. Larger: fewer messages. Smaller: more overlap with backward."""
+    """Size of the gradients in one all-reduce. Larger: fewer messages. Smaller: more overlap with backward."""
     find_unused_parameters: bool = False
-    """Look after each forward which parameters took no part, and do not wait for their gradients. Costs a walk
-    through the graph; without it a parameter without gradient raises at the next step."""
+    """Find unused parameters after each forward, and do not wait for their gradients. Costs a traversal of the graph;
+    without it a parameter without gradient raises at the next step."""
     static_graph: bool = False
-    """Promise that the same parameters are used in every step, which torch then exploits."""
+    """The same parameters are used in every step, which lets torch optimise."""
     gradient_as_bucket_view: bool = False
     """Gradients share memory with the buckets: saves one copy of the gradients; they cannot be detached."""
     broadcast_buffers: bool = True
-    """Buffers (the statistics of BatchNorm) follow rank 0 after every forward that computes gradients."""
+    """Broadcast buffers (the statistics of BatchNorm) from rank 0 after every forward that computes gradients."""
     comm_hook: CommHook | None = None
-    """How gradients travel: None, as they are; "bf16" or "fp16", rounded; `PowerSGD(...)`, as factors of low rank; or a
-    function `(state, bucket)` for torch's `register_comm_hook`, called with None as `state`."""
+    """How gradients are reduced: None: in their own dtype; "bf16" or "fp16": rounded; `PowerSGD(...)`: as low-rank
+    factors; or a function `(state, bucket)` for torch's `register_comm_hook`, called with None as `state`."""
     shard_optimizer: bool = False
-    """Each rank keeps the state of its share of the parameters, and steps those (ZeRO-1). For optimizers that compute a
-    parameter's step from its own gradient alone, as all in torch but LBFGS do."""
+    """Shard the optimizer state: each rank steps its share of the parameters (ZeRO-1). For optimizers that compute a
+    parameter's step from its own gradient alone: all of torch's except LBFGS."""
 
     def __post_init__(self) -> None:
         if self.comm_hook is not None:

@@ -1,6 +1,5 @@
-"""Forward and backward of one model in shards: `fully_shard` sends parameters and gradients, and this checks what it
-does not.
-"""
+"""Forward and backward of one sharded model: `fully_shard` communicates, and this class checks what `fully_shard` does
+not."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from fabric.strategies.sharding.same_gradients import SameGradients
 
 @final
 class FSDPGradientSync(GradientSync):
-    """One model in shards. `units`: the submodules whose parameters are all-gathered together, the root among them."""
+    """One sharded model. `units`: the submodules whose parameters are all-gathered together, including the root."""
 
     def __init__(
         self,
@@ -45,14 +44,14 @@ class FSDPGradientSync(GradientSync):
         self.order = ExecutionOrder(runtime, module, units)
         take_as_root(module, self.sharded)
         self.same = SameGradients(runtime, module, self.gathered)
-        self.parameters = list(module.parameters())  # the shards: gathered ones may take their places
+        self.parameters = list(module.parameters())  # the shards; `fully_shard` may replace them by gathered parameters
         self._ordered = self.order.around(self._forward)
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._ordered(function, args, kwargs)
 
     def mark(self, method: str) -> None:
-        """Let another method find whole parameters."""
+        """Make parameters available in another method."""
         mark_gathering(self.module, method, self.gathered)
 
     @contextmanager

@@ -1,10 +1,9 @@
-"""Every rank holds a shard of parameters, gradients and optimizer state; parameters are whole while they are used.
+"""FSDP: every rank holds a shard of parameters, gradients and optimizer state; parameters are gathered while used.
 
-Torch's `fully_shard` (FSDP2; Zhao et al., VLDB 2023; ZeRO-3: Rajbhandari et al., SC 2020) does the sharding, in place:
-the module stays the user's own object, of a subclass of the user's class, with its own names, and its parameters become
-`DTensor`s. What surprises: every forward talks to all ranks, evaluation included, so all run the same parts in the same
-order (another one raises, or waits until the timeout where shapes differ); and `state_dict()` gives shards:
-`fabric.save` writes whole tensors.
+Torch's `fully_shard` (FSDP2; Zhao et al., VLDB 2023; ZeRO-3: Rajbhandari et al., SC 2020) shards in place: the module
+stays the user's own object, its class becomes a subclass of the user's, names stay, and parameters become `DTensor`s.
+Every forward communicates, also in evaluation, so all ranks must run the same submodules in the same order (another
+order raises, or times out if shapes differ). `state_dict()` returns shards; `fabric.save` writes full tensors.
 """
 
 from __future__ import annotations
@@ -48,24 +47,24 @@ from fabric.strategies.target import Target
 class FSDPStrategy(ProcessGroupStrategy):
     """Fully sharded data parallel: one process per device, each with a shard of the model and a share of the data.
 
-    The weights of rank 0 are what is trained. `Fabric.close` takes off what is ours; the parameters stay in shards.
+    Weights are broadcast from rank 0. `Fabric.close` removes our hooks; the parameters stay sharded.
     """
 
     in_shards: ClassVar[bool] = True
     auto_wrap_policy: Policy | None = None
-    """The parts whose parameters are gathered together and freed again: classes, or a function of a module. What is in
-    no such part is gathered with the root. None: the model is gathered all at once, which saves no memory in forward;
-    name the class of its blocks. A weight that is tied lies in one part with all who share it."""
+    """The submodules whose parameters are all-gathered together and freed again: classes, or a function of a module.
+    Other parameters are gathered with the root. None: the model is gathered all at once, which saves no memory in
+    forward; name the class of its blocks. A tied weight must be in one such submodule with all its uses."""
     reshard_after_forward: bool | int | None = None
-    """Whether gathered parameters are freed after forward (True: less memory; False: no second gather in backward), or
-    how many ranks hold them together meanwhile. None: freed, but for those of the root."""
+    """Whether gathered parameters are freed after forward (True: less memory; False: no second all-gather in backward),
+    or over how many ranks they stay sharded until backward. None: freed, except for those of the root."""
     device_mesh: tuple[int, int] | Literal["nodes"] | None = None
-    """(replicas, shards), which multiply to the number of ranks: shards lie on neighbouring ranks, and replicas average
-    gradients among them. "nodes": a replica on each node. None: one replica, over all ranks."""
+    """(replicas, shards), whose product is the number of ranks: shards are on adjacent ranks, and replicas average
+    gradients. "nodes": a replica on each node. None: one replica, over all ranks."""
     cpu_offload: bool = False
-    """Shards, gradients and optimizer state lie in the CPU's memory, and steps run there."""
+    """Keep shards, gradients and optimizer state in CPU memory, and step there."""
     broadcast_buffers: bool = True
-    """Buffers (the statistics of BatchNorm) follow rank 0 after every forward that computes gradients."""
+    """Broadcast buffers (the statistics of BatchNorm) from rank 0 after every forward that computes gradients."""
 
     def __post_init__(self) -> None:
         check_policy(self.auto_wrap_policy, "auto_wrap_policy")
@@ -137,10 +136,10 @@ class FSDPStrategy(ProcessGroupStrategy):
         return replace(made, state=ShardedState(runtime.world.rank))
 
     def _units(self, module: nn.Module, precision: Precision) -> set[nn.Module]:
-        """The parts that are gathered one by one; the root is one of them."""
+        """The submodules that are gathered one by one, including the root."""
         chosen = matching(module, self.auto_wrap_policy, "auto_wrap_policy")
         if precision.is_mixed:
-            # Statistics stay in full precision, and BatchNorm wants its weights in the same.
+            # Statistics stay in full precision, and BatchNorm needs its weights in the same dtype.
             chosen += [part for part in module.modules() if isinstance(part, _BatchNorm)]
         units = {*chosen, module}
         for part in units:
@@ -152,7 +151,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         return units
 
     def _shard(self, runtime: Runtime, unit: nn.Module, units: set[nn.Module]) -> None:
-        """Give the unit's own tensors the values of rank 0, on the device, and cut them."""
+        """Broadcast the unit's own tensors from rank 0, on the device, and shard them."""
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         tensors = _own_tensors(_own_parts(unit, units))
@@ -165,7 +164,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             unit,
             mesh=runtime.mesh,
             reshard_after_forward=self.reshard_after_forward,
-            # Autocast within decides about inputs, as under every strategy; outputs stay what forward made them.
+            # Autocast decides about the dtype of inputs, as under every strategy; outputs are not cast.
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=runtime.precision.compute_dtype if mixed else None,
                 reduce_dtype=runtime.precision.reduce_dtype if mixed else None,
@@ -182,7 +181,7 @@ _LEAVE_OUT = (
 
 
 def _check_mesh(mesh: Any) -> None:
-    """Raise TypeError or ValueError where `device_mesh` says no degrees."""
+    """Raise TypeError or ValueError for a wrong `device_mesh`."""
     if mesh is None or mesh == "nodes":
         return
     written, instead = f"`device_mesh={mesh!r}`", "Write two whole numbers, `(replicas, shards)`, 'nodes', or None."
@@ -193,7 +192,7 @@ def _check_mesh(mesh: Any) -> None:
 
 
 def _own_parts(unit: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
-    """The modules of a unit that lie in no inner one."""
+    """The modules of a unit that are not in an inner unit."""
     yield unit
     for child in unit.children():
         if child not in units:
@@ -220,7 +219,7 @@ def _refuse_to_stay(module: nn.Module, device: torch.device) -> None:
 
 
 def _refuse_tied_apart(module: nn.Module, units: set[nn.Module]) -> None:
-    """Raise ValueError where a weight is shared by two units: each would cut a weight of its own."""
+    """Raise ValueError if two units share a weight: each would shard a copy of its own."""
     homes: dict[int, tuple[nn.Module, str]] = {}
     names = {part: name for name, part in module.named_modules()}
     for unit in filter(units.__contains__, module.modules()):
@@ -236,7 +235,7 @@ def _refuse_tied_apart(module: nn.Module, units: set[nn.Module]) -> None:
 
 
 def _refuse_scalars(module: nn.Module) -> None:
-    """Raise ValueError where a parameter cannot be cut, before any is."""
+    """Raise ValueError if a parameter cannot be sharded, before any is."""
     names = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
     if names:
         raise ValueError(f"{', '.join(map(repr, names))} of `{type(module).__name__}`: {_SCALARS}")

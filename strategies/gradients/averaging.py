@@ -1,9 +1,9 @@
-"""Gradients become those of the whole batch, after backward, along the axes of a mesh that nobody else averages.
+"""Averaging of gradients after backward, over the mesh axes that no wrapper reduces.
 
 # Note [Averages of averages]
-What is averaged is all that has gathered in `.grad`. A part that was averaged before is the same on every rank, and
-its average is itself; a part that was kept back (`no_backward_sync`) is averaged now. So accumulation is exact,
-however synchronised and unsynchronised backwards alternate.
+All of `.grad` is averaged, including what has accumulated. A part that was averaged before is equal on every rank, so
+averaging does not change it; a part that was not synchronised (`no_backward_sync`) is averaged now. So accumulation is
+exact, however synchronised and unsynchronised backwards alternate.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from fabric.strategies.sharding.mesh import along, degree
 
 @final
 class MeshAveraging:
-    """What one model, laid over a mesh, exchanges around backward, and whether it does so at present.
+    """Gradient averaging of one model on a mesh, and whether the next backward synchronises.
 
-    Ranks: all make it together, and one for each model.
+    Ranks: all create it together, one for each model.
     """
 
     def __init__(self, runtime: Runtime, module: nn.Module) -> None:
@@ -38,7 +38,7 @@ class MeshAveraging:
         layout = layout_of(module, runtime.mesh)
         data = tuple(axis for axis in DATA_AXES if degree(runtime.mesh, axis) > 1)
         tensor = ("tensor",) if layout.off_tensor else ()
-        # Ranks whose models differ (stages of a pipeline) may need other groups, and all make each of them.
+        # Ranks whose models differ (pipeline stages) may need different groups, and all ranks must create each of them.
         wanted = {axes for axes in (*layout.unaveraged, data, tensor) if axes}
         wanted = wanted.union(*runtime.collective.all_gather_object(wanted))
         groups = {axes: along(runtime.collective, runtime.mesh, axes) for axes in sorted(wanted)}
@@ -58,7 +58,7 @@ class MeshAveraging:
         ]
 
     def release(self) -> None:
-        """Leave the parameters as they were."""
+        """Remove the hooks from the parameters."""
         for hook in self.hooks:
             hook.remove()
 
@@ -68,7 +68,7 @@ class MeshAveraging:
         return self.average if self.synced else None
 
     def average(self) -> None:
-        """Average all gradients that nobody has. Ranks: all, after the backward."""
+        """Average all gradients that no wrapper reduces. Ranks: all, after the backward."""
         self.expected = False
         settle(self.parameters)
         if self.replicas is not None:
@@ -77,13 +77,13 @@ class MeshAveraging:
             average(collective, parameters)
 
     def follow_buffers(self) -> None:
-        """Give the ranks that hold the same piece of the model the buffers of the first of them."""
+        """Broadcast buffers from the first to all ranks that hold the same part of the model."""
         if self.data is not None:
             follow_rank_zero(self.data, [local_part(buffer) for buffer in buffers_of(self.buffered)])
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:
-        """Within it gradients stay on the rank that computed them."""
+        """Context: gradients are not synchronised."""
         before = self.synced
         self._sync(False)
         try:
@@ -107,14 +107,14 @@ class MeshAveraging:
 
 @final
 class Replicas:
-    """Parameters that ranks along the axis "tensor" all have, and whose gradients therefore must come out equal."""
+    """Parameters replicated over the axis "tensor", whose gradients must therefore be equal."""
 
     def __init__(self, collective: Collective, parameters: Mapping[str, nn.Parameter]) -> None:
         self.collective = collective
         self.unseen = dict(parameters)
 
     def check(self) -> None:
-        """Compare each gradient once, in the first backward that gives it. Ranks: all of the collective.
+        """Compare each gradient once, in the first backward that computes it. Ranks: all of the collective.
 
         Raises: RuntimeError: a gradient differs by more than rounding.
         """
@@ -122,7 +122,7 @@ class Replicas:
         present = set(_present_anywhere(self.collective, trainable.values()))
         seen = {name: _local_gradient(parameter) for name, parameter in trainable.items() if parameter in present}
         finite = all(bool(gradient.isfinite().all()) for gradient in seen.values())
-        if not seen or not self.collective.reduce_boolean_decision(finite):  # an overflow says nothing
+        if not seen or not self.collective.reduce_boolean_decision(finite):  # overflowed gradients cannot be compared
             return
         for name, gradient in seen.items():
             self._compare(name, gradient)
@@ -147,7 +147,7 @@ _UNEQUAL = (
 
 @torch.no_grad()
 def average(collective: Collective, parameters: Iterable[Tensor]) -> None:
-    """Average the gradients over the ranks, in place. Where only some have one, the others count as zero.
+    """Average the gradients over the ranks, in place. If only some ranks have one, the others count as zero.
 
     See Note [Averages of averages]. Ranks: all of `collective`, with the same parameters, or the same shards of them.
     """
@@ -158,10 +158,10 @@ def average(collective: Collective, parameters: Iterable[Tensor]) -> None:
 
 @torch.no_grad()
 def settle(parameters: Sequence[nn.Parameter]) -> None:
-    """Lay gradients out as their parameters are. Ranks: all that hold a piece of them.
+    """Redistribute gradients to the placements of their parameters. Ranks: all that hold a part of them.
 
-    A parameter that every rank has whole may come out of backward with a gradient that is a sum still to be taken:
-    that of a norm whose input is cut along the sequence.
+    A replicated parameter may get a partial gradient (`Partial`) from backward: for example that of a norm whose input
+    is sharded along the sequence.
     """
     for parameter in parameters:
         gradient, layout = as_sharded(parameter.grad), as_sharded(parameter)
@@ -170,9 +170,9 @@ def settle(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def _present_anywhere(collective: Collective, parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Those that have a gradient on any rank; where this rank has none it is made, of zeros.
+    """The parameters with a gradient on any rank; this rank gets zeros if it has none.
 
-    Raises: RuntimeError: a gradient is sparse on any rank, before one has travelled.
+    Raises: RuntimeError: a gradient is sparse on any rank, before anything is sent.
     """
     parameters = list(parameters)
     if not parameters:

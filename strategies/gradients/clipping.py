@@ -1,11 +1,11 @@
-"""Gradients: hearing of them, their kinds, and clipping.
+"""Gradients: hooks, their layouts (dense or sparse), and clipping.
 
-What is clipped may be whole on each rank, in shards, or both in one model.
+Clipping supports plain gradients, sharded ones, and both in one model.
 
 # Note [Norms over several meshes]
-torch's own clipping raises where gradients lie on different meshes, or some in shards and some not. So gradients are
-grouped by how they lie: one norm over this rank's shards of a group, one reduction over the group's mesh, and then the
-norm of the norms. Scaling and clamping need no other rank, and work on what each rank holds.
+torch's own clipping raises if gradients are on different meshes, or if only some are sharded. So gradients are grouped
+by mesh and placements: one norm over this rank's shards of a group, one reduction over the group's mesh, and then the
+norm of the norms. Scaling and clamping need no communication.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def clip_norm(
     scaler: LossScaler | None,
     across: Collective | None = None,
 ) -> Tensor:
-    """Scale the gradients so that their norm is at most `max_norm`, and give the norm from before.
+    """Scale the gradients so that their norm is at most `max_norm`, and return the norm before.
 
-    `across`: ranks that hold other parameters of the same model (stages of a pipeline), whose gradients count, too.
-    With a loss scaler a norm that is not finite is the scaler's business: the step will be skipped, and nothing raises.
+    `across`: ranks that hold other parameters of the same model (pipeline stages), whose gradients count, too. With a
+    loss scaler a norm that is not finite does not raise: the scaler skips the step.
     Ranks: all that hold a shard of a gradient. Raises: RuntimeError: the norm is not finite; nothing was scaled.
     """
     if scaler is not None and not scaler.unscale(optimizer):
@@ -85,13 +85,13 @@ def clip_value(optimizer: Optimizer, clip_val: float, scaler: LossScaler | None)
 
 @torch.no_grad()
 def total_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-    """The norm of all gradients together, over all shards, the same on every rank.
+    """The norm of all gradients together, over all shards; equal on every rank.
 
     See Note [Norms over several meshes]. Raises: ValueError: an order that is not positive, for shards.
     """
     if norm_type <= 0:
         raise ValueError(f"`norm_type={norm_type}` over shards: write a positive order, such as 2.0 or float('inf').")
-    # Half precision has no room for a power.
+    # Powers would overflow in half precision.
     dtype = functools.reduce(torch.promote_types, {gradient.dtype for gradient in gradients}, torch.float32)
     groups: dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, list[Tensor]] = {}
     for gradient in gradients:
@@ -100,7 +100,7 @@ def total_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
         groups.setdefault(layout, []).append(local_part(gradient))
     norms = []
     for layout, parts in groups.items():
-        held = [part for part in parts if part.numel()]  # a rank beyond a tensor's rows holds nothing of it
+        held = [part for part in parts if part.numel()]  # a rank beyond a tensor's rows has an empty shard
         norm = _norm(held, norm_type) if held else parts[0].new_zeros(())
         norms.append(norm if layout is None else _over_mesh(norm.to(dtype), norm_type, *layout))
     stacked = torch.stack([norm.to(norms[0].device, dtype) for norm in norms])
@@ -109,14 +109,14 @@ def total_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def _norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-    """The norm of whole tensors."""
+    """The norm of plain tensors."""
     return _largest(tensors) if norm_type == math.inf else torch.nn.utils.get_total_norm(tensors, norm_type)
 
 
 @torch.no_grad()
 def _largest(tensors: Sequence[Tensor]) -> Tensor:
-    """The largest magnitude, NaN where there is one. Not torch's norm of infinite order: over XLA that loses NaN, and
-    replicas end in graphs that do not fit their numbers (torch_xla 2.9)."""
+    """The largest magnitude, or NaN if there is one. Not torch's infinity norm: XLA's loses NaN, and compiles different
+    graphs on the replicas (torch_xla 2.9)."""
     device = tensors[0].device
     sizes = [tensor.detach().abs() for tensor in tensors if tensor.numel()]
     largest = torch.stack([size.max().to(device) for size in sizes]).max()
@@ -125,7 +125,7 @@ def _largest(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _over_ranks(collective: Collective, norm: Tensor, norm_type: float) -> Tensor:
-    """The norm over ranks that hold different parameters. In float64, for their dtypes may differ, too."""
+    """The norm over ranks that hold different parameters. In float64, because their dtypes may differ."""
     largest = math.isinf(norm_type)
     local = norm.to("cpu", torch.float64)
     reduced = collective.all_reduce(local if largest else local**norm_type, "max" if largest else "sum")
@@ -133,12 +133,12 @@ def _over_ranks(collective: Collective, norm: Tensor, norm_type: float) -> Tenso
 
 
 def _over_mesh(norm: Tensor, norm_type: float, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
-    """The norm over the axes along which tensors are cut; along the others every rank has the same."""
+    """The norm over the axes along which tensors are sharded; along the others all ranks have equal values."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     largest = math.isinf(norm_type)
     partial = Partial("max" if largest else "sum")
-    # Not `is_shard()`: torch's placement for shards of shards (`fully_shard` after tensor parallel) denies it.
+    # Not `is_shard()`: it is False for torch's placement of strided shards (`fully_shard` after tensor parallel).
     over = [Replicate() if placement.is_replicate() else partial for placement in placements]
     local = (norm if largest else norm**norm_type).to(mesh.device_type)
     reduced = put_together(DTensor.from_local(local, mesh, over, run_check=False))
@@ -146,10 +146,10 @@ def _over_mesh(norm: Tensor, norm_type: float, mesh: DeviceMesh, placements: tup
 
 
 def move_state(optimizer: Optimizer, device: torch.device) -> None:
-    """Bring the state of an optimizer, if it has any yet, to the device its parameters have moved to."""
+    """Move the state of an optimizer, if it has any, to the device of its parameters."""
     for state in optimizer.state.values():
         for name, value in state.items():
-            # A step count lies where its optimizer put it: on the CPU, unless fused or capturable.
+            # A step count stays where its optimizer created it: on the CPU, unless fused or capturable.
             if isinstance(value, Tensor) and name != "step":
                 state[name] = value.to(device)
 
@@ -158,14 +158,14 @@ NONE, DENSE, SPARSE = range(3)
 
 
 def kind_of(gradient: Tensor | None) -> int:
-    """NONE, DENSE or SPARSE. Ranks that exchange gradients tell each other first."""
+    """NONE, DENSE or SPARSE. Ranks exchange this before they exchange gradients."""
     if gradient is None:
         return NONE
     return DENSE if gradient.layout == torch.strided else SPARSE
 
 
 def refuse_sparse(parameters: Sequence[Tensor], kinds: Sequence[int]) -> None:
-    """Raise RuntimeError where one of the parameters has a sparse gradient. `kinds`: the highest of all ranks."""
+    """Raise RuntimeError if a parameter has a sparse gradient. `kinds`: the maximum over all ranks."""
     for parameter, kind in zip(parameters, kinds, strict=True):
         if kind == SPARSE:
             raise RuntimeError(
@@ -175,7 +175,7 @@ def refuse_sparse(parameters: Sequence[Tensor], kinds: Sequence[int]) -> None:
 
 
 def on_gradient(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    """Call `hook` for each gradient that has changed, also where the parameter is frozen now and unfrozen later."""
+    """Call `hook` for each accumulated gradient, also if the parameter is frozen now and unfrozen later."""
     before = parameter.requires_grad
     parameter.requires_grad_()
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
-"""The role of what goes on around one prepared model, and the backward that is composed of it.
+"""The interface of gradient synchronisation for one prepared model, and the backward that is composed of it.
 
-Every technique has one `GradientSync` for each model: what runs around a forward, whether gradients are synchronised at
-present, and what a backward owes. `Prepared` is made from it, and accumulation and weighting are its readers: none of
-them asks which technique it is.
+Every technique has one `GradientSync` per model: it runs forward, knows whether gradients are synchronised at present,
+and completes the synchronisation after a backward. `Prepared` is made from it, and accumulation and weighting use it:
+none of them asks which technique it is.
 """
 
 from __future__ import annotations
@@ -18,50 +18,51 @@ from torch import Tensor, nn
 from fabric.strategies.sharding.dtensor import local_part
 
 Factor: TypeAlias = "float | Tensor"
-"""A number, or a tensor without dimensions whose value the host does not wait for."""
+"""A number, or a tensor without dimensions, whose value is not copied to the host."""
 Finish: TypeAlias = Callable[[], None]
-"""Called after a backward: completes its synchronisation, or raises RuntimeError where gradients are wrong."""
+"""Called after a backward: completes its synchronisation, or raises RuntimeError if gradients are wrong."""
 
 
 class GradientSync(ABC):
-    """What is done around forward and backward of one model. Ranks: all make it together, one for each model.
+    """Forward and backward of one model. Ranks: all create it together, one for each model.
 
-    After a synchronised backward the gradients are those of the mean of the losses of all ranks, whatever has
-    accumulated before it, synchronised or not.
+    After a synchronised backward the gradients are those of the mean of all ranks' losses, including what has
+    accumulated before, whether synchronised or not.
     """
 
     @abstractmethod
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Give what `function(*args, **kwargs)` returns: `forward` of the model, or another method that is marked."""
+        """Return `function(*args, **kwargs)`, where `function` is `forward` of the model, or another marked method."""
 
     @abstractmethod
     def unsynced(self) -> AbstractContextManager[None]:
-        """Within it gradients stay on the rank that computed them, where the technique has room for them. It nests; on
-        exit all is as before, also after an error."""
+        """Context: gradients are not synchronised, if the technique supports that. It can be nested; on exit the
+        previous state is restored, also after an error."""
 
     @abstractmethod
     def watch(self) -> Finish | None:
-        """Called before each backward that may reach the model. None: there is nothing to do after it."""
+        """Called before each backward that may reach the model. May return a function to be called after the
+        backward."""
 
     @abstractmethod
     def parameters_held(self) -> Iterable[Tensor]:
-        """The parameters as optimizers hold them: shards, where `module.parameters()` may give gathered ones."""
+        """The parameters as optimizers hold them: shards, even while `module.parameters()` returns gathered ones."""
 
     @abstractmethod
     def scale(self, factor: Factor) -> None:
-        """Multiply the synchronised gradients that the model has now, and that its optimizers would step with.
+        """Multiply the model's present synchronised gradients, with which its optimizers would step.
 
-        Where an engine of its own reduces gradients, it does so here, and its window of backwards ends. Ranks: all.
+        If an engine reduces gradients itself, it does so now, and its window of backwards ends. Ranks: all.
         """
 
     @abstractmethod
     def release(self) -> None:
-        """Leave the user's objects as they were, before the process group is destroyed. Called once."""
+        """Restore the user's objects, before the process group is destroyed. Called once."""
 
 
 @final
 class LocalGradientSync(GradientSync):
-    """One process computes the gradients of the whole batch: nothing is sent."""
+    """One process computes the gradients of the whole batch: nothing is communicated."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -87,7 +88,7 @@ class LocalGradientSync(GradientSync):
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[Tensor], factor: Factor) -> None:
-    """Multiply what this rank holds of the gradients of those that are trained."""
+    """Multiply this rank's gradients, or its shards of them, of the trained parameters."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.requires_grad and parameter.grad is not None:
@@ -97,7 +98,7 @@ def scale_gradients(parameters: Iterable[Tensor], factor: Factor) -> None:
 
 
 def all_of(*finishes: Finish | None) -> Finish | None:
-    """One after the other, in this order."""
+    """A function that calls the given ones in order; None if there are none."""
     present = [finish for finish in finishes if finish is not None]
     if len(present) < 2:
         return present[0] if present else None
@@ -112,10 +113,9 @@ def all_of(*finishes: Finish | None) -> Finish | None:
 def backward_through(
     scale_loss: Callable[[Tensor], Tensor] | None, syncs: Sequence[GradientSync]
 ) -> Callable[..., None]:
-    """`backward(loss, *args, **kwargs)` of a loss that may reach any of the models of `syncs`.
+    """The function `backward(loss, *args, **kwargs)` for a loss that may reach any of the models of `syncs`.
 
-    `scale_loss`: what the precision makes of the loss. It comes first: it may bring gradients that are there already to
-    another scale.
+    `scale_loss`: the precision's loss scaling. It is called first, because it may rescale existing gradients.
     """
     watches = [sync.watch for sync in syncs if not isinstance(sync, LocalGradientSync)]
 

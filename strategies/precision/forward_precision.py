@@ -1,9 +1,8 @@
-"""A precision as what happens around forward: inputs cast for a `-true` precision, autocast for a `-mixed` one.
+"""The effect of a precision on forward: inputs are cast for a `-true` precision, autocast is on for a `-mixed` one.
 
-Under a `-true` precision a tensor that forward makes has its dtype too, as in a model of that dtype in plain PyTorch
-under `torch.set_default_dtype`; in backward as well, since activation checkpointing runs forward again there. Complex
-numbers stay complex. Outputs stay what forward made them. Loss functions called outside forward use
-`Fabric.autocast()`.
+Under a `-true` precision tensors created in forward have its dtype too, as in plain PyTorch under
+`torch.set_default_dtype`; also in backward, where activation checkpointing runs forward again. Complex numbers stay
+complex. Outputs are not cast. Loss functions called outside forward use `Fabric.autocast()`.
 """
 
 from __future__ import annotations
@@ -21,19 +20,20 @@ from fabric.strategies.precision.precision import Precision
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
-    """The context in which operations choose their dtype; no context for a precision that is not mixed."""
+    """The autocast context of a mixed precision; for others a null context."""
     if not precision.is_mixed:
         return nullcontext()
     return torch.autocast(device.type, dtype=precision.compute_dtype)
 
 
 def casts(precision: Precision) -> bool:
-    """Whether the precision changes the dtype of modules and inputs. `32-true` leaves both as the user made them."""
+    """Whether the precision changes the dtype of modules and inputs. `32-true` changes neither."""
     return not precision.is_mixed and precision.param_dtype != torch.float32
 
 
 def cast_module(precision: Precision, module: nn.Module) -> None:
-    """Give floating-point parameters and buffers the precision's dtype, in place; complex ones its complex dtype."""
+    """Cast floating-point parameters and buffers to the precision's dtype, in place; complex ones to its complex
+    dtype."""
     if not casts(precision):
         return
     if any(tensor.is_complex() for tensors in (module.parameters(), module.buffers()) for tensor in tensors):
@@ -44,16 +44,16 @@ def cast_module(precision: Precision, module: nn.Module) -> None:
 
 
 def cast_inputs(precision: Precision, inputs: Any) -> Any:
-    """Floating-point and complex tensors of a nest in the precision's dtypes; everything else as it is.
+    """Cast floating-point and complex tensors in nested containers to the precision's dtypes; all else is kept.
 
-    A container in which nothing is cast is given back itself.
+    A container in which nothing is cast is returned itself.
     """
 
     return map_only_tensors(partial(cast, precision), inputs, keep=True)
 
 
 def cast(precision: Precision, tensor: Tensor) -> Tensor:
-    """The tensor in the precision's dtype of its kind; integers and booleans as they are."""
+    """Cast the tensor to the precision's dtype for its kind; integers and booleans are kept."""
     if tensor.is_floating_point():
         return tensor.to(precision.param_dtype)
     return tensor.to(complex_dtype(precision)) if tensor.is_complex() else tensor
@@ -62,19 +62,18 @@ def cast(precision: Precision, tensor: Tensor) -> Tensor:
 def complex_dtype(precision: Precision) -> torch.dtype:
     """The dtype of complex numbers: complex128 for float64, else complex64.
 
-    Half precision keeps them in complex64: torch (2.13) has no products of complex32 on the CPU, and no complex
-    numbers of two bfloat16 at all.
+    Half precision keeps complex64: torch (2.13) has no products of complex32 on the CPU, and no complex bfloat16.
     """
     return torch.complex128 if precision.param_dtype == torch.float64 else torch.complex64
 
 
 @final
 class DefaultDtype:
-    """Within it, new floating-point tensors have one dtype. It is entered again from within, and from any thread.
+    """Context: new floating-point tensors have one dtype. Reentrant, and may be entered by any thread.
 
-    torch's default is one for the whole process, and so is this object: see `_default_dtype`. So whoever enters first
-    sets it, and whoever leaves last restores it; another thread that makes a tensor meanwhile, without saying its
-    dtype, gets this one.
+    torch's default dtype is global to the process, and so is this object: see `_default_dtype`. The first thread that
+    enters sets it, and the last that leaves restores it; another thread that creates a tensor meanwhile without a dtype
+    gets this one.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -98,11 +97,11 @@ class DefaultDtype:
 
 
 def dtype_of_new_tensors(precision: Precision) -> AbstractContextManager[None]:
-    """The context for forward and backward; no context for a precision that leaves modules as the user made them."""
+    """The context for forward and backward; a null context for a precision that does not cast modules."""
     return _default_dtype(precision.param_dtype) if casts(precision) else nullcontext()
 
 
 @cache
 def _default_dtype(dtype: torch.dtype) -> DefaultDtype:
-    """The one of the process: ranks may be threads of it, and two of them would restore each other's default."""
+    """The one instance of the process: ranks may be threads, and two instances would restore each other's default."""
     return DefaultDtype(dtype)

@@ -1,10 +1,9 @@
-"""Loss scaling for float16: small gradients survive, and a step whose gradients overflowed is skipped.
+"""Loss scaling for float16: small gradients do not vanish, and a step whose gradients overflowed is skipped.
 
-The optimizer stays the user's own: hooks on its `step` divide the gradients first, and hide them from a step that
-must not happen, so that neither weights, momentum nor step counts move. Gradients are at any moment either scaled or
-true, and the scaler knows which for each optimizer: clipping, several optimizers after one backward, and gradients
-kept from an earlier backward all give the numbers of a run without scaling (factors are powers of two, hence exact).
-
+The optimizer stays the user's own: hooks on its `step` unscale the gradients first, and hide them from a step that must
+be skipped, so that weights, momentum and step counts do not change. The scaler knows for each optimizer whether its
+gradients are scaled at present: clipping, several optimizers after one backward, and gradients from an earlier backward
+all give the numbers of a run without scaling (scales are powers of two, hence exact).
 Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018; growth and backoff as in torch.amp.GradScaler.
 """
 
@@ -23,19 +22,19 @@ from fabric.strategies.precision.precision import Precision
 
 @dataclass(slots=True)
 class _Gradients:
-    """What the scaler knows of one optimizer's gradients."""
+    """The state of one optimizer's gradients."""
 
-    scale: float = 1.0  # what they are multiplied by at present; 1.0: they are true
+    scale: float = 1.0  # the factor that is in them at present; 1.0: unscaled
     overflowed: bool = False
     hidden: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 @final
 class LossScaler:
-    """Multiplies losses and divides gradients by one scale, which adapts.
+    """Multiplies losses by a scale, and divides gradients by it; the scale adapts.
 
-    `decide`: turns this rank's "it overflowed" into that of all ranks, and `local` a gradient into what this rank holds
-    of it, for strategies whose ranks hold different gradients. `report` gets a sentence for each skipped step.
+    `decide`: turns this rank's "overflowed" into that of all ranks, and `local` a gradient into this rank's part of it,
+    for strategies whose ranks hold different gradients. `report` is called with a message for each skipped step.
     """
 
     def __init__(
@@ -63,9 +62,9 @@ class LossScaler:
         self._known: dict[Optimizer, _Gradients] = {}
 
     def attach(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Let `optimizer.step()` divide its gradients, or skip, and tell by `optimizer.step_was_skipped` which it did.
+        """Make `optimizer.step()` unscale its gradients, or skip; `optimizer.step_was_skipped` shows which it did.
 
-        Returns what takes the hooks off again.
+        Returns a function that removes the hooks.
         """
         self._known[optimizer] = _Gradients()
         handles = (
@@ -81,14 +80,14 @@ class LossScaler:
         return detach
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss to call `backward` on. Gradients that are already there are brought to the same scale."""
+        """The loss to call `backward` on. Existing gradients are brought to the same scale."""
         self._adapt()
         for optimizer, gradients in self._known.items():
             self._rescale(optimizer, gradients, self.scale)
         return loss * self.scale
 
     def unscale(self, optimizer: Optimizer) -> bool:
-        """Make the gradients of `optimizer` true, and say whether they are finite. Calling it again is free."""
+        """Unscale the gradients of `optimizer`; returns whether they are finite. Calling it again does nothing."""
         gradients = self._known[optimizer]
         if gradients.scale != 1.0:
             self._rescale(optimizer, gradients, 1.0)
@@ -96,16 +95,17 @@ class LossScaler:
         return not gradients.overflowed
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
+        """The state for a resumed run."""
         self._adapt()
         return {"scale": self.scale, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
+        """Restore a `state_dict`."""
         self.scale, self._good_steps = float(state["scale"]), int(state["good_steps"])
 
     def _adapt(self) -> None:
-        """Grow or back off, once per round of steps. Late, at the next backward: all optimizers of a round share it."""
+        """Grow or back off, once per round of steps. Called at the next backward, because all optimizers share the
+        round."""
         if not self._stepped:
             return
         if self._overflowed:
@@ -166,13 +166,13 @@ def loss_scaler_for(
     decide: Callable[[bool], bool] = bool,
     local: Callable[[Tensor], Tensor] | None = None,
 ) -> LossScaler | None:
-    """The scaler that the precision needs, if it needs one."""
+    """The scaler that the precision needs, or None."""
     if not precision.scales_loss:
         return None
     return LossScaler(init_scale=precision.init_scale, report=report, decide=decide, local=local)
 
 
 def _all_finite(gradients: list[Tensor]) -> bool:
-    # One transfer for all: 0.16 of asking each tensor.
+    # One transfer for all takes 0.16 of the time of one for each tensor.
     held = [gradient for gradient in gradients if gradient.numel()]
     return bool(torch.nn.utils.get_total_norm(held, float("inf")).isfinite())

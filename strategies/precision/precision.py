@@ -1,7 +1,7 @@
-"""A precision is a value: the dtypes of parameters, of compute and of reductions, and whether losses are scaled.
+"""A precision: the dtypes of parameters, of compute and of reductions, and whether losses are scaled.
 
-Every strategy reads the same four facts, each in its own way: plain PyTorch as a cast and an autocast, FSDP as a
-policy, DeepSpeed as keys. No strategy subclasses it.
+Every strategy reads the same four values in its own way: plain PyTorch as a cast and an autocast, FSDP as a policy,
+DeepSpeed as configuration keys. No strategy subclasses it.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _SHORT: dict[str, PrecisionWord] = {"64": "64-true", "32": "32-true", "16": "16-
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What numbers are made of. Build it by name with `Precision.parse`."""
+    """The dtypes of a run. Create one by name with `Precision.parse`."""
 
     name: str
     param_dtype: torch.dtype
-    """Parameters and buffers, and the state of optimizers made from them."""
+    """Of parameters and buffers, and of the optimizer state made from them."""
     compute_dtype: torch.dtype
-    """Matrix products and convolutions. When it differs from `param_dtype`, autocast chooses per operation."""
+    """Of matrix products and convolutions. If it differs from `param_dtype`, autocast chooses per operation."""
     reduce_dtype: torch.dtype
-    """Gradients while they travel between ranks."""
+    """Of gradients while they are reduced over ranks."""
     scales_loss: bool = False
-    """Losses are multiplied before backward, so that small float16 gradients do not vanish (Micikevicius et al.,
-    ICLR 2018), and gradients divided before the step."""
+    """Whether losses are multiplied before backward, so that small float16 gradients do not vanish (Micikevicius et
+    al., ICLR 2018), and gradients divided before the step."""
     init_scale: float = 2.0**16
-    """The first factor; it adapts. A power of two, so that it changes no digit."""
+    """The first scale; it adapts. A power of two, so that scaling is exact."""
 
     @property
     def is_mixed(self) -> bool:
@@ -41,9 +41,9 @@ class Precision:
 
     @classmethod
     def parse(cls, word: PrecisionInput | Precision) -> Precision:
-        """Read a precision by its name, long or short; a `Precision` is given back as it is.
+        """Parse a precision's name, long or short; a `Precision` is returned itself.
 
-        Raises: ValueError: the word names no precision.
+        Raises: ValueError: the name is unknown.
         """
         if isinstance(word, Precision):
             return word

@@ -1,7 +1,7 @@
-"""A tensor whole and in shards (`DTensor`), and the state of modules and optimizers the same two ways.
+"""Plain and sharded tensors (`DTensor`), and the state of sharded modules and optimizers.
 
-The one file that knows how a shard becomes a whole tensor and back. torch's DTensor is imported only once a tensor is
-of a class of its own: who shards nothing never pays for it.
+The only file that gathers shards into full tensors and shards full tensors. torch's DTensor is imported only when a
+tensor has a class of its own, so runs without shards do not pay for the import.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FSDP = "torch.distributed.fsdp"
 
 
 def as_sharded(tensor: Any) -> DTensor | None:
-    """The tensor, if it is in shards (or a replica that says so); None if it is plain."""
+    """The tensor if it is a DTensor; None if it is plain."""
     if not isinstance(tensor, Tensor) or type(tensor) is Tensor or type(tensor) is nn.Parameter:
         return None
     from torch.distributed.tensor import DTensor
@@ -35,22 +35,22 @@ def as_sharded(tensor: Any) -> DTensor | None:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of the tensor. Shares its memory."""
+    """This rank's part of the tensor. Shares its memory."""
     sharded = as_sharded(tensor)
     return tensor if sharded is None else sharded.to_local()
 
 
 def user_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a module as it was written: `fully_shard` makes a subclass of it, under a new name."""
+    """The user's class of a module, of which `fully_shard` makes a subclass with a new name."""
     return next(each for each in type(module).__mro__ if not each.__module__.startswith(_FSDP))
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of the tensor, on this rank. Ranks: all that hold a shard of it."""
+    """The full tensor, on this rank. Ranks: all that hold a shard of it."""
     sharded = as_sharded(tensor)
     if sharded is None:
         return tensor
-    # A shard that was offloaded to the CPU travels over the devices' own network.
+    # A shard that was offloaded to the CPU is sent over the devices' own network.
     return put_together(cast("DTensor", sharded.detach().to(sharded.device_mesh.device_type)))
 
 
@@ -59,7 +59,7 @@ def put_together(sharded: DTensor) -> Tensor:
     from torch.distributed.tensor import Replicate
 
     placements = list(sharded.placements)
-    # What was cut last comes first: shards of shards, which deny that they are shards, and then the later axes.
+    # The last sharding is undone first: strided shards, for which `is_shard()` is False, and then the later axes.
     for axis in sorted(range(len(placements)), key=lambda axis: (placements[axis].is_shard(), -axis)):
         placements[axis] = Replicate()
         sharded = sharded.redistribute(placements=placements)
@@ -68,7 +68,8 @@ def put_together(sharded: DTensor) -> Tensor:
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """This rank's shard of a whole tensor, laid out like `like`. No rank talks: each takes its own."""
+    """This rank's shard of a full tensor, with the layout of `like`. No communication: every rank has the full
+    tensor."""
     sharded = as_sharded(like)
     if sharded is None:
         return tensor
@@ -79,9 +80,9 @@ def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def shard_state(name: str, value: Any, parameter: Tensor, standing: Any = None) -> Any:
-    """One entry of an optimizer's state, laid out as its parameter is.
+    """Shard one entry of an optimizer's state like its parameter.
 
-    `standing`: what the optimizer has there now, if anything. Raises ValueError where neither says how to cut it.
+    `standing`: the optimizer's present value, if any. Raises ValueError if neither determines the layout.
     """
     if not isinstance(value, Tensor) or as_sharded(value) is not None or as_sharded(parameter) is None:
         return value
@@ -98,15 +99,15 @@ def shard_state(name: str, value: Any, parameter: Tensor, standing: Any = None) 
 
 
 # Note [Whole states without torch.distributed.checkpoint.state_dict]
-# Its `get_optimizer_state_dict(full_state_dict=True)` (torch 2.13) is no `optimizer.state_dict()`: parameters are named
-# instead of numbered, so plain PyTorch cannot load it; it gives an optimizer that has not stepped a state, by stepping
-# it; and it raises KeyError for a parameter that is in no module. `get_model_state_dict` drops `_metadata`, the
-# versions of modules.
+# Its `get_optimizer_state_dict(full_state_dict=True)` (torch 2.13) differs from `optimizer.state_dict()`: parameters
+# are named instead of numbered, so plain PyTorch cannot load it; for an optimizer that has not stepped, it steps it;
+# and it raises KeyError for a parameter that is in no module. `get_model_state_dict` drops `_metadata`, the versions of
+# modules.
 
 
 @final
 class ShardedState(StateAccess):
-    """Each rank has shards: reading gathers them one tensor at a time, and rank 0 keeps them, on the CPU."""
+    """Sharded states: reading gathers one tensor at a time, and keeps it on rank 0, on the CPU."""
 
     def __init__(self, rank: int) -> None:
         self.keeps = rank == 0
@@ -120,7 +121,7 @@ class ShardedState(StateAccess):
     def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
         targets = module.state_dict()
         state = copy(content)
-        for name, value in content.items():  # another shape is left for torch to name, with all others
+        for name, value in content.items():  # torch reports wrong shapes, all at once
             state[name] = _stored_like(value, targets.get(name))
         module.load_state_dict(state, strict=strict)
 
@@ -162,7 +163,7 @@ class ShardedState(StateAccess):
     def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         indices = [index for group in content["param_groups"] for index in group["params"]]
-        by_index = dict(zip(indices, parameters, strict=False))  # torch names a difference in length
+        by_index = dict(zip(indices, parameters, strict=False))  # torch reports a difference in length
         states = {
             index: _laid_out(entries, by_index[index], optimizer.state.get(by_index[index], {}))
             if index in by_index
@@ -215,9 +216,9 @@ def _place(sharded: DTensor) -> tuple[Box, tuple[int, ...]]:
 
 
 def _stored_like(value: Any, like: Any) -> Any:
-    """Of a tensor in a checkpoint, what this rank needs of it: laid out as `like`, if that has its shape."""
+    """The part of a stored tensor that this rank needs: the layout of `like`, if that has its shape."""
     sharded = as_sharded(like)
-    if not isinstance(value, Stored):  # of a file that was read whole
+    if not isinstance(value, Stored):  # from a file that was read as a whole
         fits = sharded is not None and isinstance(value, Tensor) and value.shape == sharded.shape
         return shard_like(value, like) if fits and as_sharded(value) is None else value
     if sharded is None or tuple(sharded.shape) != value.shape:
@@ -231,7 +232,7 @@ def _stored_like(value: Any, like: Any) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    """In memory of its own: an optimizer keeps what it is given."""
+    """A copy, because an optimizer keeps the tensors of the state that it loads."""
     return value.clone() if isinstance(value, Tensor) else value
 
 

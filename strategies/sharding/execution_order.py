@@ -1,7 +1,8 @@
-"""All ranks run the parts of a model in one order, where a part's weights travel as it runs. Another order raises.
+"""Checks that all ranks run the submodules whose parameters are gathered in the same order; another order raises.
 
-Ranks pair what they send by when they send it. Parts alike that two of them run in another order, as experts chosen by
-each rank for itself, would be computed with halves of each other's weights, and their gradients added, without a word.
+Collectives are matched by issue order. If two ranks ran equally shaped submodules in different orders, for example
+experts that each rank chooses by itself, each would compute with shards of the other's weights, and gradients would be
+added to the wrong weights, without an error.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from fabric.strategies.torch_internals import disable_dynamo
 
 @final
 class ExecutionOrder:
-    """The order in which one model ran its `parts`, those whose weights travel, compared with that of other ranks.
+    """The order in which one model ran its `parts`, the submodules that are gathered, compared with other ranks.
 
-    Each forward sends a checksum of its order. In training it travels while `fabric.backward` runs and is compared
-    after it, before any step; in evaluation, or without gradients, it is compared before the forward returns.
+    Each forward sends a checksum of its order. In training it is sent while `fabric.backward` runs and compared after
+    it, before any step; in evaluation, or without gradients, it is compared before the forward returns.
     """
 
     def __init__(self, runtime: Runtime, module: nn.Module, parts: Iterable[Any]) -> None:
@@ -42,12 +43,12 @@ class ExecutionOrder:
         if self._is_needed:
             notes = {part: Hook(partial(self._note, name)) for name, part in named.items()}
             self._hooks = [part.register_forward_pre_hook(note) for part, note in notes.items()]
-            # Before anybody's hooks, for those of a backend may send something already.
+            # Before all other hooks, because a backend's hooks may communicate.
             self._hooks.append(module.register_forward_pre_hook(Hook(self._enter), prepend=True))
 
     def around(self, inner: Around) -> Around:
-        """`inner`, and the comparison around it. Ranks: all run what comes of it; where two differ, all raise
-        RuntimeError: in it, in the check that `watch` gives, or in the next forward."""
+        """`inner` with the comparison around it. Ranks: all run the result; if orders differ, all raise RuntimeError:
+        in it, in the function that `watch` returns, or in the next forward."""
         if not self._is_needed:
             return inner
 
@@ -66,14 +67,14 @@ class ExecutionOrder:
         return None if self._compare is None else self._finish
 
     def release(self) -> None:
-        """Take the hooks off the parts."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
     @disable_dynamo
     def _begin(self) -> None:
         self._finish()
-        self._ran.clear()  # of what backward computed again
+        self._ran.clear()  # of submodules that backward recomputed
 
     @disable_dynamo
     def _note(self, name: str, part: nn.Module, args: Any) -> None:
@@ -95,13 +96,13 @@ class ExecutionOrder:
 
 
 def start_comparing(runtime: Runtime, names: Sequence[str], sentence: str) -> Callable[[], None]:
-    """Compare names over the ranks. What is given out raises RuntimeError where another rank brought other names, or
-    in another order, and on every rank. Ranks: all call this, and then that.
+    """Start to compare names over the ranks. The returned function raises RuntimeError on every rank if names, or their
+    order, differ. Ranks: all call this, and then that function.
 
-    `sentence`: what that means, and what to write instead; where they first differ is said after it.
+    `sentence`: what a difference means, and what to write instead; the first difference is appended.
     """
     checksum = zlib.crc32("\n".join(names).encode())
-    gathered = runtime.collective.start_all_gather(torch.tensor([checksum]))  # on the CPU: no device waits for it
+    gathered = runtime.collective.start_all_gather(torch.tensor([checksum]))  # on the CPU: does not wait for the device
 
     def compare() -> None:
         if (gathered() != checksum).any():
@@ -111,7 +112,7 @@ def start_comparing(runtime: Runtime, names: Sequence[str], sentence: str) -> Ca
 
 
 def _first_apart(named: Sequence[Sequence[str]]) -> str:
-    """Where lists of names, one of each rank, first differ. They do."""
+    """The first difference between the ranks' lists of names, of which at least two differ."""
     for place, several in enumerate(zip_longest(*named)):
         for rank, name in enumerate(several):
             if name != several[0]:

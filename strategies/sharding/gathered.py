@@ -1,17 +1,18 @@
-"""What `fully_shard` keeps besides the shards: gathered parameters after forward, and gradients not reduced yet.
+"""State that `fully_shard` keeps besides the shards: gathered parameters after forward, and unreduced gradients.
 
 # Note [Gathered after forward]
-The parameters of the root stay gathered after forward, for backward needs them first. Until then `parameters()` gives
+The root's parameters stay gathered after forward, because backward needs them first. Until then `parameters()` returns
 the gathered copies, while optimizers hold the shards. With `fully_shard` alone (torch 2.13)
 - `model.zero_grad()` between forward and backward does not clear the gradients of the shards: here it does;
-- after backward, forward, step, another forward runs with the weights from before the step: here they are gathered
+- after backward, forward, step, another forward uses the weights from before the step: here they are gathered
   again if a shard has changed;
-- after an evaluation `parameters()` gives copies, and writing to them changes nothing: here a forward without
+- after an evaluation `parameters()` returns copies, and writing to them changes nothing: here a forward without
   gradients frees what it gathered.
 
 # Note [Gradients not reduced yet]
-Within `no_backward_sync` gradients accumulate on the copies, out of reach of `zero_grad`. So a shard without a gradient
-gets one of zeros meanwhile; when that is replaced or written to, what has accumulated is discarded.
+Within `no_backward_sync` gradients accumulate on the gathered copies, where `zero_grad` does not reach them. So a shard
+without a gradient gets one of zeros meanwhile; if that is replaced or written to, the accumulated gradients are
+discarded.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 _Unit: TypeAlias = "tuple[FSDPModule, list[Any]]"
-"""A module that `fully_shard` was called on, and its groups of parameters."""
+"""A module that `fully_shard` was called on, and its parameter groups."""
 
 
 @final
 class Gathered:
-    """The copies and gradients of one model that `fully_shard` keeps. `units`: the modules that it was called on.
+    """The gathered copies and unreduced gradients of one model. `units`: the modules that `fully_shard` was called on.
 
-    Forward is surrounded by hooks on `module`, another method by `around`; only the outermost of nested calls counts.
+    Hooks on `module` surround its forward, `around` surrounds another method; of nested calls only the outermost
+    counts.
     """
 
     def __init__(self, module: nn.Module, units: Sequence[FSDPModule]) -> None:
@@ -69,11 +71,11 @@ class Gathered:
             self._parts.append(part)
 
     def params(self) -> Iterator[Any]:
-        """Each parameter as torch keeps it."""
+        """Each parameter, as torch's FSDPParam."""
         return _params(self._units)
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, which gathers by itself, as another way into the model."""
+        """`function`, which gathers by itself, as another entry point of the model."""
 
         @functools.wraps(function)
         def entered(*args: Any, **kwargs: Any) -> Any:
@@ -96,7 +98,7 @@ class Gathered:
         return self._find_unreduced
 
     def zero_grad(self, part: nn.Module, *, set_to_none: bool) -> None:
-        """Clear the gradients of shards whose copies `part` has now."""
+        """Clear the gradients of shards whose gathered copies `part` has now."""
         kept = self._kept()
         visible = set(part.parameters()) if kept else set()
         for each in _params(kept):
@@ -104,7 +106,7 @@ class Gathered:
                 _clear(each.sharded_param, set_to_none=set_to_none)
 
     def release(self) -> None:
-        """Take off what is ours."""
+        """Remove our hooks."""
         for hook in self._hooks:
             hook.remove()
         for part in self._parts:
@@ -126,7 +128,7 @@ class Gathered:
 
     @disable_dynamo
     def _renew(self, unit: nn.Module) -> None:
-        """A unit is called by itself: it is gathered anew, for its shards may have changed."""
+        """A unit is called directly: gather it again, because its shards may have changed."""
         if self._depth == 0 and current_graph_task_id() == -1:
             cast("FSDPModule", unit).reshard()
 
@@ -138,15 +140,15 @@ class Gathered:
         kept = self._kept()
         if not torch.is_grad_enabled() or (isinstance(output, Tensor) and not output.requires_grad):
             for each in kept:
-                if each not in self._gathered:  # those wait for the backward of an earlier forward
+                if each not in self._gathered:  # the others wait for the backward of an earlier forward
                     each[0].reshard()
         else:
             self._versions = _versions(kept)
 
     def _refuse_replaced(self) -> None:
-        """Raise RuntimeError where a parameter was replaced: `fully_shard` puts its own there before it runs.
+        """Raise RuntimeError if a parameter was replaced: `fully_shard` puts its own back before it runs.
 
-        Not by a shard, which torch takes over before its first forward.
+        A replacement by a shard before the first forward is allowed: torch uses it.
         """
         lost = [
             (part, name)
@@ -190,13 +192,13 @@ class Gathered:
 
 
 def take_as_root(module: nn.Module, units: Sequence[FSDPModule]) -> None:
-    """Let the model be the root of its units, if it is one. Otherwise the first unit that runs takes itself for it."""
+    """Make the model the root of its units, if it is one. Otherwise the first unit that runs becomes a root."""
     if module in cast("Sequence[nn.Module]", units):
         cast(Any, module)._get_fsdp_state()._lazy_init()
 
 
 def mark_gathering(module: nn.Module, method: str, gathered: Gathered) -> None:
-    """Let another method of a module that `fully_shard` was called on gather as its forward does."""
+    """Make another method of a module that `fully_shard` was called on gather, as its forward does."""
     from torch.distributed.fsdp import register_fsdp_forward_method
 
     register_fsdp_forward_method(module, method)
@@ -205,7 +207,7 @@ def mark_gathering(module: nn.Module, method: str, gathered: Gathered) -> None:
 
 @final
 class _ZeroGrad:
-    """`zero_grad` of a module in shards."""
+    """`zero_grad` of a sharded module."""
 
     def __init__(self, gathered: Gathered, part: nn.Module) -> None:
         self._gathered, self._part = gathered, part
@@ -216,7 +218,7 @@ class _ZeroGrad:
         self._gathered.zero_grad(self._part, set_to_none=set_to_none)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._part, "zero_grad")  # of a copy: there it finds the method of the class
+        return getattr, (self._part, "zero_grad")  # a copy gets the method of its class
 
 
 _LOST = (
@@ -238,7 +240,7 @@ def _any_unreduced(groups: Iterable[Any]) -> bool:
 
 
 def _groups(unit: FSDPModule) -> list[Any]:
-    """The parameters of a unit as torch keeps them: one group up to torch 2.12, several from then on."""
+    """The parameter groups of a unit: one up to torch 2.12, several from then on."""
     state = cast(Any, unit)._get_fsdp_state()
     found = vars(state).get("_fsdp_param_groups")
     groups = [state._fsdp_param_group] if found is None else found
@@ -246,12 +248,12 @@ def _groups(unit: FSDPModule) -> list[Any]:
 
 
 def _params(units: Iterable[_Unit]) -> Iterator[Any]:
-    """Each parameter as torch keeps it: its shard, its copy, and its gradient that is not reduced yet."""
+    """Each parameter as torch's FSDPParam: its shard, its gathered copy, and its unreduced gradient."""
     return (each for _, groups in units for group in groups for each in group.fsdp_params)
 
 
 def _places(params: Iterable[Any]) -> list[tuple[nn.Module, dict[str, Any], str, Any]]:
-    """Where the model keeps each parameter: the modules, tied ones too, with the dicts and names in them."""
+    """Where the model stores each parameter: the modules, also of tied ones, with the dicts and names in them."""
     found = []
     for each in params:
         info = each._module_info
@@ -265,18 +267,18 @@ def _places(params: Iterable[Any]) -> list[tuple[nn.Module, dict[str, Any], str,
 def _has_unreduced(each: Any) -> bool:
     if each.unsharded_accumulated_grad is not None:
         return True
-    copy = vars(each).get("_unsharded_param")  # there is none before the first forward
+    copy = vars(each).get("_unsharded_param")  # absent before the first forward
     return copy is not None and copy.grad is not None
 
 
 def _versions(units: Iterable[_Unit]) -> list[tuple[int, int]]:
-    """Of shards: an optimizer writes to the `DTensor`, or to the tensor within it."""
+    """Versions of shards: an optimizer writes to the `DTensor`, or to its local tensor."""
     shards = [each.sharded_param for each in _params(units)]
     return [(shard._version, shard._local_tensor._version) for shard in shards]
 
 
 def _clear(parameter: Tensor, *, set_to_none: bool) -> None:
-    """What `nn.Module.zero_grad` does."""
+    """The same as `nn.Module.zero_grad`, for one parameter."""
     if set_to_none:
         parameter.grad = None
     elif parameter.grad is not None:

@@ -1,6 +1,6 @@
-"""How a model lies over a mesh once the user's function has cut it: along which axes, and who averages its gradients.
+"""How a parallelized model is distributed over a mesh: along which axes, and who averages its gradients.
 
-What would train to other numbers than one process is refused here, before the first forward. No rank talks.
+Layouts that would give wrong gradients are refused here, before the first forward. No communication.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import Shard
 
 DATA_AXES = ("data", "shard", "context")
-"""Ranks along these compute with different data, so gradients are averaged along them."""
+"""Ranks along these axes read different data, so gradients are averaged along them."""
 Parallelize: TypeAlias = "Callable[[Any, DeviceMesh], nn.Module | None]"
-"""`function(model, mesh)` lays the model over the mesh, in place. It may give the model back."""
+"""`function(model, mesh)` parallelizes the model in place, and may return it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Parameters by name, by the axes of the mesh."""
+    """The parameters by name, with the axes of the mesh over which they are distributed."""
 
     unaveraged: Mapping[tuple[str, ...], Mapping[str, nn.Parameter]]
-    """Those whose gradients nobody averages along the axes named. Along all other data axes `fully_shard` does."""
+    """Parameters whose gradients no wrapper averages, along the axes named. Along all other data axes `fully_shard`
+    does."""
     off_tensor: Mapping[str, nn.Parameter]
-    """Those that do not lie over the axis "tensor", along which each rank computes the same with them."""
+    """Parameters that are not sharded over the axis "tensor": each rank computes the same with them."""
 
 
 def parallelize(module: nn.Module, mesh: DeviceMesh, function: Parallelize) -> nn.Module:
-    """Let the user's function lay the model over the mesh. Gives the model, or what compiles it.
+    """Call the user's function on the model and the mesh. Returns the model, or its compiled form.
 
-    Raises: TypeError: the function gave another object. ValueError: it changed names.
+    Raises: TypeError: the function returned another object. ValueError: it changed names.
     """
     before = parameters_by_name(module)
     result = function(module, mesh)
@@ -62,9 +63,9 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, function: Parallelize) -> n
 
 
 def refuse_cut(module: nn.Module, instead: str) -> None:
-    """Raise ValueError where a parameter is in shards before `setup`.
+    """Raise ValueError if a parameter is sharded before `setup`.
 
-    `instead`: what to write, with `{name}` for the class of the part that is.
+    `instead`: what to write, with `{name}` for the class of its module.
     """
     for name, part in module.named_modules():
         cut = [each for each, parameter in part.named_parameters(recurse=False) if as_sharded(parameter) is not None]
@@ -78,14 +79,14 @@ def refuse_cut(module: nn.Module, instead: str) -> None:
 
 
 def _owners(module: nn.Module, part: nn.Module) -> list[nn.Module]:
-    """The modules that hold a part, itself first."""
+    """The modules that contain a submodule, itself first."""
     return [each for each in module.modules() if part in set(each.modules())][::-1]
 
 
 def layout_of(module: nn.Module, mesh: DeviceMesh) -> Layout:
-    """Where the parameters lie.
+    """The layout of a parallelized model.
 
-    Raises: ValueError: an axis that nothing uses, or a parameter that would train to other numbers.
+    Raises: ValueError: an axis is not used, or a parameter would get wrong gradients.
     """
     data = [axis for axis in DATA_AXES if degree(mesh, axis) > 1]
     managed = {parameter for part in fsdp_modules(module) for parameter in cast(nn.Module, part).parameters()}
@@ -114,16 +115,16 @@ def layout_of(module: nn.Module, mesh: DeviceMesh) -> Layout:
 
 
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
-    """The parts that `fully_shard` was called on."""
+    """The submodules that `fully_shard` was called on."""
     if all(as_sharded(parameter) is None for parameter in module.parameters()):
-        return []  # and torch's part for it need not be imported
+        return []  # and torch's FSDP need not be imported
     from torch.distributed.fsdp import FSDPModule
 
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
 def _axes_of(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> frozenset[str]:
-    """The axes that a parameter lies over."""
+    """The axes that a parameter is distributed over."""
     sharded = as_sharded(parameter)
     if sharded is None:
         return frozenset()
@@ -143,7 +144,7 @@ def _axes_of(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> frozenset[
 
 
 def _refuse_parts_of_nothing(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
-    """torch 2.13's `fully_shard` fails in the first backward where this rank's part of a cut layer has no rows."""
+    """Refuse empty tensor-parallel shards: with them torch 2.13's `fully_shard` fails in the first backward."""
     sharded = as_sharded(parameter)
     assert sharded is not None
     axes = axes_of(sharded.device_mesh, mesh)

@@ -1,6 +1,6 @@
-"""The ranks of a world along named axes, whose degrees multiply to its size.
+"""Device meshes: the ranks of a world along named axes, whose sizes multiply to the world size.
 
-Ranks are numbered with the last axis fastest, so that neighbours on it are neighbours in the machine.
+Ranks are numbered with the last axis fastest, so its ranks are adjacent.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ COPIES = (
     "`all_gather(x, group=along(fabric.collective, mesh, ['data', 'shard']), sync_grads=True)`, with the axes of your "
     "data, and `along` from `fabric.strategies`."
 )
-"""Why gradients do not flow through a gathering over ranks of which some are given the same data."""
+"""Why gradients cannot flow through a gather over ranks of which some read the same data."""
 
 
 def check_written(strategy: str, written: Mapping[str, Degree]) -> None:
-    """Raise ValueError where a strategy's degrees are no numbers, or more than one of them is left open."""
+    """Raise ValueError if a strategy's degree is not a number, or more than one is 'auto'."""
     for axis, number in written.items():
         if number != "auto" and (type(number) is not int or number < 1):
             raise ValueError(
@@ -45,7 +45,7 @@ def check_written(strategy: str, written: Mapping[str, Degree]) -> None:
 
 
 def complete(written: Mapping[str, Degree], size: int, *, of: str = "ranks") -> dict[str, int]:
-    """The degrees, "auto" replaced by what the others leave. Raises ValueError where they do not multiply to `size`."""
+    """The degrees, with "auto" replaced. Raises ValueError if they do not multiply to `size`."""
     known = math.prod(number for number in written.values() if number != "auto")
     degrees = {axis: max(size // known, 1) if number == "auto" else number for axis, number in written.items()}
     check_degrees(degrees, size, written=", ".join(f"{axis}={number!r}" for axis, number in written.items()), of=of)
@@ -53,9 +53,9 @@ def complete(written: Mapping[str, Degree], size: int, *, of: str = "ranks") -> 
 
 
 def check_degrees(degrees: Mapping[str, int], size: int, *, written: str, of: str = "ranks") -> None:
-    """Raise ValueError where the degrees do not multiply to the number `of` what the mesh is of.
+    """Raise ValueError if the degrees do not multiply to `size`, the number of devices or ranks (`of`).
 
-    `written`: what the user wrote.
+    `written`: the user's arguments.
     """
     product = math.prod(degrees.values())
     if product != size or min(degrees.values()) < 1:
@@ -80,7 +80,7 @@ def degree(mesh: DeviceMesh, axis: str) -> int:
 
 
 def along(collective: Collective, mesh: DeviceMesh, axes: Sequence[str]) -> Collective:
-    """The collective of the ranks that differ from this one along `axes` alone.
+    """The collective of the ranks that differ from this one only along `axes`.
 
     Ranks: all of the mesh, which is that of `collective`, with the same `axes`. Raises: ValueError: no such axis.
     """
@@ -98,8 +98,8 @@ def along(collective: Collective, mesh: DeviceMesh, axes: Sequence[str]) -> Coll
 
 
 def axes_of(part: DeviceMesh, mesh: DeviceMesh) -> tuple[frozenset[str], ...] | None:
-    """For each dim of a mesh of some of the ranks, the axes of `mesh` that it runs along: one, several that were
-    flattened, or none for a dim of one rank. None where it runs along none of them."""
+    """For each dim of a submesh, the axes of `mesh` that it covers: one, several flattened ones, or none for a dim of
+    one rank. None if it does not follow axes of `mesh`."""
     coordinate = part.get_coordinate()
     assert coordinate is not None
     found = []
@@ -125,7 +125,7 @@ def _axes_through(mesh: DeviceMesh, ranks: list[int]) -> frozenset[str] | None:
 
 
 def _groups(mesh: DeviceMesh, axes: Sequence[str]) -> list[list[int]]:
-    """The groups of ranks within which only the coordinates along `axes` differ, each in ascending order."""
+    """The groups of ranks that differ only along `axes`, each in ascending order."""
     assert mesh.mesh_dim_names is not None
     dims = [dim for dim, axis in enumerate(mesh.mesh_dim_names) if axis in axes]
     others = [dim for dim in range(mesh.ndim) if dim not in dims]

@@ -1,8 +1,8 @@
-"""All ranks compute gradients of the same parameters in a backward, where `fully_shard` reduces them. Else all raise.
+"""Checks that all ranks compute gradients of the same parameters in a backward, as `fully_shard` requires.
 
-torch lays the gradients that a rank has of one part side by side, and adds those of all ranks by place. Where ranks
-used different parameters of a part, as experts that each rank chooses for its own samples, gradients of different
-parameters would be added up without an error.
+torch packs the gradients that a rank has of one unit side by side, and sums those of all ranks by position. If ranks
+used different parameters of a unit, for example experts that each rank chooses for its own samples, gradients of
+different parameters would be added without an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fabric.strategies.sharding.execution_order import start_comparing
 from fabric.strategies.sharding.gathered import Gathered
 
 _Mark: TypeAlias = tuple[Tensor, int] | None
-"""A gradient, and how often it was written to in place."""
+"""A gradient, and its version counter."""
 
 
 @final

@@ -1,7 +1,7 @@
-"""Submodules of a model in shards that are called by themselves: an encoder, or the parts that a `generate` runs.
+"""Submodules of a sharded model that are called directly: an encoder, or the submodules that a `generate` runs.
 
-Each gathers the parameters of the unit that it is in, as that unit's forward would, and gradients are reduced as after
-any forward. Within a forward of the model that costs two comparisons, not a hook, and a compiled graph has none of it.
+Each gathers the parameters of its unit, as that unit's forward would, and gradients are reduced as after any forward.
+Within a forward of the model this costs two comparisons, not a hook; compiled graphs do not contain it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 def enter_alone(
     path: ForwardPath, units: Sequence[FSDPModule], gathered: Gathered, around: Around | None
 ) -> Callable[[], None]:
-    """Let submodules of the units be called by themselves. Returns what undoes it.
+    """Make submodules of the units callable by themselves. Returns a function that undoes it.
 
-    `around`: what is to be around a forward of theirs. Ranks: all call the same submodules, in the same order.
+    `around`: wraps their forward. Ranks: all call the same submodules, in the same order.
     """
     entries = []
     inner = set(cast("Sequence[nn.Module]", units))
     for unit in inner:
-        if unit is not path.module:  # gathers by itself, and what it calls has nothing to gather
+        if unit is not path.module:  # gathers by itself
             entries.append((unit, vars(unit).get("forward")))
             object.__setattr__(unit, "forward", _Entry(path, unit, unit.forward, around))
         for part in dict.fromkeys(_own_parts(unit, inner)):
@@ -62,7 +62,7 @@ class _Entry:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._path.running or torch.compiler.is_compiling():
             return self._forward(*args, **kwargs)
-        if current_graph_task_id() != -1:  # backward computes it again
+        if current_graph_task_id() != -1:  # activation checkpointing recomputes it in backward
             return self._forward(*args, **kwargs)
         return self._alone(args, kwargs)
 
@@ -76,14 +76,14 @@ class _Entry:
             self._path.running = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._part, "forward")  # of a copy: there it finds the method of the class
+        return getattr, (self._part, "forward")  # a copy gets the method of its class
 
 
 leave_uncompiled(_Entry.__call__)
 
 
 def _gathering(unit: nn.Module, part: nn.Module, gathered: Gathered) -> Callable[..., Any]:
-    """`part.forward`, gathering what `unit` has."""
+    """`part.forward`, after gathering the parameters of `unit`."""
     object.__setattr__(unit, _NAME, part.forward)
     mark_gathering(unit, _NAME, gathered)
     gathering: Callable[..., Any] = vars(unit).pop(_NAME)

@@ -1,9 +1,9 @@
-"""Random numbers for tensors in shards are those that one process would draw for whole tensors.
+"""Random initialisation of sharded tensors equals that of the full tensors in one process.
 
-torch fills each shard with numbers of its own, so that weights depend on how a model is cut, and ranks with one seed
-give different shards the same numbers. Here the whole tensor is drawn, as long as it takes to keep this rank's shard.
-Numbers that a loop decides by (`mask.any()`, `item()`) are those of the whole tensor. Everything else (`mul_`, `zero_`,
-...) is right on shards already, or `DTensor` raises.
+torch fills each shard with random numbers of its own, so weights depend on the sharding, and ranks with one seed give
+different shards the same numbers. Here the full tensor is drawn, and then this rank's shard kept. Values that control a
+loop (`mask.any()`, `item()`) are those of the full tensor. All other operations (`mul_`, `zero_`, ...) are right on
+shards, or `DTensor` raises.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DECISIONS = (_ops.any.default, _ops.all.default, _ops._local_scalar_dense.defau
 
 @final
 class WholeDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within it, operations that draw random numbers for a tensor in shards draw those of the whole, on rank 0.
+    """Context: random operations on a sharded tensor draw the numbers of the full tensor, on rank 0.
 
     Ranks: all of `collective`, the same operations in the same order.
     """
@@ -43,7 +43,7 @@ class WholeDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _DECISIONS:
             return func(whole(sharded), *args[1:], **kwargs)
         empty = partial(torch.empty, dtype=sharded.dtype, device=self._device)
-        if func is _ops.new_empty.default:  # for `orthogonal_`: of the size of the whole
+        if func is _ops.new_empty.default:  # for `orthogonal_`: with the full size
             return func(empty(()), *args[1:], **kwargs)
         if func is _ops.copy_.default and as_sharded(args[1]) is None:
             return self._give(sharded, args[1].to(sharded.dtype).expand(sharded.shape).contiguous())
@@ -61,7 +61,7 @@ class WholeDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @final
 class Drawing:
-    """A method that initialises a part of a model in shards, also after `setup`."""
+    """A method that initialises a submodule of a sharded model, also after `setup`."""
 
     def __init__(self, part: nn.Module, name: str, device: torch.device, collective: Collective) -> None:
         self._part, self._name, self._device, self._collective = part, name, device, collective
@@ -72,11 +72,11 @@ class Drawing:
             return self._given(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._part, self._name)  # of a copy: there it finds the method of the class
+        return getattr, (self._part, self._name)  # a copy gets the method of its class
 
 
 def draw_whole(module: nn.Module, device: torch.device, collective: Collective) -> Callable[[], None]:
-    """Let the methods by which a model in shards is initialised draw whole tensors. Returns what undoes it."""
+    """Make the initialisation methods of a sharded model draw full tensors. Returns a function that undoes it."""
     replaced = []
     for part in module.modules():
         for name in ("apply", "init_weights", "reset_parameters"):

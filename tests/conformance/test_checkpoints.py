@@ -8,10 +8,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from rows import in_both
 
-from fabric import Fabric
+from fabric import Fabric, consolidate, read_checkpoint
 from fabric.strategies import ModelParallelStrategy, Strategy
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.registry import make_strategy
@@ -81,5 +82,11 @@ def test_a_checkpoint_of_any_strategy_goes_on_in_every_other_and_with_other_numb
     for name, size in SAVED_BY.items():
         launch(name, size, save, str(tmp_path / name), seed)
         assert len(list((tmp_path / name).glob("*.bin"))) == size, f"under {name} not every rank has written a part"
+        (exported,) = consolidate(tmp_path / name, tmp_path / f"{name}.safetensors")
+        expected = read_checkpoint(tmp_path / name, ["model"])["model"]
+        model = safetensors.torch.load_file(exported)
+        tied = expected.keys() - model.keys()
+        assert len(tied) == 1, f"under {name} {tied} are the names that were left out"
+        torch.testing.assert_close(model, {key: expected[key] for key in model}, rtol=0, atol=0)
     for name, size in LOADED_BY.items():
         launch(name, size, load, [str(tmp_path / other) for other in SAVED_BY], seed)

@@ -165,9 +165,9 @@ class Popen(subprocess.Popen[Any]):
 class PopenOfPrograms(Popen):
     """What a forked program has for `subprocess.Popen`: its fork server is forked, and all else is as it was."""
 
-    def __init__(self, arguments: Any, *more: Any, **options: Any) -> None:
-        is_fork_server = isinstance(arguments, list) and len(arguments) == 3 and arguments[1].endswith(FORK_SERVER)
-        super().__init__(arguments, *more, fresh=not (is_fork_server and all(map(_is_open, range(3)))), **options)
+    def __init__(self, args: Any, *more: Any, **options: Any) -> None:
+        is_fork_server = isinstance(args, list) and len(args) == 3 and str(args[1]).endswith(FORK_SERVER)
+        super().__init__(args, *more, fresh=not (is_fork_server and all(map(_is_open, range(3)))), **options)
 
 
 def _is_open(fd: int) -> bool:
