@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from fabric.launchers.watch.stack import frames_of, users_line
 from fabric.strategies.runtime import Runtime
@@ -51,7 +52,8 @@ class ReplicaGuard:
             self._store.add(key, 1)
             self._loads.append((key, _users_line()))
 
-        return module.register_load_state_dict_post_hook(_Note(note)).remove
+        handle: RemovableHandle = module.register_load_state_dict_post_hook(_Note(note))  # type: ignore[no-untyped-call]
+        return handle.remove
 
     def after_backward(self, loss: Tensor) -> None:
         """Called after each synchronised backward.

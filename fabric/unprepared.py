@@ -54,7 +54,7 @@ class UnpreparedOptimizers:
         kind = type(optimizer).__name__
         held = parameters_of(optimizer)
         for parameter in held:
-            name = self._replaced.get(parameter)
+            name = self._replaced.get(parameter)  # type: ignore[no-untyped-call]
             if name is not None:
                 raise RuntimeError(_REPLACED.format(optimizer=kind, name=name))
         for module, why in self._needing:
