@@ -3,7 +3,7 @@
 Some strategies replace a model's parameters (by shards), and an optimizer made before `setup` goes on holding the old
 ones: its steps move nothing that the model uses. Others (DeepSpeed, ddp_sharded) reduce gradients for optimizers that
 they know, and no others. Torch calls a hook before each step of any optimizer; it is registered only where one of the
-two is so, and costs a look-up (0.3 us) for each step.
+two is so, and costs a look-up for each step.
 """
 
 from __future__ import annotations
