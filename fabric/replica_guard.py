@@ -10,7 +10,7 @@ one (rank 0: two) for the first steps of a job.
 from __future__ import annotations
 
 import hashlib
-import sys
+import inspect
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, final
@@ -127,7 +127,7 @@ def _pass(*_: Any) -> None:
 
 
 def _users_line() -> str:
-    return users_line(frames_of(sys._getframe(1)))
+    return users_line(frames_of(inspect.currentframe()))
 
 
 _LOADED_ALONE = (
