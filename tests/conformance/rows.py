@@ -44,7 +44,7 @@ GATHERED_IN_HALF = {("fsdp", "bf16-mixed"): 5e-2, ("fsdp", "16-mixed"): 1e-2}
 
 ADDED_IN_HALF = {("model_parallel", "bf16-mixed"): 5e-2, ("model_parallel", "16-mixed"): 6e-3}
 """Layers that are cut along their inputs: each rank rounds its part of a sum. That made at most 1.6e-2 and 2.0e-3 (22
-seeds, 44 loops each), and 2e-7 against one process that adds such parts, as `test_model_parallel.py` does."""
+seeds, 44 loops each), and 2e-7 against one process that adds such parts (`tests/strategies/model_parallel`)."""
 
 
 # Functions for strategies that need one. At the top level: ranks import them.

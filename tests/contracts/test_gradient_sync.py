@@ -70,7 +70,7 @@ TECHNIQUES: dict[str, tuple[int, Callable[[], Strategy], str]] = {
     "deepspeed_3": (2, partial(DeepSpeedStrategy, stage=3), "DeepSpeedGradientSync"),
 }
 """Ranks, how the strategy is made, and the class that it must make. Those over Horovod and XLA run in environments of
-their own; `dp` needs two devices of one process, and a pipeline runs its own schedule (`test_pipeline.py`)."""
+their own; `dp` needs two devices of one process, and a pipeline runs its own schedule (`pipeline/test_schedule.py`)."""
 BATCHES = torch.randn(2, 5, 4, 3, generator=torch.Generator().manual_seed(2))
 """`(ranks, micro-batches, samples, features)`."""
 
