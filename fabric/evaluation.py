@@ -1,7 +1,8 @@
 """Values of an evaluation from all ranks: those of every sample once, in the order in which one process reads them.
 
-They are gathered once, after the loop: ranks may have different numbers of batches, or none, and nobody waits in the
-loop. What a batch was (repeated to even out the ranks, or read by several of them) the prepared loader knows.
+They are gathered once, after the loop: ranks may have different numbers of batches, or none, and none waits for
+another in the loop. The prepared loader knows which batches were repeated to even out the ranks, and which were read by
+several of them.
 """
 
 from __future__ import annotations

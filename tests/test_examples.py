@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -193,7 +192,6 @@ def test_the_recommender_learns_the_same_with_tables_on_one_rank_and_on_two(tmp_
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(find_spec("all_minilm_l6_v2") is None, reason="the weights are installed by `make environment`")
 def test_an_encoder_that_is_fine_tuned_has_the_loss_of_one_process_over_all_masked_words(tmp_path: Path) -> None:
     found = []
     for words in (("--batch-size", "4"), ("--batch-size", "2", "--devices", "2")):

@@ -107,7 +107,7 @@ class BackgroundSaves:
         return self._pending
 
     def finish(self) -> None:
-        """Return once nothing is under way. Raises: CheckpointError: the last save failed, and nobody was told yet."""
+        """Return once nothing is under way. Raises: CheckpointError: the last save failed, and no call has said so."""
         pending, self._pending = self._pending, None
         if pending is not None and not pending.is_told:
             pending.wait()

@@ -19,9 +19,10 @@ _SMALL_BYTES = 2**20
 def snapshot(content: Any, owners: Iterable[nn.Module | Optimizer], local: Callable[[Tensor], Tensor]) -> Any:
     """A nest of plain containers with each tensor on the CPU, in memory that `owners` have not; tied ones stay one.
 
-    What a strategy has gathered is nobody else's, and is not copied again. `local`: what this rank holds of a tensor.
+    Tensors that a strategy gathered for this call are not copied again. `local`: what this rank holds of a tensor.
     """
-    live = {_storage(local(tensor)) for owner in owners for tensor in _tensors_of(owner)}
+    held = (local(tensor) for owner in owners for tensor in _tensors_of(owner))
+    live = {_storage(tensor) for tensor in held if tensor.device.type == "cpu"}  # XLA's storages have no address
     return _copied(content, live, {})
 
 

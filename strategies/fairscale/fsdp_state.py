@@ -57,7 +57,7 @@ class Slices:
 
     @contextmanager
     def as_they_are(self) -> Iterator[None]:
-        """Within it, `state_dict()` of the model gives slices, and talks to nobody."""
+        """Within it, `state_dict()` of the model gives slices, without communication."""
         self.gathers = False
         try:
             yield

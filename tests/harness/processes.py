@@ -98,7 +98,7 @@ def all_gone(program: Program, within_seconds: float = 5.0) -> dict[int, str]:
 def run(
     arguments: Sequence[str | Path], *, stdin: str = "", fresh: bool = False, **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a Python program to its end. Its ending words, its exit code, and nobody left behind.
+    """Run a Python program to its end. Returns its output and exit code; no process of it is left.
 
     `fresh`: in an interpreter of its own, which has not imported torch. Cheaper for a program that starts interpreters
     and needs no torch itself: ranks import what the program that started them has imported.
@@ -122,7 +122,7 @@ def run(
 
 
 def free_port() -> int:
-    """A port nobody listens on, outside the range from which the system hands out ports by itself.
+    """A free port, outside the range from which the system hands out ports by itself.
 
     Processes that search at a time begin far from each other.
     """

@@ -11,12 +11,11 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch import Tensor
 from torch.distributed import FileStore
 
 from fabric import read_checkpoint
@@ -38,15 +37,14 @@ def kill_all() -> None:
 
 
 @final
-class Fatal(Storage):
+class Fatal:
     """A folder in which all ranks are killed once so many bytes of a tensor file are written, or around the commit."""
 
     def __init__(self, folder: Path, moment: str, num_bytes: int) -> None:
         self._folder, self._moment, self._num_bytes = Folder(folder), moment, num_bytes
 
-    @property
-    def path(self) -> str:
-        return self._folder.path
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._folder, name)
 
     def write(self, name: str, blocks: Iterable[Buffer]) -> None:
         self._folder.write(name, self._until(blocks) if name.endswith(".bin") else blocks)
@@ -67,27 +65,6 @@ class Fatal(Storage):
                 kill_all()
             left -= len(block)
             yield block
-
-    def read(self, name: str) -> bytes:
-        return self._folder.read(name)
-
-    def tensor(self, name: str, num_bytes: int) -> Tensor:
-        return self._folder.tensor(name, num_bytes)
-
-    def names(self) -> Sequence[str]:
-        return self._folder.names()
-
-    def remove(self, name: str) -> None:
-        self._folder.remove(name)
-
-    def folders(self) -> Sequence[str]:
-        return self._folder.folders()
-
-    def inside(self, folder: str) -> Storage:
-        return self._folder.inside(folder)
-
-    def discard(self) -> None:
-        self._folder.discard()
 
 
 def save_as(rank: int, step: int, store: Path, storage: Storage, *, blocking: bool) -> None:
@@ -123,7 +100,7 @@ def pair(body: Callable[[int], None]) -> list[int]:
 
 
 gate = os.pipe()
-"""Nobody begins before both are in their group."""
+"""Neither rank begins before both are in their process group."""
 
 
 def main(folder: Path, num_kills: int, seed: int) -> None:

@@ -7,21 +7,21 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import pytest
 import template
 import torch
 from fakes import ThreadCollective, run_threads
-from torch import Tensor, nn
+from torch import nn
 
 from fabric import CheckpointError, Fabric, WorkerError, read_checkpoint
 from fabric.strategies.checkpoint.background import BackgroundSaves
 from fabric.strategies.checkpoint.manifest import NAME
 from fabric.strategies.checkpoint.placed import on_ranks
-from fabric.strategies.checkpoint.storage import Buffer, Folder, Storage
+from fabric.strategies.checkpoint.storage import Buffer, Folder
 
 
 def test_a_checkpoint_has_the_state_of_the_call_and_not_of_the_step_after(tmp_path: Path) -> None:
@@ -53,15 +53,14 @@ def test_a_checkpoint_has_the_state_of_the_call_and_not_of_the_step_after(tmp_pa
 
 
 @final
-class Gated(Storage):
+class Gated:
     """A folder in which no tensor is written before the gate is open; where it is None, none ever."""
 
     def __init__(self, folder: str, gate: threading.Event | None) -> None:
         self._folder, self._gate = Folder(Path(folder)), gate
 
-    @property
-    def path(self) -> str:
-        return self._folder.path
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._folder, name)
 
     def write(self, name: str, blocks: Iterable[Buffer]) -> None:
         if name.endswith(".bin"):
@@ -69,30 +68,6 @@ class Gated(Storage):
                 raise OSError("the cable was pulled")
             self._gate.wait()
         self._folder.write(name, blocks)
-
-    def commit(self, name: str, content: bytes) -> None:
-        self._folder.commit(name, content)
-
-    def read(self, name: str) -> bytes:
-        return self._folder.read(name)
-
-    def tensor(self, name: str, num_bytes: int) -> Tensor:
-        return self._folder.tensor(name, num_bytes)
-
-    def names(self) -> Sequence[str]:
-        return self._folder.names()
-
-    def remove(self, name: str) -> None:
-        self._folder.remove(name)
-
-    def folders(self) -> Sequence[str]:
-        return self._folder.folders()
-
-    def inside(self, folder: str) -> Storage:
-        return self._folder.inside(folder)
-
-    def discard(self) -> None:
-        self._folder.discard()
 
 
 def save_with_a_slow_rank(collective: ThreadCollective, folder: str, gate: threading.Event) -> None:
@@ -170,7 +145,7 @@ print("the end of the script")
 
 
 @pytest.mark.slow
-def test_a_failure_that_nobody_asked_about_is_said_at_the_end_and_in_the_exit_code(tmp_path: Path) -> None:
+def test_a_failure_that_no_call_raised_is_reported_at_the_end_and_in_the_exit_code(tmp_path: Path) -> None:
     done = template.run([sys.executable, "-c", FORGETFUL, str(tmp_path / "saved")], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stdout == "the end of the script\n"
