@@ -6,13 +6,17 @@ position is exactly after the samples trained on. Uses `GradientSync` and no str
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import islice
 from typing import Any, Generic, TypeVar, final
 
+from torch import Tensor
 from torch.optim import Optimizer
 
+from fabric.strategies.collectives.flight_recorder import FlightRecorder
+from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.gradients.sync import GradientSync
 from fabric.strategies.prepared import Prepared
 
@@ -28,7 +32,7 @@ class Accumulation:
         """Models whose gradients are not synchronised, once for each open context."""
         self.is_unsynced = False
         """Whether the last backward ran without synchronisation."""
-        self.kept: list[Prepared] = []
+        self.kept: list[_Kept] = []
         """Models whose last backward left gradients on the rank that computed them."""
         self._window: Window[Any] | None = None
         self._steps_of: tuple[Prepared, ...] = ()
@@ -48,8 +52,8 @@ class Accumulation:
 
     def note_backward(self, models: Sequence[Prepared]) -> None:
         """After a backward of a loss of these models, and of no other."""
-        self.kept = [each for each in self.kept if not any(each is model for model in models)]
-        self.kept += [model for model in models if any(model is each for each in self.held)]
+        self.kept = [each for each in self.kept if not any(each.model is model for model in models)]
+        self.kept += [_Kept(model) for model in models if any(model is each for each in self.held)]
 
     def windows(
         self,
@@ -86,14 +90,39 @@ class Accumulation:
 
     def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         in_window = self.is_unsynced and any(model.holds(optimizer) for model in self._steps_of)
-        if not in_window and not any(model.holds(optimizer) for model in self.kept):
+        if in_window and self._window is not None:
+            if all(parameter.grad is None for parameter in parameters_of(optimizer)):
+                return
+            fault = _SKIPPED if self._window.is_complete else _EARLY.format(number=self._window.num_read)
+        elif any(each.model.holds(optimizer) and each.is_as_left(parameters_of(optimizer)) for each in self.kept):
+            fault = _KEPT_BACK
+        else:
             return
-        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-            if self._window is None or not in_window:
-                fault = _KEPT_BACK
-            else:
-                fault = _SKIPPED if self._window.is_complete else _EARLY.format(number=self._window.num_read)
-            raise RuntimeError(f"`{type(optimizer).__name__}.step()` {fault}")
+        raise RuntimeError(f"`{type(optimizer).__name__}.step()` {fault}")
+
+
+@final
+class _Kept:
+    """A model and its gradients after a backward that was not synchronised."""
+
+    def __init__(self, model: Prepared) -> None:
+        self.model = model
+        self._since_ns = time.time_ns()
+        self._versions = {
+            id(parameter.grad): parameter.grad._version
+            for parameter in model.sync.parameters_held()
+            if parameter.grad is not None
+        }
+
+    def is_as_left(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether some gradient is as that backward left it: the user has neither averaged nor zeroed all of them."""
+        left = [grad for each in parameters if (grad := each.grad) is not None]
+        left = [grad for grad in left if self._versions.get(id(grad)) == grad._version]
+        if not left:
+            return False
+        # A collective of torch changes no version.
+        sent = FlightRecorder().num_elements("", self._since_ns, time.time_ns())
+        return sent < sum(grad.numel() for grad in left)
 
 
 @final
@@ -190,7 +219,7 @@ _SKIPPED = (
 _KEPT_BACK = (
     "after a `fabric.backward` within `no_backward_sync`: gradients were not synchronised over the ranks, and each "
     "would step with its own. Run the last micro-batch outside of it, or with `enabled=False`; "
-    "`optimizer.zero_grad()` discards the gradients."
+    "`optimizer.zero_grad()` discards the gradients, and averaging all of them by hand is allowed."
 )
 _LEFT = (
     "The previous window of `fabric.accumulate` was not finished, and its gradients would be added to this one's. "

@@ -498,6 +498,9 @@ class Fabric:
             raise RuntimeError("`fabric.backward(loss)` before `fabric.setup(model)`. Set the model up first.")
         runtime = self._connected
         runtime.loader_numbers.num_backwards += 1
+        guard = None if self._accumulation.held else self._replica_guard
+        if guard is not None:
+            guard.before_backward()
         runtime.backward.is_running = True
         try:
             with runtime.new_tensors:  # activation checkpointing runs forward again in backward
@@ -516,8 +519,8 @@ class Fabric:
             reached = [self._models[each] for each in named] if named else list(self._models.values())
             if named or len(reached) == 1:  # which models an unnamed loss of several reaches is not known
                 accumulation.note_backward(reached)
-        if self._replica_guard is not None and not accumulation.held:
-            self._replica_guard.after_backward(loss)
+        if guard is not None:
+            guard.after_backward(loss)
 
     def accumulate(self, batches: Iterable[T], num_batches: int, *models: nn.Module) -> Iterator[Window[T]]:
         """Yield windows of `num_batches` micro-batches, one optimizer step each; the last one may be shorter.
@@ -916,7 +919,8 @@ class Fabric:
             store = runtime.collective.store()
             if store is not None:
                 stack.callback(Watcher(world, store, journal, self._say_after_seconds).close)
-                self._replica_guard = ReplicaGuard(runtime, store)
+                if runtime.device.type != "xla":  # there, reading a number ends a graph
+                    self._replica_guard = ReplicaGuard(runtime, store)
             stack.callback(self._forget)  # before the teardown: models hold on to the process group
             saves = BackgroundSaves(runtime.collective)
             stack.callback(saves.finish)

@@ -2,32 +2,37 @@
 
 A synchronised backward ends on a rank only after all ranks have begun theirs. So what each rank has counted in the
 store before its backward can be read after it: no rank waits for another, and a count that not all ranks share shows.
-On an accelerator, `backward` returns before that; there the device is synchronised before a load is compared.
-Cost: nothing per step. Two requests to the store per rank for each `load_state_dict` of a model that is trained, and
-one (rank 0: two) for the first steps of a job.
+On an accelerator, `backward` returns before that; there the device is synchronised before a load is compared. Where
+ranks meet once in a step, but not in its backward, the count is complete one step later: so a load is judged then.
+A load counts if weights differ after it: a rank may load others to evaluate them, and load its own again.
+Cost: nothing per step. For each `load_state_dict` of a model that is trained, its weights are read twice; then two
+requests to the store per rank. One (rank 0: two) for the first steps of a job.
 """
 
 from __future__ import annotations
 
 import hashlib
 import inspect
+import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from fabric.launchers.watch.stack import frames_of, users_line
+from fabric.strategies.checkpoint.load_hooks import observe_loads
+from fabric.strategies.collectives.flight_recorder import FlightRecorder
+from fabric.strategies.digest import digest_of_all
 from fabric.strategies.runtime import Runtime
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _GRACE = timedelta(seconds=10)
-"""For a rank whose backward ends before all others have begun theirs: of parts of a model that no tensor joins."""
+"""For a program whose ranks do not meet in each step."""
 _NUM_LOSSES = 3  # a head that starts from zeros gives one loss for all data, but not after a step
 
 
@@ -38,7 +43,9 @@ class ReplicaGuard:
     def __init__(self, runtime: Runtime, store: Store) -> None:
         self._runtime, self._store = runtime, store
         self._num_models = 0
-        self._loads: list[tuple[str, str]] = []
+        self._loaded: dict[int, _Load] = {}
+        self._num_loads: dict[int, int] = {}
+        self._counted: list[_Load] = []
         self._losses: list[str] | None = [] if runtime.share.count == runtime.world.size else None
         self._key: str | None = None
 
@@ -47,41 +54,62 @@ class ReplicaGuard:
         self._losses = self._key = None
 
     def count_loads(self, module: nn.Module) -> Callable[[], None]:
-        """Count each `load_state_dict` of the module from here on. Returns what undoes it. Ranks: all."""
+        """Note each `load_state_dict` of the module from here on. Returns what undoes it. Ranks: all."""
         self._num_models += 1
-        model, number = self._num_models, 0
+        model = self._num_models
 
-        def note(*_: Any) -> None:
-            nonlocal number
-            number += 1
-            key = f"loads/{model}/{number}"
-            if self._store.add(key, 1) == self._runtime.world.size:
-                self._store.set(f"{key}/all", "")
-            self._loads.append((key, _users_line()))
+        def before() -> None:
+            if model not in self._loaded:
+                self._loaded[model] = _Load(module, _users_line())
 
-        handle: RemovableHandle = module.register_load_state_dict_post_hook(_Note(note))  # type: ignore[no-untyped-call]
-        return handle.remove
+        def after() -> None:
+            self._loaded[model].after = digest_of_all(module.parameters())
+
+        return observe_loads(module, before, after)
+
+    def before_backward(self) -> None:
+        """Called before each synchronised backward: count this rank's loads since the last one."""
+        if not self._loaded:
+            return
+        loaded, self._loaded = self._loaded, {}
+        for model, load in loaded.items():
+            if load.changed_nothing():
+                continue
+            number = self._num_loads[model] = self._num_loads.get(model, 0) + 1
+            load.key, load.until_ns = f"loads/{model}/{number}", time.time_ns()
+            if self._store.add(load.key, 1) == self._runtime.world.size:
+                self._store.set(f"{load.key}/all", "")
+            else:
+                self._counted.append(load)
 
     def after_backward(self, loss: Tensor) -> None:
         """Called after each synchronised backward.
 
         Raises: RuntimeError: this rank has loaded weights, and others have not.
         """
-        if self._loads:
+        if self._counted:
             self._compare_loads()
         if self._losses is not None:
             self._compare_losses(loss)
 
     def _compare_loads(self) -> None:
-        loads, self._loads = self._loads, []
         if self._runtime.device.type != "cpu":
             torch.accelerator.synchronize(self._runtime.device)
-        for key, line in loads:
+        counted, self._counted = self._counted, []
+        for load in counted:
+            if self._store.check([f"{load.key}/all"]):
+                continue
+            if not load.is_late:
+                load.is_late = True
+                self._counted.append(load)
+                continue
             try:
-                self._store.wait([f"{key}/all"], _GRACE)
+                self._store.wait([f"{load.key}/all"], _GRACE)
             except dist.DistStoreError:
-                number = self._store.add(key, 0)
-                text = _LOADED_ALONE.format(number=number, size=self._runtime.world.size, line=line)
+                if load.was_broadcast():
+                    continue
+                number = self._store.add(load.key, 0)
+                text = _LOADED_ALONE.format(number=number, size=self._runtime.world.size, line=load.line)
                 raise RuntimeError(text) from None
 
     def _compare_losses(self, loss: Tensor) -> None:
@@ -91,7 +119,7 @@ class ReplicaGuard:
             self._losses = self._key = None
             return
         assert self._losses is not None
-        if loss.numel() != 1 or self._runtime.device.type == "xla":  # there, reading a number ends a graph
+        if loss.numel() != 1:
             self._losses = None
             return
         self._losses.append(float(loss.detach()).hex())
@@ -105,25 +133,25 @@ class ReplicaGuard:
 
 
 @final
-class _Note:
-    """The hook on the user's module; a copy of the module has one that does nothing."""
+class _Load:
+    """The loads of one model between two backwards. Created before the first of them."""
 
-    def __init__(self, note: Callable[..., None]) -> None:
-        self._note = note
+    def __init__(self, module: nn.Module, line: str) -> None:
+        self.module, self.line = module, line
+        self.before = self.after = digest_of_all(module.parameters())
+        self.key = ""
+        self.is_late = False
+        """Whether a backward has ended since that was begun with the load, and not all ranks had loaded then."""
+        self.since_ns = self.until_ns = time.time_ns()
 
-    def __call__(self, *args: Any) -> None:
-        self._note(*args)
+    def changed_nothing(self) -> bool:
+        """Whether the model has the weights from before, be it by a load or by hand."""
+        return self.before in (self.after, digest_of_all(self.module.parameters()))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()
-
-
-def _nothing() -> Callable[..., None]:
-    return _pass
-
-
-def _pass(*_: Any) -> None:
-    pass
+    def was_broadcast(self) -> bool:
+        """Whether this rank has sent the weights to others by hand, between the load and the backward."""
+        sent = FlightRecorder().num_elements("broadcast", self.since_ns, self.until_ns)
+        return sent >= sum(parameter.numel() for parameter in self.module.parameters())
 
 
 def _users_line() -> str:

@@ -9,6 +9,7 @@ from typing import Any, final
 from torch import nn
 from torch.optim import Optimizer
 
+from fabric.strategies.checkpoint.load_hooks import converts_what_it_loads
 from fabric.strategies.checkpoint.state import FindAccess, LoaderAccess, Stateful, uncompiled
 
 _MAX_ROWS = 50
@@ -93,7 +94,7 @@ def _of_optimizer(optimizer: Optimizer, content: Any, access: FindAccess, at: st
 def _converts(module: nn.Module) -> bool:
     """Whether a part changes a state before it loads it, as one that reads older checkpoints does."""
     return any(
-        part._load_state_dict_pre_hooks
+        converts_what_it_loads(part)
         or (
             type(part)._load_from_state_dict is not nn.Module._load_from_state_dict
             and not type(part).__module__.startswith("torch.nn.modules")

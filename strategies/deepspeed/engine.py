@@ -247,9 +247,19 @@ class Engine:
     def refuse_changed_weights(self) -> None:
         """Raise RuntimeError where weights were changed by hand since the last step or load."""
         versions = [parameter._version for parameter in self.trained]
-        if versions != self._versions:
+        if versions != self._versions and (self.stage == 3 or not self._are_as_trained()):
             changed = (p for p, now, then in zip(self.trained, versions, self._versions, strict=True) if now != then)
             raise RuntimeError(_CHANGED_WEIGHT.format(name=self.shown.names[next(changed)]))
+
+    def _are_as_trained(self) -> bool:
+        """Whether this rank's shards of the weights are those that DeepSpeed trains: a change was undone."""
+        shards = zip(
+            self.zero.parallel_partitioned_bit16_groups, self.zero.single_partition_of_fp32_groups, strict=True
+        )
+        return all(
+            torch.equal(parts[torch.distributed.get_rank(group)].to(trained.device), trained.to(parts[0].dtype))
+            for (parts, trained), group in zip(shards, self.zero.real_dp_process_group, strict=True)
+        )
 
     def remember_weights(self) -> None:
         """Take the weights as they are for those that DeepSpeed trains."""
