@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     __version__: str
     from fabric.checkpoint_directory import CheckpointDirectory as CheckpointDirectory
     from fabric.fabric import Fabric as Fabric
+    from fabric.gradient_guard import NonFiniteGradientsError as NonFiniteGradientsError
     from fabric.launchers import WorkerError as WorkerError
     from fabric.launchers import World as World
     from fabric.loggers.csv_file import CSVLogger as CSVLogger
@@ -28,6 +29,7 @@ _HOME = {
     "CheckpointError": "fabric.strategies.checkpoint.errors",
     "CollectiveError": "fabric.strategies.collectives.collective",
     "Fabric": "fabric.fabric",
+    "NonFiniteGradientsError": "fabric.gradient_guard",
     "TensorBoardLogger": "fabric.loggers.tensorboard",
     "WorkerError": "fabric.launchers",
     "World": "fabric.launchers",
@@ -42,6 +44,7 @@ __all__ = [
     "CheckpointError",
     "CollectiveError",
     "Fabric",
+    "NonFiniteGradientsError",
     "TensorBoardLogger",
     "WorkerError",
     "World",

@@ -37,6 +37,8 @@ class Accumulation:
         self._window: Window[Any] | None = None
         self._steps_of: tuple[Prepared, ...] = ()
         self._guarded: dict[Optimizer, Callable[[], None]] = {}
+        self.note_batch: Callable[[Any, object], None] | None = None
+        """Called with each micro-batch that the loop receives, and this object."""
 
     @contextmanager
     def unsynced(self, models: Sequence[Prepared], bare: GradientSync | None) -> Iterator[None]:
@@ -69,7 +71,7 @@ class Accumulation:
             if self.is_unsynced and any(p.grad is not None for model in models for p in model.sync.parameters_held()):
                 raise RuntimeError(_LEFT)
             length = None if total is None else min(num_batches, total - taken)
-            self._steps_of, self._window = models, Window(remaining, num_batches, length, unsynced)
+            self._steps_of, self._window = models, Window(remaining, num_batches, length, unsynced, self._note)
             yield self._window
             if self._window.num_read == 0:
                 raise RuntimeError(_UNREAD)
@@ -87,6 +89,10 @@ class Accumulation:
             remove()
         self._guarded.clear()
         self._window, self._steps_of, self.is_unsynced, self.kept = None, (), False, []
+
+    def _note(self, batch: Any) -> None:
+        if self.note_batch is not None:
+            self.note_batch(batch, self)
 
     def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         in_window = self.is_unsynced and any(model.holds(optimizer) for model in self._steps_of)
@@ -135,8 +141,10 @@ class Window(Generic[T]):
         num_batches: int,
         length: int | None,
         unsynced: Callable[[], AbstractContextManager[None]],
+        note: Callable[[T], None],
     ) -> None:
         self._remaining, self._num_batches, self._length, self._unsynced = remaining, num_batches, length, unsynced
+        self._note = note
         self._was_asked = False
         self.num_read = 0
         """The number of micro-batches yielded so far."""
@@ -168,6 +176,7 @@ class Window(Generic[T]):
                 is_last = False
                 while not is_last:
                     self.num_read += 1
+                    self._note(batch)
                     yield batch
                     batch = next(self._remaining)
                     is_last = self.num_read + 1 == self._num_batches or not self._remaining.has_next()
@@ -179,6 +188,7 @@ class Window(Generic[T]):
                 "`fabric.backward(loss, weight=1)`."
             )
         self.is_complete = True
+        self._note(batch)
         yield batch
 
 

@@ -11,6 +11,7 @@ from typing import get_args
 from torch import nn
 from torch.optim import Optimizer
 
+from fabric.gradient_guard import OnNonfinite
 from fabric.strategies.checkpoint.run_state import NAME
 from fabric.strategies.data.share import Use
 from fabric.strategies.data.uneven import Uneven
@@ -54,6 +55,15 @@ def check_uneven(uneven: object, use: object) -> None:
         raise ValueError(
             f"`setup_dataloaders(uneven={uneven!r}, use={use!r})`: ranks may have different numbers of batches there, "
             "and are not kept in step. Leave `uneven` out, or write `use='train'`."
+        )
+
+
+def check_on_nonfinite(word: object) -> None:
+    """Raise ValueError if `word` is no action of `guard_gradients`."""
+    if word is not None and word not in get_args(OnNonfinite):
+        raise ValueError(
+            f"`guard_gradients({word!r})`: write 'raise' to stop at gradients that are not finite, 'skip' to leave the "
+            "step out, or None to check nothing."
         )
 
 

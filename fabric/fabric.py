@@ -25,6 +25,7 @@ from fabric.arguments import (
     check_limits,
     check_module,
     check_named,
+    check_on_nonfinite,
     check_optimizers,
     check_uneven,
     check_use,
@@ -34,6 +35,7 @@ from fabric.checkpoint_progress import checkpoint_progress
 from fabric.console import print_rank_zero
 from fabric.determinism import determinism
 from fabric.evaluation import gather_for_metrics
+from fabric.gradient_guard import Checks, GradientGuard, OnNonfinite
 from fabric.launchers.environments.flight_recorder import recording
 from fabric.launchers.rank.belongings import close_files
 from fabric.launchers.rank.interpreter import run_exit_functions
@@ -46,15 +48,17 @@ from fabric.moving_average import MovingAverage, check_decay
 from fabric.option_parsing import DEFAULT_SAY_AFTER_SECONDS
 from fabric.progress import progress
 from fabric.replica_guard import ReplicaGuard
+from fabric.replay import Replays, batches, read
 from fabric.request import Request
 from fabric.resolve import resolve
-from fabric.run_state import has_objects, is_run, run_state_of
+from fabric.run_state import generators_of, has_objects, is_run, restore_generators, run_state_of
 from fabric.seed import seed_everything
 from fabric.stop import StopRequest
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint import foreign, loading, run_state, saving
 from fabric.strategies.checkpoint.background import BackgroundSaves, PendingSave
 from fabric.strategies.checkpoint.fit import misfits, table
+from fabric.strategies.checkpoint.loading import in_memory
 from fabric.strategies.checkpoint.run_state import RunState
 from fabric.strategies.checkpoint.snapshot import snapshot
 from fabric.strategies.checkpoint.state import (
@@ -62,13 +66,12 @@ from fabric.strategies.checkpoint.state import (
     Filter,
     StateAccess,
     Stateful,
-    in_memory,
     load_into,
     restore,
     state_of,
     uncompiled,
 )
-from fabric.strategies.checkpoint.storage import storage_of
+from fabric.strategies.checkpoint.storage import Storage, storage_of
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.collective import Collective, ReduceOp
 from fabric.strategies.collectives.flight_recorder import FlightRecorder
@@ -78,6 +81,7 @@ from fabric.strategies.data.device_loader import DeviceLoader
 from fabric.strategies.data.share import Use
 from fabric.strategies.data.transfer import move
 from fabric.strategies.data.uneven import Uneven
+from fabric.strategies.gradients.clipping import gradients_are_finite
 from fabric.strategies.gradients.sync import backward_through
 from fabric.strategies.module.activation_checkpointing import recompute
 from fabric.strategies.module.bare_parameters import BareParameters, outside, refuse_later, refuse_shards
@@ -163,6 +167,7 @@ class Fabric:
         self._backward: Callable[..., None] | None = None
         self._accumulation = Accumulation()
         self._weighting: Weighting | None = None
+        self._guard: GradientGuard | None = None
         self._stop: StopRequest | None = None
         self._unprepared: UnpreparedOptimizers | None = None
         self._replica_guard: ReplicaGuard | None = None
@@ -346,6 +351,7 @@ class Fabric:
         self._optimizers.update(dict.fromkeys(prepared.optimizers, prepared.state))
         self._take_in(strangers, prepared.optimizers, move=move_to_device)
         self._tell_skips(prepared.optimizers)
+        self._guard_steps(prepared.optimizers)
         self._schedulers += [scheduler] if isinstance(scheduler, Stateful) else []
         results = (prepared.module, *prepared.optimizers, *(() if scheduler is None else (scheduler,)))
         return results if len(results) > 1 else prepared.module
@@ -373,6 +379,7 @@ class Fabric:
         self._optimizers.update({each: self._state_access(each, otherwise=shared) for each in optimizers})
         self._take_in(strangers, optimizers, move=True)
         self._tell_skips(optimizers)
+        self._guard_steps(optimizers)
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
     @overload
@@ -498,9 +505,11 @@ class Fabric:
             raise RuntimeError("`fabric.backward(loss)` before `fabric.setup(model)`. Set the model up first.")
         runtime = self._connected
         runtime.loader_numbers.num_backwards += 1
-        guard = None if self._accumulation.held else self._replica_guard
-        if guard is not None:
-            guard.before_backward()
+        replicas = None if self._accumulation.held else self._replica_guard
+        if replicas is not None:
+            replicas.before_backward()
+        if self._guard is not None:
+            self._guard.note_backward(loss)
         runtime.backward.is_running = True
         try:
             with runtime.new_tensors:  # activation checkpointing runs forward again in backward
@@ -519,8 +528,8 @@ class Fabric:
             reached = [self._models[each] for each in named] if named else list(self._models.values())
             if named or len(reached) == 1:  # which models an unnamed loss of several reaches is not known
                 accumulation.note_backward(reached)
-        if guard is not None:
-            guard.after_backward(loss)
+        if replicas is not None:
+            replicas.after_backward(loss)
 
     def accumulate(self, batches: Iterable[T], num_batches: int, *models: nn.Module) -> Iterator[Window[T]]:
         """Yield windows of `num_batches` micro-batches, one optimizer step each; the last one may be shorter.
@@ -627,7 +636,65 @@ class Fabric:
             prepared.clip_value(optimizer, float(clip_val))
             return None
         assert max_norm is not None
-        return prepared.clip_norm(optimizer, float(max_norm), float(norm_type), error_if_nonfinite)
+        if self._guard is None:
+            return prepared.clip_norm(optimizer, float(max_norm), float(norm_type), error_if_nonfinite)
+        norm = prepared.clip_norm(optimizer, float(max_norm), float(norm_type), False)
+        self._guard.note_norm(optimizer, norm)
+        return norm
+
+    def guard_gradients(self, on_nonfinite: OnNonfinite | None, keep_in: str | os.PathLike[str] | None = None) -> None:
+        """From now on, an optimizer step whose gradients are not finite raises, or is skipped, on all ranks alike.
+
+            fabric.guard_gradients("skip", keep_in="nonfinite")
+            for batch in loader:
+                ...
+                optimizer.step()
+                if optimizer.step_was_skipped:
+                    ...
+
+        "raise": NonFiniteGradientsError from `optimizer.step()`, before weights or optimizer change. "skip": the step
+        changes nothing but the gradients, which become None, and a message says so. Both name the ranks whose loss was
+        not finite. None: no check. It holds for all optimizers, also for those set up later. `clip_gradients` then
+        returns a norm that is not finite instead of raising. A loss scaler skips and adapts as before; a step counts
+        once its scale is 1 or less.
+        No message is sent for the check where all ranks hold the same gradients, after `clip_gradients(max_norm=...)`,
+        and with a loss scaler; otherwise one flag is.
+        `keep_in`: a folder, or a URL for fsspec, for the first three such steps: the weights, and each rank's batches
+        and random generators (see `replay`). For this the batches since the last step are kept in memory, not copied.
+        Ranks: all. Raises: ValueError: another word.
+        """
+        check_on_nonfinite(on_nonfinite)
+        runtime = self._connected
+        self._unguard()
+        if on_nonfinite is None:
+            return
+        replays = None if keep_in is None else self._replays(storage_of(keep_in))
+        self._guard = GradientGuard(on_nonfinite, runtime.collective, runtime.report, self._checks_of, replays)
+        self._guard_steps(self._optimizers)
+        if replays is not None:
+            self._accumulation.note_batch = runtime.loader_numbers.note_batch = self._guard.note_batch
+
+    def replay(self, path: str | os.PathLike[str], rank: int | None = None) -> Iterator[Any]:
+        """Repeat a step that `guard_gradients(keep_in=...)` kept: load its weights; returns an iterator of its batches.
+
+            model = fabric.setup(model)
+            for inputs, targets in fabric.replay("nonfinite/step-14"):
+                print(cross_entropy(model(inputs), targets))
+
+        The weights are those of the step, loaded into all models that are set up, in the order of the run that kept it;
+        buffers are as its forwards left them. Before each batch the random generators are as when the loop received it,
+        so that dropout repeats; the batch is on the device. `rank`: repeat what that rank did, with any number of
+        ranks; None: what each rank did, with as many ranks. Iterate the result once. Ranks: all.
+        Raises: ValueError: another number of ranks. CheckpointError: the weights do not fit.
+        """
+        runtime = self._connected
+        folder = storage_of(path)
+        entry = read(folder, runtime.collective, rank)
+        self.load(f"{folder.path}/weights", {"models": list(self._models)})
+        scalers = self._run_state({}).scalers
+        for scaler, state in zip(scalers, entry["scales"], strict=False):
+            scaler.load_state_dict(state)
+        return batches(entry, runtime.device, partial(restore_generators, runtime))
 
     # Collectives
 
@@ -792,7 +859,8 @@ class Fabric:
         content = self._read(path)
         run = content.pop(run_state.NAME, None)
         self._refuse_misfits("load", path, found, content, strict=strict)
-        rest = restore(found, content, strict=strict, access=self._state_access, loaders=self._loader_states)
+        with self._collective_load():
+            rest = restore(found, content, strict=strict, access=self._state_access, loaders=self._loader_states)
         if is_run(dict(found)):
             self._run_state(found).write(in_memory(run))
         return rest
@@ -809,7 +877,8 @@ class Fabric:
             content = foreign.with_tied(uncompiled(obj), content)
         name = type(obj).__name__
         self._refuse_misfits("load_raw", path, {name: obj}, {name: content}, strict=strict)
-        load_into(obj, content, strict=strict, access=self._state_access)
+        with self._collective_load():
+            load_into(obj, content, strict=strict, access=self._state_access)
 
     @overload
     def state_dict(self, model: nn.Module, optimizer: None = None, *, all_ranks: bool = False) -> dict[str, Any]: ...
@@ -944,9 +1013,48 @@ class Fabric:
     def _forget(self) -> None:
         """Drop all references to what was set up."""
         self._accumulation.release()
+        self._unguard()
         self._models, self._optimizers, self._schedulers, self._backward = {}, {}, [], None
         self._unprepared = self._replica_guard = None
         self._bare = self._weighting = None
+
+    def _collective_load(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._replica_guard is None else self._replica_guard.collective_load()
+
+    def _unguard(self) -> None:
+        if self._guard is not None:
+            self._guard.release()
+            self._guard = self._accumulation.note_batch = self._connected.loader_numbers.note_batch = None
+
+    def _guard_steps(self, optimizers: Iterable[Optimizer]) -> None:
+        if self._guard is not None:
+            for optimizer in optimizers:
+                self._guard.attach(optimizer)
+
+    def _checks_of(self, optimizer: Optimizer) -> Checks:
+        """How the guard checks the gradients of an optimizer."""
+        runtime = self._connected
+        scaler: Stateful | None = runtime.loss_scaler
+        models = self._models.values()
+        # An engine gives its optimizer other tensors than the parameters.
+        model = next((each for each in models if optimizer in each.optimizers or each.holds(optimizer)), None)
+        plain = partial(gradients_are_finite, scaler=runtime.loss_scaler, any_rank=runtime.any_rank)
+        if model is not None and model.scale_loss is not None:  # by its engine
+            scaler = model.loss_scale
+        return Checks(
+            is_finite=plain if model is None else model.is_finite,  # None: parameters outside of any module
+            scale=lambda: 1.0 if scaler is None else float(scaler.state_dict()["scale"]),
+        )
+
+    def _replays(self, storage: Storage) -> Replays:
+        runtime = self._connected
+        return Replays(
+            storage,
+            runtime.collective,
+            partial(generators_of, runtime),
+            lambda path: self.save(path, {"models": list(self._models)}),
+            lambda: [scaler.state_dict() for scaler in self._run_state({}).scalers],
+        )
 
     def _backward_for(self, named: Sequence[Prepared]) -> Callable[..., None] | None:
         """The backward of a loss of these models."""

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from fabric.strategies.checkpoint.loading import in_memory
 from fabric.strategies.checkpoint.placed import Placed
-from fabric.strategies.checkpoint.state import PlacedState, in_memory, uncompiled
+from fabric.strategies.checkpoint.state import PlacedState, uncompiled
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.sharding.dtensor import local_part
 

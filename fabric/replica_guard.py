@@ -14,7 +14,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, final
 
@@ -44,6 +45,7 @@ class ReplicaGuard:
         self._runtime, self._store = runtime, store
         self._num_models = 0
         self._loaded: dict[int, _Load] = {}
+        self._is_collective = False
         self._num_loads: dict[int, int] = {}
         self._counted: list[_Load] = []
         self._losses: list[str] | None = [] if runtime.share.count == runtime.world.size else None
@@ -59,13 +61,24 @@ class ReplicaGuard:
         model = self._num_models
 
         def before() -> None:
-            if model not in self._loaded:
+            if not self._is_collective and model not in self._loaded:
                 self._loaded[model] = _Load(module, _users_line())
 
         def after() -> None:
-            self._loaded[model].after = digest_of_all(module.parameters())
+            if not self._is_collective:
+                self._loaded[model].after = digest_of_all(module.parameters())
 
         return observe_loads(module, before, after)
+
+    @contextmanager
+    def collective_load(self) -> Iterator[None]:
+        """Context: all ranks load together, so these loads are not counted. What was loaded before is overwritten."""
+        self._is_collective = True
+        try:
+            yield
+        finally:
+            self._is_collective = False
+            self._loaded.clear()
 
     def before_backward(self) -> None:
         """Called before each synchronised backward: count this rank's loads since the last one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ def run_state_of(runtime: Runtime, scalers: Sequence[Stateful], schedulers: Sequ
     """The state that is added to a checkpoint of `state`; a scheduler that `state` names is saved there only."""
     named = {id(each) for each in _objects(state)}
     return RunState(
-        generators=lambda: {name: rng.read() for name, rng in _rngs(runtime).items()},
-        restore_generators=lambda states: _restore(_rngs(runtime), states),
+        generators=partial(generators_of, runtime),
+        restore_generators=partial(restore_generators, runtime),
         scalers=scalers,
         schedulers=[each for each in schedulers if id(each) not in named],
         gather=runtime.collective.all_gather_object,
@@ -50,13 +51,19 @@ def _objects(state: Any) -> list[Any]:
     return [state]
 
 
-def _rngs(runtime: Runtime) -> dict[str, Rng]:
-    named = dict(zip(("torch", "python", "numpy"), process_rngs(), strict=False))
-    return named | {f"{runtime.device.type} {number}": rng for number, rng in enumerate(device_rngs(runtime.devices))}
+def generators_of(runtime: Runtime) -> dict[str, Any]:
+    """The states of this rank's random generators, by name."""
+    return {name: rng.read() for name, rng in _rngs(runtime).items()}
 
 
-def _restore(rngs: dict[str, Rng], states: dict[str, Any]) -> None:
-    for name, rng in rngs.items():
+def restore_generators(runtime: Runtime, states: dict[str, Any]) -> None:
+    """Restore what `generators_of` returned; generators that it did not have stay as they are."""
+    for name, rng in _rngs(runtime).items():
         if name in states:
             state = states[name]
             rng.write(state.cpu() if isinstance(state, torch.Tensor) else state)
+
+
+def _rngs(runtime: Runtime) -> dict[str, Rng]:
+    named = dict(zip(("torch", "python", "numpy"), process_rngs(), strict=False))
+    return named | {f"{runtime.device.type} {number}": rng for number, rng in enumerate(device_rngs(runtime.devices))}

@@ -33,6 +33,8 @@ class Prepared:
     most `max_norm`; returns the norm before."""
     clip_value: Callable[[Optimizer, float], None]
     """`(optimizer, clip_val)`: clamp each gradient to `[-clip_val, clip_val]`."""
+    is_finite: Callable[[Optimizer], bool]
+    """Whether the gradients with which an optimizer would step are finite, on every rank; all ranks call it."""
     release: Callable[[], None]
     """Restore the user's objects: no hook and no attribute of ours stays on them."""
     scale_loss: Callable[[Tensor], Tensor] | None = None

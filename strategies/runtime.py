@@ -49,6 +49,9 @@ class Runtime:
     """Present exactly when `precision.scales_loss`."""
     report: Callable[[str], None]
     """Logs a message to the user, through the logger `fabric`; silent on all ranks but zero."""
+    any_rank: Callable[[bool], bool] = bool
+    """Whether the argument is True on any rank: one small all-reduce. Where every rank has the averaged gradients of
+    the whole model, what is found in them is the same on all, and nothing is sent."""
     new_tensors: AbstractContextManager[None] = field(default_factory=nullcontext)
     """Context for forward and backward: new tensors have the precision's dtype. May be entered by any thread."""
     share: Share = field(default_factory=Share)
@@ -84,7 +87,8 @@ def open_runtime(
     """
     collective.setup()
     report = logging.getLogger("fabric").warning if world.is_global_zero else _keep_quiet
-    shared = (partial(_any_rank, collective), local_part) if in_shards else ()
+    any_rank = partial(_any_rank, collective) if in_shards else bool
+    shared = (any_rank, local_part) if in_shards else ()
     return Runtime(
         world=world,
         device=devices[0],
@@ -93,6 +97,7 @@ def open_runtime(
         precision=precision,
         loss_scaler=loss_scaler_for(precision, report, *shared),
         report=report,
+        any_rank=any_rank,
         new_tensors=dtype_of_new_tensors(precision),
         share=Share(index=world.rank, count=world.size),
         carry=carry,

@@ -84,6 +84,12 @@ _CASES = (
         needs=("clip_norm",),
     ),
     Case(
+        name="guard",
+        claim="steps whose gradients are not finite are skipped",
+        body=loops.guarded,
+        needs=("clip_norm",),
+    ),
+    Case(
         name="zero_grad",
         claim="gradients cleared before or after forward, by the model or the optimizer",
         body=loops.zero_grad,

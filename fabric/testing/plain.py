@@ -62,6 +62,7 @@ class Loop(Protocol):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor | None: ...
+    def guard_gradients(self, on_nonfinite: Any) -> None: ...
     def ema(self, module: nn.Module, decay: float = 0.999) -> Any: ...
     def barrier(self) -> None: ...
     def broadcast(self, obj: T) -> T: ...
@@ -122,6 +123,7 @@ class _PlainLoop:
         self._table, self._precision, self._device = table, precision, device
         self.collective: Collective = SingleDeviceCollective()
         self._modules: list[nn.Module] = []
+        self._guarded = False
         self._synced = True
         self._weight = 0.0
         """Of losses that were not synchronised yet."""
@@ -138,6 +140,8 @@ class _PlainLoop:
             module.to(self._device, self._precision.param_dtype)
         object.__setattr__(module, "mark_forward_method", lambda method: None)
         self._modules.append(module)
+        for optimizer in optimizers if self._guarded else ():
+            optimizer.register_step_pre_hook(_skip_nonfinite)
         return (module, *optimizers) if optimizers else module
 
     def setup_module(self, module: nn.Module) -> nn.Module:
@@ -222,6 +226,9 @@ class _PlainLoop:
         assert max_norm is not None
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
+    def guard_gradients(self, on_nonfinite: Any) -> None:
+        self._guarded = on_nonfinite is not None
+
     def ema(self, module: nn.Module, decay: float = 0.999) -> Any:
         return _PlainAverage(module, decay)
 
@@ -263,6 +270,14 @@ class _PlainLoop:
 
     def _mean(self, mine: Tensor) -> Tensor:
         return torch.stack(self._table.exchange(self.global_rank, mine)).mean(dim=0)
+
+
+def _skip_nonfinite(optimizer: Any, args: Any, kwargs: Any) -> None:
+    parameters = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+    optimizer.step_was_skipped = not all(each.grad.isfinite().all() for each in parameters)
+    if optimizer.step_was_skipped:
+        for parameter in parameters:
+            parameter.grad = None
 
 
 @final

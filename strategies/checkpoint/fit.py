@@ -9,7 +9,7 @@ from typing import Any, final
 from torch import nn
 from torch.optim import Optimizer
 
-from fabric.strategies.checkpoint.load_hooks import converts_what_it_loads
+from fabric.strategies.checkpoint.in_place import converts
 from fabric.strategies.checkpoint.state import FindAccess, LoaderAccess, Stateful, uncompiled
 
 _MAX_ROWS = 50
@@ -66,7 +66,7 @@ def _of_module(module: nn.Module, content: Any, access: FindAccess, at: str) -> 
     if not isinstance(content, dict):
         yield Misfit(at, f"`{type(module).__name__}`", f"`{type(content).__name__}`", False)
         return
-    if _converts(module):  # it may take other names and shapes; torch compares what comes of them
+    if converts(module):  # it may take other names and shapes; torch compares what comes of them
         return
     shapes = access(module).shapes(module)
     for name, shape in shapes.items():
@@ -89,18 +89,6 @@ def _of_optimizer(optimizer: Optimizer, content: Any, access: FindAccess, at: st
     there = [len(group["params"]) for group in content["param_groups"]]
     if here != there:
         yield Misfit(at, f"{kind}, groups of {here} parameters", f"groups of {there}", False)
-
-
-def _converts(module: nn.Module) -> bool:
-    """Whether a part changes a state before it loads it, as one that reads older checkpoints does."""
-    return any(
-        converts_what_it_loads(part)
-        or (
-            type(part)._load_from_state_dict is not nn.Module._load_from_state_dict
-            and not type(part).__module__.startswith("torch.nn.modules")
-        )
-        for part in module.modules()
-    )
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:

@@ -6,10 +6,12 @@ Every byte is verified before any object is changed, each rank a share of them.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -59,11 +61,16 @@ class Stored:
         if covering is not None:
             return self._elements(covering)[box.slices_in(covering.box)]
         made = torch.empty(box.shape, dtype=self.dtype)
-        for piece in self._pieces:
-            shared = piece.box.intersection(box)
-            if shared is not None:
-                made[shared.slices_in(box)] = self._elements(piece)[shared.slices_in(piece.box)]
+        self.copy_to(made, box)
         return made
+
+    def copy_to(self, target: Tensor, box: Box) -> None:
+        """Fill `target` with the elements of a box, straight from where the file is mapped."""
+        with torch.no_grad():
+            for piece in self._pieces:
+                shared = piece.box.intersection(box)
+                if shared is not None:
+                    target[shared.slices_in(box)].copy_(self._elements(piece)[shared.slices_in(piece.box)])
 
     def _elements(self, piece: Piece) -> Tensor:
         num_bytes = piece.box.numel * self.dtype.itemsize
@@ -73,6 +80,23 @@ class Stored:
         return content.view(self.dtype).view(piece.box.shape)
 
 
+def in_memory(content: Any, *, mapped: bool = False) -> Any:
+    """A nest with each `Stored` read, whole: into memory of its own, or (`mapped`) to be copied from and forgotten.
+
+    A single number is in memory of its own in any case: optimizers keep the step that they load.
+    """
+    if isinstance(content, Stored):
+        return content.whole() if mapped and math.prod(content.shape) > 1 else content.whole().clone()
+    if isinstance(content, dict):
+        read = copy(content)  # of its own class, and with its attributes: torch notes versions on a module's state
+        for key, entry in content.items():
+            read[key] = in_memory(entry, mapped=mapped)
+        return read
+    if type(content) in (list, tuple):
+        return type(content)(in_memory(entry, mapped=mapped) for entry in content)
+    return content
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
@@ -80,6 +104,8 @@ class Checkpoint:
 
     storage: Storage
     manifest: Manifest
+    bytes_of_file: Callable[[str], Tensor]
+    """Each file is mapped, or read, once."""
 
     @classmethod
     def open(cls, storage: Storage, content: bytes | None = None) -> Checkpoint:
@@ -87,14 +113,16 @@ class Checkpoint:
 
         Raises: FileNotFoundError: there is none. ValueError: its manifest cannot be read.
         """
-        return cls(storage=storage, manifest=Manifest.of_bytes(storage.read(NAME) if content is None else content))
+        manifest = Manifest.of_bytes(storage.read(NAME) if content is None else content)
+        files = manifest.table.files
+        bytes_of_file = cache(lambda name: storage.tensor(name, files[name].num_bytes))
+        return cls(storage=storage, manifest=manifest, bytes_of_file=bytes_of_file)
 
     def content(self) -> Any:
         """What was saved, with a `Stored` for each tensor."""
-        files = self.manifest.table.files
-        bytes_of_file = cache(lambda name: self.storage.tensor(name, files[name].num_bytes))
         stored = {
-            pointer: Stored(pointer, entry, bytes_of_file) for pointer, entry in self.manifest.table.tensors.items()
+            pointer: Stored(pointer, entry, self.bytes_of_file)
+            for pointer, entry in self.manifest.table.tensors.items()
         }
         found = decode(self.manifest.values, stored.pop)
         for pointer, tensor in stored.items():  # those that rank 0 did not have
@@ -115,7 +143,7 @@ class Checkpoint:
         """
         chunks = sorted(_chunks_of(self.manifest.table, None if names is None else set(names)))[share::num_shares]
         files = self.manifest.table.files
-        tensors = {name: self.storage.tensor(name, files[name].num_bytes) for name in {name for name, _ in chunks}}
+        tensors = {name: self.bytes_of_file(name) for name in {name for name, _ in chunks}}
 
         def is_damaged(chunk: tuple[str, int]) -> bool:
             name, number = chunk
@@ -136,8 +164,6 @@ def read_checkpoint(path: str | os.PathLike[str], names: Iterable[str] | None = 
     `names`: the outermost entries wanted; None: all. Runs no code from the files.
     Raises: CheckpointError: there is no complete checkpoint, or its bytes are damaged.
     """
-    from fabric.strategies.checkpoint.state import in_memory
-
     with reading(path) as storage:
         checkpoint = Checkpoint.open(storage)
         checkpoint.verify(names)

@@ -169,7 +169,8 @@ def write(storage: Storage, plan: Plan, advance: Advance | None = None) -> None:
     files = {plan.file: layout.file()} if plan.tensors else {}
     table = Table(files=files, tensors=layout.entries)
     content = {"values": plan.values, **table.to_json()}
-    storage.write(f"{plan.token}.{plan.rank}.json", [json.dumps(content, allow_nan=False).encode()])
+    told = json.dumps(content, allow_nan=False).encode()
+    storage.write(f"{plan.token}.{plan.rank}.json", [told], is_flushed=False)  # the manifest takes it up
 
 
 @final

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping
-from copy import copy
 from typing import Any, Protocol, TypeAlias, final, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.checkpoint.loading import Stored
+from fabric.strategies.checkpoint.in_place import filled_module, filled_optimizer
+from fabric.strategies.checkpoint.loading import in_memory
 from fabric.strategies.checkpoint.placed import Placed, on_ranks
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
@@ -107,20 +107,6 @@ class StateAccess(ABC):
         self.write_optimizer(optimizer, in_memory(content))
 
 
-def in_memory(content: Any, *, mapped: bool = False) -> Any:
-    """A nest with each `Stored` read, whole: into memory of its own, or (`mapped`) to be copied from and forgotten."""
-    if isinstance(content, Stored):
-        return content.whole() if mapped else content.whole().clone()
-    if isinstance(content, dict):
-        read = copy(content)  # of its own class, and with its attributes: torch notes versions on a module's state
-        for key, entry in content.items():
-            read[key] = in_memory(entry, mapped=mapped)
-        return read
-    if type(content) in (list, tuple):
-        return type(content)(in_memory(entry, mapped=mapped) for entry in content)
-    return content
-
-
 @final
 class PlainState(StateAccess):
     """Every rank has the whole state in the objects themselves."""
@@ -136,6 +122,12 @@ class PlainState(StateAccess):
 
     def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
         optimizer.load_state_dict(content)
+
+    def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
+        self.write_module(module, filled_module(module, content), strict=strict)
+
+    def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
+        self.write_optimizer(optimizer, filled_optimizer(optimizer, content))
 
 
 @final
@@ -159,6 +151,12 @@ class ReplicatedState(StateAccess):
 
     def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
         PLAIN.write_optimizer(optimizer, content)
+
+    def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
+        PLAIN.load_module(module, content, strict=strict)
+
+    def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
+        PLAIN.load_optimizer(optimizer, content)
 
     def place_module(self, module: nn.Module) -> dict[str, Any]:
         state = module.state_dict()

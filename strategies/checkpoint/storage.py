@@ -32,8 +32,8 @@ class Storage(ABC):
         """As the user wrote it."""
 
     @abstractmethod
-    def write(self, name: str, blocks: Iterable[Buffer]) -> None:
-        """Make a new file of these bytes."""
+    def write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True) -> None:
+        """Make a new file of these bytes. `is_flushed=False`: it is needed no longer than the save goes on."""
 
     @abstractmethod
     def commit(self, name: str, content: bytes) -> None:
@@ -88,19 +88,24 @@ class Folder(Storage):
     def path(self) -> str:
         return str(self._folder)
 
-    def write(self, name: str, blocks: Iterable[Buffer]) -> None:
+    def write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True) -> None:
+        self._write(name, blocks, is_flushed=is_flushed)
+        if is_flushed:
+            _flush(self._folder)
+
+    def _write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
             with open(self._folder / name, "xb", buffering=0) as file:
                 for block in blocks:
                     _write_all(file.fileno(), memoryview(block))
-                os.fsync(file.fileno())
+                if is_flushed:
+                    os.fsync(file.fileno())
         except BaseException as error:
             self.remove(name)
             if isinstance(error, OSError) and error.errno is not None and error.errno in _FULL:
                 raise OSError(error.errno, f"{os.strerror(error.errno)}: {self._space()}") from error
             raise
-        _flush(self._folder)
 
     def _space(self) -> str:
         """What is known of the limit that was met, now that the file has been removed again."""
@@ -117,7 +122,7 @@ class Folder(Storage):
     def commit(self, name: str, content: bytes) -> None:
         beside = f"{name}.new"
         self.remove(beside)
-        self.write(beside, [content])
+        self._write(beside, [content])
         (self._folder / beside).replace(self._folder / name)
         _flush(self._folder)
 
@@ -173,7 +178,7 @@ class Remote(Storage):
     def path(self) -> str:
         return self._address
 
-    def write(self, name: str, blocks: Iterable[Buffer]) -> None:
+    def write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True) -> None:
         self._system.makedirs(self._root, exist_ok=True)
         with self._system.open(self._at(name), "wb") as file:
             for block in blocks:

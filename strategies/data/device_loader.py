@@ -76,6 +76,8 @@ class Reading:
     """How often the loop has called backward."""
     num_unweighted: Callable[[], int] = lambda: 0
     """How often it has without a weight."""
+    note: Callable[[], Callable[[Any, object], None] | None] = lambda: None
+    """What is called with each batch that the loop receives, if anything."""
     draw_apart: Callable[[], None] = lambda: None
     """Lets ranks that read different data draw different random numbers; called before the loop gets a batch."""
 
@@ -96,10 +98,12 @@ class Iteration:
         """How many batches were no repetition."""
         return self.num_batches if self._num_read is None else min(self.num_batches, self._num_read())
 
-    def follow(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches, counted."""
+    def follow(self, batches: Iterator[Any], note: Callable[[Any, object], None] | None = None) -> Iterator[Any]:
+        """The batches, counted and noted."""
         for batch in batches:
             self.num_batches += 1
+            if note is not None:
+                note(batch, self)
             yield batch
         self.is_complete = True
 
@@ -152,8 +156,8 @@ class DeviceLoader(ABC):
             batches = reading.carry(batches, reading.device)
         if reading.order is None or opened is None:
             reading.draw_apart()
-            return self.iteration.follow(batches)
-        return self.iteration.follow(self._counted(batches, reading.order, opened))
+            return self.iteration.follow(batches, reading.note())
+        return self.iteration.follow(self._counted(batches, reading.order, opened), reading.note())
 
     def __len__(self) -> int:
         """The number of this rank's batches. TypeError where the user's loader has no length."""

@@ -49,6 +49,8 @@ class LoaderNumbers:
         """Of the loop. An iteration that ends after one batch without any was a peek."""
         self.num_unweighted = 0
         """Backwards without a weight."""
+        self.note_batch: Callable[[Any, object], None] | None = None
+        """Called with each batch that the loop receives, and its loader."""
 
     def next(self) -> int:
         """The number of the loader that is being set up."""

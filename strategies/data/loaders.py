@@ -94,6 +94,7 @@ def process_dataloader(
     counts: dict[str, Any] = {
         "num_backwards": lambda: numbers.num_backwards,
         "num_unweighted": lambda: numbers.num_unweighted,
+        "note": lambda: numbers.note_batch if use == "train" else None,
     }
     return read_as(loader, replace(reading, draw_apart=draw_apart, **counts))
 

@@ -145,6 +145,12 @@ class OwnersState(StateAccess):
     def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
         PLAIN.write_module(module, content, strict=strict)
 
+    def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
+        PLAIN.load_module(module, content, strict=strict)
+
+    def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
+        PLAIN.load_optimizer(optimizer, content)
+
     def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         """Rank 0 has it whole, on the CPU."""
         parameters, state = parameters_of(optimizer), optimizer.state

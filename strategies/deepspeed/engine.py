@@ -23,6 +23,7 @@ from fabric.strategies.module.added_parameters import Newcomers
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
 from fabric.strategies.module.copies import Hook
 from fabric.strategies.nest import tensors_in
+from fabric.strategies.precision.loss_scaler import all_finite
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder, start_comparing
 from fabric.strategies.torch_internals import disable_dynamo
@@ -178,6 +179,13 @@ class Engine:
         for shard in self._shards():
             shard.clamp_(-bound, bound)
         self._show()
+
+    def is_finite(self, _: Optimizer) -> bool:
+        """Whether all gradients are finite, on every rank. As clipping does, it closes the window of backwards."""
+        self._follow_zero_grad()
+        found = all_finite(self._shards())
+        self._show()
+        return self.runtime.collective.reduce_boolean_decision(found)
 
     def multiply(self, factor: float | Tensor) -> None:
         """Multiply each gradient. As clipping does, it closes the window of backwards."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.launchers.world import World
+from fabric.strategies.checkpoint.loading import in_memory
 from fabric.strategies.checkpoint.placed import Placed, elsewhere, range_of
 from fabric.strategies.checkpoint.state import StateAccess
 
@@ -130,6 +131,9 @@ class ZeroState(StateAccess):
                     state[number] = entries
                 number += 1
         return {"state": state, "param_groups": groups}
+
+    def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
+        self.write_optimizer(optimizer, in_memory(content, mapped=True))  # each rank copies its part
 
     def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
         saved = content["param_groups"]

@@ -176,6 +176,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             loss_scale=LossScale(engine.optimizer.loss_scaler) if engine.optimizer.loss_scaler.dynamic else None,
             clip_norm=pieces.clip_norm,
             clip_value=pieces.clip_value,
+            is_finite=pieces.is_finite,
             release=stack.pop_all().close,
             state=state,
         )
@@ -252,6 +253,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             scale_loss=refuse,
             clip_norm=refuse,
             clip_value=refuse,
+            is_finite=refuse,
             release=stack.pop_all().close,
             state=ZeroState(runtime.world, self._stage, None, ()),
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,7 @@ from fabric.strategies.undo import undo_all
 class FairScaleFSDPStrategy(ProcessGroupStrategy):
     """Fully sharded data parallel, by FairScale: each rank keeps a slice of every parameter."""
 
+    in_shards: ClassVar[bool] = True
     wrap: Policy | None = None
     """The parts whose parameters are gathered when the part runs, and dropped after: classes, or a function that is
     true of the modules meant. What lies in none is gathered for the whole of forward and backward. None: all is."""

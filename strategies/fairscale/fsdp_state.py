@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from fabric.strategies.checkpoint.loading import in_memory
 from fabric.strategies.checkpoint.placed import Placed, range_of
 from fabric.strategies.checkpoint.state import PLAIN, StateAccess
 from fabric.strategies.collectives.collective import Collective
@@ -228,6 +229,9 @@ class SlicedState(StateAccess):
 
     def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
         PLAIN.write_optimizer(optimizer, content)
+
+    def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
+        self.write_optimizer(optimizer, in_memory(content, mapped=True))  # each rank copies its slices
 
     def _module_state(self, module: nn.Module, entry: _Entry) -> dict[str, Any]:
         with self._slices.as_they_are():

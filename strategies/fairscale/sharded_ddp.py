@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import final
+from typing import ClassVar, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -42,6 +42,7 @@ from fabric.strategies.target import Target, releases
 class FairScaleShardedStrategy(ProcessGroupStrategy):
     """Data parallel, with gradients and optimizer state split over the ranks by whole parameters."""
 
+    in_shards: ClassVar[bool] = True
     broadcast_buffers: bool = True
     """Buffers (the statistics of BatchNorm) follow rank 0 after every forward that computes gradients."""
 

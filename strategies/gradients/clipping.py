@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.precision.loss_scaler import LossScaler
+from fabric.strategies.precision.loss_scaler import LossScaler, all_finite
 from fabric.strategies.sharding.dtensor import as_sharded, local_part, put_together
 
 if TYPE_CHECKING:
@@ -81,6 +81,19 @@ def clip_value(optimizer: Optimizer, clip_val: float, scaler: LossScaler | None)
     for parameter in parameters_of(optimizer):
         if parameter.grad is not None:
             local_part(parameter.grad).clamp_(-clip_val, clip_val)
+
+
+def gradients_are_finite(optimizer: Optimizer, *, scaler: LossScaler | None, any_rank: Callable[[bool], bool]) -> bool:
+    """Whether the gradients of an optimizer are finite, on all ranks. With a loss scaler it is its decision.
+
+    `any_rank`: whether the argument is True on any rank, where ranks hold different gradients. Ranks: all.
+    """
+    if scaler is not None:
+        return scaler.unscale(optimizer)
+    gradients = [local_part(each.grad) for each in parameters_of(optimizer) if each.grad is not None]
+    if any(gradient.device.type == "xla" for gradient in gradients):
+        return bool(_largest(gradients).isfinite())
+    return not any_rank(not all_finite(gradients))
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.data.loader_check import Ranks
 from fabric.strategies.data.loaders import DeviceLoader, Use, process_dataloader
 from fabric.strategies.data.uneven import Votes
-from fabric.strategies.gradients.clipping import clip_norm, clip_value, move_state
+from fabric.strategies.gradients.clipping import clip_norm, clip_value, gradients_are_finite, move_state
 from fabric.strategies.gradients.sync import GradientSync, LocalGradientSync
 from fabric.strategies.module.deferred_init import refuse_empty
 from fabric.strategies.module.forward import Around, ForwardPath
@@ -73,6 +73,7 @@ def prepared(
         sync=sync,
         clip_norm=partial(clip_norm, scaler=scaler),
         clip_value=partial(clip_value, scaler=scaler),
+        is_finite=partial(gradients_are_finite, scaler=scaler, any_rank=runtime.any_rank),
         release=undo_all((path.release, attach_scaler(scaler, optimizers), sync.release, *ends)),
     )
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.box import Box
-from fabric.strategies.checkpoint.loading import Stored
+from fabric.strategies.checkpoint.loading import Stored, in_memory
 from fabric.strategies.checkpoint.placed import Placed
-from fabric.strategies.checkpoint.state import StateAccess, in_memory
+from fabric.strategies.checkpoint.state import StateAccess
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -146,10 +146,11 @@ class ShardedState(StateAccess):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         indices = [index for group in content["param_groups"] for index in group["params"]]
         by_index = dict(zip(indices, parameters, strict=False))
-        states = {
-            index: {name: _copied(_stored_like(value, by_index.get(index))) for name, value in entries.items()}
-            for index, entries in content["state"].items()
-        }
+        states = {}
+        for index, entries in content["state"].items():
+            parameter: Any = by_index.get(index)
+            standing = optimizer.state.get(parameter, {})
+            states[index] = {name: _filled(value, parameter, standing.get(name)) for name, value in entries.items()}
         self.write_optimizer(optimizer, {**in_memory({**content, "state": {}}), "state": states})
 
     def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -231,9 +232,24 @@ def _stored_like(value: Any, like: Any) -> Any:
     )
 
 
-def _copied(value: Any) -> Any:
-    """A copy, because an optimizer keeps the tensors of the state that it loads."""
-    return value.clone() if isinstance(value, Tensor) else value
+def _filled(value: Any, parameter: Any, standing: Any) -> Any:
+    """An entry of an optimizer's state: `standing` with the stored values, where that is like them.
+
+    A new tensor otherwise, because an optimizer keeps those of the state that it loads.
+    """
+    own = as_sharded(standing)
+    if isinstance(value, Stored) and own is not None and _has_layout_of(own, parameter):
+        local = own.to_local()
+        if (tuple(own.shape), own.dtype) == (value.shape, value.dtype) and local.is_contiguous():
+            value.copy_to(local, _place(own)[0])
+            return standing
+    found = _stored_like(value, parameter)
+    return found.clone() if isinstance(found, Tensor) else found
+
+
+def _has_layout_of(tensor: DTensor, like: Any) -> bool:
+    other = as_sharded(like)
+    return other is not None and (tensor.device_mesh, tensor.placements) == (other.device_mesh, other.placements)
 
 
 def _laid_out(entries: dict[str, Any], parameter: Tensor, standing: dict[str, Any]) -> dict[str, Any]:

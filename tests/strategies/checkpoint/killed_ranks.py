@@ -46,8 +46,9 @@ class Fatal:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._folder, name)
 
-    def write(self, name: str, blocks: Iterable[Buffer]) -> None:
-        self._folder.write(name, self._until(blocks) if name.endswith(".bin") else blocks)
+    def write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True) -> None:
+        blocks = self._until(blocks) if name.endswith(".bin") else blocks
+        self._folder.write(name, blocks, is_flushed=is_flushed)
 
     def commit(self, name: str, content: bytes) -> None:
         if self._moment == "commit":

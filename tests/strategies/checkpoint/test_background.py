@@ -62,12 +62,12 @@ class Gated:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._folder, name)
 
-    def write(self, name: str, blocks: Iterable[Buffer]) -> None:
+    def write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True) -> None:
         if name.endswith(".bin"):
             if self._gate is None:
                 raise OSError("the cable was pulled")
             self._gate.wait()
-        self._folder.write(name, blocks)
+        self._folder.write(name, blocks, is_flushed=is_flushed)
 
 
 def save_with_a_slow_rank(collective: ThreadCollective, folder: str, gate: threading.Event) -> None:

@@ -1,0 +1,153 @@
+"""Steps whose gradients are not finite: skipped or stopped on all ranks together, and kept to be replayed.
+
+A hook before each step of an optimizer decides. Ranks that hold the same averaged gradients decide alike without a
+message. Ranks that hold shards use the norm of `clip_gradients` or the decision of the loss scaler, which all ranks
+have; without either they exchange one flag. Only a step that is not finite costs more: the ranks gather their losses.
+
+# Note [What a loss scaler skips]
+Under float16 a gradient may overflow because the loss scale is high. The scaler then skips the step and lowers the
+scale, and the guard does nothing. At a scale of 1 or less the overflow is that of the gradients themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from fabric.replay import Replays, as_text
+from fabric.strategies.checkpoint.errors import CheckpointError
+from fabric.strategies.collectives.collective import Collective
+
+OnNonfinite: TypeAlias = Literal["raise", "skip"]
+
+
+class NonFiniteGradientsError(RuntimeError):
+    """Gradients were not finite at a step. Raised on every rank, before weights and optimizer change."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checks:
+    """What the guard asks of one optimizer's strategy."""
+
+    is_finite: Callable[[Optimizer], bool]
+    """Whether all gradients are finite, on every rank; all call it."""
+    scale: Callable[[], float]
+    """The present loss scale; 1.0 without one."""
+
+
+@final
+class GradientGuard:
+    """What `fabric.guard_gradients` sets. `checks_of`: how the gradients of an optimizer are checked."""
+
+    def __init__(
+        self,
+        on_nonfinite: OnNonfinite,
+        collective: Collective,
+        report: Callable[[str], None],
+        checks_of: Callable[[Optimizer], Checks],
+        replays: Replays | None,
+    ) -> None:
+        self._action, self._collective, self._report = on_nonfinite, collective, report
+        self._checks_of, self._replays = checks_of, replays
+        self._handles: list[RemovableHandle] = []
+        self._checks: dict[Optimizer, Checks] = {}
+        self._norms: dict[Optimizer, Tensor] = {}
+        self._losses: list[Tensor] = []
+        """Of the backwards since the last step."""
+        self._has_stepped = False
+        self._skips: Optimizer | None = None
+        self.num_steps = 0
+        """Of all optimizers."""
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Check before each step."""
+        check = optimizer.register_step_pre_hook(self._before_step)
+        # Hooks of strategies hide gradients: of a step that overflowed, or of other ranks' parameters.
+        optimizer._optimizer_step_pre_hooks.move_to_end(check.id, last=False)  # type: ignore[attr-defined]
+        self._handles += [check, optimizer.register_step_post_hook(self._after_step)]
+
+    def release(self) -> None:
+        """Check no step any more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def note_batch(self, batch: Any, source: object) -> None:
+        """The loop receives a batch of `source`. Without gradients it is evaluated."""
+        if self._replays is not None and torch.is_grad_enabled():
+            self._replays.note(batch, source)
+
+    def note_backward(self, loss: Tensor) -> None:
+        """The loop calls backward."""
+        if self._has_stepped:
+            self._losses.clear()
+            self._has_stepped = False
+        self._losses.append(loss.detach())
+        self._norms.clear()
+        if self._replays is not None:
+            self._replays.note_backward()
+
+    def note_norm(self, optimizer: Optimizer, norm: Tensor) -> None:
+        """Clipping has computed the norm of the present gradients over all ranks."""
+        self._norms[optimizer] = norm
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(argument is not None for argument in (*args[1:], *kwargs.values())):  # args[0] is the optimizer
+            raise RuntimeError(
+                f"`{type(optimizer).__name__}.step(closure)` with `fabric.guard_gradients`: the closure computes "
+                "gradients within the step, where they are not checked. Call `step()` without a closure."
+            )
+        if optimizer not in self._checks:
+            self._checks[optimizer] = self._checks_of(optimizer)
+        checks = self._checks[optimizer]
+        self.num_steps += 1
+        norm = self._norms.pop(optimizer, None)
+        is_finite = checks.is_finite(optimizer) if norm is None else bool(norm.isfinite())
+        optimizer.step_was_skipped = False  # type: ignore[attr-defined]
+        if not is_finite and checks.scale() <= 1:  # Note [What a loss scaler skips]
+            self._refuse(optimizer)
+        self._has_stepped = True
+        if self._replays is not None:
+            self._replays.note_step()
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._skips is optimizer:
+            optimizer.step_was_skipped = True  # type: ignore[attr-defined]
+            self._skips = None
+
+    def _refuse(self, optimizer: Optimizer) -> None:
+        """Raise, or let the step find no gradient. Ranks: all."""
+        name = type(optimizer).__name__
+        found = f"the gradients of step {self.num_steps} (`{name}`) are not finite. {self._whose_loss()}{self._keep()}"
+        if self._action == "raise":
+            raise NonFiniteGradientsError(
+                f"`optimizer.step()`: {found} Weights and optimizer are as before the step. To skip such steps, write "
+                '`fabric.guard_gradients("skip")`.'
+            )
+        self._report(f"Skipped a step: {found} Weights and optimizer are unchanged.")
+        optimizer.zero_grad(set_to_none=True)
+        self._skips = optimizer
+
+    def _whose_loss(self) -> str:
+        of_ranks = self._collective.all_gather_object([loss.tolist() for loss in self._losses])
+        bad = {rank: text for rank, losses in enumerate(of_ranks) if (text := as_text(losses))}
+        if not bad:
+            return "The losses were finite on every rank."
+        shown = ", ".join(f"{text} on rank {rank}" for rank, text in list(bad.items())[:8])
+        return f"The loss was {shown}{f' and {len(bad) - 8} other ranks' if len(bad) > 8 else ''}."
+
+    def _keep(self) -> str:
+        if self._replays is None:
+            return ""
+        try:
+            path = self._replays.write(self.num_steps, self._losses)
+        except CheckpointError as error:
+            return f" Its batches could not be kept: {error}"
+        return "" if path is None else f" `fabric.replay({path!r})` repeats it."

@@ -1,0 +1,155 @@
+"""A training step in files: its batches, the random generators as each batch was received, and the weights.
+
+The folder of a step has `weights`, a checkpoint of the models that were set up, and `rank-N.pt` for every rank, a file
+of `torch.save` that `torch.load(path, weights_only=True)` reads. Every rank writes its own file: nothing is gathered.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from fabric.strategies.checkpoint.errors import CheckpointError
+from fabric.strategies.checkpoint.storage import Storage
+from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.data.transfer import move
+
+MAX_REPLAYS = 3
+"""Steps that one run keeps: once weights are not finite, every step is like the first."""
+_CPU = torch.device("cpu")
+
+
+@final
+@dataclass(slots=True)
+class Given:
+    """A batch that the loop has received."""
+
+    batch: Any
+    source: object
+    generators: dict[str, Any]
+    num_backwards: int
+    """How many there were before it."""
+
+
+@final
+class Replays:
+    """The batches since the last step, and where they are kept.
+
+    `generators`: the present state of each. `save_weights`: writes the models to an address; all ranks call it.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        collective: Collective,
+        generators: Callable[[], dict[str, Any]],
+        save_weights: Callable[[str], object],
+        scales: Callable[[], list[Any]],
+    ) -> None:
+        self._storage, self._collective = storage, collective
+        self._generators, self._save_weights, self._scales = generators, save_weights, scales
+        self._given: list[Given] = []
+        self._num_backwards = self._num_written = 0
+        self._has_stepped = False
+
+    def note(self, batch: Any, source: object) -> None:
+        """The loop receives a batch. One of the same source that was followed by no backward is forgotten: it was
+        evaluated, or read ahead by a window, which notes it once more."""
+        if self._has_stepped:
+            self._given.clear()
+            self._has_stepped = False
+        self._given = [each for each in self._given if not self._is_unused(each, batch, source)]
+        self._given.append(Given(batch, source, self._generators(), self._num_backwards))
+
+    def note_backward(self) -> None:
+        """The loop calls backward."""
+        self._num_backwards += 1
+
+    def note_step(self) -> None:
+        """The next batch belongs to another step."""
+        self._has_stepped = True
+
+    def write(self, number: int, losses: Sequence[Tensor]) -> str | None:
+        """Keep step `number`; returns where, or None if enough are kept. Ranks: all.
+
+        Raises: CheckpointError: on every rank, if any could not write.
+        """
+        if self._num_written == MAX_REPLAYS:
+            return None
+        self._num_written += 1
+        folder = self._storage.inside(f"step-{number}")
+        rank = self._collective.rank
+        entry = {
+            "world_size": self._collective.size,
+            "batches": [{"batch": _plain(each.batch), "generators": each.generators} for each in self._given],
+            "losses": [loss.to(_CPU) for loss in losses],
+            "scales": self._scales(),
+        }
+        problems = self._collective.all_gather_object(_write(folder, rank, entry))
+        first = next(((rank, problem) for rank, problem in enumerate(problems) if problem), None)
+        if first is not None:
+            raise CheckpointError(f"{folder.path!r}: rank {first[0]}: {first[1]}", rank=first[0])
+        self._save_weights(f"{folder.path}/weights")
+        return folder.path
+
+    def _is_unused(self, earlier: Given, batch: Any, source: object) -> bool:
+        is_peek = earlier.source is source and earlier.num_backwards == self._num_backwards
+        return earlier.batch is batch or is_peek
+
+
+def read(folder: Storage, collective: Collective, rank: int | None) -> dict[str, Any]:
+    """The file of a rank; None: of this one, and the ranks are as many as those that wrote."""
+    entry: dict[str, Any] = torch.load(
+        io.BytesIO(folder.read(_name(collective.rank if rank is None else rank))), weights_only=True
+    )
+    if rank is None and entry["world_size"] != collective.size:
+        raise ValueError(
+            f"`fabric.replay({folder.path!r})`: {entry['world_size']} ranks kept this step, and here are "
+            f"{collective.size}. Run as many, or pass `rank=`: each rank then repeats what that rank did."
+        )
+    return entry
+
+
+def batches(entry: Mapping[str, Any], device: torch.device, restore: Callable[[dict[str, Any]], None]) -> Iterator[Any]:
+    """The batches of a file, on the device; the generators are restored before each."""
+    for each in entry["batches"]:
+        restore(each["generators"])
+        yield move(each["batch"], device)
+
+
+def as_text(losses: Sequence[Any]) -> str:
+    """The losses that are not finite: "nan", "1.5, inf"."""
+    numbers = [number for loss in losses for number in (loss if isinstance(loss, list) else [loss])]
+    return "" if all(map(math.isfinite, numbers)) else ", ".join(f"{number:g}" for number in numbers[:8])
+
+
+def _write(folder: Storage, rank: int, entry: dict[str, Any]) -> str:
+    """Write a rank's file; returns what is wrong with it."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(entry, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+        folder.commit(_name(rank), buffer.getvalue())
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _plain(batch: Any) -> Any:
+    """The batch on the CPU. Mappings of other classes, as tokenizers return, become dictionaries."""
+    if isinstance(batch, Mapping):
+        return {key: _plain(value) for key, value in batch.items()}
+    if type(batch) in (list, tuple):
+        return type(batch)(_plain(value) for value in batch)
+    return batch.detach().to(_CPU) if isinstance(batch, Tensor) else batch
+
+
+def _name(rank: int) -> str:
+    return f"rank-{rank}.pt"

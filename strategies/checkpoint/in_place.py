@@ -1,0 +1,84 @@
+"""Load tensors of a checkpoint straight into the memory of a module or an optimizer.
+
+Memory that is allocated for a load costs more time than the copy: its pages are touched for the first time. What
+`filled_module` and `filled_optimizer` give is then loaded by torch as any other state, so its own checks and hooks run;
+it finds the module's own tensors there and copies nothing.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabric.strategies.checkpoint.box import whole
+from fabric.strategies.checkpoint.load_hooks import converts_what_it_loads
+from fabric.strategies.checkpoint.loading import Stored, in_memory
+
+
+def filled_module(module: nn.Module, content: Any) -> Any:
+    """`content`, in which tensors that fit are the module's own, with their new values. The others are mapped."""
+    if not isinstance(content, dict) or converts(module):
+        return in_memory(content, mapped=True)
+    own = module.state_dict(keep_vars=True)
+    state = copy(content)  # of its own class, and with its attributes: torch notes versions on a module's state
+    for name, value in content.items():
+        target: Any = own.get(name)
+        fits = isinstance(value, Stored) and _is_plain(target) and tuple(target.shape) == value.shape
+        state[name] = _fill(target, value) if fits else in_memory(value, mapped=True)
+    return state
+
+
+def filled_optimizer(optimizer: Optimizer, content: Any) -> Any:
+    """`content`, in which tensors that fit are those of the optimizer's state, with their new values. The others are in
+    memory of their own."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    indices = [index for group in content["param_groups"] for index in group["params"]]
+    standing = {index: optimizer.state.get(each, {}) for index, each in zip(indices, parameters, strict=False)}
+    filled = set[int]()
+
+    def fill(value: Any, target: Any) -> Any:
+        if isinstance(value, Stored) and _is_same_kind(target, value) and target.data_ptr() not in filled:
+            filled.add(target.data_ptr())
+            return _fill(target, value)
+        return in_memory(value)
+
+    states = {
+        index: {name: fill(value, standing.get(index, {}).get(name)) for name, value in entries.items()}
+        if isinstance(entries, dict)
+        else in_memory(entries)
+        for index, entries in content["state"].items()
+    }
+    return {**in_memory({**content, "state": {}}), "state": states}
+
+
+def _is_plain(tensor: Any) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
+
+
+def _is_same_kind(tensor: Any, stored: Stored) -> bool:
+    """Whether an optimizer that loads the stored tensor would have one like this."""
+    return (
+        _is_plain(tensor)
+        and (tuple(tensor.shape), tensor.dtype) == (stored.shape, stored.dtype)
+        and tensor.is_contiguous()
+    )
+
+
+def _fill(target: Tensor, value: Stored) -> Tensor:
+    value.copy_to(target.detach(), whole(value.shape))
+    return target
+
+
+def converts(module: nn.Module) -> bool:
+    """Whether a part changes a state before it loads it, as one that reads older checkpoints does."""
+    return any(
+        converts_what_it_loads(part)
+        or (
+            type(part)._load_from_state_dict is not nn.Module._load_from_state_dict
+            and not type(part).__module__.startswith("torch.nn.modules")
+        )
+        for part in module.modules()
+    )

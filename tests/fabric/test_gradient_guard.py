@@ -1,0 +1,245 @@
+"""Steps whose gradients are not finite are skipped or stopped on all ranks together, and can be repeated."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.utils.data import DataLoader
+from worlds import run_world
+
+from fabric import Fabric, NonFiniteGradientsError
+from fabric.launchers.world import World
+
+SAMPLES = torch.randn(24, 4, generator=torch.Generator().manual_seed(3))
+BAD = 13
+
+
+class Net(nn.Module):
+    """Its loss is as random as its dropout, and infinite for one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.Linear(16, 1))
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return self.body(SAMPLES[indices]).flatten() * torch.where(indices == BAD, math.inf, 1.0)  # type: ignore[no-any-return]
+
+
+def trained(fabric: Fabric, keep_in: str | None, window: int, word: Any) -> dict[str, Any]:
+    """One epoch; what each rank saw of the step that was not finite."""
+    torch.manual_seed(5)
+    fabric.guard_gradients(word, keep_in)
+    net = Net()
+    model, optimizer = fabric.setup(net, SGD(net.parameters(), 0.1, momentum=0.9))
+    seen: dict[str, Any] = {"skipped": []}
+    losses: list[Tensor] = []
+    for batches in fabric.accumulate(fabric.setup_dataloaders(DataLoader(range(24), 2)), window):  # type: ignore[arg-type]
+        losses = []
+        for indices in batches:
+            loss = (model(indices) + torch.rand(())).sum()
+            fabric.backward(loss, weight=len(indices))
+            losses.append(loss.detach())
+        try:
+            optimizer.step()
+        except NonFiniteGradientsError as error:
+            return seen | {"error": str(error), "losses": losses}
+        seen["skipped"].append(optimizer.step_was_skipped)
+        if optimizer.step_was_skipped:
+            seen["losses"] = losses
+        optimizer.zero_grad()
+    return seen | {"weights": [parameter.isfinite().all().item() for parameter in model.parameters()]}
+
+
+def connected(world: World, strategy: str = "ddp", precision: str = "32-true") -> Fabric:
+    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=world.size, precision=precision)
+    fabric._connect(world)
+    return fabric
+
+
+def keep(world: World, keep_in: str, window: int, word: str) -> dict[str, Any]:
+    with connected(world) as fabric:
+        return trained(fabric, keep_in, window, word)
+
+
+def repeated(fabric: Fabric, path: str, rank: int | None = None) -> list[Tensor]:
+    """Losses of a step that was kept, by a model of other weights and other random numbers."""
+    torch.manual_seed(77)
+    model = fabric.setup(Net())
+    return [(model(indices) + torch.rand(())).sum().detach() for indices in fabric.replay(path, rank)]
+
+
+def repeat(world: World, path: str) -> list[Tensor]:
+    with connected(world) as fabric:
+        return repeated(fabric, path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [1, 3])
+def test_a_kept_step_repeats_the_losses_bit_for_bit_on_its_ranks_and_each_in_one_process(
+    window: int, tmp_path: Path
+) -> None:
+    seen = run_world(2, keep, str(tmp_path), window, "skip")
+    skipped = seen[0]["skipped"]
+    assert skipped == seen[1]["skipped"]
+    assert skipped.count(True) == 1
+    assert all(all(each["weights"]) for each in seen)
+    assert not torch.stack([*seen[0]["losses"], *seen[1]["losses"]]).isfinite().all()
+    path = str(tmp_path / f"step-{skipped.index(True) + 1}")
+    on_ranks = run_world(2, repeat, path)
+    for rank in range(2):
+        file = torch.load(f"{path}/rank-{rank}.pt", weights_only=True)
+        assert len(file["batches"]) == window
+        with Fabric(accelerator="cpu", devices=1) as fabric:
+            in_one = repeated(fabric, path, rank)
+        for losses in (on_ranks[rank], in_one, file["losses"]):
+            assert torch.equal(torch.stack(losses), torch.stack(seen[rank]["losses"]))
+    with (
+        Fabric(accelerator="cpu", devices=1) as fabric,
+        pytest.raises(ValueError, match=r"2 ranks kept this step.*1\."),
+    ):
+        repeated(fabric, path)
+
+
+@pytest.mark.slow
+def test_every_rank_raises_before_the_step_and_names_the_rank_with_the_loss(tmp_path: Path) -> None:
+    seen = run_world(2, keep, str(tmp_path), 1, "raise")
+    step = BAD // 4 + 1
+    for each in seen:
+        assert len(each["skipped"]) == step - 1
+        assert f"the gradients of step {step} (`SGD`) are not finite. The loss was " in each["error"]
+        assert " on rank 0." in each["error"]
+        assert f"`fabric.replay({str(tmp_path / f'step-{step}')!r})` repeats it." in each["error"]
+
+
+def alone(word: Any = "skip", precision: str = "32-true", **options: Any) -> tuple[Fabric, nn.Linear, SGD]:
+    fabric = Fabric(accelerator="cpu", devices=1, precision=precision)
+    fabric.guard_gradients(word, **options)
+    net = nn.Linear(4, 1)
+    model, optimizer = fabric.setup(net, SGD(net.parameters(), 0.1, momentum=0.9))
+    return fabric, model, optimizer
+
+
+def test_a_skipped_step_changes_neither_weights_nor_momentum_and_its_gradients_are_gone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fabric, model, optimizer = alone()
+    fabric.backward(model(SAMPLES[:2]).sum())
+    optimizer.step()
+    before = model.weight.detach().clone(), optimizer.state_dict()["state"][0]["momentum_buffer"].clone()
+    fabric.backward(model(SAMPLES[:2]).sum() * math.nan)
+    norm = fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    assert norm is not None
+    assert norm.isnan()
+    with caplog.at_level(logging.WARNING, "fabric"):
+        optimizer.step()
+    assert optimizer.step_was_skipped
+    assert torch.equal(model.weight, before[0])
+    assert torch.equal(optimizer.state_dict()["state"][0]["momentum_buffer"], before[1])
+    assert model.weight.grad is None
+    assert "Skipped a step: the gradients of step 2 (`SGD`) are not finite. The loss was nan on rank 0." in caplog.text
+    fabric.backward(model(SAMPLES[:2]).sum())
+    optimizer.step()
+    assert not optimizer.step_was_skipped
+    assert not torch.equal(model.weight, before[0])
+
+
+def test_an_overflow_that_the_loss_scale_made_is_left_to_the_scaler() -> None:
+    fabric, model, optimizer = alone("raise", "16-mixed")
+    scaler = fabric._connected.loss_scaler
+    assert scaler is not None
+    for _ in range(16):
+        scale = scaler.scale
+        fabric.backward(model(SAMPLES[:2]).sum() * math.nan)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.step_was_skipped
+        scaler.state_dict()
+        assert scaler.scale == scale / 2
+    assert scaler.scale == 1
+    fabric.backward(model(SAMPLES[:2]).sum() * math.nan)
+    with pytest.raises(NonFiniteGradientsError, match=r"step 17 .* The loss was nan on rank 0"):
+        optimizer.step()
+
+
+def test_only_batches_of_the_step_are_kept_and_three_steps_at_most(tmp_path: Path) -> None:
+    fabric, model, optimizer = alone(keep_in=tmp_path)
+    loader = fabric.setup_dataloaders(DataLoader(SAMPLES, 4))
+    evaluated = fabric.setup_dataloaders(DataLoader(SAMPLES, 3))
+    for batch in loader:
+        fabric.backward(model(batch).sum() * math.nan)
+        with torch.no_grad():
+            for each in evaluated:
+                model(each)
+        optimizer.step()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2", "step-3"]
+    for number in range(3):
+        kept = torch.load(tmp_path / f"step-{number + 1}" / "rank-0.pt", weights_only=True)
+        assert [each["batch"].tolist() for each in kept["batches"]] == [SAMPLES[number * 4 :][:4].tolist()]
+
+
+class Sample:
+    """What no file keeps without running code."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+def test_a_batch_that_cannot_be_read_back_safely_is_not_kept_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fabric, model, optimizer = alone(keep_in=tmp_path)
+    (batch,) = fabric.setup_dataloaders([Sample(SAMPLES[:2])])
+    for given in fabric.setup_dataloaders([batch]):
+        fabric.backward(model(given.value).sum() * math.inf)
+        with caplog.at_level(logging.WARNING, "fabric"):
+            optimizer.step()
+    assert "Its batches could not be kept: " in caplog.text
+    assert "UnpicklingError" in caplog.text
+    assert optimizer.step_was_skipped
+
+
+def test_mappings_of_other_classes_come_back_as_dictionaries(tmp_path: Path) -> None:
+    from collections import UserDict
+
+    fabric, model, optimizer = alone(keep_in=tmp_path)
+    for batch in fabric.setup_dataloaders([UserDict(inputs=SAMPLES[:2], names=["a", "b"])]):
+        fabric.backward(model(batch["inputs"]).sum() * math.inf)
+        optimizer.step()
+    (again,) = fabric.replay(tmp_path / "step-1")
+    assert again["names"] == ["a", "b"]
+    assert torch.equal(again["inputs"], SAMPLES[:2])
+
+
+def test_a_closure_and_another_word_raise() -> None:
+    fabric, _, optimizer = alone()
+    with pytest.raises(RuntimeError, match=r"`SGD\.step\(closure\)` with `fabric\.guard_gradients`"):
+        optimizer.step(lambda: 0.0)
+    with pytest.raises(ValueError, match=r"`guard_gradients\('stop'\)`: write 'raise' to stop .* 'skip'.* or None"):
+        fabric.guard_gradients("stop")  # type: ignore[arg-type]
+
+
+def test_the_guard_holds_for_optimizers_set_up_before_it_and_ends_when_it_is_told_to_and_at_close() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    net = nn.Linear(4, 1)
+    model, optimizer = fabric.setup(net, SGD(net.parameters(), 0.1))
+    for word in ("raise", None, "skip"):
+        fabric.guard_gradients(word)  # type: ignore[arg-type]
+        fabric.backward(model(SAMPLES[:2]).sum() * math.nan)
+        if word == "raise":
+            with pytest.raises(NonFiniteGradientsError):
+                optimizer.step()
+            optimizer.zero_grad()
+        else:
+            optimizer.step()
+            assert optimizer.step_was_skipped == (word == "skip")  # type: ignore[attr-defined]
+    assert not model.weight.isfinite().any()
+    fabric.close()
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
