@@ -47,8 +47,8 @@ from fabric.machine import Machine
 from fabric.moving_average import MovingAverage, check_decay
 from fabric.option_parsing import DEFAULT_SAY_AFTER_SECONDS
 from fabric.progress import progress
-from fabric.replica_guard import ReplicaGuard
 from fabric.replay import Replays, batches, read
+from fabric.replica_guard import ReplicaGuard
 from fabric.request import Request
 from fabric.resolve import resolve
 from fabric.run_state import generators_of, has_objects, is_run, restore_generators, run_state_of
