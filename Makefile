@@ -23,7 +23,7 @@ AT_A_TIME := --numprocesses $(WORKERS) --dist worksteal
 # Installing this package writes beside its sources: of targets that run at a time, one after the other does.
 ALONE := $(if $(shell command -v flock),flock .venv)
 
-.PHONY: demo environment slurm test test-thorough test-clients test-clusters test-horovod test-xla lint check bench clean
+.PHONY: demo environment slurm test test-thorough test-clients test-clusters test-horovod test-xla lint check bench numbers clean
 
 demo: $(RUN)/demo.done  ## A CNN on handwritten digits, in two processes
 	$(RUN)/bin/python examples/digits.py --accelerator cpu --devices 2
@@ -56,10 +56,15 @@ test-xla: $(XLA)/test.done  ## Tests over torch_xla and its own torch, on the pr
 	CPU_NUM_DEVICES=2 timeout 1500 $(XLA)/bin/python -m pytest tests/xla $(PYTEST_ARGS)
 	CPU_NUM_DEVICES=4 timeout 600 $(XLA)/bin/python -m pytest tests/xla -k 'xla_collective or xla_device or precision' $(PYTEST_ARGS)
 
-check: test-thorough test-clients test-xla test-horovod test-clusters lint  ## All of these; --jobs 2 runs two of them at a time
+others: test-clients test-xla test-horovod test-clusters lint  ## What has an environment of its own, or needs root
+
+check: test-thorough others  ## All of these; --jobs 2 runs two of them at a time
 
 bench: $(RUN)/bench.done  ## Ratios against raw PyTorch, and against others where they are installed
 	$(RUN)/bin/python tests/benchmarks $(BENCH_ARGS)
+
+numbers: environment  ## The suite over every strategy; writes the table of docs/numbers.md
+	PYTHONPATH=tests/conformance $(RUN)/bin/python tests/conformance/measured.py
 
 lint: $(LINT)/copy.done  ## Style, and types: of the package as it is installed, and of a program that uses it
 	$(LINT)/bin/ruff format --check .

@@ -58,6 +58,16 @@ def check_uneven(uneven: object, use: object) -> None:
         )
 
 
+def check_dispatch(dispatch: bool, uneven: object, distribute: bool) -> None:
+    """Raise ValueError if `dispatch` comes with what makes each rank read for itself."""
+    if dispatch and (uneven is not None or not distribute):
+        other = f"uneven={uneven!r}" if uneven is not None else "use_distributed_sampler=False"
+        raise ValueError(
+            f"`setup_dataloaders(dispatch=True, {other})`: rank 0 reads for all ranks, so none has a loader of its "
+            "own. Pass one of the two."
+        )
+
+
 def check_on_nonfinite(word: object) -> None:
     """Raise ValueError if `word` is no action of `guard_gradients`."""
     if word is not None and word not in get_args(OnNonfinite):

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from fabric.accumulation import Accumulation, Window
 from fabric.arguments import (
+    check_dispatch,
     check_function,
     check_limits,
     check_module,
@@ -392,6 +393,7 @@ class Fabric:
         move_to_device: bool = True,
         use: Use | None = None,
         uneven: Uneven | None = None,
+        dispatch: bool = False,
     ) -> Loader: ...
     @overload
     def setup_dataloaders(
@@ -404,6 +406,7 @@ class Fabric:
         move_to_device: bool = True,
         use: Use | None = None,
         uneven: Uneven | None = None,
+        dispatch: bool = False,
     ) -> tuple[Loader, Loader2]: ...
     @overload
     def setup_dataloaders(
@@ -413,6 +416,7 @@ class Fabric:
         move_to_device: bool = True,
         use: Use | None = None,
         uneven: Uneven | None = None,
+        dispatch: bool = False,
     ) -> Any: ...
     def setup_dataloaders(
         self,
@@ -421,6 +425,7 @@ class Fabric:
         move_to_device: bool = True,
         use: Use | None = None,
         uneven: Uneven | None = None,
+        dispatch: bool = False,
     ) -> Any:
         """Split the data over the ranks, and move batches to the device; returns the loader, or a tuple in order.
 
@@ -431,6 +436,10 @@ class Fabric:
         this the ranks exchange one message before each batch, so every rank must iterate, and leave its loop at the
         same step; for a loop on some ranks only, use another `use` than 'train'. With `use_distributed_sampler=False`
         this happens only if `uneven` is given.
+        `dispatch=True`: rank 0 alone reads the loader, and sends each rank whole batches in turn, as the loader made
+        them: for data that cannot be read in parts. Before each step the ranks wait for rank 0; an error of the loader
+        is raised on every rank (DispatchError). The other ranks pass any iterable. All iterate, and leave their loop
+        at the same step.
         Data that is already split for this rank (`DistributedSampler`, `split_dataset_by_node` of a stream,
         webdataset's `split_by_node`, any sampler with a rank) is not split again. A map-style dataset that was split
         before (`datasets.Dataset.shard`, `Subset`) cannot be recognised: it raises if the ranks' datasets differ.
@@ -441,7 +450,10 @@ class Fabric:
             raise ValueError("`fabric.setup_dataloaders()` was given no loader. Pass at least one.")
         check_use(use)
         check_uneven(uneven, use)
-        runtime = self._connected if uneven is None else replace(self._connected, uneven=uneven)
+        check_dispatch(dispatch, uneven, use_distributed_sampler)
+        runtime = self._connected
+        if uneven is not None or dispatch:
+            runtime = replace(runtime, uneven=uneven, dispatch=dispatch)
         if self._replica_guard is not None and not use_distributed_sampler:
             self._replica_guard.expect_same_data()
         prepared = tuple(

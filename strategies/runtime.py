@@ -60,6 +60,8 @@ class Runtime:
     """How batches are moved to the device, if not by `Tensor.to`."""
     uneven: Uneven | None = None
     """What ranks do when the first has no batch left; None: see `Fabric.setup_dataloaders`."""
+    dispatch: bool = False
+    """Whether rank 0 reads the loader that is being set up for all ranks."""
     mesh: DeviceMesh | None = None
     """The device mesh, if the strategy has one."""
     loader_numbers: LoaderNumbers = field(default_factory=LoaderNumbers)

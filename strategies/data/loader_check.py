@@ -13,6 +13,7 @@ from typing import Any, final
 
 import torch
 
+from fabric.strategies.data.dispatch import Channel
 from fabric.strategies.data.rng import Rng, digest, mix
 from fabric.strategies.data.uneven import Votes
 
@@ -33,6 +34,8 @@ class Ranks:
     """Whether all ranks passed the same words: one all-reduce of one number."""
     votes: Callable[[], Votes] | None = None
     """Makes what loaders agree by while they are iterated."""
+    channel: Callable[[int], Channel] | None = None
+    """Makes what rank 0 sends batches by, given the share of this rank."""
 
 
 @final

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 from fabric.strategies.data.batch_sampler import MAX_CHUNKS, IndexSource, index_source
 from fabric.strategies.data.content import describe, describe_stream
 from fabric.strategies.data.device_loader import DeviceLoader, Epochal, Reading, Resumable, read_as
+from fabric.strategies.data.dispatch import Dispatched
 from fabric.strategies.data.epochs import Order
 from fabric.strategies.data.hints import advice, loading_of
 from fabric.strategies.data.iterable import Collate, SharedStream, SplitStream, split_stream
@@ -50,6 +51,7 @@ def process_dataloader(
     carry: Carry | None = None,
     draw_apart: Callable[[], None] = lambda: None,
     uneven: Uneven | None = None,
+    dispatch: bool = False,
 ) -> DeviceLoader:
     """The loader, cut to this rank's share (`distribute`), its batches on `device` (`move`).
 
@@ -57,7 +59,7 @@ def process_dataloader(
     same order from the same random numbers. Data that is split for this rank already (`DistributedSampler`,
     `split_dataset_by_node`: see `split.py`) is not split again. `numbers` tells apart loaders that are set up in the
     same random state; `say` shows a warning, on one rank. `carry`: how the batches go to the device, where it has a
-    way of its own. `draw_apart`: called before the loop gets a batch.
+    way of its own. `draw_apart`: called before the loop gets a batch. `dispatch`: rank 0 reads the loader for all.
     Raises: ValueError: the data cannot be shared out, it is split for another rank or another number of ranks, or the
     ranks were given different loaders.
     """
@@ -66,7 +68,8 @@ def process_dataloader(
     if not isinstance(loader, Iterable):
         raise TypeError(f"`setup_dataloaders` was given a `{type(loader).__name__}`, which cannot be iterated.")
     setup = _Setup(share, use != "train", ranks, numbers, say, uneven)
-    split = split_of(loader, share) if distribute else None
+    dispatched = _dispatched(loader, setup) if dispatch else None
+    split = split_of(loader, share) if distribute and dispatched is None else None
     accelerated = move and device.type != "cpu"
     # Ahead only of what workers have at hand: an iterable may depend on the loop, a stateful loader counts what was
     # fetched, and without workers a batch draws from the random generators of the loop.
@@ -75,7 +78,9 @@ def process_dataloader(
         sentence = advice(loading_of(loader, launcher=launcher, accelerated=accelerated))
         if sentence is not None:
             say(sentence)
-    if split is not None:
+    if dispatched is not None:
+        reading = replace(_own(dispatched, setup), epochal=_epochal(loader, loader))
+    elif split is not None:
         agreement = _equal_batches(loader, split.words, setup, exact=_has_indices(loader))
         reading = replace(_own(loader, setup), agreement=agreement)
     elif not distribute:
@@ -119,6 +124,14 @@ class _Setup:
 
 
 _ALONE = Ranks(size=1, broadcast=lambda obj: obj, gather=lambda obj: [obj], same=lambda words: True)
+
+
+def _dispatched(loader: Iterable[Any], setup: _Setup) -> Dispatched | None:
+    """This rank's batches of what rank 0 reads for all; None for one rank."""
+    if setup.ranks.size == 1 or setup.ranks.channel is None:
+        return None
+    channel = setup.ranks.channel(setup.share.index)
+    return Dispatched(loader, channel, keeps_tail=setup.uneven, leave_out=_left_out(setup))
 
 
 def _has_indices(loader: object) -> bool:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from fabric.strategies.collectives.call_check import all_equal
 from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.data.dispatch import Channel
 from fabric.strategies.data.loader_check import Ranks
 from fabric.strategies.data.loaders import DeviceLoader, Use, process_dataloader
 from fabric.strategies.data.uneven import Votes
@@ -102,8 +103,10 @@ def share_loader(
             gather=collective.all_gather_object,
             same=partial(all_equal, collective),
             votes=partial(votes_over, collective),
+            channel=partial(channel_over, collective),
         ),
         uneven=runtime.uneven,
+        dispatch=runtime.dispatch,
         numbers=runtime.loader_numbers,
         say=runtime.report,
         draw_apart=runtime.draw_apart,
@@ -125,6 +128,19 @@ def votes_over(collective: Collective) -> Votes:
         return gathered
 
     return Votes(size=collective.size, start=start, gather=gather)
+
+
+def channel_over(collective: Collective, share: int) -> Channel:
+    """How rank 0 sends batches to the others, over a process group of its own. Ranks: all, each with its share."""
+    apart = collective.split(list(range(collective.size)))
+    assert apart is not None
+    return Channel(
+        rank=apart.rank,
+        shares=apart.all_gather_object(share),
+        broadcast=apart.broadcast_object,
+        send=apart.send,
+        receive=partial(apart.recv, src=0),
+    )
 
 
 def attach_scaler(scaler: LossScaler | None, optimizers: Sequence[Optimizer]) -> Callable[[], None]:

@@ -1,6 +1,7 @@
 """`make bench`: one table of ratios against raw PyTorch and, where installed, against what people use today.
 
-`BENCH_ARGS='sharded memory'` chooses parts of it: imports, launches, process, ranks, sharded, memory, checkpoints.
+`BENCH_ARGS='sharded memory'` chooses parts of it: imports, launches, process, ranks, numbers, sharded, memory,
+checkpoints.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import rivals
 import torch
 from checkpoints import checkpoints
 from in_process import one_process, two_ranks
+from numbers_cost import numbers
 from rich.console import Console
 from rich.table import Table
 from sharded import memory, steps
@@ -26,11 +28,17 @@ def ranks() -> list[Row]:
     return Fabric(accelerator="cpu", strategy="ddp", devices=2, launcher="forkserver").launch(two_ranks) or []
 
 
+def exact_numbers() -> list[Row]:
+    """What weights, agreement, positions and the guard cost in a step, on two ranks."""
+    return Fabric(accelerator="cpu", strategy="ddp", devices=2, launcher="forkserver").launch(numbers) or []
+
+
 PARTS = {
     "imports": imports,
     "launches": launches,
     "process": one_process,
     "ranks": ranks,
+    "numbers": exact_numbers,
     "sharded": steps,
     "memory": memory,
     "checkpoints": checkpoints,

@@ -16,6 +16,7 @@ from typing import get_args
 import pytest
 import template
 import torch
+from measured import declared, in_page, measured_rows, table
 from rows import NOT_ON_CPU, THOROUGH, Row, forked_rows, rows, why_not
 
 from fabric.strategies.capabilities import CAPABILITIES, Capability
@@ -86,6 +87,10 @@ def test_every_strategy_and_every_case_has_a_row_that_is_not_left_to_make_check(
 def test_every_case_is_run_and_the_names_of_rows_are_those_of_cases() -> None:
     known = {case.name for case in cases()}
     assert {name for row in rows() for name in row.cases} == known
+
+
+def test_the_table_of_the_documentation_is_that_of_these_strategies_and_cases() -> None:
+    assert in_page() == table({row.name: declared(row) for row in measured_rows()}), "run `make numbers`"
 
 
 def test_every_capability_has_a_meaning_and_a_case_that_asks_for_it() -> None:

@@ -1,0 +1,119 @@
+"""A loader that rank 0 reads for all ranks: each gets whole batches, in turn, as the loader made them.
+
+For data that cannot be read in parts, or by one process only. Before each step the ranks hear what there is (the
+containers, shapes and dtypes, of a few hundred bytes), and rank 0 sends each rank the tensors of its own batch, over a
+process group of its own, so that collectives of the loop are not in the way. An error of the loader is raised on all.
+Rank 0 reads no further than the step; workers of its loader read ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from fabric.strategies.nest import is_tensor, map_leaves
+
+
+class DispatchError(RuntimeError):
+    """The loader that rank 0 reads for this rank raised an error; its words are in the message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Channel:
+    """How rank 0 reaches the others. Each function is called by all ranks, or by the two that it joins."""
+
+    rank: int
+    shares: Sequence[int]
+    """For each rank, whose batches it gets: ranks that hold parts of one model get the same."""
+    broadcast: Callable[[Any], Any]
+    """Gives every rank the object of rank 0."""
+    send: Callable[[Tensor, int], None]
+    receive: Callable[[Tensor], Tensor]
+    """A tensor of rank 0, of the shape and dtype of the argument."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """Stands for a tensor that follows."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _is_sent(leaf: Any) -> bool:
+    return isinstance(leaf, (Tensor, _Sent))
+
+
+@final
+class Dispatched:
+    """This rank's batches of a loader that rank 0 reads. Ranks: all iterate, and leave their loop at the same step."""
+
+    def __init__(
+        self, loader: Iterable[Any], channel: Channel, *, keeps_tail: bool, leave_out: Callable[[int], None]
+    ) -> None:
+        """`keeps_tail`: the first ranks have a batch more where the last are too few for all; else they are left out,
+        and `leave_out` is told how many."""
+        self._loader, self._channel = loader, channel
+        self._keeps_tail, self._leave_out = keeps_tail, leave_out
+        self._num_shares = max(channel.shares) + 1
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._read() if self._channel.rank == 0 else self._receive()
+
+    def _read(self) -> Iterator[Any]:
+        """Rank 0: read a batch for each share, tell all, and send each rank its own."""
+        channel = self._channel
+        batches: Iterator[Any] | None = None
+        while True:
+            try:
+                if batches is None:
+                    batches = iter(self._loader)
+                step = list(islice(batches, self._num_shares))
+            except Exception as error:
+                channel.broadcast(f"{type(error).__name__}: {error}")
+                raise
+            if len(step) < self._num_shares and not self._keeps_tail:
+                if step:
+                    self._leave_out(len(step))
+                step = []
+            tensors: list[list[Tensor]] = [[] for _ in step]
+            channel.broadcast([_described(batch, found) for batch, found in zip(step, tensors, strict=True)])
+            for rank, share in enumerate(channel.shares):
+                for tensor in tensors[share] if rank > 0 and share < len(step) else ():
+                    channel.send(tensor, rank)
+            if not step:
+                return
+            yield step[channel.shares[0]]
+
+    def _receive(self) -> Iterator[Any]:
+        channel = self._channel
+        share = channel.shares[channel.rank]
+        while step := channel.broadcast(None):
+            if isinstance(step, str):
+                raise DispatchError(f"The loader that rank 0 reads for all ranks raised {step}")
+            if share < len(step):
+                yield map_leaves(self._filled, step[share], is_leaf=_is_sent)
+
+    def _filled(self, leaf: Any) -> Any:
+        if not isinstance(leaf, _Sent):
+            return leaf
+        like = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
+        return self._channel.receive(like) if like.numel() else like
+
+
+def _described(batch: Any, found: list[Tensor]) -> Any:
+    """The batch, with something small in the place of each tensor; those that are sent are added to `found`."""
+
+    def describe(leaf: Any) -> Any:
+        if type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.device.type != "cpu":
+            return leaf
+        if leaf.numel():
+            found.append(leaf.detach().contiguous())
+        return _Sent(tuple(leaf.shape), leaf.dtype)
+
+    return map_leaves(describe, batch, is_leaf=is_tensor)

@@ -1,0 +1,84 @@
+"""What exact numbers cost in a step of about 5 ms on two ranks: weights, agreement, positions, and the guard.
+
+Variants take turns in the same ranks. Beside the time by the clock stands that of the rank's processor, in which
+waiting for the other rank does not count, and which other programs on the machine change less.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import rivals
+import torch
+from timing import Action, Row, in_order, rows
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from fabric import Fabric
+
+BATCH, WIDTH, LAYERS, STEPS = 32, 256, 12, 10
+
+
+class Endless(IterableDataset[torch.Tensor]):
+    """The same batch again and again."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        batch = torch.ones(BATCH, WIDTH)
+        while True:
+            yield batch
+
+
+def numbers(ours: Fabric) -> list[Row]:
+    """Runs on both ranks; every rank measures, rank 0 reports."""
+    rivals.quiet()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    model, optimizer = ours.setup(net, torch.optim.SGD(net.parameters(), lr=1e-6))
+
+    def steps(batches: Iterable[Any], weight: int | None = None) -> None:
+        for inputs in islice(batches, STEPS):
+            optimizer.zero_grad()
+            ours.backward(model(inputs).square().mean(), weight=weight)
+            optimizer.step()
+
+    def guarded(batches: Iterable[Any], keep_in: str | None) -> None:
+        ours.guard_gradients("skip", keep_in)
+        steps(batches)
+        ours.guard_gradients(None)
+
+    stream: Any = DataLoader(Endless(), batch_size=None)
+    alone = iter(ours.setup_dataloaders(stream, use_distributed_sampler=False))
+    agreed = iter(ours.setup_dataloaders(stream, use_distributed_sampler=False, uneven="stop"))
+    plain, whole = (DataLoader(torch.ones(BATCH * STEPS * size, WIDTH), BATCH) for size in (1, 2))  # type: ignore[arg-type]
+    prepared = ours.setup_dataloaders(whole)
+    with TemporaryDirectory() as folder:
+        races: dict[str, tuple[Action, Action]] = {
+            "weight=": (partial(steps, alone), partial(steps, alone, BATCH)),
+            "agreement on uneven data": (partial(steps, alone), partial(steps, agreed)),
+            "loader with a state": (partial(steps, plain), partial(steps, prepared)),
+            "guard_gradients": (partial(steps, prepared), partial(guarded, prepared, None)),
+            "guard_gradients(keep_in=)": (partial(steps, prepared), partial(guarded, prepared, folder)),
+        }
+        return [row for name, (raw, own) in races.items() for row in _race(name, {"without": raw, "ours": own})]
+
+
+def _race(name: str, variants: dict[str, Callable[[], object]], rounds: int = 40) -> list[Row]:
+    of_clock: dict[str, list[float]] = {variant: [] for variant in variants}
+    of_processor: dict[str, list[float]] = {variant: [] for variant in variants}
+    for turn in range(rounds + 2):
+        for variant, action in in_order(variants, turn):
+            start, begun = time.perf_counter(), time.process_time()
+            action()
+            if turn > 1:
+                of_clock[variant].append((time.perf_counter() - start) / STEPS * 1e6)
+                of_processor[variant].append((time.process_time() - begun) / STEPS * 1e6)
+    return [
+        *rows(f"{name}: step of 2 DDP ranks", of_clock, "1.02 x"),
+        *rows(f"{name}: processor time", of_processor, "1.02 x"),
+    ]
