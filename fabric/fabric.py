@@ -878,7 +878,7 @@ class Fabric:
         return rest
 
     def load_raw(self, path: str | os.PathLike[str], obj: Stateful, strict: bool = True) -> None:
-        """Load the state dict of one object: a file of `torch.save(net.state_dict(), path)`, or safetensors.
+        """Load the state dict of one object: `torch.save(net.state_dict(), path)`, an index of such files, safetensors.
 
         For safetensors `path` is a file, an index of several (`model.safetensors.index.json`), or a folder with one of
         these; each rank reads the parts that it needs, and a name that is tied to one in the file may be missing.
