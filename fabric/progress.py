@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from fabric.pace import Pace
+from fabric.progress_rate import ProgressRate
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,11 +49,13 @@ def progress(
     if not enabled:
         return iter(iterable)
     known = length_hint(iterable, -1) if total is None else total
-    return _shown(iterable, description, Pace(total=None if known < 0 else known, num_ranks=num_ranks), size, console)
+    return _shown(
+        iterable, description, ProgressRate(total=None if known < 0 else known, num_ranks=num_ranks), size, console
+    )
 
 
 def _shown(
-    iterable: Iterable[T], description: str, pace: Pace, size: Size | None, console: Console | None
+    iterable: Iterable[T], description: str, pace: ProgressRate, size: Size | None, console: Console | None
 ) -> Iterator[T]:
     from rich import get_console
 

@@ -69,7 +69,12 @@ class Watcher:
     """
 
     def __init__(self, world: World, store: Store, journal: Journal, report_after_seconds: float) -> None:
-        self._world, self._store, self._journal, self._report_after_seconds = world, store, journal, report_after_seconds
+        self._world, self._store, self._journal, self._report_after_seconds = (
+            world,
+            store,
+            journal,
+            report_after_seconds,
+        )
         self._thread_id, self._native_id = threading.get_ident(), threading.get_native_id()
         self._switches: tuple[int | None, float] = (None, time.monotonic())
         self._told: tuple[str, float] | None = None
