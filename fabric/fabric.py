@@ -49,6 +49,7 @@ from fabric.moving_average import MovingAverage, check_decay
 from fabric.option_parsing import DEFAULT_SAY_AFTER_SECONDS
 from fabric.progress import progress
 from fabric.replay import Replays, batches, read
+from fabric.replica_guard import ReplicaGuard
 from fabric.request import Request
 from fabric.resolve import resolve
 from fabric.run_state import generators_of, has_objects, is_run, restore_generators, run_state_of
@@ -92,6 +93,7 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.dtensor import as_sharded, local_part
 from fabric.strategies.strategy import Strategy
+from fabric.unprepared import UnpreparedOptimizers
 from fabric.weighting import Weighting, average_over_ranks, check_weight
 
 if TYPE_CHECKING:
@@ -168,6 +170,8 @@ class Fabric:
         self._weighting: Weighting | None = None
         self._guard: GradientGuard | None = None
         self._stop: StopRequest | None = None
+        self._unprepared: UnpreparedOptimizers | None = None
+        self._replica_guard: ReplicaGuard | None = None
         self._saves: BackgroundSaves | None = None
 
     # Who and where
@@ -334,9 +338,15 @@ class Fabric:
         strangers = self._outside(optimizers, module)
         with ExitStack() as stack:  # restores the module if the strategy raises
             stack.callback(recompute(uncompiled(module), self.strategy.activation_checkpointing_policy))
+            before = list(uncompiled(module).parameters())
             prepared = self.strategy.setup(runtime, module, optimizers, move_to_device)
             self._open.push(stack.pop_all())
         self._open.callback(prepared.release)
+        if self._unprepared is None:
+            self._unprepared = UnpreparedOptimizers(self._optimizers)
+        self._unprepared.add(uncompiled(prepared.module), before, self._open, self._later_optimizers)
+        if self._replica_guard is not None and optimizers:
+            self._open.callback(self._replica_guard.count_loads(uncompiled(prepared.module)))
         self._models[prepared.module] = prepared
         runtime.random_streams.has_model = True
         self._optimizers.update(dict.fromkeys(prepared.optimizers, prepared.state))
@@ -444,6 +454,8 @@ class Fabric:
         runtime = self._connected
         if uneven is not None or dispatch:
             runtime = replace(runtime, uneven=uneven, dispatch=dispatch)
+        if self._replica_guard is not None and not use_distributed_sampler:
+            self._replica_guard.expect_same_data()
         prepared = tuple(
             self.strategy.process_dataloader(
                 runtime, loader, use or "train", distribute=use_distributed_sampler, move=move_to_device
@@ -505,17 +517,31 @@ class Fabric:
             raise RuntimeError("`fabric.backward(loss)` before `fabric.setup(model)`. Set the model up first.")
         runtime = self._connected
         runtime.loader_numbers.num_backwards += 1
+        replicas = None if self._accumulation.held else self._replica_guard
+        if replicas is not None:
+            replicas.before_backward()
         if self._guard is not None:
             self._guard.note_backward(loss)
-        with runtime.new_tensors:  # activation checkpointing runs forward again in backward
-            if weight is not None:
-                self._backward_weighted(partial(backward, loss, *args, **kwargs), named, weight)
-            else:
-                runtime.loader_numbers.num_unweighted += 1
-                if self._weighting is not None:
-                    self._weighting.refuse_unweighted()
-                backward(loss, *args, **kwargs)
-        self._accumulation.is_unsynced = bool(self._accumulation.held)
+        runtime.backward.is_running = True
+        try:
+            with runtime.new_tensors:  # activation checkpointing runs forward again in backward
+                if weight is not None:
+                    self._backward_weighted(partial(backward, loss, *args, **kwargs), named, weight)
+                else:
+                    runtime.loader_numbers.num_unweighted += 1
+                    if self._weighting is not None:
+                        self._weighting.refuse_unweighted()
+                    backward(loss, *args, **kwargs)
+        finally:
+            runtime.backward.is_running = False
+        accumulation = self._accumulation
+        accumulation.is_unsynced = bool(accumulation.held)
+        if accumulation.held or accumulation.kept:
+            reached = [self._models[each] for each in named] if named else list(self._models.values())
+            if named or len(reached) == 1:  # which models an unnamed loss of several reaches is not known
+                accumulation.note_backward(reached)
+        if replicas is not None:
+            replicas.after_backward(loss)
 
     def accumulate(self, batches: Iterable[T], num_batches: int, *models: nn.Module) -> Iterator[Window[T]]:
         """Yield windows of `num_batches` micro-batches, one optimizer step each; the last one may be shorter.
@@ -596,6 +622,8 @@ class Fabric:
         prepared = self._prepared(module, "no_backward_sync")
         if not enabled:
             return nullcontext()
+        if self.world_size > 1:
+            self._accumulation.guard(self._optimizers)
         return self._accumulation.unsynced([prepared], self._bare)
 
     def clip_gradients(
@@ -843,13 +871,14 @@ class Fabric:
         content = self._read(path)
         run = content.pop(run_state.NAME, None)
         self._refuse_misfits("load", path, found, content, strict=strict)
-        rest = restore(found, content, strict=strict, access=self._state_access, loaders=self._loader_states)
+        with self._collective_load():
+            rest = restore(found, content, strict=strict, access=self._state_access, loaders=self._loader_states)
         if is_run(dict(found)):
             self._run_state(found).write(in_memory(run))
         return rest
 
     def load_raw(self, path: str | os.PathLike[str], obj: Stateful, strict: bool = True) -> None:
-        """Load the state dict of one object: a file of `torch.save(net.state_dict(), path)`, or safetensors.
+        """Load the state dict of one object: `torch.save(net.state_dict(), path)`, an index of such files, safetensors.
 
         For safetensors `path` is a file, an index of several (`model.safetensors.index.json`), or a folder with one of
         these; each rank reads the parts that it needs, and a name that is tied to one in the file may be missing.
@@ -860,7 +889,8 @@ class Fabric:
             content = foreign.with_tied(uncompiled(obj), content)
         name = type(obj).__name__
         self._refuse_misfits("load_raw", path, {name: obj}, {name: content}, strict=strict)
-        load_into(obj, content, strict=strict, access=self._state_access)
+        with self._collective_load():
+            load_into(obj, content, strict=strict, access=self._state_access)
 
     @overload
     def state_dict(self, model: nn.Module, optimizer: None = None, *, all_ranks: bool = False) -> dict[str, Any]: ...
@@ -970,6 +1000,8 @@ class Fabric:
             store = runtime.collective.store()
             if store is not None:
                 stack.callback(Watcher(world, store, journal, self._say_after_seconds).close)
+                if runtime.device.type != "xla":  # there, reading a number ends a graph
+                    self._replica_guard = ReplicaGuard(runtime, store)
             stack.callback(self._forget)  # before the teardown: models hold on to the process group
             saves = BackgroundSaves(runtime.collective)
             stack.callback(saves.finish)
@@ -995,7 +1027,11 @@ class Fabric:
         self._accumulation.release()
         self._unguard()
         self._models, self._optimizers, self._schedulers, self._backward = {}, {}, [], None
+        self._unprepared = self._replica_guard = None
         self._bare = self._weighting = None
+
+    def _collective_load(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._replica_guard is None else self._replica_guard.collective_load()
 
     def _unguard(self) -> None:
         if self._guard is not None:
@@ -1120,6 +1156,11 @@ class Fabric:
         if has_objects(dict(state)):
             content[run_state.NAME] = self._run_state(state).read()
         return content
+
+    @property
+    def _later_optimizers(self) -> str | None:
+        """Why an optimizer must be set up together with its model; None where it may be made and used later."""
+        return self.strategy.lacks.get("later_optimizers") if self.world_size > 1 else None
 
     @property
     def _loader_states(self) -> LoaderStates:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, final
 
 import torch
 
@@ -25,6 +25,13 @@ from fabric.strategies.sharding.dtensor import local_part
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+@final
+class Backward:
+    """Whether `Fabric.backward` runs at present: a backend whose gradients need more than autograd asks."""
+
+    is_running = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +67,7 @@ class Runtime:
     loader_numbers: LoaderNumbers = field(default_factory=LoaderNumbers)
     """Numbers loaders that are set up in the same random state, so that they are shuffled differently."""
     random_streams: RandomStreams = field(default_factory=RandomStreams)
+    backward: Backward = field(default_factory=Backward)
 
     def draw_apart(self) -> None:
         """Make ranks that read different data draw different random numbers from here on: see `RandomStreams`."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.box import whole
+from fabric.strategies.checkpoint.load_hooks import converts_what_it_loads
 from fabric.strategies.checkpoint.loading import Stored, in_memory
 
 
@@ -74,7 +75,7 @@ def _fill(target: Tensor, value: Stored) -> Tensor:
 def converts(module: nn.Module) -> bool:
     """Whether a part changes a state before it loads it, as one that reads older checkpoints does."""
     return any(
-        part._load_state_dict_pre_hooks
+        converts_what_it_loads(part)
         or (
             type(part)._load_from_state_dict is not nn.Module._load_from_state_dict
             and not type(part).__module__.startswith("torch.nn.modules")

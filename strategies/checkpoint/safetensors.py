@@ -57,7 +57,7 @@ def read(path: Path) -> dict[str, Stored]:
     if not path.name.endswith(INDEX_SUFFIX):
         tensors, metadata = _read_file(path)
         return _with_tied(tensors, metadata)
-    chosen = _weight_map(path)
+    chosen = weight_map(path)
     files = {name: _read_file(path.parent / name) for name in dict.fromkeys(chosen.values())}
     lost = [key for key, name in chosen.items() if key not in files[name][0]]
     if lost:
@@ -132,12 +132,12 @@ def _entry(file: str, base_bytes: int, described: Mapping[str, Any]) -> Entry:
     return Entry(dtype=str(_DTYPES[described["dtype"]]).removeprefix("torch."), shape=shape, pieces=(piece,))
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def weight_map(index: Path) -> dict[str, str]:
     """The file of each tensor, all of them beside the index."""
     try:
         chosen = dict(json.loads(index.read_bytes())["weight_map"])
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"`{index.name}` is damaged, or no index of safetensors: {error!r}.") from error
+        raise ValueError(f"`{index.name}` is damaged, or no index of shards: {error!r}.") from error
     outside = [name for name in chosen.values() if not isinstance(name, str) or Path(name).name != name]
     if outside:
         raise ValueError(f"`{index.name}` names a file that is not beside it: {outside[0]!r}.")

@@ -16,7 +16,11 @@ from typing import Any
 import torch
 
 from fabric.strategies.checkpoint.errors import CheckpointError
+from fabric.strategies.checkpoint.safetensors import weight_map
 from fabric.strategies.collectives.collective import Collective
+
+INDEX_SUFFIX = ".bin.index.json"
+"""Of an index as older releases of `transformers` write it beside files of `torch.save`."""
 
 
 def save(collective: Collective, path: str | os.PathLike[str], state: Any) -> None:
@@ -35,7 +39,7 @@ def save(collective: Collective, path: str | os.PathLike[str], state: Any) -> No
 
 
 def load(collective: Collective, path: str | os.PathLike[str]) -> Any:
-    """Read a file that `save` wrote, as CPU tensors and plain containers.
+    """Read a file of `torch.save`, or all that an index names, as CPU tensors and plain containers.
 
     Ranks: all call it, and all read the file. Raises: CheckpointError: on every rank, if any rank could not read it.
     """
@@ -44,7 +48,7 @@ def load(collective: Collective, path: str | os.PathLike[str]) -> Any:
     def read() -> None:
         nonlocal content
         try:
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            content = _read(Path(path))
         except Exception as problem:
             if "weights_only" not in str(problem):
                 raise
@@ -59,6 +63,20 @@ def load(collective: Collective, path: str | os.PathLike[str]) -> Any:
             raise CheckpointError(
                 f"Rank {rank} could not read the checkpoint {str(path)!r}: {sentence}", rank=rank
             ) from error
+    return content
+
+
+def _read(path: Path) -> Any:
+    if not path.name.endswith(INDEX_SUFFIX):
+        return torch.load(path, map_location="cpu", weights_only=True)
+    content: dict[str, Any] = {}
+    chosen = weight_map(path)
+    for name in dict.fromkeys(chosen.values()):
+        shard = torch.load(path.parent / name, map_location="cpu", weights_only=True)
+        lost = [key for key, file in chosen.items() if file == name and key not in shard]
+        if lost:
+            raise ValueError(f"`{path.name}` names tensors that are not in `{name}`: {', '.join(map(repr, lost[:5]))}.")
+        content |= {key: shard[key] for key, file in chosen.items() if file == name}
     return content
 
 

@@ -6,6 +6,7 @@ on gloo, nor calls of Horovod or XLA. Measured on gloo (torch 2.13): `is_waiting
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
@@ -40,6 +41,16 @@ class FlightRecorder:
         """The recorded calls, oldest first. They are numbered per process group and rank."""
         calls = [_call(entry) for found in _read(calls=True) for entry in found.get("entries", ())]
         return sorted(calls, key=lambda call: call.started_ns)
+
+    def num_elements(self, operation: str, since_ns: int, until_ns: int) -> int:
+        """How many numbers this rank has sent between these times, by operations whose name contains `operation`."""
+        return sum(
+            math.prod(shape)
+            for found in _read(calls=True)
+            for entry in found.get("entries", ())
+            if since_ns <= entry["time_created_ns"] <= until_ns and operation in entry["profiling_name"]
+            for shape in entry["input_sizes"]
+        )
 
 
 def _read(*, calls: bool) -> list[Mapping[str, Any]]:

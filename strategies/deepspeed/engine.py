@@ -59,6 +59,7 @@ class Engine:
             *(each.register_post_accumulate_grad_hook(self._reached_by_backward) for each in self.trained),  # type: ignore[no-untyped-call]
         ]
         self._places: dict[Tensor, tuple[int, int]] = {}
+        self._gradients: dict[Tensor, tuple[Tensor | None, int]] = {}  # at stage 1, as the last backward left them
         self.engine.set_gradient_accumulation_boundary(False)
         if stage == 3:
             self._step_from_accumulated()
@@ -70,6 +71,7 @@ class Engine:
             for group, parameters in enumerate(self.zero.params_in_partition):
                 self._places.update({parameter: (group, place) for place, parameter in enumerate(parameters)})
         self.discard()
+        self.remember_weights()
 
     # Forward and backward
 
@@ -104,6 +106,13 @@ class Engine:
         return finish
 
     def _reached_by_backward(self, parameter: Tensor) -> None:
+        if not self.runtime.backward.is_running:
+            raise RuntimeError(_PLAIN_BACKWARD.format(name=type(self.module).__name__))
+        if not self._is_started:
+            raise RuntimeError(_PAST_FORWARD.format(name=self.shown.names[parameter], model=type(self.module).__name__))
+        if self.stage == 1:
+            gradient = parameter.grad
+            self._gradients[parameter] = (gradient, -1 if gradient is None else gradient._version)
         self._reached.add(parameter)
         self._added_up.add(parameter)
 
@@ -208,11 +217,14 @@ class Engine:
                 self.zero.reset_cpu_buffers()
         self._has_gradients = self._is_reduced = False
         self._added_up = set()
+        self._gradients = {}
 
     def _follow_zero_grad(self) -> None:
         """Discard the gradients that the user has zeroed otherwise than by the optimizer since the last backward."""
         if not self._has_gradients:
             return
+        if self._are_in_parameters():
+            self._refuse_changed_gradients()
         gone = [each for each in self._added_up if each.grad is None]
         zeroed: list[Tensor] = []
         if not self._are_in_parameters():
@@ -230,6 +242,36 @@ class Engine:
         if not self._are_in_parameters():
             for parameter in (*gone, *zeroed):
                 self._zero(parameter)
+
+    def _refuse_changed_gradients(self) -> None:
+        """Raise RuntimeError where gradients were changed by hand that are not reduced yet, but for zeroing them."""
+        for parameter, (known, version) in self._gradients.items():
+            gradient = parameter.grad
+            if gradient is None or (gradient is known and gradient._version == version):
+                continue
+            if gradient.count_nonzero():
+                raise RuntimeError(_CHANGED_GRADIENT.format(name=self.shown.names[parameter]))
+
+    def refuse_changed_weights(self) -> None:
+        """Raise RuntimeError where weights were changed by hand since the last step or load."""
+        versions = [parameter._version for parameter in self.trained]
+        if versions != self._versions and (self.stage == 3 or not self._are_as_trained()):
+            changed = (p for p, now, then in zip(self.trained, versions, self._versions, strict=True) if now != then)
+            raise RuntimeError(_CHANGED_WEIGHT.format(name=self.shown.names[next(changed)]))
+
+    def _are_as_trained(self) -> bool:
+        """Whether this rank's shards of the weights are those that DeepSpeed trains: a change was undone."""
+        shards = zip(
+            self.zero.parallel_partitioned_bit16_groups, self.zero.single_partition_of_fp32_groups, strict=True
+        )
+        return all(
+            torch.equal(parts[torch.distributed.get_rank(group)].to(trained.device), trained.to(parts[0].dtype))
+            for (parts, trained), group in zip(shards, self.zero.real_dp_process_group, strict=True)
+        )
+
+    def remember_weights(self) -> None:
+        """Take the weights as they are for those that DeepSpeed trains."""
+        self._versions = [parameter._version for parameter in self.trained]
 
     def _are_in_parameters(self) -> bool:
         """Whether `parameter.grad` is where gradients add up, as in plain PyTorch."""
@@ -364,8 +406,10 @@ class Engine:
         self._follow_zero_grad()
         if not self._has_gradients:
             return
+        self.refuse_changed_weights()
         self._reduce()
         self.engine.step()
+        self.remember_weights()
         if self.zero.overflow:
             self.runtime.report(
                 f"DeepSpeed skipped a step of `{type(self.module).__name__}`: its gradients are not finite. Weights, "
@@ -469,6 +513,26 @@ def close(engine: Any) -> None:
     engine.destroy()
 
 
+_PLAIN_BACKWARD = (
+    "`loss.backward()` of a `{name}`: under DeepSpeed its engine reduces the gradients, and is told of a backward by "
+    "`fabric.backward(loss)`. Call that."
+)
+_PAST_FORWARD = (
+    "A gradient reached `{name}` of `{model}` in a backward that did not start from what the model returned: a "
+    "submodule was called by itself, or the loss is in an object whose tensors cannot be found. Under DeepSpeed its "
+    "gradients would not be reduced. Call the model itself, or let a method of it compute the loss, which "
+    "`model.mark_forward_method('name')` names (stages 1 and 2)."
+)
+_CHANGED_GRADIENT = (
+    "The gradient of `{name}` was changed after `fabric.backward`, and under DeepSpeed it is this rank's own until the "
+    "step: a norm of it is not that of the reduced one. To clip, call `fabric.clip_gradients`; change the loss "
+    "instead of gradients, or use `strategy='ddp'`."
+)
+_CHANGED_WEIGHT = (
+    "`{name}` was changed after `fabric.setup`, by `load_state_dict` or in place, and DeepSpeed trains a copy of the "
+    "weights that it keeps in shards: the step would undo the change. Change weights before `fabric.setup`, or load "
+    "them by `fabric.load` or `fabric.load_raw`, which write the copy, too; or use `strategy='ddp'`."
+)
 _RUN_TWICE = (
     "A second backward through one forward of `{name}`: at ZeRO stage 3 the weights were released after the first. Add "
     "the losses and call `fabric.backward` once, or use stage 2."

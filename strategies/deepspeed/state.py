@@ -25,13 +25,22 @@ class ZeroState(StateAccess):
     """The state of one engine's module and optimizer. `zero`: DeepSpeed's optimizer; None where nothing is trained.
 
     `groups`: the parameters of the user's optimizer, group by group, as they were before DeepSpeed took them.
+    `written`: called once weights were written.
     """
 
-    def __init__(self, world: World, stage: int, zero: Any, groups: Sequence[Sequence[Tensor]]) -> None:
+    def __init__(
+        self,
+        world: World,
+        stage: int,
+        zero: Any,
+        groups: Sequence[Sequence[Tensor]],
+        written: Callable[[], None] = lambda: None,
+    ) -> None:
         self.world = world
         self.stage = stage
         self.zero = zero
         self.groups = groups
+        self.written = written
         trained = () if zero is None else zero.fp16_groups if stage == 3 else zero.bit16_groups
         self.trained = {id(parameter) for group in trained for parameter in group}
 
@@ -76,6 +85,7 @@ class ZeroState(StateAccess):
         for name in own:
             if name in content and isinstance(own[name], Tensor):
                 self._write_tensor(name, own[name], content[name])
+        self.written()
 
     def _whole(self, tensor: Tensor) -> Tensor:
         from deepspeed.runtime.zero import GatheredParameters

@@ -151,7 +151,9 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         engine = self._initialize(runtime, module, optimizers[0] if optimizers else None, move)
         optimizer: Optimizer = engine.basic_optimizer
         pieces = Engine(runtime, module, engine, self._stage, broadcast_buffers=self.broadcast_buffers)
-        state = ZeroState(runtime.world, self._stage, engine.optimizer, groups or [pieces.trained])
+        state = ZeroState(
+            runtime.world, self._stage, engine.optimizer, groups or [pieces.trained], pieces.remember_weights
+        )
         if self._stage != 3:  # there the weights stay in shards, and what knows of them with them
             stack.callback(_give_back, optimizer, state.groups, forget)
         sync = DeepSpeedGradientSync(pieces)

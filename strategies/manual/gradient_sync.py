@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.gradients.averaging import average
-from fabric.strategies.gradients.clipping import parameters_of
+from fabric.strategies.gradients.clipping import on_gradient, parameters_of
 from fabric.strategies.gradients.reducer import end_reducer
 from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
 from fabric.strategies.manual.context import ManualContext, Parallelized
@@ -45,6 +45,7 @@ class ManualGradientSync(GradientSync):
         self.replicas = [part for part in parts if isinstance(part, DistributedDataParallel)]
         self.sharded = [part for part in parts if isinstance(part, FSDPModule)]
         self.num_holds = 0
+        self.expected = False
         self.names: dict[Tensor, str] = {each: name for name, each in own_parameters(parallel.module).items()}
         theirs = {tensor for replica in self.replicas for tensor in _tensors_of(replica)}
         modules = parallel.averaged_modules
@@ -58,7 +59,7 @@ class ManualGradientSync(GradientSync):
         ]
         follow_rank_zero(context.collective, [*(each for each in ours if as_sharded(each) is None), *self._buffers()])
         self.averaged: dict[tuple[str, ...], list[nn.Parameter]] = {}
-        self.divided: list[RemovableHandle] = []
+        self.hooks: list[RemovableHandle] = []
         for parameter in ours:
             self._arrange(parameter)
         self.along = {axes: along(context.collective, context.mesh, axes) for axes in self.averaged}
@@ -75,7 +76,8 @@ class ManualGradientSync(GradientSync):
         return function(*args, **kwargs)
 
     def watch(self) -> Finish | None:
-        return None if self.num_holds else self._finish
+        self.expected = not self.num_holds
+        return self._finish if self.expected else None
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:
@@ -111,12 +113,21 @@ class ManualGradientSync(GradientSync):
     def release(self) -> None:
         if self.parallel.release is not None:
             self.parallel.release()
-        for handle in self.divided:
+        for handle in self.hooks:
             handle.remove()
         for part in self.replicas:
             end_reducer(part)
 
+    def _arrived(self, parameter: Tensor) -> None:
+        """Called within each backward, for each gradient that is averaged after it."""
+        if not self.expected and not self.num_holds:
+            raise RuntimeError(
+                f"`loss.backward()` computes the gradient of `{self.names[parameter]}`, which is averaged over the "
+                "ranks after `fabric.backward(loss)`. Call that."
+            )
+
     def _finish(self) -> None:
+        self.expected = False
         for axes, parameters in self.averaged.items():
             average(self.along[axes], parameters)
         follow_rank_zero(self.context.collective, self._buffers())
@@ -171,10 +182,11 @@ class ManualGradientSync(GradientSync):
         mesh, cut = self.context.mesh, self._cut_along(parameter)
         num_ranks = math.prod(degree(mesh, axis) for axis in self.data_axes if axis in cut)
         if num_ranks > 1:
-            self.divided.append(_divide_arriving(parameter, num_ranks))
+            self.hooks.append(_divide_arriving(parameter, num_ranks))
         rest = tuple(axis for axis in self.data_axes if axis not in cut)
         if rest:
             self.averaged.setdefault(rest, []).append(parameter)
+            self.hooks.append(on_gradient(parameter, self._arrived))
 
     def _cut_along(self, parameter: nn.Parameter) -> set[str]:
         sharded = as_sharded(parameter)

@@ -112,3 +112,22 @@ def test_a_folder_of_distributed_checkpoint_says_what_to_write(tmp_path: Path) -
         fabric.load_raw(tmp_path, nn.Linear(2, 2))
     fabric.close()
     assert not (tmp_path / "ran").exists()
+
+
+def test_an_index_of_shards_of_torch_save_is_read_and_one_that_names_what_is_not_there_raises(tmp_path: Path) -> None:
+    old, new = nn.Linear(2, 3), nn.Linear(2, 3)
+    chosen = {"weight": "pytorch_model-00001-of-00002.bin", "bias": "pytorch_model-00002-of-00002.bin"}
+    for name, file in chosen.items():
+        torch.save({name: old.state_dict()[name]}, tmp_path / file)
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": chosen}))
+    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric.load_raw(index, new)
+    torch.testing.assert_close(new.state_dict(), old.state_dict(), rtol=0, atol=0)
+    index.write_text(json.dumps({"weight_map": chosen | {"weight": chosen["bias"]}}))
+    with pytest.raises(CheckpointError, match="names tensors that are not in `pytorch_model-00002"):
+        fabric.load_raw(index, new)
+    index.write_text(json.dumps({"weight_map": {"weight": "../elsewhere.bin"}}))
+    with pytest.raises(CheckpointError, match="names a file that is not beside it"):
+        fabric.load_raw(index, new)
+    fabric.close()

@@ -1,0 +1,50 @@
+"""Hooks of ours around a module's `load_state_dict`. They observe, and change nothing that is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+from torch import nn
+
+
+@final
+class LoadObserver:
+    """A hook on the user's module; a copy of the module has one that does nothing."""
+
+    def __init__(self, notify: Callable[[], None]) -> None:
+        self._notify = notify
+
+    def __call__(self, *args: Any) -> None:
+        self._notify()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _idle, ()
+
+
+def _idle() -> LoadObserver:
+    return LoadObserver(_nothing)
+
+
+def _nothing() -> None:
+    pass
+
+
+def observe_loads(module: nn.Module, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+    """Call these around each `load_state_dict` of the module. Returns what undoes it."""
+    handles = [
+        module.register_load_state_dict_pre_hook(LoadObserver(before)),  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_post_hook(LoadObserver(after)),  # type: ignore[no-untyped-call]
+    ]
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
+
+
+def converts_what_it_loads(module: nn.Module) -> bool:
+    """Whether the module itself has a hook of the user's that may change a state before it is loaded."""
+    hooks = module._load_state_dict_pre_hooks.values()
+    return any(not isinstance(getattr(hook, "hook", hook), LoadObserver) for hook in hooks)

@@ -1,0 +1,301 @@
+"""Programs with a mistake that would train to wrong numbers: under every strategy they raise, or come out right."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim import SGD, Optimizer
+
+from fabric import Fabric
+from fabric.strategies.registry import make_strategy
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
+from rows import WITH_A_FUNCTION
+
+Change: TypeAlias = Callable[[nn.Module], None]
+
+
+def make_net(shift: float = 0.0) -> nn.Sequential:
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.linspace(-0.5, 0.6, parameter.numel()).view(parameter.shape) + shift)
+    return net
+
+
+def make_optimizer(net: nn.Module) -> SGD:
+    return SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+
+def loss_of(model: Callable[[Tensor], Tensor], step: int, rank: int = 0, size: int = 1) -> Tensor:
+    inputs = torch.linspace(-1, 1 + step, 16).view(4, 4).cos()
+    targets = torch.linspace(-2, step, 8).view(4, 2)
+    half = slice(rank * 4 // size, (rank + 1) * 4 // size)
+    return (model(inputs[half]) - targets[half]).square().mean()
+
+
+def steps(
+    model: nn.Module,
+    optimizer: Optimizer,
+    backward: Callable[[Tensor], Any],
+    *,
+    rank: int = 0,
+    size: int = 1,
+    called: Callable[[Tensor], Tensor] | None = None,
+    before: Change = lambda model: None,
+    after: Change = lambda model: None,
+) -> nn.Module:
+    for step in range(3):
+        if step == 1:
+            before(model)
+        backward(loss_of(called or model, step, rank, size))
+        after(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def usual(fabric: Fabric, **mistake: Any) -> nn.Module:
+    net = make_net()
+    model, optimizer = fabric.setup(net, make_optimizer(net))
+    backward = mistake.pop("backward", lambda loss: fabric.backward(loss, model=model))
+    place = {"rank": fabric.global_rank, "size": fabric.world_size}
+    return steps(model, optimizer, backward, **place, **mistake)
+
+
+def early_optimizer(fabric: Fabric) -> nn.Module:
+    net = make_net()
+    optimizer = make_optimizer(net)
+    model = fabric.setup(net)
+    return steps(model, optimizer, fabric.backward, rank=fabric.global_rank, size=fabric.world_size)
+
+
+def optimizer_of_its_own(fabric: Fabric) -> nn.Module:
+    model = fabric.setup(make_net())
+    optimizer = make_optimizer(model)
+    return steps(model, optimizer, fabric.backward, rank=fabric.global_rank, size=fabric.world_size)
+
+
+def neither_set_up_nor_fabric_backward(fabric: Fabric) -> nn.Module:
+    net = make_net()
+    optimizer = make_optimizer(net)
+    model = fabric.setup(net)
+    return steps(model, optimizer, lambda loss: loss.backward(), rank=fabric.global_rank, size=fabric.world_size)
+
+
+def submodules(fabric: Fabric) -> nn.Module:
+    net = make_net()
+    model, optimizer = fabric.setup(net, make_optimizer(net))
+    place = {"rank": fabric.global_rank, "size": fabric.world_size}
+    return steps(model, optimizer, fabric.backward, called=lambda x: model[2](model[1](model[0](x))), **place)
+
+
+def plain_backward(fabric: Fabric) -> nn.Module:
+    return usual(fabric, backward=lambda loss: loss.backward())
+
+
+def never_synchronised(fabric: Fabric) -> nn.Module:
+    net = make_net()
+    model, optimizer = fabric.setup(net, make_optimizer(net))
+
+    def backward(loss: Tensor) -> None:
+        with fabric.no_backward_sync(model):
+            fabric.backward(loss, model=model)
+
+    return steps(model, optimizer, backward, rank=fabric.global_rank, size=fabric.world_size)
+
+
+def clip(model: nn.Module) -> None:
+    clip_grad_norm_(model.parameters(), 0.05)
+
+
+def clip_each(model: nn.Module) -> None:
+    clip_grad_value_(model.parameters(), 0.01)
+
+
+def load(model: nn.Module) -> None:
+    model.load_state_dict(make_net(0.3).state_dict())
+
+
+@torch.no_grad()
+def halve(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(0.5)
+
+
+def halve_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+
+def swapped_on_rank_zero(fabric: Fabric) -> nn.Module:
+    def swap(model: nn.Module) -> None:
+        if fabric.global_rank == 0:
+            own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            model.load_state_dict({name: tensor * 2 for name, tensor in own.items()})
+            model.load_state_dict(own)
+
+    return usual(fabric, before=swap)
+
+
+def broadcast_by_hand(fabric: Fabric) -> nn.Module:
+    def load_and_broadcast(model: nn.Module) -> None:
+        if fabric.global_rank == 0:
+            load(model)
+        for parameter in model.parameters():
+            dist.broadcast(parameter.data, 0)
+
+    return usual(fabric, before=load_and_broadcast)
+
+
+def averaged_by_hand(fabric: Fabric) -> nn.Module:
+    net = make_net()
+    model, optimizer = fabric.setup(net, make_optimizer(net))
+
+    def backward(loss: Tensor) -> None:
+        with fabric.no_backward_sync(model):
+            fabric.backward(loss / fabric.world_size, model=model)
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+
+    return steps(model, optimizer, backward, rank=fabric.global_rank, size=fabric.world_size)
+
+
+PROGRAMS: dict[str, tuple[Callable[[Fabric], nn.Module], dict[str, Change]]] = {
+    "no mistake": (usual, {}),
+    "optimizer from before setup": (early_optimizer, {}),
+    "optimizer that was not set up": (optimizer_of_its_own, {}),
+    "optimizer from before setup, plain backward": (neither_set_up_nor_fabric_backward, {}),
+    "submodules called by themselves": (submodules, {}),
+    "plain backward": (plain_backward, {}),
+    "never synchronised": (never_synchronised, {}),
+    "clip_grad_norm_ of torch": (lambda fabric: usual(fabric, after=clip), {"after": clip}),
+    "clip_grad_value_ of torch": (lambda fabric: usual(fabric, after=clip_each), {"after": clip_each}),
+    "load_state_dict after setup": (lambda fabric: usual(fabric, before=load), {"before": load}),
+    "weights changed in place": (lambda fabric: usual(fabric, before=halve), {"before": halve}),
+    "weights swapped on rank 0, and back": (swapped_on_rank_zero, {}),
+    "weights loaded on rank 0, and broadcast by hand": (broadcast_by_hand, {"before": load}),
+    "gradients averaged by hand": (averaged_by_hand, {}),
+    "gradients changed in place": (lambda fabric: usual(fabric, after=halve_gradients), {"after": halve_gradients}),
+}
+
+
+def run_all(fabric: Fabric, strategy: str) -> dict[str, str]:
+    """What becomes of each program on rank 0: right, wrong by how much, or the sentence that it raises."""
+    found = {}
+    probe = torch.linspace(-1, 1, 8).view(2, 4)
+    for name, (program, changes) in PROGRAMS.items():
+        if strategy not in CORRECT.get(name, (strategy,)):
+            continue
+        net = make_net()
+        expected = steps(net, make_optimizer(net), lambda loss: loss.backward(), **changes)(probe)
+        try:
+            model = program(fabric)
+            with torch.no_grad():
+                error = float((model(probe) - expected).abs().max())
+            word = "right" if error < 1e-5 else f"wrong by {error:.2g}"
+        except (RuntimeError, AssertionError) as raised:
+            word = str(raised)
+        for prepared in fabric._models:  # a program that raised leaves gradients
+            for parameter in prepared.parameters():
+                parameter.grad = None
+        words = fabric.collective.all_gather_object(word)
+        found[name] = word if len({one.startswith(("right", "wrong")) for one in words}) == 1 else f"wrong: {words}"
+    return found
+
+
+KNOWN_WRONG = {
+    ("ddp_sharded", "clip_grad_norm_ of torch"),
+    ("ddp_fully_sharded", "clip_grad_norm_ of torch"),
+}
+"""Each rank clips by the norm of its own shards, which nothing sees. `docs/checks.md` says so."""
+
+CORRECT = {
+    "weights swapped on rank 0, and back": (
+        *("ddp", "manual", "ddp_sharded", "fsdp", "model_parallel", "deepspeed_stage_1", "deepspeed_stage_2"),
+    ),
+    "weights loaded on rank 0, and broadcast by hand": ("ddp", "manual", "ddp_sharded"),
+    "gradients averaged by hand": ("ddp", "manual"),
+}
+"""Programs that look like a mistake, and the strategies under which they are right: nothing may raise."""
+
+SENTENCES = {
+    ("ddp", "submodules called by themselves"): "were not averaged over the ranks",
+    ("ddp", "never synchronised"): "`SGD.step()` after a `fabric.backward` within `no_backward_sync`",
+    ("fsdp", "never synchronised"): "`SGD.step()` after a `fabric.backward` within `no_backward_sync`",
+    ("fsdp", "optimizer from before setup"): "has replaced the parameters of `FSDPSequential`",
+    ("model_parallel", "plain backward"): "nobody averages over the mesh",
+    ("manual", "plain backward"): "is averaged over the ranks after `fabric.backward(loss)`",
+    ("ddp_sharded", "optimizer from before setup, plain backward"): "that was not set up",
+    ("deepspeed_stage_1", "clip_grad_norm_ of torch"): "To clip, call `fabric.clip_gradients`",
+    ("deepspeed_stage_2", "plain backward"): "`loss.backward()` of a `Sequential`: under DeepSpeed",
+    ("deepspeed_stage_2", "submodules called by themselves"): "a submodule was called by itself",
+    ("deepspeed_stage_2", "optimizer that was not set up"): "of an optimizer of `Sequential` that was not set up",
+    ("deepspeed_stage_2", "load_state_dict after setup"): "the step would undo the change",
+    ("deepspeed_stage_3", "weights changed in place"): "the step would undo the change",
+}
+NAMES = ("ddp", "fsdp", "model_parallel", "manual", "ddp_sharded", "ddp_fully_sharded")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        *NAMES,
+        "deepspeed_stage_2",
+        pytest.param("deepspeed_stage_1", marks=pytest.mark.thorough),
+        pytest.param("deepspeed_stage_3", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_program_with_a_mistake_raises_or_trains_as_it_would_in_one_process(name: str) -> None:
+    strategy = (WITH_A_FUNCTION.get((name, 2)) or (lambda: make_strategy(name)))()
+    found = Fabric(accelerator="cpu", devices=2, strategy=strategy).launch(run_all, name)
+    for program in ("no mistake", *CORRECT):
+        assert found.get(program, "right") == "right", program
+    wrong = {program for program, word in found.items() if word.startswith("wrong")}
+    assert wrong == {program for strategy_name, program in KNOWN_WRONG if strategy_name == name}, found
+    for (strategy_name, program), sentence in SENTENCES.items():
+        if strategy_name == name:
+            assert sentence in found[program]
+
+
+def read_the_same(fabric: Fabric, said: bool) -> tuple[list[str], str]:
+    """Train on data that nobody shared out; then load weights on rank 0 alone. `said`: that the data is the same."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fabric").addHandler(handler)
+    net = make_net()
+    model, optimizer = fabric.setup(net, make_optimizer(net))
+    if said:
+        fabric.setup_dataloaders([1, 2], use_distributed_sampler=False)
+    for step in range(6):
+        if fabric.global_rank == 0 and step == 4:
+            load(model)
+        try:
+            fabric.backward(loss_of(model, step))
+        except RuntimeError as error:
+            return heard, str(error)
+        optimizer.step()
+        optimizer.zero_grad()
+    return heard, ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("said", [False, True])
+def test_ranks_that_read_the_same_samples_are_told_once_and_a_load_on_one_rank_raises_there(said: bool) -> None:
+    heard, error = Fabric(accelerator="cpu", devices=2, strategy="ddp").launch(read_the_same, said)
+    told = [sentence for sentence in heard if "they read the same samples" in sentence]
+    assert len(told) == (0 if said else 1)
+    assert said or "test_wrong_programs.py" in told[0]
+    assert "`load_state_dict` was called on 1 of 2 ranks, at" in error
