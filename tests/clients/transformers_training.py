@@ -184,6 +184,11 @@ def train_each(fabric: Fabric, names: Sequence[str], folder: str) -> dict[str, T
     return ended
 
 
+def train_apart(fabric: Fabric, names: Sequence[str], folder: str) -> dict[str, Trained]:
+    """Some models, each saved in a folder of its own."""
+    return {name: train(fabric, name, f"{folder}/{name}") for name in names}
+
+
 def generate(fabric: Fabric) -> Tensor:
     """Tokens that follow others, by a method that calls forward for each: before and after it is marked."""
     model = fabric.setup_module(make_model("llama").eval())

@@ -1,0 +1,40 @@
+"""What `consolidate` writes of a checkpoint is read by transformers and by peft themselves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+import transformers_training as training
+from peft import PeftModel, get_peft_model_state_dict
+from transformers import LlamaForCausalLM
+from transformers_training import BLOCKS
+
+from fabric import Fabric, consolidate
+from fabric.strategies import FSDPStrategy
+
+
+def test_transformers_and_peft_load_what_was_exported_from_shards(tmp_path: Path) -> None:
+    ranks = Fabric(accelerator="cpu", strategy=FSDPStrategy(auto_wrap_policy=BLOCKS), devices=2, launcher="forkserver")
+    trained = ranks.launch(training.train_apart, ("llama", "llama_lora"), str(tmp_path))
+    weights = {name: each.weights for name, each in trained.items()}
+
+    whole = tmp_path / "whole"
+    files = consolidate(tmp_path / "llama" / "weights", whole, max_shard_bytes=8_000)
+    assert "model.safetensors.index.json" in {each.name for each in files}
+    assert len(files) > 2
+    model = training.make_model("llama")
+    model.config.save_pretrained(whole)
+    torch.testing.assert_close(LlamaForCausalLM.from_pretrained(whole).state_dict(), weights["llama"], rtol=0, atol=0)
+
+    adapted = training.make_model("llama_lora")
+    folder = tmp_path / "adapter"
+    consolidate(tmp_path / "llama_lora" / "weights", folder, adapter="default")
+    adapted.peft_config["default"].save_pretrained(folder)
+    assert json.loads((folder / "adapter_config.json").read_text())["peft_type"] == "LORA"
+    adapted.load_state_dict(weights["llama_lora"])
+    again = PeftModel.from_pretrained(training.make_model("llama"), folder)
+    expected = get_peft_model_state_dict(adapted)
+    assert len(expected) == 8
+    torch.testing.assert_close(get_peft_model_state_dict(again), expected, rtol=0, atol=0)
