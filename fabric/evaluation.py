@@ -17,8 +17,8 @@ from torch import Tensor
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import Collective, CollectiveError
-from fabric.strategies.collectives.nest import map_tensors
 from fabric.strategies.collectives.packing import check_dense
+from fabric.strategies.collectives.pytree import map_tensors
 from fabric.strategies.data.device_loader import DeviceLoader, loader_name
 from fabric.strategies.data.share import Share
 

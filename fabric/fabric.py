@@ -46,7 +46,7 @@ from fabric.loader_states import LoaderStates
 from fabric.loggers.logger import MetricWriter, metric_writer, record_hyperparams
 from fabric.machine import Machine
 from fabric.moving_average import MovingAverage, check_decay
-from fabric.option_parsing import DEFAULT_SAY_AFTER_SECONDS
+from fabric.option_parsing import DEFAULT_REPORT_AFTER_SECONDS
 from fabric.progress import progress
 from fabric.replay import Replays, batches, read
 from fabric.replica_guard import ReplicaGuard
@@ -130,7 +130,7 @@ class Fabric:
     `deterministic`: True (raise for an operation without a deterministic implementation), "warn", or False.
     `timeout_seconds`: how long a collective waits for the other ranks before it raises; None: the strategy's own value,
     half an hour by default.
-    `say_after_seconds`: if a rank waits in one collective for longer, the job prints what each rank does.
+    `report_after_seconds`: if a rank waits in one collective for longer, the job prints what each rank does.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Fabric:
         launcher: str = "auto",
         deterministic: Any = False,
         timeout_seconds: float | None = None,
-        say_after_seconds: float = DEFAULT_SAY_AFTER_SECONDS,
+        report_after_seconds: float = DEFAULT_REPORT_AFTER_SECONDS,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
         request = Request.build(arguments, os.environ)
@@ -155,7 +155,7 @@ class Fabric:
         self._callbacks, self._loggers = request.callbacks, list(request.loggers)
         self._writers: list[tuple[object, MetricWriter]] = [(one, metric_writer(one)) for one in self._loggers]
         self._deterministic = request.deterministic
-        self._say_after_seconds = request.say_after_seconds
+        self._report_after_seconds = request.report_after_seconds
         self._place: World | None = self._configuration.world  # set once this process is a rank, and kept after `close`
         self._runtime: Runtime | None = None
         self._open = ExitStack()
@@ -999,7 +999,7 @@ class Fabric:
             stack.callback(runtime.collective.teardown)
             store = runtime.collective.store()
             if store is not None:
-                stack.callback(Watcher(world, store, journal, self._say_after_seconds).close)
+                stack.callback(Watcher(world, store, journal, self._report_after_seconds).close)
                 if runtime.device.type != "xla":  # there, reading a number ends a graph
                     self._replica_guard = ReplicaGuard(runtime, store)
             stack.callback(self._forget)  # before the teardown: models hold on to the process group

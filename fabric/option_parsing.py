@@ -15,8 +15,8 @@ Devices: TypeAlias = Literal["auto", "all"] | int | tuple[int, ...]
 """'auto', -1 for all, a number of devices, or their indices."""
 LAUNCHERS = ("auto", *OURS, "external")
 """The values of `Fabric(launcher=...)`."""
-DEFAULT_SAY_AFTER_SECONDS = 30.0
-"""The default of `Fabric(say_after_seconds=...)`."""
+DEFAULT_REPORT_AFTER_SECONDS = 30.0
+"""The default of `Fabric(report_after_seconds=...)`."""
 DEFAULT_MAX_RESTARTS = 3
 """The default of `launcher='elastic'`, as in torch's `LaunchConfig`. Not measured."""
 PRECISIONS = ("64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed", "64", "32", "16", "bf16")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from fabric.pace import Pace
+from fabric.progress_rate import ProgressRate
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,35 +49,36 @@ def progress(
     if not enabled:
         return iter(iterable)
     known = length_hint(iterable, -1) if total is None else total
-    return _shown(iterable, description, Pace(total=None if known < 0 else known, num_ranks=num_ranks), size, console)
+    rate = ProgressRate(total=None if known < 0 else known, num_ranks=num_ranks)
+    return _shown(iterable, description, rate, size, console)
 
 
 def _shown(
-    iterable: Iterable[T], description: str, pace: Pace, size: Size | None, console: Console | None
+    iterable: Iterable[T], description: str, rate: ProgressRate, size: Size | None, console: Console | None
 ) -> Iterator[T]:
     from rich import get_console
 
     from fabric.progress_views import view_for
 
     size_of = _size_of(size)
-    view = view_for(description, pace, console or get_console())
-    atexit.register(view.close, pace)  # for an iterator that is still held when the program ends
+    view = view_for(description, rate, console or get_console())
+    atexit.register(view.close, rate)  # for an iterator that is still held when the program ends
     try:
         now = perf_counter()
-        pace.look(now)
+        rate.look(now)
         due = now + view.every_seconds
         for item in iterable:
             yield item
-            pace.items += 1
-            pace.samples += size_of(item)
+            rate.items += 1
+            rate.samples += size_of(item)
             now = perf_counter()
             if now >= due:
-                pace.look(now)
-                view.draw(pace)
+                rate.look(now)
+                view.draw(rate)
                 due = now + view.every_seconds
     finally:
-        pace.look(perf_counter())
-        view.close(pace)
+        rate.look(perf_counter())
+        view.close(rate)
         atexit.unregister(view.close)
 
 

@@ -8,7 +8,7 @@ from typing import final
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from fabric.pace import Pace
+from fabric.progress_rate import ProgressRate
 
 
 class View(ABC):
@@ -18,12 +18,12 @@ class View(ABC):
     """Seconds between two draws."""
 
     @abstractmethod
-    def draw(self, pace: Pace) -> None:
-        """Show the pace as of its last `look`."""
+    def draw(self, rate: ProgressRate) -> None:
+        """Show the rate as of its last `look`."""
 
     @abstractmethod
-    def close(self, pace: Pace) -> None:
-        """Show the pace for the last time, and restore the output."""
+    def close(self, rate: ProgressRate) -> None:
+        """Show the rate for the last time, and restore the output."""
 
 
 @final
@@ -32,17 +32,17 @@ class Bar(View):
 
     every_seconds = 0.1
 
-    def __init__(self, description: str, pace: Pace, console: Console) -> None:
+    def __init__(self, description: str, rate: ProgressRate, console: Console) -> None:
         words = (TextColumn("{task.description}", markup=False), TextColumn("{task.fields[line]}", markup=False))
         self._bars = Progress(words[0], BarColumn(), words[1], console=console, auto_refresh=False)
-        self._task = self._bars.add_task(description, total=pace.total, line="")
+        self._task = self._bars.add_task(description, total=rate.total, line="")
         self._bars.start()
 
-    def draw(self, pace: Pace) -> None:
-        self._bars.update(self._task, completed=pace.items, line=pace.line(), refresh=True)
+    def draw(self, rate: ProgressRate) -> None:
+        self._bars.update(self._task, completed=rate.items, line=rate.line(), refresh=True)
 
-    def close(self, pace: Pace) -> None:
-        self._bars.update(self._task, completed=pace.items, line=pace.line())
+    def close(self, rate: ProgressRate) -> None:
+        self._bars.update(self._task, completed=rate.items, line=rate.line())
         self._bars.stop()
 
 
@@ -56,17 +56,17 @@ class Lines(View):
         self._lead, self._console = f"{description}: " if description else "", console
         self._items_shown = -1
 
-    def draw(self, pace: Pace) -> None:
-        self._items_shown = pace.items
-        print(f"{self._lead}{pace.line()}", file=self._console.file, flush=True)
+    def draw(self, rate: ProgressRate) -> None:
+        self._items_shown = rate.items
+        print(f"{self._lead}{rate.line()}", file=self._console.file, flush=True)
 
-    def close(self, pace: Pace) -> None:
-        if self._items_shown != pace.items:
-            self.draw(pace)
+    def close(self, rate: ProgressRate) -> None:
+        if self._items_shown != rate.items:
+            self.draw(rate)
 
 
-def view_for(description: str, pace: Pace, console: Console) -> View:
+def view_for(description: str, rate: ProgressRate, console: Console) -> View:
     """A bar if the console is a terminal that can move its cursor; lines in files, pipes and notebooks."""
     if console.file.isatty() and console.is_terminal and not console.is_dumb_terminal:
-        return Bar(description, pace, console)
+        return Bar(description, rate, console)
     return Lines(description, console)

@@ -43,7 +43,7 @@ class Request:
     deterministic: bool | Literal["warn"] = False
     timeout_seconds: float | None = None
     """None: the strategy's own."""
-    say_after_seconds: float = option_parsing.DEFAULT_SAY_AFTER_SECONDS
+    report_after_seconds: float = option_parsing.DEFAULT_REPORT_AFTER_SECONDS
     environment: Environment | None = None
     """A custom cluster environment, from `plugins`."""
     callbacks: tuple[Any, ...] = ()
@@ -197,5 +197,5 @@ _READ: Mapping[str, Callable[[Any, str], Any]] = {
     "max_restarts": option_parsing.read_rank,
     "deterministic": _read_deterministic,
     "timeout_seconds": _read_timeout,
-    "say_after_seconds": option_parsing.read_seconds,
+    "report_after_seconds": option_parsing.read_seconds,
 }

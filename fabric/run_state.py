@@ -28,7 +28,7 @@ def run_state_of(runtime: Runtime, scalers: Sequence[Stateful], schedulers: Sequ
         schedulers=[each for each in schedulers if id(each) not in named],
         gather=runtime.collective.all_gather_object,
         share=(runtime.share.index, runtime.share.count),
-        say=runtime.report,
+        report=runtime.report,
     )
 
 

@@ -16,7 +16,7 @@ LAYERS = ("fabric", "strategies", "launchers")
 """From the top. A layer may import those after it."""
 PARTS = ("accelerators", "checkpoint", "collectives", "data", "precision")
 """Of `strategies/`: each may import its own folder and `FOR_ALL`."""
-FOR_ALL = ("fabric.launchers.world", "fabric.launchers.private_names", "fabric.strategies.nest")
+FOR_ALL = ("fabric.launchers.world", "fabric.launchers.private_names", "fabric.strategies.pytree")
 
 COMPOSED = ("gradients", "module", "sharding")
 """Of `strategies/`: these compose parts, and know no technique."""

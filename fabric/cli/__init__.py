@@ -103,7 +103,7 @@ def _add_run(command: argparse.ArgumentParser) -> None:
         ("launcher", "NAME", "auto, script, fork, forkserver, spawn, elastic, external"),
         ("max-restarts", "N", "after a failure, restart all ranks, at most N times"),
         ("timeout-seconds", "S", "how long a collective waits for the other ranks before it raises"),
-        ("say-after-seconds", "S", "after how long in one collective to print what each rank does"),
+        ("report-after-seconds", "S", "after how long in one collective to print what each rank does"),
     ):
         command.add_argument(f"--{option}", metavar=metavar, help=help_text)
     command.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in `python -m`")

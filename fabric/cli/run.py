@@ -27,7 +27,7 @@ _CHECKS: Mapping[str, Callable[[object, str], object]] = {
     "launcher": option_parsing.read_launcher,
     "max_restarts": option_parsing.read_rank,
     "timeout_seconds": option_parsing.read_seconds,
-    "say_after_seconds": option_parsing.read_seconds,
+    "report_after_seconds": option_parsing.read_seconds,
 }
 
 

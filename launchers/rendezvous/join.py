@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # has to be deleted, and a fast rank cannot walk into a meeting that a slow one is still leaving.
 
 
-def join(world: World, timeout_seconds: float, say: Callable[[str], None]) -> Store:
+def join(world: World, timeout_seconds: float, report: Callable[[str], None]) -> Store:
     """Meet all ranks of the world, and give the store under a prefix that only this meeting uses.
 
     Ranks: all call it; it returns once all have arrived. While it waits, one rank says every few seconds who is
@@ -38,8 +38,8 @@ def join(world: World, timeout_seconds: float, say: Callable[[str], None]) -> St
     if world.size == 1 or world.rendezvous is None:
         return HashStore()
     deadline = time.monotonic() + timeout_seconds
-    store = _connect(world, world.rendezvous, deadline, timeout_seconds, say)
-    patience = Patience(world, deadline, timeout_seconds, say)
+    store = _connect(world, world.rendezvous, deadline, timeout_seconds, report)
+    patience = Patience(world, deadline, timeout_seconds, report)
     if world.rendezvous.hosted and world.num_nodes > 1:  # Note [Restarts that are counted apart]
         own = PrefixStore("fabric", store)
         meeting = PrefixStore(call_roll(own, world, patience), own)
@@ -52,7 +52,7 @@ def join(world: World, timeout_seconds: float, say: Callable[[str], None]) -> St
 
 
 def _connect(
-    world: World, at: Rendezvous, deadline: float, timeout_seconds: float, say: Callable[[str], None]
+    world: World, at: Rendezvous, deadline: float, timeout_seconds: float, report: Callable[[str], None]
 ) -> TCPStore:
     """A connection to the store; on rank 0 the store itself where nobody else serves it."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -60,7 +60,7 @@ def _connect(
     timeout = timedelta(seconds=timeout_seconds)
     if world.rank == 0 and not at.hosted:
         return _serve(at.address, at.port)
-    _await_server(world, at, deadline, timeout_seconds, say)
+    _await_server(world, at, deadline, timeout_seconds, report)
     return TCPStore(at.address, at.port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
@@ -83,7 +83,7 @@ def _serve(address: str, port: int) -> TCPStore:
 
 
 def _await_server(
-    world: World, at: Rendezvous, deadline: float, timeout_seconds: float, say: Callable[[str], None]
+    world: World, at: Rendezvous, deadline: float, timeout_seconds: float, report: Callable[[str], None]
 ) -> None:
     """Return once something accepts connections at the address."""
     server = "the process that started the ranks" if at.hosted else "rank 0"
@@ -102,7 +102,7 @@ def _await_server(
                 "MASTER_PORT name its machine."
             )
         if now > next_words and world.local_rank == 0:
-            say(f"rank {world.rank} of {world.size} waits for {server} at {at.address}:{at.port}: {reason}")
+            report(f"rank {world.rank} of {world.size} waits for {server} at {at.address}:{at.port}: {reason}")
             next_words = now + SAY_EVERY_SECONDS
         time.sleep(pause_seconds)
         pause_seconds = min(2 * pause_seconds, 0.5)

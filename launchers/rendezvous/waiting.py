@@ -24,8 +24,8 @@ LONGEST_PAUSE_SECONDS = 0.25
 class Patience:
     """That of one rank in one meeting, until `deadline`; `timeout_seconds` is how long the whole meeting may take."""
 
-    def __init__(self, world: World, deadline: float, timeout_seconds: float, say: Callable[[str], None]) -> None:
-        self._who, self._timeout_seconds, self._say = f"rank {world.rank} of {world.size}", timeout_seconds, say
+    def __init__(self, world: World, deadline: float, timeout_seconds: float, report: Callable[[str], None]) -> None:
+        self._who, self._timeout_seconds, self._report = f"rank {world.rank} of {world.size}", timeout_seconds, report
         self._deadline = deadline
         self._next_words = time.monotonic() + SAY_EVERY_SECONDS
 
@@ -64,4 +64,4 @@ class Patience:
         if now > self._next_words:
             self._next_words = now + SAY_EVERY_SECONDS
             if speaks:
-                self._say(f"{self._who} waits for {ranks}")
+                self._report(f"{self._who} waits for {ranks}")

@@ -65,11 +65,12 @@ class Watcher:
     """Watches one rank, and speaks for the job where this is the rank that does.
 
     Made by the thread that runs the loop, on every rank, with the `store` of all ranks; each closes its own.
-    `say_after_seconds`: how long a call may wait before the ranks are asked.
+    `report_after_seconds`: how long a call may wait before the ranks are asked.
     """
 
-    def __init__(self, world: World, store: Store, journal: Journal, say_after_seconds: float) -> None:
-        self._world, self._store, self._journal, self._say_after = world, store, journal, say_after_seconds
+    def __init__(self, world: World, store: Store, journal: Journal, report_after_seconds: float) -> None:
+        self._world, self._store, self._journal = world, store, journal
+        self._report_after = report_after_seconds
         self._thread_id, self._native_id = threading.get_ident(), threading.get_native_id()
         self._switches: tuple[int | None, float] = (None, time.monotonic())
         self._told: tuple[str, float] | None = None
@@ -152,7 +153,7 @@ class Watcher:
 
     @property
     def _pause_seconds(self) -> float:
-        return min(max(self._say_after / 6, 0.05), LOOK_SECONDS)
+        return min(max(self._report_after / 6, 0.05), LOOK_SECONDS)
 
     def _look(self) -> float:
         """Tell of a call that waits for longer than it may, once, then after twice the time. Give when to look next."""
@@ -161,12 +162,12 @@ class Watcher:
             self._told = None
             return self._pause_seconds
         name, seconds, timeout_seconds = waiting
-        due = self._told[1] if self._told is not None and self._told[0] == name else self._say_after
+        due = self._told[1] if self._told is not None and self._told[0] == name else self._report_after
         left = timeout_seconds - min(LAST_WORDS_SECONDS, timeout_seconds / 3) - seconds if timeout_seconds else _NEVER
         ends = left <= 0 and due != _NEVER
         if ends or seconds >= due:
             self._told = name, _NEVER if ends else 2 * due
-            if ends or time.monotonic() - self._asked_at > self._say_after / 2:
+            if ends or time.monotonic() - self._asked_at > self._report_after / 2:
                 words = "ends" if ends else "waits"
                 threading.Thread(target=self._tell, args=(words,), daemon=True, name="fabric-watch-tell").start()
         return min(self._pause_seconds, max(left, 0.05)) if left > 0 else self._pause_seconds
@@ -222,7 +223,7 @@ class Watcher:
 
     def _print(self, *, last_words: bool) -> None:
         with contextlib.suppress(Exception), self._one_at_a_time:
-            apart = LAST_WORDS_SECONDS if last_words else self._say_after / 2
+            apart = LAST_WORDS_SECONDS if last_words else self._report_after / 2
             if time.monotonic() - self._printed_at[last_words] < apart:
                 return
             words = self.table(last_words=last_words)

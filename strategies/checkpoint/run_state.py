@@ -29,7 +29,7 @@ class RunState:
     gather: Callable[[Any], list[Any]]
     share: tuple[int, int]
     """Which part of the data this rank reads, and of how many. Ranks with the same one draw the same numbers."""
-    say: Callable[[str], None]
+    report: Callable[[str], None]
 
     def read(self) -> dict[str, Any]:
         """The entry. Ranks: all call it."""
@@ -42,7 +42,7 @@ class RunState:
     def write(self, entry: Mapping[str, Any] | None) -> None:
         """Go on from the entry; None: the file has none, and that is said."""
         if entry is None:
-            self.say(
+            self.report(
                 "The checkpoint has no random generators, loss scales and schedulers, as `fabric.save` writes them: "
                 "those of this run stay as they are, and it does not go on exactly as the one that was saved."
             )
@@ -52,7 +52,7 @@ class RunState:
                 for each, state in zip(objects, entry[kind], strict=True):
                     each.load_state_dict(state)
             elif objects:
-                self.say(
+                self.report(
                     f"The checkpoint has {len(entry[kind])} {_WORDS[kind]}, and this run has {len(objects)}: they stay "
                     "as they are."
                 )

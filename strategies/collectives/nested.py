@@ -19,8 +19,8 @@ from torch import Tensor
 from fabric.strategies.collectives.call_check import check_call, check_call_and_sum
 from fabric.strategies.collectives.collective import Collective, ReduceOp, check_reduce_op
 from fabric.strategies.collectives.dtypes import from_number, is_added_as_number, reduction_dtype, to_number
-from fabric.strategies.collectives.nest import map_tensors
 from fabric.strategies.collectives.packing import Packing, Spec, check_dense, groups, split_copies
+from fabric.strategies.collectives.pytree import map_tensors
 
 T = TypeVar("T")
 

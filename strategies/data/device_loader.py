@@ -71,7 +71,7 @@ class Reading:
     """Where each rank reads other data than its peers, so that it stands at a position of its own: which part."""
     rereads: bool = False
     """Whether the batches before the position are read again and dropped, because they cannot be skipped."""
-    say: Callable[[str], None] = lambda sentence: None
+    report: Callable[[str], None] = lambda sentence: None
     num_backwards: Callable[[], int] = lambda: 0
     """How often the loop has called backward."""
     num_unweighted: Callable[[], int] = lambda: 0
@@ -197,7 +197,7 @@ class DeviceLoader(ABC):
     def _say_reread(self) -> None:
         if not self._said_reread:
             self._said_reread = True
-            self._reading.say(
+            self._reading.report(
                 f"The `{loader_name(self)}` cannot skip what was read before the checkpoint, so that it is read again. "
                 "Streams with `state_dict` and `load_state_dict`, in torchdata's `StatefulDataLoader`, go on at once."
             )
@@ -206,7 +206,7 @@ class DeviceLoader(ABC):
         index = self._reading.index
         if not self._said_unequal and index is not None and not index.cut.uneven:
             self._said_unequal = True
-            self._reading.say(
+            self._reading.report(
                 f"A batch of the `{loader_name(self)}` had different numbers of samples on the ranks, as the last of "
                 "an epoch may have, and `fabric.backward(loss)` averages over ranks: a mean over the batch "
                 "counts samples of a smaller batch more. Write `fabric.backward(loss * len(x), weight=len(x))`, which "

@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from fabric.strategies.nest import is_tensor, map_leaves
+from fabric.strategies.pytree import is_tensor, map_leaves
 
 
 class DispatchError(RuntimeError):

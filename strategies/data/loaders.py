@@ -47,7 +47,7 @@ def process_dataloader(
     launcher: str,
     ranks: Ranks,
     numbers: LoaderNumbers,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
     carry: Carry | None = None,
     draw_apart: Callable[[], None] = lambda: None,
     uneven: Uneven | None = None,
@@ -58,7 +58,7 @@ def process_dataloader(
     Ranks: all that read parts of the same data call it, with the same loader. One rank alone gets plain PyTorch: the
     same order from the same random numbers. Data that is split for this rank already (`DistributedSampler`,
     `split_dataset_by_node`: see `split.py`) is not split again. `numbers` tells apart loaders that are set up in the
-    same random state; `say` shows a warning, on one rank. `carry`: how the batches go to the device, where it has a
+    same random state; `report` shows a warning, on one rank. `carry`: how the batches go to the device, where it has a
     way of its own. `draw_apart`: called before the loop gets a batch. `dispatch`: rank 0 reads the loader for all.
     Raises: ValueError: the data cannot be shared out, it is split for another rank or another number of ranks, or the
     ranks were given different loaders.
@@ -67,7 +67,7 @@ def process_dataloader(
         raise ValueError("`setup_dataloaders` was given a loader that it returned before. Pass the original loader.")
     if not isinstance(loader, Iterable):
         raise TypeError(f"`setup_dataloaders` was given a `{type(loader).__name__}`, which cannot be iterated.")
-    setup = _Setup(share, use != "train", ranks, numbers, say, uneven)
+    setup = _Setup(share, use != "train", ranks, numbers, report, uneven)
     dispatched = _dispatched(loader, setup) if dispatch else None
     split = split_of(loader, share) if distribute and dispatched is None else None
     accelerated = move and device.type != "cpu"
@@ -77,7 +77,7 @@ def process_dataloader(
     if isinstance(loader, DataLoader):
         sentence = advice(loading_of(loader, launcher=launcher, accelerated=accelerated))
         if sentence is not None:
-            say(sentence)
+            report(sentence)
     if dispatched is not None:
         reading = replace(_own(dispatched, setup), epochal=_epochal(loader, loader))
     elif split is not None:
@@ -95,7 +95,7 @@ def process_dataloader(
     else:
         reading = _shared_iterable(loader, setup)
     carry = carry or (one_ahead if ahead and has_streams(device) else one_by_one)
-    reading = replace(reading, device=device if accelerated else None, carry=carry, say=say)
+    reading = replace(reading, device=device if accelerated else None, carry=carry, report=report)
     counts: dict[str, Any] = {
         "num_backwards": lambda: numbers.num_backwards,
         "num_unweighted": lambda: numbers.num_unweighted,
@@ -110,7 +110,7 @@ class _Setup:
     uneven: bool
     ranks: Ranks
     numbers: LoaderNumbers
-    say: Callable[[str], None]
+    report: Callable[[str], None]
     when_ended: Uneven | None
 
     @property
@@ -186,7 +186,7 @@ def _indexed(loader: DataLoader[Any], setup: _Setup, *, reader: int) -> Reading:
     if setup.ranks.size > 1:
         described = _described(loader) | describe(index.items, loader.dataset, seeds.seed) | {"generators": len(own)}
         if not agree_on_loader(described, own, setup.ranks):
-            setup.say(
+            setup.report(
                 "The random generators of this loader's sampler differ between the ranks, which read one common "
                 "order: that of rank 0's. Seed them alike to choose the order yourself."
             )
@@ -221,7 +221,7 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup
         part = split_stream(dataset, share)
         if isinstance(part, SplitStream):
             return _own_part(loader, part, setup, start)
-        setup.say(part)
+        setup.report(part)
     cut: Cut = TurnCut(share=share, uneven=setup.uneven)
     if batch_size is not None:
         cut = SampleCut(share=share, uneven=setup.uneven, batch_size=batch_size, drop_last=loader.drop_last)
@@ -285,7 +285,7 @@ def _agreement(loader: Iterable[Any], words: str, setup: _Setup, *, exact: bool)
     ahead = False
     if isinstance(loader, DataLoader) and not isinstance(loader, Resumable):
         ahead = loader.num_workers > 0 or (loader.batch_size is not None and not exact)
-    return Agreement(setup.when_ended or "stop", setup.ranks.votes(), words, setup.say, ahead=ahead)
+    return Agreement(setup.when_ended or "stop", setup.ranks.votes(), words, setup.report, ahead=ahead)
 
 
 def _shared_iterable(items: Iterable[Any], setup: _Setup) -> Reading:
@@ -347,7 +347,7 @@ def _left_out(setup: _Setup) -> LeaveOut:
 
     def leave_out(num_items: int) -> None:
         if not said:
-            setup.say(
+            setup.report(
                 f"The last {num_items} batches of the epoch were too few to give each of the {setup.share.count} "
                 "ranks one, and were left out. Where ranks may have different numbers of batches, pass "
                 "`use='validate'`, `'test'` or `'predict'`."

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
-from fabric.strategies.nest import map_leaves
+from fabric.strategies.pytree import map_leaves
 
 
 @runtime_checkable

@@ -38,10 +38,10 @@ class Votes:
 class Agreement:
     """One loader's: each call is an iteration."""
 
-    def __init__(self, uneven: Uneven, votes: Votes, words: str, say: Callable[[str], None], *, ahead: bool) -> None:
+    def __init__(self, uneven: Uneven, votes: Votes, words: str, report: Callable[[str], None], *, ahead: bool) -> None:
         """`words`: the loader, for people. `ahead`: read the next batch, and ask about it, before this one is given."""
         self._uneven, self._votes, self._words, self._ahead = uneven, votes, words, ahead
-        self._say = say
+        self._report = report
         self._iterations = 0
 
     def __call__(
@@ -115,8 +115,8 @@ class Agreement:
         )
 
     def _say_once(self, sentence: str) -> None:
-        self._say(sentence)
-        self._say = lambda sentence: None
+        self._report(sentence)
+        self._report = lambda sentence: None
 
     def _astray(self, places: list[list[int]]) -> str:
         where = "; ".join(f"rank {rank}: iteration {i}, batch {n}" for rank, (i, n) in enumerate(places))

@@ -22,8 +22,8 @@ from fabric.strategies.deepspeed.library import STAGE_3, look_up
 from fabric.strategies.module.added_parameters import Newcomers
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
 from fabric.strategies.module.copies import Hook
-from fabric.strategies.nest import tensors_in
 from fabric.strategies.precision.loss_scaler import all_finite
+from fabric.strategies.pytree import tensors_in
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder, start_comparing
 from fabric.strategies.torch_internals import disable_dynamo

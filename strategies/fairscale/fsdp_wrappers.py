@@ -33,7 +33,7 @@ from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, all_o
 from fabric.strategies.module.added_parameters import Newcomers
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
 from fabric.strategies.module.forward import ForwardPath, leave_uncompiled
-from fabric.strategies.nest import tensors_in
+from fabric.strategies.pytree import tensors_in
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
 from fabric.strategies.torch_internals import current_graph_task_id

@@ -37,7 +37,7 @@ from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
 from fabric.strategies.module.added_parameters import Newcomers
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
-from fabric.strategies.nest import map_only_tensors
+from fabric.strategies.pytree import map_only_tensors
 
 
 @final

@@ -67,14 +67,14 @@ _LOCALLY: dict[str, Callable[[Tensor], Tensor]] = {
 class HorovodCollective(CarriesObjects):
     """All ranks of a world, over Horovod's own controller (gloo).
 
-    `timeout_seconds`: how long a call waits for the other ranks. `say`: told who is missing while the ranks meet.
+    `timeout_seconds`: how long a call waits for the other ranks. `report`: called with the missing ranks while waiting.
     As soon as one rank has left, by `teardown` or by ending, a call of any other raises.
     """
 
     def __init__(
-        self, world: World, *, timeout_seconds: float = 1800.0, say: Callable[[str], None] = _LOGGER.warning
+        self, world: World, *, timeout_seconds: float = 1800.0, report: Callable[[str], None] = _LOGGER.warning
     ) -> None:
-        self._world, self._timeout_seconds, self._say = world, timeout_seconds, say
+        self._world, self._timeout_seconds, self._report = world, timeout_seconds, report
         self._ranks = tuple(range(world.size))
         self._is_part = False
         self._store: Store | None = None
@@ -109,7 +109,7 @@ class HorovodCollective(CarriesObjects):
                 "to the fabric, and close the other one first.",
                 rank=self._world.rank,
             )
-        store = join(self._world, self._timeout_seconds, self._say)
+        store = join(self._world, self._timeout_seconds, self._report)
         self._address = self._serve(store)
         try:
             with self._place():

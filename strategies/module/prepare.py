@@ -108,7 +108,7 @@ def share_loader(
         uneven=runtime.uneven,
         dispatch=runtime.dispatch,
         numbers=runtime.loader_numbers,
-        say=runtime.report,
+        report=runtime.report,
         draw_apart=runtime.draw_apart,
         carry=runtime.carry,
     )

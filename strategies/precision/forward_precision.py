@@ -15,8 +15,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from fabric.strategies.nest import map_only_tensors
 from fabric.strategies.precision.precision import Precision
+from fabric.strategies.pytree import map_only_tensors
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:

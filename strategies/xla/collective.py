@@ -44,13 +44,13 @@ _FEWEST = 64
 class XLACollective(CarriesObjects):
     """All replicas of a world. `timeout_seconds`: how long to wait at the store; XLA's own wait cannot be set.
 
-    `say`: told who is missing while the ranks meet.
+    `report`: called with the missing ranks while waiting.
     """
 
     def __init__(
-        self, world: World, *, timeout_seconds: float = 1800.0, say: Callable[[str], None] = _LOGGER.warning
+        self, world: World, *, timeout_seconds: float = 1800.0, report: Callable[[str], None] = _LOGGER.warning
     ) -> None:
-        self._world, self._timeout_seconds, self._say = world, timeout_seconds, say
+        self._world, self._timeout_seconds, self._report = world, timeout_seconds, report
         self._through_store: StoreCollective | None = None
 
     @property
@@ -72,7 +72,7 @@ class XLACollective(CarriesObjects):
                 f"{self.size}. Launch with `fabric.launch(function)`, and use no XLA device before.",
                 rank=self.rank,
             )
-        store = join(self._world, self._timeout_seconds, self._say)
+        store = join(self._world, self._timeout_seconds, self._report)
         self._through_store = StoreCollective(PrefixStore("collective", store), self.rank, self.size)
 
     def teardown(self) -> None:

@@ -37,7 +37,7 @@ launcher = "external" if "TORCHELASTIC_RUN_ID" in os.environ else "fork"
 os.chdir(os.path.dirname(__file__))
 if strategy == "short":
     strategy = DDPStrategy(timeout_seconds=6)
-fabric = Fabric(accelerator="cpu", strategy=strategy, devices=2, say_after_seconds=0.3, launcher=launcher)
+fabric = Fabric(accelerator="cpu", strategy=strategy, devices=2, report_after_seconds=0.3, launcher=launcher)
 fabric.launch()
 model = torch.nn.Linear(4, 1)
 model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -111,7 +111,7 @@ def test_the_end_of_the_timeout_names_the_call_at_which_ranks_part(tmp_path: Pat
 
 
 def test_ctrl_c_on_a_job_that_hangs_prints_the_table(tmp_path: Path) -> None:
-    text = PROGRAM.replace("say_after_seconds=0.3", "say_after_seconds=10")
+    text = PROGRAM.replace("report_after_seconds=0.3", "report_after_seconds=10")
     (tmp_path / "program.py").write_text(text)
     with running([tmp_path / "program.py", "stopped", "ddp"]) as program:
         program.wait_for("late")
@@ -124,7 +124,7 @@ def test_ctrl_c_on_a_job_that_hangs_prints_the_table(tmp_path: Path) -> None:
 
 
 def test_a_healthy_job_says_nothing(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM.replace("say_after_seconds=0.3", "say_after_seconds=30"))
+    (tmp_path / "program.py").write_text(PROGRAM.replace("report_after_seconds=0.3", "report_after_seconds=30"))
     with running([tmp_path / "program.py", "not", "ddp"]) as program:
         _, heard = program.process.communicate(timeout=60)
     assert heard == ""

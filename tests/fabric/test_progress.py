@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from fabric.console import print_rank_zero
-from fabric.pace import WINDOW_SECONDS, Pace
 from fabric.progress import progress
+from fabric.progress_rate import WINDOW_SECONDS, ProgressRate
 
 HIDE_CURSOR, SHOW_CURSOR, UP = "\x1b[?25l", "\x1b[?25h", "\x1b[1A"
 
@@ -58,7 +58,7 @@ def plain(text: str) -> str:
 
 
 def test_rates_are_those_of_all_ranks_and_the_time_left_follows() -> None:
-    pace = Pace(total=100, num_ranks=4)
+    pace = ProgressRate(total=100, num_ranks=4)
     pace.look(0.0)
     pace.items, pace.samples = 20, 640
     pace.look(10.0)
@@ -67,7 +67,7 @@ def test_rates_are_those_of_all_ranks_and_the_time_left_follows() -> None:
 
 
 def test_a_slow_start_is_forgotten_after_the_window() -> None:
-    pace = Pace(total=None)
+    pace = ProgressRate(total=None)
     pace.look(0.0)
     pace.items = 1
     for second in range(1, 200):
@@ -78,7 +78,7 @@ def test_a_slow_start_is_forgotten_after_the_window() -> None:
 
 
 def test_a_look_rarer_than_the_window_still_gives_a_rate() -> None:
-    pace = Pace(total=4)
+    pace = ProgressRate(total=4)
     for look in range(3):
         pace.items = look
         pace.look(look * 3 * WINDOW_SECONDS)
@@ -86,7 +86,7 @@ def test_a_look_rarer_than_the_window_still_gives_a_rate() -> None:
 
 
 def test_without_time_or_total_nothing_is_promised() -> None:
-    pace = Pace(total=None)
+    pace = ProgressRate(total=None)
     pace.look(5.0)
     assert pace.seconds_left is None
     assert pace.line() == "0  0.00 it/s  0:00:00"

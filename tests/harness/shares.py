@@ -66,7 +66,7 @@ def share_out(
                     launcher="inline",
                     ranks=ranks_by(agree, count),
                     numbers=numbers[index] if numbers else LoaderNumbers(),
-                    say=said.append if said is not None and index == 0 else lambda sentence: None,
+                    report=said.append if said is not None and index == 0 else lambda sentence: None,
                 )
             except Exception as error:
                 results[index] = error

@@ -52,14 +52,14 @@ def test_a_wait_says_who_is_missing_and_ends_when_they_come(point: MeetingPoint)
     said: list[str] = []
     heard = threading.Event()
 
-    def say(words: str) -> None:
+    def report(words: str) -> None:
         said.append(words)
         heard.set()
 
     with ThreadPoolExecutor(2) as ranks:
-        first = ranks.submit(join, world(0, point.port), 60, say)
+        first = ranks.submit(join, world(0, point.port), 60, report)
         assert heard.wait(60)
-        second = ranks.submit(join, world(1, point.port), 60, say)
+        second = ranks.submit(join, world(1, point.port), 60, report)
         first.result()
         second.result()
     assert said[0] == "rank 0 of 2 waits for rank 1"

@@ -37,7 +37,7 @@ def shared(world: World, loader: Any) -> DeviceLoader:
         launcher=world.launcher,
         ranks=ranks_by(gather, world.size),
         numbers=LoaderNumbers(),
-        say=lambda sentence: None,
+        report=lambda sentence: None,
     )
     distributed.destroy_process_group()
     return loader

@@ -53,7 +53,7 @@ def loader_on(device: torch.device, loader: Any, *, move: bool = True) -> Device
         launcher="inline",
         ranks=ranks_by(lambda obj: [obj], 1),
         numbers=LoaderNumbers(),
-        say=lambda sentence: None,
+        report=lambda sentence: None,
     )
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fabric.strategies.gradients.clipping import clip_norm, clip_value
-from fabric.strategies.precision.loss_scaler import LossScaler
+from fabric.strategies.precision.loss_scaler import LossScaler, all_finite
 
 
 def model_and_data() -> tuple[nn.Linear, torch.Tensor]:
@@ -173,3 +173,16 @@ def test_a_scaler_goes_on_from_its_state() -> None:
     again = LossScaler(growth_interval_steps=3)
     again.load_state_dict(scaler.state_dict())
     assert again.state_dict() == {"scale": 65536.0, "good_steps": 2}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_gradients_are_finite_unless_one_is_not_however_large_they_are(dtype: torch.dtype) -> None:
+    largest = torch.full((3, 4), torch.finfo(dtype).max, dtype=dtype)
+    place = torch.tensor([[1]])
+    sparse = torch.sparse_coo_tensor(place, torch.ones(1, 4, dtype=dtype), (3, 4), check_invariants=True)
+    gradients = [largest, -largest.t(), torch.zeros(0, dtype=dtype), sparse]
+    assert all_finite(gradients)
+    assert all_finite([])
+    for wrong in (float("nan"), float("inf"), float("-inf")):
+        assert not all_finite([*gradients, torch.tensor([0.0, wrong], dtype=dtype)])
+        assert not all_finite([*gradients, sparse * wrong])

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fabric.strategies.nest import opened
+from fabric.strategies.pytree import opened
 
 
 def map_tensors(function: Callable[[str, Tensor], Any], nest: Any, path: str = "data") -> Any:
     """Apply `function(path, tensor)` to each tensor, and return the results in the same containers.
 
-    Containers are those of `fabric.strategies.nest.opened`; None stays. A Python number becomes a CPU tensor of the
+    Containers are those of `fabric.strategies.pytree.opened`; None stays. A Python number becomes a CPU tensor of the
     dtype that holds it exactly: int64, float64, bool, complex128. Mappings are traversed in the order of their keys'
     `repr`, so that insertion order may differ between ranks.
     Raises: TypeError: anything else, with its path.

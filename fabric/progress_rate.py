@@ -10,7 +10,7 @@ WINDOW_SECONDS = 30.0
 
 
 @dataclass(slots=True, kw_only=True)
-class Pace:
+class ProgressRate:
     """The caller counts `items` and `samples`; `look` records the time."""
 
     total: int | None
