@@ -1,4 +1,4 @@
-"""What an engine of DeepSpeed cannot do, said when a model is set up, before anything has changed."""
+"""What a DeepSpeed engine does not support, raised when a model is set up, before anything is changed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def refuse_setup(
     move: bool,
     config: Mapping[str, Any],
 ) -> None:
-    """Raise ValueError where an engine would do something else than was asked."""
+    """Raise ValueError if an engine would not do what was requested."""
     name = type(module).__name__
     if not move and runtime.device.type != "cpu":
         raise ValueError(

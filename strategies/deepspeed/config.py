@@ -1,8 +1,8 @@
-"""DeepSpeed's dictionary, made from options, keys checked.
+"""Checks DeepSpeed's configuration and completes it from the strategy's options.
 
-DeepSpeed itself accepts a misspelled key on the top level and goes on with a default, some of which change numbers
-(gradients are clipped to 1.0 where nothing is said). So a key stands in the table below or it is an error, and what
-the fabric's own words decide may not be said a second time. Knows DeepSpeed's words; does not import it.
+DeepSpeed itself accepts a misspelled top-level key and uses the default instead, and some defaults change results
+(without `gradient_clipping`, gradients are clipped to 1.0). So a key that is not in the tables below raises, and so
+does a key for something that the fabric sets. DeepSpeed is not imported here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KEYS = (
     "wandb",
     "zero_optimization",
 )
-"""The keys of the top level that pass through."""
+"""Top-level keys that are passed to DeepSpeed."""
 
 ZERO_KEYS = (
     "allgather_bucket_size",
@@ -59,7 +59,7 @@ ZERO_KEYS = (
     "stage3_prefetch_bucket_size",
     "sub_group_size",
 )
-"""The keys of `zero_optimization` that pass through."""
+"""Keys of `zero_optimization` that are passed to DeepSpeed."""
 
 OFFLOAD_KEYS = ("buffer_count", "buffer_size", "device", "max_in_cpu", "pin_memory", "ratio")
 
@@ -75,18 +75,18 @@ FABRIC_KEYS: Mapping[str, str] = {
     "zero_allow_untested_optimizer": "Any optimizer that updates each element by itself is allowed",
     "zero_force_ds_cpu_optimizer": "The optimizer passed to `setup` is taken, offloaded or not",
 }
-"""What the fabric decides, and in which words."""
+"""Keys that the fabric sets itself, each with what to use instead."""
 
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Lamb", "Muon", "OneBitLamb", "SparseAdam", "ZeroOneAdam")
-"""Optimizers that look at a tensor as a whole, or at its shape: ZeRO shows them slices of one flat tensor instead."""
+"""Optimizers that need whole tensors, or their shapes: ZeRO passes slices of one flat tensor instead."""
 
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-true")
 
 
 def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
-    """The dictionary that was given, or that lies in the JSON file that was named; its keys are known.
+    """Return the given dictionary, or that of the given JSON file, after checking its keys.
 
-    Raises: ValueError: a key is unknown, or says what the fabric's own words say.
+    Raises: ValueError: a key is unknown, or is one that the fabric sets.
     """
     if config is None:
         return {}
@@ -116,7 +116,7 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
 
 
 def choose_stage(stage: int | None, config: Mapping[str, Any]) -> int:
-    """The ZeRO stage from the option and the dictionary, which may say it once. 2 where neither does."""
+    """The ZeRO stage, from either the option or the dictionary; both raise. 2 if neither sets it."""
     said = config.get("zero_optimization", {}).get("stage")
     if stage is not None and said is not None:
         raise ValueError(
@@ -133,7 +133,7 @@ def choose_stage(stage: int | None, config: Mapping[str, Any]) -> int:
 
 
 def choose_offload(name: str, wanted: bool, option: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The section `name` of `zero_optimization`: from the option or from the dictionary, which may say it once."""
+    """The section `name` of `zero_optimization`, from either the option or the dictionary; both raise."""
     said = config.get("zero_optimization", {}).get(name)
     if wanted and said is not None:
         raise ValueError(f"`{option}=True` and `{name}` in the configuration say the same twice. Leave one out.")
@@ -143,7 +143,7 @@ def choose_offload(name: str, wanted: bool, option: str, config: Mapping[str, An
 def engine_config(
     config: Mapping[str, Any], *, stage: int, offload: Mapping[str, Any], precision: Precision
 ) -> dict[str, Any]:
-    """What `deepspeed.initialize` is given: the checked dictionary, completed with what the fabric decides."""
+    """The configuration for `deepspeed.initialize`: the checked dictionary, and the keys that the fabric sets."""
     return {
         "train_micro_batch_size_per_gpu": 1,  # DeepSpeed counts samples with it, for its reports alone
         "gradient_accumulation_steps": 1,
@@ -164,7 +164,7 @@ def engine_config(
 
 
 def refuse_by_name(name: str, where: str) -> None:
-    """Raise ValueError where an optimizer's name says that it cannot work on slices of a flat tensor."""
+    """Raise ValueError if an optimizer of this name cannot work on slices of a flat tensor."""
     if name == "Adagrad":
         raise ValueError(
             f"`{name}` in {where}: DeepSpeed puts an object of its own in its place, which `optimizer.step()` and "
@@ -189,7 +189,7 @@ _FP16_KEYS = (
 
 
 def _optimizer(section: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Without a word to the contrary, Adam is torch's: DeepSpeed's own would be compiled now, for minutes."""
+    """Use torch's Adam unless `torch_adam` is set: DeepSpeed's own would first be compiled, for minutes."""
     if not section or section.get("type") not in ("Adam", "AdamW"):
         return {}
     return {"optimizer": {**section, "params": {"torch_adam": True, **section.get("params", {})}}}

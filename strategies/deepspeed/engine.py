@@ -270,20 +270,20 @@ class Engine:
         )
 
     def remember_weights(self) -> None:
-        """Take the weights as they are for those that DeepSpeed trains."""
+        """Record the current weights as those that DeepSpeed trains."""
         self._versions = [parameter._version for parameter in self.trained]
 
     def _are_in_parameters(self) -> bool:
-        """Whether `parameter.grad` is where gradients add up, as in plain PyTorch."""
+        """Whether gradients accumulate in `parameter.grad`, as in plain PyTorch."""
         return self.stage == 1 and not self._is_reduced
 
     def _show(self) -> None:
-        """Let `zero_grad` find gradients that DeepSpeed has taken out of the parameters."""
+        """Set placeholders for gradients that DeepSpeed moved out of the parameters, so that `zero_grad` finds them."""
         if self._has_gradients and not self._are_in_parameters():
             self.shown.show(self._reached)
 
     def _zero(self, parameter: Tensor) -> None:
-        """Set this rank's part of a gradient to zero, where it adds up."""
+        """Zero this rank's part of an accumulated gradient."""
         zero = self.zero
         if self.stage == 3:
             zero._get_fp32_grad_state_partition(parameter, True)[0].zero_()
@@ -318,10 +318,10 @@ class Engine:
         return [shard.grad for shard in self.zero.single_partition_of_fp32_groups]
 
     def _accumulate_in_place(self, finish: Callable[[], None]) -> None:
-        """Let offloaded gradients add up where the step reads them: DeepSpeed 0.19 would hold each a second time.
+        """Accumulate offloaded gradients in the buffer that the step reads: DeepSpeed 0.19 would keep a second copy.
 
-        Then nothing of them is left to move when a window ends, only to measure. A parameter that ranks share, or
-        whose gradient is kept in another dtype, still has a buffer of its own, which DeepSpeed moves in `finish`.
+        At the end of a window they are not copied; only their norms are computed. A parameter that is split between
+        ranks, or whose gradient is kept in another dtype, still has its own buffer, which DeepSpeed copies in `finish`.
         """
         in_place: dict[int, Tensor] = {}
         for parameter in (each for group in self.zero.params_in_partition for each in group):
@@ -344,7 +344,7 @@ class Engine:
         self.zero._finalize_cpu_offload_gradient_accumulation = measure
 
     def _step_from_accumulated(self) -> None:
-        """As `_accumulate_in_place`, for stage 3: there, gradients lie in one buffer, in the order of the groups."""
+        """Same as `_accumulate_in_place` for stage 3, where gradients are in one buffer, in the order of the groups."""
         end = 0
         for group, shard in zip(self.zero.fp16_groups, self.zero.fp32_partitioned_groups_flat, strict=True):
             start, end = end, end + sum(parameter.partition_numel() for parameter in group)
@@ -353,10 +353,10 @@ class Engine:
                 shard.grad = gradients
 
     def _compare_before(self, reduce: Callable[..., None]) -> None:
-        """Let DeepSpeed add up a bucket of gradients only where all ranks have the same parameters in it, in one order.
+        """Make DeepSpeed reduce a bucket only if all ranks have the same parameters in it, in the same order.
 
-        At stage 2 a bucket is filled in the order of backward, and DeepSpeed pairs what lies at one place: gradients of
-        others would be added where sizes are the same, and gloo aborts where they are not.
+        At stage 2 a bucket is filled in the order of backward, and reduced by position: gradients of different
+        parameters would be added if the sizes are equal, and gloo aborts if they are not.
         """
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         sentence = _PAIRED.format(name=type(self.module).__name__)
@@ -374,7 +374,7 @@ class Engine:
         self.zero.reduce_ipg_grads = compare
 
     def _reduce(self) -> None:
-        """Average what was added up, once per window."""
+        """Average the accumulated gradients, once per window."""
         if self._is_reduced:
             return
         self._refuse_left_out()
@@ -386,7 +386,7 @@ class Engine:
         self._is_reduced = True
 
     def _refuse_left_out(self) -> None:
-        """Raise RuntimeError where a parameter has no gradient on this rank: in plain PyTorch it would not move.
+        """Raise RuntimeError if a parameter has no gradient on this rank: plain PyTorch would not update it.
 
         Without a message: where other ranks have one, release 0.19 reduces messages of different lengths, and aborts.
         """
@@ -421,11 +421,11 @@ class Engine:
         self._stepped, self._reached = self._reached, set()
 
     def drive(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Let `optimizer.step()` and `zero_grad()` do the engine's. Returns what undoes it."""
+        """Make `optimizer.step()` and `zero_grad()` run the engine's. Returns a function that undoes it."""
         # Note [The user's optimizer, inside and outside]
-        # DeepSpeed steps the very object that the user has, once per slice of the weights, from within its own step.
-        # So `step` of the object has two sides: outside it runs the hooks, once, and the engine; inside, the class's
-        # bare update. Torch keeps the bare function behind the one that runs hooks.
+        # DeepSpeed calls `step` of the user's optimizer once per slice of the weights, from within its own step.
+        # So `step` depends on the caller: called by the user, it runs the hooks, once, and the engine; called by
+        # DeepSpeed, only the class's update, which is `__wrapped__` of torch's `step` with hooks.
         num_groups = len(optimizer.param_groups)
         bare = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
         running = False
@@ -455,7 +455,7 @@ class Engine:
         def zero_grad(self_: Optimizer, set_to_none: bool = True) -> None:
             if self._has_gradients or not set_to_none:
                 self.discard()
-            # As in PyTorch, a gradient that is set to zero is there: its parameter goes on by momentum.
+            # As in PyTorch, a parameter whose gradient is zero, not None, is still updated by momentum.
             self._reached = set() if set_to_none else self._reached | self._stepped
             self._stepped = set()
 
@@ -490,7 +490,7 @@ class Engine:
 
 
 def remember(objects: Iterable[Any]) -> Callable[[], None]:
-    """Give what takes off the objects all attributes that they do not have now."""
+    """Return a function that removes all attributes added to the objects after this call."""
     before = [(each, set(vars(each))) for each in objects]
 
     def forget() -> None:
@@ -502,7 +502,7 @@ def remember(objects: Iterable[Any]) -> Callable[[], None]:
 
 
 def gathered_parts(module: nn.Module) -> list[nn.Module]:
-    """The parts that stage 3 gathers one by one: all that have parameters of their own."""
+    """The submodules that stage 3 gathers one by one: all that own parameters directly."""
     return [part for part in module.modules() if any(each is not None for each in part._parameters.values())]
 
 

@@ -1,7 +1,7 @@
 """Forward and backward of one model under ZeRO: its engine reduces gradients, and ranks run submodules in one order.
 
 `unsynced` changes nothing: at stage 1 gradients are reduced once per step in any case, at stages 2 and 3 in every
-backward, for a rank has no room for whole ones.
+backward, because no rank stores whole gradients.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class UntrainedGradientSync(GradientSync):
         return nullcontext()
 
     def watch(self) -> Finish | None:
-        return None  # what another model's loss sends through it needs nothing of it
+        return None  # a loss of another model that runs through this one needs no synchronisation here
 
     def parameters_held(self) -> Iterable[Tensor]:
         return ()

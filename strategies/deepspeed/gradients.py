@@ -1,9 +1,9 @@
-"""What `parameter.grad` is where DeepSpeed keeps gradients in shards: there, empty, and zeroed like any other.
+"""Placeholders in `parameter.grad` for gradients that DeepSpeed keeps in shards.
 
 At stages 2 and 3 a gradient leaves `parameter.grad` during backward, so `model.zero_grad()` would find nothing to zero.
-Between a backward and the next use of the gradients each parameter that has one shows a stand-in. Whatever zeroes
-gradients in PyTorch then leaves a trace: `zero_grad` of the model, of a submodule or of another optimizer, and
-`parameter.grad = None`. Computing with a stand-in raises, where None was passed over in silence.
+Between a backward and the next use of the gradients, each parameter with a gradient has a placeholder. It shows
+whether the gradient was zeroed, by `zero_grad` of the model, of a submodule or of another optimizer, or by
+`parameter.grad = None`. Computing with a placeholder raises; None would be skipped silently.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fabric.strategies.torch_internals import disabled_torch_function_impl
 
 @final
 class InShards(Tensor):
-    """A gradient without values. It can be set to zero, which it notes; anything else raises RuntimeError."""
+    """A gradient without values. Records when it is zeroed; any other operation raises RuntimeError."""
 
     is_zeroed: bool
 
@@ -38,7 +38,7 @@ class InShards(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Note that gradients were zeroed."""
+        """Record that gradients were zeroed."""
         if operator is torch.ops.aten.zero_.default:
             args[0].is_zeroed = True
             return args[0]
@@ -54,7 +54,7 @@ class InShards(Tensor):
 
 @final
 class Shown:
-    """The gradients of one model that its parameters show."""
+    """The placeholders in the parameters of one model."""
 
     def __init__(self, names: Mapping[Tensor, str]) -> None:
         self.names = names
@@ -62,7 +62,7 @@ class Shown:
         self._shown: list[Tensor] = []
 
     def show(self, parameters: Iterable[Tensor]) -> None:
-        """Let these have a gradient."""
+        """Set a placeholder as the gradient of each parameter."""
         self._shown = list(parameters)
         for parameter in self._shown:
             try:
@@ -71,7 +71,7 @@ class Shown:
                 parameter.grad = self._made[parameter] = InShards(parameter)
 
     def take(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Show none any more. Gives the parameters whose gradient was set to None since, and those where it was zeroed.
+        """Remove the placeholders. Returns the parameters whose gradient was set to None, and those with a zeroed one.
 
         Raises: RuntimeError: one was given another gradient.
         """
@@ -88,7 +88,7 @@ class Shown:
         return gone, zeroed
 
     def drop(self) -> None:
-        """Show none any more, whatever was done to them."""
+        """Remove the placeholders, whatever was done to them."""
         for parameter in self._shown:
             parameter.grad = None
             self._made[parameter].is_zeroed = False

@@ -1,8 +1,8 @@
-"""DeepSpeed, imported and initialised without a trace: what it does to the process on the way is undone or kept off.
+"""Imports and initialises DeepSpeed, and undoes or prevents its side effects on the process.
 
-Left to itself it writes environment variables, logs to stdout, and compiles a C++ extension that training never uses
-(100 s, and an error without a compiler). It also keeps the process groups of a world that is gone. Everything here is
-called in a rank, never in the process that the user started.
+By default it sets environment variables, logs to stdout, and compiles a C++ extension that training never uses
+(100 s, and an error without a compiler). It also keeps references to destroyed process groups. Everything here is
+called on a rank, never in the process that the user started.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ STAGE_3: Names = {
 """Private names, and others that DeepSpeed does not document."""
 
 RELEASES = "0.19"
-"""What the strategy was written against: it reads gradients and states where this release keeps them."""
+"""The supported release: the strategy reads gradients and states where this release keeps them."""
 
 
 def why_not(found: str | None) -> str | None:
-    """None where the release `found` is one that is known; otherwise a sentence."""
+    """None if the release `found` is supported; otherwise the reason."""
     if found is None:
         return (
             "`strategy='deepspeed'` needs the package deepspeed, which is not installed. "
@@ -166,7 +166,7 @@ def undisturbed(world: World, device_type: str) -> Iterator[Any]:
 
 @contextmanager
 def local_rank(world: World) -> Iterator[None]:
-    """Within it, the environment has LOCAL_RANK: at stage 3 DeepSpeed looks there in the middle of training."""
+    """Set LOCAL_RANK within the context: at stage 3 DeepSpeed reads it during training."""
     before = os.environ.get("LOCAL_RANK")
     os.environ["LOCAL_RANK"] = str(world.local_rank)
     try:
@@ -178,7 +178,7 @@ def local_rank(world: World) -> Iterator[None]:
 
 
 def _to_stderr() -> None:
-    """Stdout is the user's. What is an error still shows; that any optimizer is 'untested' does not."""
+    """Log to stderr, since stdout is the user's, and errors only: DeepSpeed warns of every 'untested' optimizer."""
     logger = logging.getLogger("DeepSpeed")
     logger.setLevel(max(logger.level, logging.ERROR))
     for handler in logger.handlers:

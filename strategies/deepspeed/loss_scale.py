@@ -1,4 +1,4 @@
-"""DeepSpeed's own loss scale in a checkpoint, in the form that every other strategy's has."""
+"""Saves and loads DeepSpeed's loss scale in the checkpoint format of all strategies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LossScale:
         return {"scale": float(scaler.cur_scale), "good_steps": good_steps, "hysteresis": scaler.cur_hysteresis}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a `state_dict`, of any strategy."""
+        """Load a `state_dict` that any strategy saved."""
         scaler = self._scaler
         scaler.cur_scale = state_dict["scale"]
         scaler.last_overflow_iter, scaler.cur_iter = -1, state_dict["good_steps"]

@@ -1,6 +1,6 @@
-"""Each submodule of a model at stage 3 has a forward that torch's compiler tells from all others.
+"""Gives each submodule a code object of its own at stage 3, so that `torch.compile` caches it separately.
 
-The compiler keeps what it compiled by code, and gives up on a function of which it has eight versions
+The compiler caches by code object, and stops compiling a function that has been compiled eight times
 (`recompile_limit`). DeepSpeed's hooks gather weights around each submodule and end the graph there, so each submodule's
 forward is compiled by itself, for its own shapes. All `nn.Linear` share one code: with three shapes of weights, two
 batch sizes and an evaluation the ninth would run uncompiled.
@@ -15,9 +15,9 @@ from torch import nn
 
 
 def own_code(module: nn.Module) -> Callable[[], None]:
-    """Give each submodule a `forward` of the same code at a place of its own. Returns what undoes it.
+    """Give each submodule a `forward` with its own copy of the code object. Returns a function that undoes it.
 
-    A `forward` that a submodule has as an attribute, or that is no Python function, is left.
+    A `forward` that is an attribute of the instance, or is no Python function, is left alone.
     """
     given: list[tuple[nn.Module, MethodType]] = []
     for part in module.modules():

@@ -1,9 +1,9 @@
 """DeepSpeed's ZeRO: optimizer states, gradients and weights in shards over the ranks (Rajbhandari et al., SC 2020).
 
-Each model gets an engine of its own, kept beside the user's module and behind the user's own optimizer, so a loop is
-written as for any strategy. What surprises: a parameter that took part in no backward of a window raises, for DeepSpeed
-would step it all the same; at stage 3 the weights live in shards that end with the fabric, so save before `close()`,
-and all ranks run the same parts in the same order, as under `fsdp`.
+Each model has its own engine, which runs behind the user's module and optimizer, so the loop is the same as for any
+other strategy. Two differences: a parameter without a gradient in an accumulation window raises, because DeepSpeed
+would step it anyway; at stage 3 the weights are sharded and are freed with the fabric, so save before `close()`, and
+all ranks must run the same submodules in the same order, as under `fsdp`.
 """
 
 from __future__ import annotations
@@ -50,20 +50,21 @@ from fabric.strategies.target import Target, releases
 @final
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedStrategy(ProcessGroupStrategy):
-    """ZeRO by DeepSpeed: one process per device, each with a shard of what `stage` says and its share of the data.
+    """ZeRO by DeepSpeed: one process per device, each with its share of the data and a shard of what `stage` selects.
 
-    The model's loss may run through several models at once. `no_backward_sync` changes no number: at stage 1 gradients
-    travel once per step in any case, at stages 2 and 3 in every backward, for a rank has no room for whole ones.
+    The model's loss may run through several models at once. `no_backward_sync` does not change results: at stage 1
+    gradients are reduced once per step in any case, at stages 2 and 3 in every backward, because no rank stores whole
+    gradients.
     """
 
     stage: int | None = None
-    """1: optimizer states in shards. 2 (where nothing is said): gradients too. 3: weights too."""
+    """1: shard optimizer states. 2 (the default): gradients too. 3: weights too."""
     offload_optimizer: bool = False
-    """Keep optimizer states, and the step, in main memory."""
+    """Keep optimizer states in main memory, and run the step on the CPU."""
     offload_parameters: bool = False
     """Keep weights in main memory between uses. Stage 3 only."""
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None
-    """DeepSpeed's dictionary, or a JSON file that holds it, read here and now. Keys are checked."""
+    """DeepSpeed's configuration: a dictionary, or a JSON file, read when the strategy is created. Keys are checked."""
     broadcast_buffers: bool = True
     """Buffers (the statistics of BatchNorm) follow rank 0 after every forward that computes gradients."""
 
@@ -124,7 +125,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         join(runtime.world, runtime.device.type)
 
     def init_module(self, runtime: Runtime, *, empty: bool) -> AbstractContextManager[None]:
-        """At stage 3 each parameter is cut into shards as soon as it is made, from rank 0's values."""
+        """At stage 3 each parameter is sharded as soon as it is created, with rank 0's values."""
         if self._stage != 3:
             return new_tensors(runtime.device, runtime.precision, empty=empty)
         with undisturbed(runtime.world, runtime.device.type) as deepspeed:
@@ -154,7 +155,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         state = ZeroState(
             runtime.world, self._stage, engine.optimizer, groups or [pieces.trained], pieces.remember_weights
         )
-        if self._stage != 3:  # there the weights stay in shards, and what knows of them with them
+        if self._stage != 3:  # at stage 3 the weights stay sharded and need DeepSpeed's attributes
             stack.callback(_give_back, optimizer, state.groups, forget)
         sync = DeepSpeedGradientSync(pieces)
         stack.callback(sync.release)
@@ -163,7 +164,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         stack.callback(pieces.drive(optimizer))
         around = with_precision(runtime, sync.forward)
         stack.callback(ForwardPath(module, refuse_empty(module, around)).release)
-        optimizer.state.clear()  # of the parameters before they were cut
+        optimizer.state.clear()  # states of the parameters before they were sharded
         if before is not None:
             state.write_optimizer(optimizer, before)
         scales = engine.optimizer.needs_scaler()
@@ -229,7 +230,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         return engine
 
     def _untrained(self, runtime: Runtime, module: nn.Module, move: bool, stack: ExitStack) -> Prepared:
-        """A model without an optimizer: whole on every rank, at stage 3 in shards. It has no backward."""
+        """Set up a model without an optimizer: replicated, at stage 3 sharded. It cannot be trained."""
         name = type(module).__name__
 
         def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -263,7 +264,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 def _scalars_broadcast(runtime: Runtime, module: nn.Module, stage: int) -> Iterator[None]:
     """Within it, DeepSpeed 0.19 can set up parameters without dimensions, such as CLIP's `logit_scale`.
 
-    It broadcasts each parameter as bytes, and torch cannot view a tensor without dimensions so. Ranks: all.
+    It broadcasts each parameter as bytes, and torch cannot view a 0-dimensional tensor as bytes. Ranks: all.
     """
     scalars: list[Any] = [parameter for parameter in module.parameters() if parameter.ndim == 0]
     follow_rank_zero(runtime.collective, scalars)
@@ -283,7 +284,7 @@ def _scalars_broadcast(runtime: Runtime, module: nn.Module, stage: int) -> Itera
 
 
 def _give_back(optimizer: Optimizer, groups: Sequence[Sequence[torch.Tensor]], forget: Callable[[], None]) -> None:
-    """Parameters and optimizer as they were; states go with the fabric, for no rank has them whole."""
+    """Restore parameters and optimizer. Optimizer states are dropped, because no rank has them whole."""
     forget()
     for group, parameters in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = list(parameters)
