@@ -152,8 +152,8 @@ class Reporter:
             pickled = pickling.dumps(value)
         except Exception as error:
             raise TypeError(
-                f"Rank {self.rank} returned a `{type(value).__qualname__}`, which cannot be pickled, so the "
-                f"launching process cannot get it: {error}. Return tensors, numbers, and objects that `pickle` or `cloudpickle` takes."
+                f"Rank {self.rank} returned a `{type(value).__qualname__}`, which cannot be pickled, so the launching "
+                f"process cannot get it: {error}. Return tensors, numbers, and objects that `pickle` or `cloudpickle` takes."
             ) from error
         self._send(Result(pickled=pickled))
 
