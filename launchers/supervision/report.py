@@ -153,7 +153,8 @@ class Reporter:
         except Exception as error:
             raise TypeError(
                 f"Rank {self.rank} returned a `{type(value).__qualname__}`, which cannot be pickled, so the launching "
-                f"process cannot get it: {error}. Return tensors, numbers, and objects that `pickle` or `cloudpickle` takes."
+                f"process cannot get it: {error}. Return tensors, numbers, and objects that `pickle` or `cloudpickle` "
+                "takes."
             ) from error
         self._send(Result(pickled=pickled))
 
