@@ -1,6 +1,6 @@
-"""Processes: how many, who is who, where they meet, what happens when one dies.
+"""Processes: how many, their ranks, where they meet, what happens when one dies.
 
-The names below are imported when they are first used: a process that starts no others pays for no launcher.
+The names below are imported when they are first used, so that a program imports only the launcher that it needs.
 """
 
 from __future__ import annotations

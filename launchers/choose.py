@@ -1,8 +1,8 @@
-"""From a launcher's name to a launcher, at the moment of `launch()`: only then is it known what the process has done.
+"""Chooses a launcher at `launch()`: only then is it known what the process has done.
 
-`auto` forks where that is safe, with and without a function: ranks then have all that the program has made, defined or
-patched. Otherwise the program runs again in each rank; a function is sent to fresh processes, with its arguments, by
-`pickle` or `cloudpickle`, and what the program has changed in modules beside them is not there.
+`auto` forks if that is safe, with and without a function: ranks then have everything that the program has created,
+defined or patched. Otherwise the program runs again in each rank; a function is sent to new processes, with its
+arguments, by `pickle` or `cloudpickle`, and changes that the program has made to other modules are not there.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def choose_launcher(
     world: World | None,
     max_restarts: int = 0,
 ) -> Launcher:
-    """The launcher of a name; for `auto` the fastest one that works here and now.
+    """The launcher of a name; for `auto` the fastest one that works in this process.
 
-    `world`: what an external launcher, or an earlier launch of ours, has made of this process. `max_restarts`: how
-    often `elastic` starts all ranks again.
+    `world`: the place of this process, if an external launcher or an earlier launch has made it a rank. `max_restarts`:
+    how often `elastic` starts all ranks again.
     Raises: ValueError: no launcher has this name, or it does not work here.
     """
     if world is not None:
@@ -47,7 +47,7 @@ def choose_launcher(
 
 
 def _existing(word: str, topology: Topology, world: World) -> Launcher:
-    """This rank, also where another fabric has made it since this one was created."""
+    """The world of this rank, even if another fabric has launched it since this one was created."""
     if word not in ("auto", "external", world.launcher):
         raise ValueError(
             f"`launcher={word!r}`, but this process is rank {world.rank} of {world.size} already, made by "

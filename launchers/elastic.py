@@ -1,11 +1,11 @@
-"""Start all ranks again after a failure, at most a number of times: a lost device, a full disk, a flaky file system.
+"""Restarts all ranks after a failure (a lost device, a full disk, a flaky file system), up to a number of times.
 
-Every attempt is a launch of its own, with a rendezvous of its own: nothing of a failed one is left. What the ranks had
-done until then is gone, too, so a script that is to profit loads its last checkpoint. All ranks start again and not
-only the one that failed, because the others have lost a peer in the middle of a collective.
+Each attempt is a launch of its own, with its own rendezvous: nothing of a failed one is left. The progress of the ranks
+is lost, too, so the script has to load its last checkpoint. All ranks are restarted and not only the failed one,
+because the others have lost a peer in the middle of a collective.
 
-Source of the idea: torchelastic, https://pytorch.org/docs/stable/elastic/run.html; its number of nodes may change as
-well, ours does not.
+Source of the idea: torchelastic, https://pytorch.org/docs/stable/elastic/run.html; there the number of nodes
+may change as well.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ R = TypeVar("R")
 
 @final
 class Elastic(Launcher):
-    """Ranks that run the script again, or a function in fresh processes, up to `1 + max_restarts` times."""
+    """Ranks that run the script again, or a function in new processes, up to `1 + max_restarts` times."""
 
     def __init__(self, topology: Topology, max_restarts: int) -> None:
         self.topology, self.max_restarts = topology, max_restarts
@@ -43,12 +43,12 @@ class Elastic(Launcher):
         return result
 
     def enter(self) -> NoReturn:
-        program = Script(self.topology).program  # raises where there is no file to run again
+        program = Script(self.topology).program  # raises if there is no file to run again
         task = RunScript(program=program, awaits_function=False)
         ending.leave(self._supervise(False, lambda world: start_interpreter(program, world, task)))
 
     def _supervise(self, expects_results: bool, start: Callable[[World], Child]) -> Supervisor:
-        """The last attempt, ended: it went well, or was told to end, or no further one is left."""
+        """The last attempt, ended: it succeeded, or was signalled to end, or no restart is left."""
         attempt = 0
         while True:
             topology = replace(self.topology, attempt=attempt)

@@ -1,4 +1,4 @@
-"""The ranks exist already: torchrun, srun, a hand or a launcher of ours has made them. This only says who we are."""
+"""The ranks exist already: started by torchrun, srun, by hand, or by a launcher of fabric. Starts nothing."""
 
 from __future__ import annotations
 

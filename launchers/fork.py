@@ -1,18 +1,18 @@
-"""Fork this process once per rank: everything is there already, and the ranks go on from the very line.
+"""Forks this process once per rank: the ranks have all of its state, and continue at the line of `launch()`.
 
-Nothing is imported again, so two ranks start in 25-50 ms. The price: the process must not have started threads of its
-own, run a parallel region of OpenMP or initialised a device (`fork_safety.py`).
+Nothing is imported again, so two ranks start in 25-50 ms. In return, the process must not have started threads, run a
+parallel region of OpenMP, or initialised a device (`fork_safety.py`).
 
-What was open before the fork belongs to the process that was started, which waits for its ranks and then ends:
+What was open before the fork belongs to the launching process, which waits for its ranks and then ends:
 
-- functions of `atexit`, finalizers (`weakref.finalize`) and the end of a `with` block that `launch()` stands in run
-  there, once, after all ranks have ended; a rank runs those that it has registered itself;
-- buffers of open files, of log handlers and of C's streams are written before the fork, and not by the ranks;
-- a `TemporaryDirectory` or `NamedTemporaryFile` is deleted there; a rank's copy deletes nothing, also where the rank
+- functions of `atexit`, finalizers (`weakref.finalize`) and the end of a `with` block around `launch()` run there,
+  once, after all ranks have ended; a rank runs those that it has registered itself;
+- buffers of open files, of log handlers and of C's streams are flushed before the fork, and not by the ranks;
+- a `TemporaryDirectory` or `NamedTemporaryFile` is deleted there; a rank's copy deletes nothing, even if the rank
   closes it, calls `cleanup()` or leaves its `with` block;
-- children of `multiprocessing` are joined and ended there; proxies of a `Manager` connect anew in each rank.
+- children of `multiprocessing` are joined and ended there; proxies of a `Manager` reconnect in each rank.
 
-What a fork shares and nothing here can part, so that it is to be opened after `launch()`:
+The following cannot be separated after a fork; open it after `launch()`:
 
 - the position of an open file: ranks that read it each get a piece of it, ranks that write it write one after another;
 - a compressed or zip file that is being written, whose end each rank would write, and files of libraries that buffer by
@@ -83,7 +83,7 @@ class Fork(Launcher):
                 supervisor.wait()
         if started is None:
             ending.leave(supervisor)
-        gc.freeze()  # what was there before the fork is not looked at again when the rank ends: 0.2 s less
+        gc.freeze()  # objects from before the fork are not collected when the rank ends: saves 0.2 s
         return started[0]
 
     def _prepare(self) -> None:
@@ -105,20 +105,20 @@ def _refuse_unsafe() -> None:
 
 
 def _fork_all(supervisor: Supervisor) -> tuple[World, Reporter] | None:
-    """Fork every rank of this node. Returns in each of them with its place, and in the supervisor with None."""
+    """Fork every rank of this node. Returns the world and the reporter in each of them, and None in the supervisor."""
     belongings = Belongings.written_out()
     parent = os.getpid()
     numbers = random.getstate()
     for local_rank in range(supervisor.topology.num_processes):
         world = supervisor.world(local_rank)
         reader, writer = os.pipe()
-        # A signal between the fork and the return of the handlers would be noted by nobody.
+        # A signal between the fork and the restoration of the handlers would be lost.
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING + PASSED_ON)
         try:
             pid = _fork()
             if pid == 0:
                 os.close(reader)
-                random.setstate(numbers)  # Python seeds a forked process anew; the user's seed is meant for the ranks
+                random.setstate(numbers)  # Python reseeds a forked process, but the user's seed is meant for the ranks
                 supervisor.abandon()
                 belongings.disown()
                 return world, become_rank(world, writer, parent)
@@ -140,6 +140,6 @@ def child_of(rank: int, pid: int, report_fd: int) -> Child:
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        # From 3.12 on Python warns of every thread, those of OpenBLAS too, which are safe (`fork_safety.py`).
+        # Since 3.12, Python warns of every thread, also those of OpenBLAS, which are safe (`fork_safety.py`).
         warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
         return os.fork()

@@ -1,4 +1,4 @@
-"""No process is started: the one that calls is the whole world."""
+"""Starts no process: the calling process is the only rank."""
 
 from __future__ import annotations
 

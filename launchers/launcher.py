@@ -1,7 +1,7 @@
-"""The role of a launcher: let processes come to be, and bring the result of rank 0 home.
+"""The role of a launcher: to start processes, and to return the result of rank 0.
 
-Whoever holds a launcher never asks which one it is. `launch` runs a function on every rank; `enter` turns what
-follows the call into the code of every rank. A launcher that cannot do one of the two says which one can.
+Callers never ask which launcher they have. `launch` runs a function on every rank; after `enter`, every rank runs the
+code that follows the call. A launcher that supports only one of them raises, and names one that supports the other.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ R = TypeVar("R")
 
 
 class WorkerError(RuntimeError):
-    """A rank raised, died, or left without a result; the message ends with that rank's own traceback.
+    """A rank raised, died, or exited without a result; the message ends with that rank's own traceback.
 
-    `rank` is the one that failed first. It left with `exit_code`, or was killed by `signal`; `cause` is the exception
-    it raised, where that could be brought home.
+    `rank` is the one that failed first. It exited with `exit_code`, or was killed by `signal`; `cause` is the exception
+    that it raised, if it could be pickled.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Topology:
 
 
 class Launcher(ABC):
-    """Makes the processes of a world and supervises them.
+    """Starts the processes of a world and supervises them.
 
     The process that calls is the supervisor: it is not a rank, unless the launcher says so (inline, external). It
     forwards signals, reports the first failure, ends the other ranks, and leaves no process behind.
@@ -94,9 +94,9 @@ class Launcher(ABC):
 
     @abstractmethod
     def launch(self, worker: Callable[..., R], *args: Any) -> R:
-        """Run `worker(world, *args)` on every rank and give back what it returned on rank 0.
+        """Run `worker(world, *args)` on every rank and return the result of rank 0.
 
-        Raises: WorkerError: a rank raised, died, or left without a result. The first failure counts.
+        Raises: WorkerError: a rank raised, died, or exited without a result; the first failure is reported.
         """
 
     @abstractmethod

@@ -1,7 +1,7 @@
-"""Run a function in new processes, one per rank: fresh interpreters (spawn), or forks of a clean server (forkserver).
+"""Runs a function in new processes, one per rank: new interpreters (spawn), or forks of a clean server (forkserver).
 
-Function, arguments and results travel by pickle, so nothing that this process has done is in the way: threads, OpenMP,
-an initialised device. Both start at the function; neither can go on from the line that launches.
+Function, arguments and results are pickled, so that the state of this process (threads, OpenMP, an initialised device)
+does not matter. Ranks start at the function; they cannot continue at the line of `launch()`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 @final
 class Processes(Launcher):
-    """Ranks that start at a function, `start(world, task)` being the way in which one of them comes to be."""
+    """Ranks that start at a function. `start(world, task)` starts one of them."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Processes(Launcher):
         return result
 
     def launch_all(self, worker: Callable[..., R], *args: Any) -> list[R]:
-        """As `launch`, but the results of all ranks of this node come home, in rank order."""
+        """As `launch`, but returns the results of all ranks of this node, in rank order."""
         return self._results(True, worker, args)
 
     def enter(self) -> NoReturn:
@@ -58,7 +58,7 @@ class Processes(Launcher):
 
 
 def spawn(topology: Topology) -> Processes:
-    """Ranks as fresh interpreters: slow, and nothing of this process is in them."""
+    """Ranks as new interpreters: slow, and without any state of this process."""
     program = this_program()
     return Processes(topology, "spawn", lambda world, task: start_interpreter(program, world, task))
 

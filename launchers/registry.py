@@ -1,7 +1,7 @@
 """Launchers by name: one row each. Reading the table imports no launcher, and no torch.
 
-To add one, write its file and its row. Where its name may be written, what is said of it, and what refuses it before
-anything starts, follow from the row.
+To add one, write its file and its row. The row determines where its name may be passed, its description, and why it is
+refused.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ class LauncherRow:
 
     name: str
     path: str
-    """`module:callable` within `fabric.launchers`; `callable(topology)` makes it."""
+    """`module:callable` within `fabric.launchers`; `callable(topology)` creates it."""
     description: str = ""
     """The line that `fabric doctor` shows."""
     is_written: bool = True
-    """Whether the user writes its name: `Fabric(launcher=name)`."""
+    """Whether users may pass its name: `Fabric(launcher=name)`."""
     for_any_strategy: bool = True
     """Whether it starts the ranks of any strategy with one process per device."""
     restarts: bool = False
-    """Whether it starts all ranks again after a failure: `callable(topology, max_restarts)` makes it."""
+    """Whether it restarts all ranks after a failure: `callable(topology, max_restarts)` creates it."""
     needs_function: bool = False
-    """Whether ranks start at a function, so that the lines after `launch()` are not theirs."""
+    """Whether ranks start at a function, and do not run the lines after `launch()`."""
     why: Callable[[str, Program, str], str | None] = _anywhere
-    """`(name, program, system)`: what `why_not` says."""
+    """`(name, program, system)`: the reason that `why_not` returns."""
 
     def why_not(self, program: Program, system: str) -> str | None:
-        """Why it can start nothing in this program, or on this system; None where it can.
+        """Why it cannot start ranks in this program, or on this system; None if it can.
 
-        What depends on the moment of `launch()` is checked by the launcher itself.
+        Conditions that can change until `launch()` are checked by the launcher itself.
         """
         return self.why(self.name, program, system)
 
@@ -112,13 +112,13 @@ _TABLE = (
 )
 LAUNCHERS: Mapping[str, LauncherRow] = {row.name: row for row in _TABLE}
 PER_DEVICE = tuple(row.name for row in _TABLE if row.for_any_strategy)
-"""Those that start a process per device, for any strategy."""
+"""Launchers that start a process per device, for any strategy."""
 OURS = tuple(row.name for row in _TABLE if row.is_written)
-"""Those that start processes of our own when they are asked for; a world that we made bears one of these names."""
+"""Launchers that start processes of fabric's own. A world created by fabric has one of these names."""
 
 
 def launcher_row(name: str) -> LauncherRow:
-    """The row of a name. Raises: ValueError: no launcher has it; all names are in the message."""
+    """The row of a name. Raises: ValueError: no launcher has this name; the message lists all names."""
     if name not in LAUNCHERS:
         raise ValueError(f"`launcher={name!r}` names no launcher. Write one of {', '.join(map(repr, LAUNCHERS))}.")
     return LAUNCHERS[name]

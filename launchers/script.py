@@ -1,7 +1,7 @@
-"""Run the user's script again, once per rank, each in a fresh interpreter with the same flags and arguments.
+"""Runs the user's script again, once per rank, in new interpreters with the same flags and arguments.
 
-Works wherever there is a file to run, and depends on nothing that this process has done. The price is `import torch`
-in every rank. With a function each rank walks through the script up to `launch`, runs the function there, and ends.
+Works if there is a file to run, and does not depend on the state of this process. In return, every rank imports torch.
+With a function, each rank runs the script up to `launch`, runs the function there, and exits.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Script(Launcher):
 
 
 def start_interpreter(program: Program, world: World, task: CallFunction | RunScript) -> Child:
-    """Start a fresh interpreter that follows an order."""
+    """Start a new interpreter that runs an order."""
     reader, writer = os.pipe()
     with tasks.write(world, task) as file:
         process = subprocess.Popen(
@@ -84,7 +84,7 @@ def start_interpreter(program: Program, world: World, task: CallFunction | RunSc
     reap = child.reap
 
     def reap_process() -> int:
-        process.returncode = reap()  # `Popen` would call it a process that is still running
+        process.returncode = reap()  # `Popen` would warn that the process is still running
         return process.returncode
 
     child.reap = reap_process

@@ -1,7 +1,6 @@
-"""Who a process is among the processes of one job: its ranks, the sizes, and where they meet.
+"""The place of a process in a job: its ranks, the sizes, and the address of the rendezvous.
 
-A `World` is made by a launcher, or read from the environment that an external launcher left, and never changes.
-Knows numbers and an address; knows no tensor and no strategy.
+A `World` is created by a launcher, or read from the environment variables of an external launcher, and never changes.
 """
 
 from __future__ import annotations
@@ -11,21 +10,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where the processes of a world find each other."""
+    """The address at which the processes of a world meet."""
 
     address: str
     """Host name or address of the store."""
     port: int
     """TCP port of the store."""
     hosted: bool
-    """True: somebody else serves the store there (our supervisor, torchrun's agent). False: rank 0 must serve it."""
+    """True: another process serves the store there (fabric's supervisor, torchrun's agent). False: rank 0 serves it."""
     attempt: int = 0
-    """Which start of the same job this is. Keys of an earlier attempt are never read by a later one."""
+    """The number of this attempt of the job. Keys of an earlier attempt are never read by a later one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """One process's place among all.
+    """The place of one process among all.
 
     `rank` counts over all nodes, `local_rank` within this node, `node_rank` counts the nodes. A world of one
     needs no rendezvous; any other has one.
@@ -39,8 +38,8 @@ class World:
     num_nodes: int = 1
     rendezvous: Rendezvous | None = None
     launcher: str = "inline"
-    """The word of the launcher that made this process: inline, script, fork, forkserver, spawn, elastic, or the name of
-    the cluster environment (torchelastic, slurm, ...) when something else did."""
+    """The name of the launcher that started this process: inline, script, fork, forkserver, spawn, elastic, or of the
+    cluster environment (torchelastic, slurm, ...)."""
 
     def __post_init__(self) -> None:
         for name, value, bound, of in (

@@ -1,4 +1,4 @@
-"""The private names of torch_xla, all of them, checked when this is imported.
+"""The private names of torch_xla that are used, checked at import.
 
 Imports torch_xla: import it within a function, in a rank alone.
 """
@@ -40,10 +40,10 @@ def num_tpu_devices() -> int:
 
 
 def runtime_is_initialized() -> bool:
-    """Whether this process has used a device: it holds all of them then."""
+    """Whether this process has used a device: then it holds all of them."""
     return bool(native._xla_runtime_is_initialized())
 
 
 def sharding_of(tensor: Any) -> str:
-    """The tensor's sharding over the devices, as XLA writes it; empty where it has none."""
+    """The tensor's sharding over the devices, as XLA writes it; empty if it has none."""
     return str(native._get_xla_sharding_spec(tensor))

@@ -1,7 +1,7 @@
-"""Who am I? The cluster environments, in the order in which they are asked.
+"""The cluster environments, in the order in which they are detected.
 
-The order goes from the innermost launcher to the outermost: a rank of ours may run under torchrun's variables, torchrun
-inside a SLURM job, and everybody's ranks carry the plain variables that `local` reads.
+The order is from the innermost launcher to the outermost: a rank of fabric may run under torchrun's variables, torchrun
+inside a SLURM job, and the ranks of all have the plain variables that `local` reads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ENVIRONMENTS: tuple[Environment, ...] = (
 
 
 def detect_world(environ: Mapping[str, str]) -> World | None:
-    """The world that a launcher left in these variables, or None where this process is nobody's rank.
+    """The world in the variables of a launcher; None if this process is no rank.
 
     Raises: ValueError: the variables are incomplete, or contradict each other.
     """

@@ -13,45 +13,45 @@ from fabric.launchers.world import World
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """How a launcher starts a script, and what it needs for that: `fabric doctor` looks for it."""
+    """How a launcher starts a script, and its requirements, which `fabric doctor` checks."""
 
     command: str
     program: str | None = None
-    """What has to be on PATH, unless `variable` is set."""
+    """The program that has to be on PATH, unless `variable` is set."""
     package: str | None = None
-    """What has to be importable."""
+    """The module that has to be importable."""
     variable: str | None = None
-    """What is set wherever it can run."""
+    """The variable that is set wherever it can run."""
     files: tuple[str, ...] = ()
-    """Where the program finds its cluster: one of these has to exist. `$NAME`: the paths in a variable; `PREFIX`: where
-    the program is installed."""
+    """The program's configuration of its cluster: one of these files has to exist. `$NAME`: the paths in a variable;
+    `PREFIX`: where the program is installed."""
     cluster: str = ""
-    """What gives it such a file."""
+    """How to get such a file."""
     otherwise: str = ""
-    """What makes it run where the rest is missing."""
+    """How to install what is missing."""
 
 
 class Environment(ABC):
-    """What one launcher of the field leaves in the environment variables of the processes it starts."""
+    """The environment variables that one external launcher sets in the processes it starts."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """The launcher's word; it becomes `World.launcher`."""
+        """The launcher's name; it becomes `World.launcher`."""
 
     @property
     def start(self) -> Start | None:
-        """How a script is started by it; None where `fabric doctor` leaves it out."""
+        """How a script is started by it; None if `fabric doctor` leaves it out."""
         return None
 
     @property
     def looked_for(self) -> str:
-        """The variables that make `detect` say yes, and who sets them, for the error that none were found."""
+        """The variables that `detect` looks for, and who sets them, for the error if none is found."""
         return ""
 
     @property
     def telling(self) -> tuple[str, ...]:
-        """The variables that tell of the world's size, for errors."""
+        """The variables with the world's size, for errors."""
         return "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
 
     @abstractmethod
@@ -60,7 +60,7 @@ class Environment(ABC):
 
     @abstractmethod
     def world(self, environ: Mapping[str, str]) -> World:
-        """Who this process is. Called where `detect` said yes.
+        """The world of this process. Called if `detect` returned True.
 
         Raises: ValueError: variables are missing or contradict each other; the message names them and their values.
         """

@@ -1,4 +1,4 @@
-"""Have torch note the last collectives of a process, by a variable that its flight recorder reads when first used.
+"""Turns torch's flight recorder on, by the environment variable that it reads when it is first used.
 
 On gloo it is off unless the variable is set; on NCCL torch keeps 2000 calls by itself.
 """
@@ -11,12 +11,12 @@ from collections.abc import Iterator, MutableMapping
 SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 """Torch's names for how many calls are kept."""
 NUM_CALLS = 256
-"""Enough to see where ranks part whose loops differ by a step: a call takes about 1 KB."""
+"""Enough for loops that differ by a step: a call takes about 1 KB."""
 
 
 @contextlib.contextmanager
 def recording(environ: MutableMapping[str, str]) -> Iterator[None]:
-    """Within it, whoever is the first to use the flight recorder turns it on. What the user has set stays."""
+    """Context manager: the first use of the flight recorder inside turns it on. A value set by the user is kept."""
     if any(name in environ for name in SIZES):
         yield
         return

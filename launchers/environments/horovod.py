@@ -1,7 +1,7 @@
-"""Horovod's variables, in both directions: who `horovodrun` says we are, and what Horovod is told by us.
+"""Horovod's variables, in both directions: read from `horovodrun`, and set for Horovod.
 
-A rank of horovodrun finds the other ranks as all ranks here do, at a store of ours; horovodrun's own rendezvous is left
-alone. Horovod reads its variables from the process's environment when it starts, so they stand there only meanwhile.
+A rank of horovodrun meets the others as all ranks of fabric do, at a store; horovodrun's own rendezvous is not used.
+Horovod reads its variables from the environment when it starts, so they are set only meanwhile.
 Source: horovod 0.28.1, runner/gloo_run.py, common/gloo/gloo_context.cc.
 """
 
@@ -110,7 +110,7 @@ def _rendezvous(environ: Mapping[str, str], num_nodes: int) -> Rendezvous:
 def place_in_environment(
     world: World, *, address: str, port: int, interface: str | None, timeout_seconds: float
 ) -> Iterator[None]:
-    """Within it, Horovod finds in the environment who this rank is, and where the others are to be met.
+    """Context manager in which Horovod finds the place of this rank and the rendezvous in the environment.
 
     `address`, `port`: of a server of Horovod's own rendezvous. `interface`: the one gloo listens on, unless
     HOROVOD_GLOO_IFACE or GLOO_SOCKET_IFNAME names another.
@@ -123,7 +123,7 @@ def place_in_environment(
         "HOROVOD_LOCAL_SIZE": str(world.local_size),
         "HOROVOD_CROSS_RANK": str(world.node_rank),
         "HOROVOD_CROSS_SIZE": str(world.num_nodes),
-        "HOROVOD_HOSTNAME": f"node{world.node_rank}",  # a word that tells nodes apart, not an address
+        "HOROVOD_HOSTNAME": f"node{world.node_rank}",  # a name that is different for each node, not an address
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
         "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(timeout_seconds))),

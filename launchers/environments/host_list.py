@@ -1,4 +1,4 @@
-"""SLURM's short form for the names of hosts: `gpu[001-003,007],login`. Read for its first host and their number."""
+"""SLURM's short form of host names, `gpu[001-003,007],login`: its first host and the number of hosts."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import re
 from dataclasses import dataclass
 
 _PART = re.compile(r"(?:[^,\[\]\s]|\[[\d,-]+\])+")
-"""What stands between two commas: plain letters, and brackets that may hold commas of their own."""
+"""The text between two commas; brackets may contain commas."""
 _BRACKETS = re.compile(r"\[([^\]]+)\]")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostList:
-    """What a list says. Hosts in between are not needed: SLURM numbers its nodes itself."""
+    """A parsed list. The other hosts are not needed: SLURM numbers its nodes itself."""
 
     first: str
     num_hosts: int
 
     @classmethod
     def parse(cls, text: str) -> HostList:
-        """Read a list. `n[1-2]-ib[0-1]` begins with `n1-ib0` and names four hosts.
+        """Parse a list. `n[1-2]-ib[0-1]` begins with `n1-ib0` and has four hosts.
 
         Raises: ValueError: it is not of SLURM's form.
         Source: the section on hostlist expressions in `man scontrol`; tests compare with `scontrol show hostnames`.
@@ -38,7 +38,7 @@ class HostList:
 
 
 def _read(inside: str, text: str) -> list[tuple[str, int]]:
-    """The ranges within one pair of brackets: the first number as it is written, and how many numbers there are."""
+    """The ranges in one pair of brackets: the first number as it is written, and how many numbers there are."""
     matches = [_RANGE.fullmatch(part) for part in inside.split(",")]
     counts = [(match[1], int(match[2] or match[1]) - int(match[1]) + 1) for match in matches if match is not None]
     if len(counts) < len(matches) or any(count < 1 for _, count in counts):

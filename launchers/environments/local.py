@@ -1,4 +1,4 @@
-"""Ranks set by hand, in the field's own variables, when nothing says which launcher set them."""
+"""Ranks set by hand, in the variables RANK, WORLD_SIZE, ..., if no launcher is detected."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Ranks of jsrun in an LSF job: one process per task of a resource set.
 
-jsrun tells a rank its numbers; which machine is which stands in the job's rank file, and its first line is the launch
-node, where the job script runs and no rank does. Written after IBM's manuals; it has not run on a real cluster yet.
+jsrun sets a rank's numbers; the hosts are in the job's rank file, whose first line is the launch node, where the job
+script runs but no rank. Written after IBM's manuals; it has not run on a real cluster yet.
 Source: IBM Spectrum LSF, "LSB_DJOB_RANKFILE"; IBM Job Step Manager, "Environment variables available to tasks".
 """
 

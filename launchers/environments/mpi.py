@@ -1,8 +1,8 @@
 """Ranks of mpirun: Open MPI's own, or Hydra's (MPICH, Intel MPI), with or without mpi4py in the script.
 
-mpirun tells a rank its numbers, but neither which node it is on nor where rank 0 is. The node is counted out of the
-ranks, which lie on it one after another unless mpirun was told otherwise; the host has to be said where there are
-several. MPI itself is not asked: a rank that has initialised it and then raises keeps the others waiting.
+mpirun sets a rank's numbers, but neither its node nor the host of rank 0. The node is computed from the ranks, which
+are consecutive on a node by default; with several nodes, the host has to be passed. MPI itself is not used: a rank that
+has initialised it and then raises keeps the others waiting.
 Source: "Environment variables for your MPI application", open-mpi.org; OMPI_COMM_WORLD_NODE_RANK counts processes.
 """
 
@@ -23,7 +23,7 @@ OPEN_MPI = (
     "OMPI_COMM_WORLD_LOCAL_SIZE",
 )
 HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-"""Of either: rank, size, local rank, local size."""
+"""For each of the two: rank, size, local rank, local size."""
 
 
 @final
@@ -81,7 +81,7 @@ class MPIEnvironment(Environment):
 
 
 def _rendezvous(environ: Mapping[str, str], names: tuple[str, ...], num_nodes: int) -> Rendezvous:
-    """Rank 0 serves the store, on a port out of the job's name, under keys of that name."""
+    """Rank 0 serves the store, on a port derived from the job's name, under keys with that name."""
     address = environ.get("MASTER_ADDR") or ("127.0.0.1" if num_nodes == 1 else None)
     job = environ.get("PMIX_NAMESPACE", environ.get("MASTER_PORT"))
     missing = [name for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", job)) if not value]

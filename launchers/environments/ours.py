@@ -1,4 +1,4 @@
-"""Ranks that a launcher of ours started. They see torchrun's variables, so the user's other tools see the truth too."""
+"""Ranks that a launcher of fabric started. They have torchrun's variables, so that other tools recognise them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fabric.launchers.environments.variables import agreed, integer, text
 from fabric.launchers.world import Rendezvous, World
 
 MARK = "FABRIC_LAUNCHER"
-"""The word of our launcher, set in its ranks and nowhere else."""
+"""The name of fabric's launcher, set in its ranks only."""
 NAMES = (MARK, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
 
 @final
 class OursEnvironment(Environment):
-    """A rank of a launch of ours."""
+    """A rank of a launch of fabric."""
 
     @property
     def name(self) -> str:
@@ -50,7 +50,7 @@ class OursEnvironment(Environment):
 
 
 def variables_of(world: World, environ: Mapping[str, str], num_cores: int) -> dict[str, str]:
-    """What a rank's environment says beyond the supervisor's own (`environ`), which stays as it is.
+    """The variables of a rank beyond those of the supervisor (`environ`), which are not changed.
 
     The ranks of a node share its cores, unless OMP_NUM_THREADS says otherwise. Ranks of one node talk over loopback,
     unless GLOO_SOCKET_IFNAME says otherwise.
@@ -66,7 +66,7 @@ def variables_of(world: World, environ: Mapping[str, str], num_cores: int) -> di
         "GROUP_WORLD_SIZE": str(world.num_nodes),
         "MASTER_ADDR": at.address,
         "MASTER_PORT": str(at.port),
-        # What torchrun says when the store is served outside the ranks: `init_process_group("gloo")` then joins it.
+        # As torchrun sets it if the store is served outside the ranks: `init_process_group("gloo")` then joins it.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": str(at.attempt),
     }

@@ -1,7 +1,7 @@
 """Ranks of srun: one process per task of a job step.
 
-What surprises: a shell of SLURM's own is no rank, though it carries a rank's variables. The name of the job does not
-tell them apart, since `srun bash train.sh` and `salloc` followed by `srun` are called as shells are.
+An interactive shell of SLURM is no rank, although it has the variables of one. The job's name does not distinguish
+them: `srun bash train.sh` and `salloc` followed by `srun` have the name of a shell.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class SlurmEnvironment(Environment):
 
 
 def _tasks_on_node(environ: Mapping[str, str], node_rank: int, num_nodes: int, size: int) -> int:
-    """Ranks on this node, out of SLURM's short form: `2(x3),1` is 2, 2, 2, 1."""
+    """Ranks per node, from SLURM's short form: `2(x3),1` is 2, 2, 2, 1."""
     word = text(environ, "SLURM_STEP_TASKS_PER_NODE", among="srun")
     counts: list[int] = []
     for part in word.split(","):

@@ -1,4 +1,4 @@
-"""Reading places out of environment variables, with errors that name the variable, its value and its neighbours."""
+"""Reads a world from environment variables, with errors that name the variables and their values."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ FIRST_PORT, NUM_PORTS = 15_000, 10_000
 
 
 def text(environ: Mapping[str, str], name: str, *, among: str) -> str:
-    """What stands in a variable. `among`: who sets it, for the message."""
+    """The value of a variable. `among`: who sets it, for the message."""
     if not environ.get(name):
         raise ValueError(f"{among} sets `{name}`, but it is not set here. Set it on every rank.")
     return environ[name]
 
 
 def integer(environ: Mapping[str, str], name: str, default: int | None = None, *, among: str) -> int:
-    """The whole number in a variable, or the default where it is not set."""
+    """The integer in a variable, or the default if it is not set."""
     if default is not None and name not in environ:
         return default
     word = text(environ, name, among=among)
@@ -34,7 +34,7 @@ def show(environ: Mapping[str, str], *names: str) -> str:
 
 
 def port_of_job(environ: Mapping[str, str], job: int, step: int = 0, *, among: str) -> int:
-    """MASTER_PORT where it is set, else one out of the job's number: two jobs on one node do not meet."""
+    """MASTER_PORT, or a port derived from the job's number, so that two jobs on a node do not conflict."""
     return integer(environ, "MASTER_PORT", FIRST_PORT + (job * 7 + step) % NUM_PORTS, among=among)
 
 
@@ -74,7 +74,7 @@ def agreed(
 
 
 def checked(world: World, environ: Mapping[str, str], *names: str) -> World:
-    """The world, once its numbers are known to fit together."""
+    """The world, after its numbers were checked."""
     if world.num_nodes * world.local_size < world.size:
         raise ValueError(
             f"{show(environ, *names)}: {world.num_nodes} node(s) with {world.local_size} ranks each hold fewer than "

@@ -1,4 +1,4 @@
-"""What the variables say of PJRT, through which torch_xla reaches its devices, and of the ranks that it started."""
+"""The variables of PJRT, through which torch_xla uses its devices, and of the ranks that it started."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ NAMES = (
     "MASTER_PORT",
 )
 PORT = 12355
-"""The port of torch_xla's own rendezvous where MASTER_PORT is not set."""
+"""The port of torch_xla's own rendezvous if MASTER_PORT is not set."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class PJRT:
-    """Which of PJRT's clients was chosen. torch_xla is not imported, and no device is touched, to know it."""
+    """The chosen client of PJRT. Neither imports torch_xla nor initialises a device."""
 
     client: str | None
-    """TPU or CPU; None where PJRT_DEVICE is not set."""
+    """TPU or CPU; None if PJRT_DEVICE is not set."""
     num_cpu_devices: int
-    """How many devices the CPU client makes of the processor."""
+    """The number of devices of the CPU client."""
 
     @classmethod
     def of(cls, environ: Mapping[str, str] | None = None) -> PJRT:
-        """Of these variables, or of this process's."""
+        """From these variables, or from those of this process."""
         environ = os.environ if environ is None else environ
         return cls(environ.get("PJRT_DEVICE"), integer(environ, "CPU_NUM_DEVICES", 1, among="PJRT's user"))
 

@@ -1,8 +1,8 @@
-"""What was open before a fork belongs to the process that was started: written out before it, run and deleted by it.
+"""Buffers, exit functions and temporary files from before a fork stay with the launching process.
 
-A forked rank has copies of everything: of buffers that wait to be written, of functions registered with `atexit`, of
-temporary folders that delete themselves. Each copy would write, run or delete once more. So buffers are written before
-the fork, and a rank disowns the rest.
+A forked rank has copies of all of them: buffers that are not flushed yet, functions registered with `atexit`, temporary
+folders that delete themselves. Each copy would be written, run or deleted once more. So buffers are flushed before the
+fork, and a rank disables its copies of the rest.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.BufferedR
 @final
 @dataclass(frozen=True, slots=True)
 class Belongings:
-    """Taken in the launching process before the first fork, disowned in each rank."""
+    """Created in the launching process before the first fork, and disowned in each rank."""
 
     temporary_files: Sequence[Any]
 
     @classmethod
     def written_out(cls) -> Belongings:
-        """Write what waits in buffers, so that no rank has a copy of it."""
+        """Flush buffers, so that no rank has a copy of their content."""
         return cls(write_out())
 
     def disown(self) -> None:
-        """In a rank: nothing of it is run, written or deleted here."""
+        """In a rank: let nothing of it be run, written or deleted here."""
         interpreter.begin_anew(last=close_files)
         for file in self.temporary_files:
             file.delete = file._closer.delete = False
         finalizers = [finalizer for finalizer in interpreter.finalizers() if finalizer.atexit]
-        # The objects stay alive: what happens when the last reference goes is the launching process's as well.
+        # The objects stay alive: their destructors, too, must run in the launching process alone.
         atexit.register(_detach, finalizers, [finalizer.peek() for finalizer in finalizers])
         for finalizer in finalizers:
             finalizer.atexit = False
@@ -55,12 +55,12 @@ class Belongings:
 
 
 def write_out() -> list[Any]:
-    """Write what waits in buffers: of the standard streams, of open files, of log handlers and of C.
+    """Flush the buffers of the standard streams, of open files, of log handlers and of C.
 
-    Gives the open temporary files. Python has no list of open files but that of its garbage collector: 20 ms for the
+    Returns the open temporary files. Python's only list of open files is that of its garbage collector: 20 ms for the
     objects of torch.
     """
-    for stream in (sys.stdout, sys.stderr):  # objects of anybody's, in a notebook
+    for stream in (sys.stdout, sys.stderr):  # in a notebook, they may be objects of any class
         with contextlib.suppress(Exception):
             stream.flush()
     buffered, temporary = _with_subclasses(BUFFERED), _with_subclasses((interpreter.TemporaryFile,))
@@ -68,7 +68,7 @@ def write_out() -> list[Any]:
     found = [each for each in gc.get_objects() if type(each) in wanted]
     for each in found:
         if type(each) in buffered:
-            with contextlib.suppress(Exception):  # closed, full, or a log handler's own: whoever closes it is told
+            with contextlib.suppress(Exception):  # closed, full, or an error of a log handler: raised again on close
                 each.flush()
     ctypes.CDLL(None).fflush(None)
     return [each for each in found if type(each) in temporary]
@@ -79,9 +79,9 @@ def _with_subclasses(kinds: Iterable[type]) -> set[type]:
 
 
 def close_files() -> None:
-    """Do what destructors do for open files at the end of a process in which they do not run: nothing written is lost.
+    """Close open files at the end of a process in which destructors do not run, so that nothing written is lost.
 
-    They do not run where the process ends without Python's own end, or where Python's last collection is left out.
+    They do not run if the process ends by `os._exit`, or if Python's last garbage collection is left out.
     """
     gc.unfreeze()
     for file in write_out():
@@ -96,4 +96,4 @@ def _detach(finalizers: Sequence[weakref.finalize[Any, Any]], kept: Sequence[Any
 
 
 def _nothing() -> None:
-    """What a rank's copy of a temporary folder does in the place of deleting it."""
+    """Replaces `cleanup` of a rank's copy of a temporary folder."""

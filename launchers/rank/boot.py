@@ -1,6 +1,6 @@
-"""The first lines of a rank that is a fresh interpreter. Run as a script: `boot.py ORDER_FD REPORT_FD PARENT`.
+"""Entry point of a rank in a new interpreter. Run as a script: `boot.py ORDER_FD REPORT_FD PARENT`.
 
-It stands outside the package until it knows where the package is, because the user's import path is part of its order.
+It imports nothing of the package before it has read the user's import path, which is part of the order.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 
 
 def main(order_fd: int, report_fd: int, parent: int) -> None:
-    """Become the rank that the order describes. What follows is the user's program."""
+    """Become the rank that the order describes, and run the user's program."""
     with open(order_fd, "rb") as order:
         own_path, sys.path[:] = sys.path[:], pickle.load(order)
         from fabric.launchers.rank.task import run_task

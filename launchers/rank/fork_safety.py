@@ -1,8 +1,8 @@
 """Whether this process can be forked into ranks that compute.
 
-A fork copies the calling thread only. A library that had threads goes on believing in them: after OpenMP's first
-parallel region (a large tensor operation, a backward) the child hangs in its next one. OpenBLAS starts threads when
-it is imported, and is safe: it ends them before a fork and starts them again after.
+A fork copies the calling thread only, and libraries in the child rely on threads that are gone: after OpenMP's first
+parallel region (a large tensor operation, a backward), the child hangs in its next one. OpenBLAS starts threads when
+it is imported, and is safe: it ends them before a fork and starts them again afterwards.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from pathlib import Path
 SUFFIXES = ("", "64_")
 PREFIXES = ("", "scipy_")
 NOTEBOOK = ("ipykernel", "IPython", "zmq", "tornado")
-"""Packages whose threads a notebook's kernel has always. A rank uses none of them."""
+"""Packages whose threads a notebook's kernel always has. A rank uses none of them."""
 SAFE_THREADS = ("ZMQbg", "jemalloc_bg_thd")
-"""Names of native threads that a fork does not break: a notebook's message queue, and the one in which jemalloc frees
+"""Names of native threads that are safe to fork: a notebook's message queue, and the one in which jemalloc frees
 memory. `import pyarrow` starts that one (so does Hugging Face's datasets), and jemalloc prepares for forks."""
 ENDING_S = 0.25
-"""Seconds for which a thread that was joined may still be listed: it answers the join before the kernel forgets it."""
+"""Seconds for which a thread may still be listed after it was joined: `join` returns before the kernel removes it."""
 
 
 def fork_is_safe() -> str | None:
-    """None where a fork is safe now; otherwise the reason why it is not."""
+    """None if a fork is safe now; otherwise the reason why it is not."""
     if not hasattr(os, "fork") or sys.platform != "linux":
         return f"on {sys.platform} a forked process may not use the system's own libraries"
     device = _initialized_accelerator()
@@ -57,7 +57,7 @@ def _belongs_here(thread: threading.Thread) -> bool:
 
 
 def _initialized_accelerator() -> str | None:
-    """The accelerator that torch has initialised in this process. Asks without initialising or importing anything."""
+    """The accelerator that torch has initialised in this process. Initialises and imports nothing."""
     torch = sys.modules.get("torch")
     if torch is None:
         return None
@@ -70,7 +70,7 @@ def _initialized_accelerator() -> str | None:
 
 
 def _native_threads() -> int:
-    """Threads that neither Python, a notebook nor OpenBLAS accounts for, those that are just ending left aside."""
+    """The number of threads of neither Python, a notebook nor OpenBLAS, without those that are ending."""
     num_known = threading.active_count() + sum(_openblas_threads())
     deadline = time.monotonic() + ENDING_S
     while (num_native := _num_threads() - num_known) > 0 and time.monotonic() < deadline:
@@ -79,7 +79,7 @@ def _native_threads() -> int:
 
 
 def _num_threads() -> int:
-    """Threads of this process, as the kernel counts them, without those that a fork does not break."""
+    """The number of threads of this process in /proc, without those that are safe to fork."""
     names = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since it was listed
@@ -88,10 +88,11 @@ def _num_threads() -> int:
 
 
 def _openblas_threads() -> Iterator[int]:
-    """For each OpenBLAS in this process, the threads it keeps beside the caller's.
+    """For each OpenBLAS in this process, the number of its threads besides the caller's.
 
-    It ends them before every fork, in this process too, and starts them again when it is next used. Setting the number
-    that is set already starts them now: otherwise one that is gone would hide one of OpenMP's.
+    It ends them before every fork, in this process as well, and starts them again when it is next used. Setting the
+    number of threads to the present one starts them now: otherwise a thread that is gone would be subtracted from
+    OpenMP's.
     """
     for library in sorted({line.split()[-1] for line in _maps() if "openblas" in line.rpartition("/")[2]}):
         handle = ctypes.CDLL(library)

@@ -1,10 +1,10 @@
-"""A process that has imported torch, done nothing else, and forks itself into ranks on request: 25-50 ms each time.
+"""A process that has imported torch, does nothing else, and forks ranks on request in 25-50 ms.
 
-It is started by the first launch that needs it and stays for the next ones. It ends when its one client does, because
-its socket ends; its ranks end with it, because the kernel tells them.
+It is started by the first launch that needs it, and serves later ones. It ends with its only client, whose socket is
+closed; its ranks end with it, by the kernel's parent-death signal.
 
-Ours and not `multiprocessing`'s: the ranks get the standard streams of the launch and not of the server, the exit
-code is known to the supervisor, no resource tracker stays behind, and nobody else decides what is preloaded.
+Unlike with `multiprocessing`'s fork server, ranks get the standard streams of the launch and not of the server, the
+supervisor gets the exit code, no resource tracker is left, and nobody else decides what is preloaded.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ NUMBER = struct.Struct("!i")
 MAX_REQUEST_BYTES = 1 << 18
 
 # Note [One fork server per process]
-# What makes it worth having is that the next launch finds it: it belongs to the process, not to a launcher.
+# It belongs to the process and not to a launcher, so that the next launch uses it.
 _servers: list[ForkServer] = []
 _servers_lock = threading.Lock()
 
 
 def fork_server() -> ForkServer:
-    """The fork server of this process; a new one where there is none, or where it has died."""
+    """The fork server of this process; a new one if there is none, or it has died."""
     with _servers_lock:
         if not _servers or not _servers[-1].is_usable:
             _servers[:] = [ForkServer()]
@@ -59,7 +59,7 @@ class ForkServer:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it lives, and is this process's own and not that of the one it was forked from."""
+        """Whether it runs, and was started by this process and not by the one that this was forked from."""
         return self._owner == os.getpid() and self._process.poll() is None
 
     def start(self, world: World, task: CallFunction, preload: tuple[str, ...]) -> Child:
@@ -78,7 +78,7 @@ class ForkServer:
         if not answer:
             raise RuntimeError(
                 f"The fork server ended with exit code {self._process.wait()} while it imported {', '.join(preload)}. "
-                "Its words are on stderr; `launcher='spawn'` does without it."
+                "Its output is on stderr; `launcher='spawn'` does not need it."
             )
 
         def reap() -> int:
@@ -105,7 +105,7 @@ class ForkServer:
 
 @contextlib.contextmanager
 def _standard_streams() -> Any:
-    """Descriptors 0, 1 and 2 of this process as they are now, with nothing in the place of a closed one."""
+    """Descriptors 0, 1 and 2 of this process, with /dev/null in place of a closed one."""
     with open(os.devnull, "r+b") as nothing:
         yield [fd if _is_open(fd) else nothing.fileno() for fd in range(3)]
 
@@ -123,13 +123,13 @@ class Server:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._statuses: dict[int, int] = {}
-        """For each rank, where to write how it ended."""
+        """For each rank, the descriptor to write its exit code to."""
         self._wake, self._woken = os.pipe()
         for fd in (self._wake, self._woken):
             os.set_blocking(fd, False)
 
     def serve(self) -> NoReturn:
-        """Answer requests until the client has gone."""
+        """Answer requests until the client has ended."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
@@ -175,13 +175,13 @@ class Server:
             os.close(fd)
         try:
             with open(order_fd, "rb") as order:
-                pickle.load(order)  # the import path, which the request has brought already
+                pickle.load(order)  # the import path, which is part of the request
                 run_task(order, report_fd, parent, sys.path)
         finally:
             os._exit(1)
 
     def _reap(self) -> None:
-        """Take the exit codes of the ranks that have ended, and end what they left running."""
+        """Report the exit codes of ranks that have ended, and end the processes that they left."""
         from fabric.launchers.supervision.os_process import kill_group
 
         with contextlib.suppress(BlockingIOError):
@@ -189,7 +189,7 @@ class Server:
         for pid in list(self._statuses):
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
-            kill_group(pid, signal.SIGKILL)  # before it is reaped, while its number is still its own
+            kill_group(pid, signal.SIGKILL)  # before it is reaped: then its number may be reused
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             status_fd = self._statuses.pop(pid)
             with contextlib.suppress(BrokenPipeError):

@@ -1,8 +1,8 @@
-"""What a rank takes over from the process that launched it.
+"""State of the launching process that is restored in a rank.
 
-A forked rank starts with everything its parent had. A rank from a fork server or a fresh interpreter starts with
-nothing; this value brings over what a reader of the script would expect to be there: the environment, the folder, the
-import path, the arguments, and the states of the random generators.
+A forked rank has all state of its parent. A rank from a fork server or a new interpreter has none; this value holds
+what a reader of the script expects there: the environment, the working directory, the import path, the arguments, and
+the states of the random generators.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inheritance:
-    """Taken in the launching process, given in the rank."""
+    """Created in the launching process, restored in the rank."""
 
     environ: dict[str, str]
     folder: str
@@ -28,12 +28,12 @@ class Inheritance:
 
     @classmethod
     def take(cls) -> Inheritance:
-        """What this process would hand down now."""
+        """The present state of this process."""
         numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
         return cls(
             environ=dict(os.environ),
             folder=os.getcwd(),
-            # "" means the folder the process is in, which the rank may leave before it imports.
+            # "" means the working directory, which the rank may change before it imports.
             path=[entry or os.getcwd() for entry in sys.path],
             argv=list(sys.argv),
             python_random=random.getstate(),
@@ -42,7 +42,7 @@ class Inheritance:
         )
 
     def give_surroundings(self) -> None:
-        """First thing in the rank, before anything of the user's is imported."""
+        """Called first in the rank, before the user's modules are imported."""
         os.environ.clear()
         os.environ.update(self.environ)
         os.chdir(self.folder)
@@ -50,7 +50,7 @@ class Inheritance:
         sys.argv[:] = self.argv
 
     def give_randomness(self) -> None:
-        """After the user's modules are there: an import that draws a random number changes nothing."""
+        """Called after the user's modules are imported, so that random numbers drawn by an import change nothing."""
         random.setstate(self.python_random)
         if self.numpy_random is not None:
             import numpy

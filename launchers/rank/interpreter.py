@@ -1,4 +1,4 @@
-"""The private names of Python that ending and forking a process need: all of them here, checked when it is imported.
+"""The private names of Python that are needed to end and to fork a process, checked at import.
 
 None has a public counterpart: Python offers no way to end a process with an exit code after its exit functions but
 before its destructors, nor to forget exit functions in a forked process. `multiprocessing` uses the same names.
@@ -35,7 +35,7 @@ NAMES: Names = {
     "multiprocessing.process": {"_children": "a forked rank forgets its parent's children"},
     "multiprocessing.util": {
         "_exit_function": "ends the children of a rank",
-        "_run_after_forkers": "connections to a `Manager` are opened anew",
+        "_run_after_forkers": "connections to a `Manager` are reopened",
     },
 }
 OF_LOADERS: Names = {"torch.utils.data._utils": {"_set_python_exit_flag": "tells data loaders that the process ends"}}
@@ -43,11 +43,11 @@ OF_LOADERS: Names = {"torch.utils.data._utils": {"_set_python_exit_flag": "tells
 require("Python", "3.10 to 3.13", NAMES)
 
 TemporaryFile: type = vars(tempfile)["_TemporaryFileWrapper"]
-"""What `tempfile.NamedTemporaryFile` gives."""
+"""The class of objects that `tempfile.NamedTemporaryFile` returns."""
 
 
 def join_threads() -> None:
-    """Return once all threads have ended but daemons, as Python waits for them when it ends."""
+    """Wait for all threads but daemons, as Python does when it exits."""
     threading._shutdown()  # type: ignore[attr-defined]
 
 
@@ -57,15 +57,15 @@ def run_exit_functions() -> None:
 
 
 def finalizers() -> list[weakref.finalize[Any, Any]]:
-    """The finalizers whose objects live."""
+    """The finalizers of objects that are alive."""
     return list(vars(weakref.finalize)["_registry"])
 
 
 def begin_anew(last: Callable[[], None]) -> None:
-    """In a forked process: forget exit functions and children, which are its parent's, but for what every process has.
+    """In a forked process: forget the exit functions and children of its parent, except those that every process has.
 
-    Those that stay: logging writes out its handlers, finalizers of objects made from now on run, `multiprocessing` ends
-    the children that will be started, and torch's data loaders learn that the interpreter ends. `last` runs after all.
+    These stay: logging flushes its handlers, finalizers of objects created from now on run, `multiprocessing` ends
+    children that will be started, and torch's data loaders are notified of the exit. `last` runs after all of them.
     """
     atexit._clear()
     atexit.register(last)
@@ -77,4 +77,4 @@ def begin_anew(last: Callable[[], None]) -> None:
     atexit.register(vars(weakref.finalize)["_exitfunc"].__get__(None, weakref.finalize))
     atexit.register(vars(multiprocessing.util)["_exit_function"])
     vars(multiprocessing.process)["_children"].clear()
-    vars(multiprocessing.util)["_run_after_forkers"]()  # connections to a `Manager` are opened anew
+    vars(multiprocessing.util)["_run_after_forkers"]()  # connections to a `Manager` are reopened

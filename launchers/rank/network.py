@@ -1,7 +1,7 @@
-"""Which network interface gloo has to use, so that ranks reach each other and nothing else is asked.
+"""The network interface that gloo has to use, so that ranks reach each other.
 
-Left alone, gloo looks up the machine's own name, which on laptops and in containers resolves to nothing, to a VPN, or
-to an address that the other nodes cannot reach.
+By default, gloo resolves the machine's own name, which on laptops and in containers gives nothing, a VPN, or an address
+that other nodes cannot reach.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 def interface_for(world: World) -> str | None:
-    """Loopback on a single node; with several, the interface that faces node 0. None where we cannot tell."""
+    """Loopback on a single node; otherwise the interface towards node 0. None if unknown."""
     if sys.platform != "linux" or world.rendezvous is None:
         return None
     if world.num_nodes == 1:
@@ -26,14 +26,14 @@ def interface_for(world: World) -> str | None:
 
 
 def own_address(world: World) -> str:
-    """The address at which the other ranks reach this machine; empty where that is not known: any of its own."""
+    """The address at which other ranks reach this machine; empty if unknown: any of its own."""
     if world.rendezvous is None or world.num_nodes == 1:
         return "127.0.0.1"
     return _own_address_towards(world.rendezvous.address) or ""
 
 
 def _own_address_towards(host: str) -> str | None:
-    """The address this machine speaks from when it talks to `host`. Nothing is sent."""
+    """The source address of connections from this machine to `host`. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))

@@ -1,4 +1,4 @@
-"""Functions, arguments, results and exceptions as bytes: by reference where that works, and by value where it does not.
+"""Functions, arguments, results and exceptions as bytes: by reference if that works, otherwise by value.
 
 By reference is `pickle`: a function is its name, and the reader imports its module. By value is `cloudpickle`: a
 lambda, a closure, or a function or class of a notebook is its code and the globals that it refers to. `pickle.loads`
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def dumps(found: Any) -> bytes:
-    """The object as bytes for a process that has this one's `__main__`. Raises whatever keeps it from being pickled."""
+    """Pickle the object for a process that has the same `__main__`. Raises what pickle raises."""
     try:
         return pickle.dumps(found, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception:
@@ -22,7 +22,7 @@ def dumps(found: Any) -> bytes:
 
 
 def by_value(found: Any) -> bytes:
-    """The object as bytes that refer to nothing in `__main__`."""
+    """Pickle the object without references to `__main__`."""
     return _by_value(found, but_for_main=False)
 
 
@@ -32,7 +32,7 @@ def _by_value(found: Any, *, but_for_main: bool) -> bytes:
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, each: Any) -> Any:
             if but_for_main and isinstance(each, type) and _is_in_main(each):
-                return NotImplemented  # by its name, so that an instance is one of the reader's own class
+                return NotImplemented  # by its name, so that an instance has the reader's own class
             return super().reducer_override(each)
 
     with io.BytesIO() as file:

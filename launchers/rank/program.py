@@ -1,4 +1,4 @@
-"""The user's program: how Python was told to run it, how to run it again, and how to import what is defined in it."""
+"""The user's program: how it was started, how to run it again, and how to import what is defined in it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Kind: TypeAlias = Literal["script", "module", "command", "stdin", "interactive",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A command line of Python, taken apart."""
+    """A parsed command line of Python."""
 
     flags: tuple[str, ...]
-    """Python's own, such as `-X dev` and `-O`."""
+    """Options of Python itself, such as `-X dev` and `-O`."""
     kind: Kind
     target: str
     """The script's path, or the module's name."""
@@ -29,17 +29,17 @@ class Program:
 
     @property
     def can_run_again(self) -> bool:
-        """Whether a second process finds the same program: there is a file."""
+        """Whether another process can run the same program: there is a file."""
         return self.kind in ("script", "module")
 
     @property
     def is_interactive(self) -> bool:
-        """Whether somebody types the next line."""
+        """Whether the session is interactive."""
         return self.kind in ("interactive", "notebook")
 
     @property
     def words(self) -> str:
-        """How it was started, for messages."""
+        """How it was started, for error messages."""
         return {
             "script": f"`python {self.target}`",
             "module": f"`python -m {self.target}`",
@@ -59,12 +59,12 @@ def this_program() -> Program:
 
 
 def is_interactive() -> bool:
-    """Whether somebody types the next line: `python`, `python -i`, IPython, a notebook."""
+    """Whether the session is interactive: `python`, `python -i`, IPython, a notebook."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive) or hasattr(builtins, "get_ipython")
 
 
 def parse(words: Sequence[str]) -> Program:
-    """Take a command line of Python apart, as `python --help` describes it."""
+    """Parse a command line of Python, as described by `python --help`."""
     flags: list[str] = []
     rest = list(words[1:])
     while rest:
@@ -93,7 +93,7 @@ def parse(words: Sequence[str]) -> Program:
 
 
 def run_again(program: Program) -> None:
-    """Run a program in this process as if Python had been told to: in `__main__`, with its path and arguments."""
+    """Run a program in this process as Python would: in `__main__`, with its path and arguments."""
     main = sys.modules["__main__"]
     spec = None
     if program.kind == "module":
@@ -105,7 +105,7 @@ def run_again(program: Program) -> None:
         assert spec.origin is not None
         path, code = spec.origin, spec.loader.get_code(spec.name)  # type: ignore[attr-defined]
     elif os.path.isdir(program.target) or not program.target.endswith(".py"):
-        # A folder or an archive with a `__main__`, compiled code, a script without an ending: runpy knows them.
+        # A folder or an archive with a `__main__`, compiled code, a script without a suffix: left to runpy.
         sys.argv[:] = [program.target, *program.arguments]
         runpy.run_path(program.target, run_name="__main__")
         return
@@ -122,7 +122,7 @@ def run_again(program: Program) -> None:
 
 
 def file_of_main() -> str | None:
-    """The file behind `__main__`, for a process that has to import what is defined there; None where there is none."""
+    """The file of `__main__`, for a process that has to import what is defined there; None if there is none."""
     if is_interactive():
         return None
     path = getattr(sys.modules["__main__"], "__file__", None)
@@ -130,9 +130,9 @@ def file_of_main() -> str | None:
 
 
 def import_main(path: str, module: str | None) -> None:
-    """Make `__main__` what it is in the process that launched, without what stands under `if __name__ == "__main__"`.
+    """Make `__main__` what it is in the launching process, without the block under `if __name__ == "__main__"`.
 
-    The name is that of `multiprocessing`: whoever knows it there meets nothing new.
+    The module is named as `multiprocessing` names it.
     """
     main = types.ModuleType("__mp_main__")
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main

@@ -1,8 +1,8 @@
-"""What a process does once it is a rank of ours: take its place, run, tell the supervisor how it went, and end.
+"""The life of a process that fabric started as a rank: set up, run, report to the supervisor, and exit.
 
 # Note [One supervisor per process]
-A process becomes a rank once, and has one supervisor until it ends. What is pending between the two belongs to the
-process and not to an object, since the user's script, which knows neither, runs in between.
+A process becomes a rank once, and has one supervisor until it ends. Their state belongs to the process and not to
+an object, because the user's script, which has no access to either, runs in between.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def own_supervisor() -> Reporter | None:
 def take_awaited() -> Reporter | None:
     """The supervisor that waits for the result of this process's first `launch(function)`; None from the second on.
 
-    Only where the script runs again on every rank: there the rank has to walk to that line by itself.
+    Only if every rank runs the script again, and has to reach that line by itself.
     """
     return _awaited.pop() if _awaited and _awaited[-1].is_own else None
 
 
 @contextlib.contextmanager
 def importing_main(name: str) -> Iterator[None]:
-    """While the user's script is imported for the functions in it: it must not launch."""
+    """Context manager in which the user's script is imported for its functions: it must not launch."""
     _importing.append(name)
     try:
         yield
@@ -54,7 +54,7 @@ def importing_main(name: str) -> Iterator[None]:
 
 
 def check_not_importing() -> None:
-    """Raise RuntimeError where a script launches although it is only being imported."""
+    """Raise RuntimeError if a script launches while it is only being imported."""
     if _importing:
         raise RuntimeError(
             f"{_importing[-1]} launches while a rank imports it: the rank needs the functions in it, and reached "
@@ -63,8 +63,8 @@ def check_not_importing() -> None:
 
 
 def become_rank(world: World, report_fd: int, parent: int, *, awaits_function: bool = False) -> Reporter:
-    """Take the place of a rank: own session, own environment, a supervisor that hears of every uncaught exception."""
-    with contextlib.suppress(PermissionError):  # it leads a session already
+    """Set this process up as a rank: own session, own environment, uncaught exceptions reported to the supervisor."""
+    with contextlib.suppress(PermissionError):  # it is a session leader already
         os.setsid()
     die_with_parent(parent)
     os.environ.update(rank_environ(world, dict(os.environ)))
@@ -90,7 +90,7 @@ def become_rank(world: World, report_fd: int, parent: int, *, awaits_function: b
 
 
 def _tell_the_end(link: Reporter, before: BaseException | None) -> None:
-    """Tell of the exception that ended the interpreter, where no hook has, or that it ended without one."""
+    """Report the exception that ended the interpreter, if no hook has, or that it ended without one."""
     if link.has_told_the_end:
         return
     error: BaseException | None = vars(sys).get("last_value")
@@ -121,17 +121,18 @@ def run_and_end(link: Reporter, everyone: bool, worker: Callable[..., Any], worl
 
 
 def run_to_the_end(link: Reporter, program: Callable[[], Any]) -> NoReturn:
-    """Run what this process is for, and end it with the exit code that Python would give it.
+    """Run the program, and end this process with the exit code that Python would give it.
 
-    The interpreter's own shutdown is left out. It takes 350-500 ms (15-26 ms without it), and the destructors of a
-    process group whose peers are gone hang or abort in it. Threads are joined, what was registered with `atexit` runs.
+    The interpreter's own shutdown is skipped. It takes 350-500 ms (15-26 ms without it), and the destructors of a
+    process group whose peers are gone hang or abort in it. Threads are joined, and functions registered with `atexit`
+    run.
     """
     code = 1
     try:
-        with contextlib.suppress(Exception):  # of a hook of the user's
+        with contextlib.suppress(Exception):  # raised by the user's hook
             code = _run(link, program)
         for step in (interpreter.join_threads, interpreter.run_exit_functions, close_files):
-            with contextlib.suppress(BaseException):  # a signal's handler; as at any exit of Python, the rest goes on
+            with contextlib.suppress(BaseException):  # a signal handler; as at any exit of Python, the rest still runs
                 step()
     finally:
         os._exit(code)
@@ -167,7 +168,7 @@ def _exit_code(leaving: SystemExit) -> int:
 
 
 def _share_cores(num_threads: int) -> None:
-    """Where torch is loaded already it has read OMP_NUM_THREADS, before it was ours."""
+    """If torch is loaded already, it has read an earlier value of OMP_NUM_THREADS."""
     if "torch" in sys.modules:
         import torch
 

@@ -1,7 +1,7 @@
-"""What a supervisor tells a process that is to become a rank: who it is, and what to run.
+"""The order for a process that is to become a rank: its world, and what to run.
 
-An order is two pickles in a file without a name: the import path, which needs nothing but builtins to be read, and the
-rest. A file and not a pipe, so that a large argument never blocks the supervisor before all ranks are started.
+An order is two pickles in an unnamed file: the import path, which needs only builtins to be read, and the rest. A file
+and not a pipe, so that a large argument never blocks the supervisor before all ranks are started.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class CallFunction:
     call: bytes
     """`(worker, args)`, pickled."""
     main_file: str | None
-    """The script to import first, where the call refers to something that is defined in it."""
+    """The script to import first; None if the call refers to nothing defined in it."""
     main_module: str | None
-    """Its name, where it was started as `python -m name`."""
+    """Its name, if it was started as `python -m name`."""
     everyone: bool
-    """Whether the results of all ranks travel, or only that of the first."""
+    """Whether the results of all ranks are returned, or only that of the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class RunScript:
 
 
 def write(world: World, task: CallFunction | RunScript) -> IO[bytes]:
-    """The order as an open file, at its start."""
+    """Write the order; returns an open file, at its start."""
     file = tempfile.TemporaryFile()  # noqa: SIM115  the caller closes it
     pickle.dump([entry or os.getcwd() for entry in sys.path], file)
     pickle.dump((world, task), file)
@@ -56,14 +56,14 @@ def write(world: World, task: CallFunction | RunScript) -> IO[bytes]:
 
 
 def call_function(worker: Callable[..., Any], args: tuple[Any, ...], *, everyone: bool, launcher: str) -> CallFunction:
-    """The task of calling a function. Raises TypeError where function or arguments cannot be pickled, also by value."""
+    """The task of calling a function. Raises TypeError if function or arguments cannot be pickled, by value either."""
     main_file = main_module.file_of_main()
     try:
         call, needs_main = _pickle_call((worker, args), has_main_file=main_file is not None)
     except Exception as error:
         raise TypeError(
             f"`launcher={launcher!r}` sends the function and its arguments to new processes, and they cannot be "
-            f"pickled, nor by `cloudpickle`: {error}. Make in the function what cannot be pickled, or pass "
+            f"pickled, by `cloudpickle` either: {error}. Create inside the function what cannot be pickled, or pass "
             "`launcher='fork'`."
         ) from error
     spec = sys.modules["__main__"].__spec__
@@ -77,7 +77,7 @@ def call_function(worker: Callable[..., Any], args: tuple[Any, ...], *, everyone
 
 
 def _pickle_call(call: tuple[Callable[..., Any], tuple[Any, ...]], *, has_main_file: bool) -> tuple[bytes, bool]:
-    """The call as bytes, and whether they refer to what is defined in `__main__`."""
+    """Pickle the call; returns the bytes, and whether they refer to what is defined in `__main__`."""
     try:
         pickled = pickle.dumps(call, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception:
@@ -87,9 +87,9 @@ def _pickle_call(call: tuple[Callable[..., Any], tuple[Any, ...]], *, has_main_f
 
 
 def run_task(order: IO[bytes], report_fd: int, parent: int, own_path: list[str]) -> NoReturn:
-    """Become the rank, do the task, and end.
+    """Become the rank, run the task, and exit.
 
-    `own_path`: the import path of this process before the order's was known; its first entry is our own folder's.
+    `own_path`: the import path of this process before that of the order was read; its first entry is this folder.
     """
     world, task = pickle.load(order)
     if isinstance(task, RunScript):
@@ -117,6 +117,6 @@ def _run_script(program: main_module.Program, own_path: list[str]) -> None:
 
 
 def environ_of(world: World) -> dict[str, str]:
-    """The variables a fresh interpreter starts with, before torch reads them."""
+    """The environment of a new interpreter, set before torch reads it."""
     environ = dict(os.environ)
     return {**environ, **rank_environ(world, environ)}

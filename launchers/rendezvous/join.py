@@ -1,7 +1,7 @@
-"""Where the processes of a world meet: a key-value store over TCP, and a prefix of their own for each meeting.
+"""Rendezvous: ranks meet at a key-value store over TCP, under a prefix of its own for each meeting.
 
-The store is served by a process that outlives the ranks wherever there is one (our supervisor, torchrun's agent);
-only ranks that were started by hand, or by srun, serve it themselves, on rank 0.
+The store is served by a process that outlives the ranks, if there is one (fabric's supervisor, torchrun's agent). For
+ranks that were started by hand or by srun, rank 0 serves it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 # Note [Meetings are numbered by each rank]
 # A process may open several fabrics, one after another, and each is a meeting of all ranks. Every rank counts its own
-# meetings in the store, so the n-th of one rank meets the n-th of the others, and no key is ever read twice: nothing
-# has to be deleted, and a fast rank cannot walk into a meeting that a slow one is still leaving.
+# meetings in the store, so the n-th of one rank is the n-th of the others, and no key is used twice: nothing has to
+# be deleted, and a fast rank cannot join a meeting that a slow one has not left yet.
 
 
 def join(world: World, timeout_seconds: float, report: Callable[[str], None]) -> Store:
-    """Meet all ranks of the world, and give the store under a prefix that only this meeting uses.
+    """Meet all ranks of the world; returns the store under a prefix that only this meeting uses.
 
-    Ranks: all call it; it returns once all have arrived. While it waits, one rank says every few seconds who is
+    Ranks: all call it; it returns once all have arrived. While it waits, one rank reports every few seconds who is
     missing. A world of one opens no port.
     Raises: TimeoutError: some rank did not arrive within `timeout_seconds`; the message names them.
     """
@@ -54,7 +54,7 @@ def join(world: World, timeout_seconds: float, report: Callable[[str], None]) ->
 def _connect(
     world: World, at: Rendezvous, deadline: float, timeout_seconds: float, report: Callable[[str], None]
 ) -> TCPStore:
-    """A connection to the store; on rank 0 the store itself where nobody else serves it."""
+    """A connection to the store; on rank 0 the store itself, if no other process serves it."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     timeout = timedelta(seconds=timeout_seconds)
@@ -68,8 +68,8 @@ def _connect(
 def _serve(address: str, port: int) -> TCPStore:
     """The store at this address, served by this process until it ends.
 
-    Kept, because the other ranks are connected to it for as long as they live: a second meeting in this process finds
-    the server of the first one, instead of a port that is taken.
+    Cached: the other ranks stay connected to it, and a second meeting in this process uses the same server instead of
+    a port that is taken.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -109,7 +109,7 @@ def _await_server(
 
 
 def _await_everyone(meeting: Store, world: World, patience: Patience) -> None:
-    """Return once every rank has called it. The last to arrive tells all: four requests per rank, whatever the size."""
+    """Return once every rank has called it. The last rank sets the key that all wait for: four requests per rank."""
     meeting.set(f"arrived/{world.rank}", "")
     place = meeting.add("num_arrived", 1)
     if place == world.size:

@@ -1,11 +1,11 @@
-"""Agree on a name for a meeting of ranks that may have been started at different times, some of them again.
+"""Choose the name of a meeting of ranks that were started at different times, some of them after a restart.
 
 # Note [Restarts that are counted apart]
 On several nodes each agent of torchrun counts the failures of its own ranks alone: after one failure
 TORCHELASTIC_RESTART_COUNT may be 1 here and 0 there, and the one store of all agents still holds what earlier ranks
 wrote into it. (`init_process_group` of torch 2.13 then finds the addresses of dead ranks, and fails once more.) So rank
-0 names the meeting by a word that was never used before, and tells it to every rank that says it is here. A rank that
-has died since hears nothing of it; the one that comes in its place is told again.
+0 gives the meeting a new name, and sends it to every rank that has registered. A rank that has died since does not use
+it; its replacement registers again, and receives the name.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 PAUSE = timedelta(milliseconds=20)
-"""How often rank 0 looks who has come: three requests each time, whatever the number of ranks."""
+"""How often rank 0 looks which ranks have registered: three requests each time, at any number of ranks."""
 
 
 def call_roll(store: Store, world: World, patience: Patience) -> str:
     """The prefix of this meeting's keys, the same on all ranks of one attempt and on no other. Ranks: all call it.
 
-    Raises: TimeoutError: some rank did not come; the message names it.
+    Raises: TimeoutError: some rank did not arrive; the message names it.
     """
-    number = store.add(f"joins/{_life_of(world.rank)}", 1)  # a rank's n-th meeting is the n-th of all
+    number = store.add(f"joins/{_life_of(world.rank)}", 1)  # the n-th meeting of a rank is the n-th of all ranks
     token = uuid.uuid4().hex
     if world.rank != 0:
         store.set(f"here/{number}/{world.rank}", token)
@@ -64,6 +64,6 @@ def _when_called(store: Store, token: str, world: World, patience: Patience) -> 
 
 @functools.cache
 def _life_of(rank: int) -> str:
-    """A word for this rank of this process. By rank, for ranks may be threads, and two threads that ask a cache at the
-    same time get two answers."""
+    """A token for this rank of this process. By rank, because ranks may be threads, and two threads that call a cached
+    function at the same time get two results."""
     return uuid.uuid4().hex

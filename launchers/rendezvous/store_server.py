@@ -1,11 +1,11 @@
-"""The supervisor's side of the rendezvous: the store that the ranks meet at, served on node 0.
+"""The supervisor's side of the rendezvous: the store of the ranks, served on node 0.
 
 # Note [Who serves the store]
-The supervisor of node 0 does, not a rank: the store is there before the first rank looks for it and after the last
-one has left, so no rank waits for another to open it, and none loses it because another was faster to end. The socket
-listens before any rank is started, and the system chose its port, so launches never clash and no port is picked that
-somebody else may take; connections wait in its backlog. The thread that serves it starts after the ranks, because a
-process with a second thread cannot be forked safely.
+The supervisor of node 0, not a rank: the store exists before the first rank connects and until the last one has ended,
+so no rank waits for another to open it, and none loses it because another ended earlier. The socket listens before any
+rank is started, on a port chosen by the system, so that launches never conflict over a port; connections wait in its
+backlog. The thread that serves it starts after the ranks, because a process with a second thread cannot be forked
+safely.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXIT_BARRIER_SECONDS = 300
 
 
 class MeetingPoint:
-    """A listening socket, then a store. A world of one process has neither."""
+    """First a listening socket, then a store. A world of one process has neither."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
@@ -33,7 +33,7 @@ class MeetingPoint:
         self.port = self._socket.getsockname()[1] if self._socket else topology.main_port
 
     def open(self) -> None:
-        """Serve. Called once all ranks of this node have been started."""
+        """Start serving. Called once all ranks of this node have been started."""
         if self._socket is None:
             return
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -47,14 +47,14 @@ class MeetingPoint:
         )
 
     def close(self, *, failed: bool) -> None:
-        """End serving; with several nodes, once all have ended or one has failed."""
+        """Stop serving; with several nodes, once all have ended or one has failed."""
         if self._topology.num_nodes > 1:
             self._await_nodes(failed)
         self.abandon()
         self._store = None  # its destructor ends the thread
 
     def abandon(self) -> None:
-        """In a forked rank: close our copy of the socket."""
+        """In a forked rank: close its copy of the socket."""
         if self._socket is not None:
             self._socket.close()
 
@@ -77,7 +77,7 @@ class MeetingPoint:
             ) from error
 
     def _await_nodes(self, failed: bool) -> None:
-        """Tell node 0 that this node has ended; as node 0, wait for the others, so that none loses the store."""
+        """Report to node 0 that this node has ended; on node 0, wait for the others, so that none loses the store."""
         from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
         topology = self._topology
@@ -90,4 +90,4 @@ class MeetingPoint:
             if topology.node_rank == 0 and not failed:
                 store.wait(["fabric/all_ended"], timedelta(seconds=EXIT_BARRIER_SECONDS))
         except DistError:
-            return  # node 0 has gone already, or a node never ended: nothing is left to keep alive for
+            return  # node 0 has ended already, or a node never did: there is nothing to wait for

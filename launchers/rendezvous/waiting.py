@@ -1,4 +1,4 @@
-"""How long a rank waits for others, and what it says meanwhile: who is missing, every few seconds, then an error."""
+"""How a rank waits for others: it reports the missing ranks every few seconds, and raises at the deadline."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 SAY_EVERY_SECONDS = 5.0
-"""How long a wait lasts before it says for whom it waits. Unmeasured: long enough that a normal start says nothing."""
+"""The interval between two reports of missing ranks. Not measured: long enough that a normal start reports nothing."""
 
 LATER = 0.05
-"""Of the time waited so far: how much later than the last one the speaker hears it, at most."""
+"""The pause between two looks, as a fraction of the time waited so far."""
 LONGEST_PAUSE_SECONDS = 0.25
 
 
 @final
 class Patience:
-    """That of one rank in one meeting, until `deadline`; `timeout_seconds` is how long the whole meeting may take."""
+    """How one rank waits in one meeting, until `deadline`; `timeout_seconds`: of the whole meeting."""
 
     def __init__(self, world: World, deadline: float, timeout_seconds: float, report: Callable[[str], None]) -> None:
         self._who, self._timeout_seconds, self._report = f"rank {world.rank} of {world.size}", timeout_seconds, report
@@ -32,9 +32,8 @@ class Patience:
     def wait_until(self, store: Store, key: str, missing: Callable[[], Sequence[int]], *, speaks: bool) -> None:
         """Return once the key is set. Raises: TimeoutError: it is not; it names the `missing` ranks.
 
-        One rank of all `speaks`: it looks again and again, at times that grow with how long it has waited. The others
-        send one request and hear when it is time: torch writes warnings of sockets for a wait of theirs that is
-        repeated.
+        One rank `speaks`: it looks repeatedly, at intervals that grow with the time waited. The others send one
+        blocking request, because torch logs socket warnings for a wait that is repeated.
         """
         from torch.distributed import DistStoreError
 
@@ -50,11 +49,11 @@ class Patience:
                 self.wait_for(missing(), speaks=False)
 
     def turn(self) -> timedelta:
-        """How long to wait before `wait_for` is called again."""
+        """The time to wait before `wait_for` is called again."""
         return timedelta(seconds=max(min(self._deadline, self._next_words) - time.monotonic(), 0.001))
 
     def wait_for(self, missing: Sequence[int], *, speaks: bool) -> None:
-        """Called while ranks are missing. `speaks`: whether it is this rank that says so. Raises: TimeoutError."""
+        """Called while ranks are missing. `speaks`: whether this rank reports them. Raises: TimeoutError."""
         now, ranks = time.monotonic(), f"rank{'s' * (len(missing) != 1)} {', '.join(map(str, missing))}"
         if now > self._deadline:
             raise TimeoutError(

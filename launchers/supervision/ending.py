@@ -1,4 +1,4 @@
-"""How a supervisor ends, once its ranks have: with a result, an exception, an exit code, or the signal it was sent."""
+"""How the launching process ends after its ranks: with a result, an exception, an exit code or a signal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fabric.launchers.supervision.uncaught import exit_as_the_rank, exit_code
 
 
 def results(supervisor: Supervisor) -> list[Any]:
-    """The results of this node's ranks, in order. Raises WorkerError, or what a signal to this process raises."""
+    """Return the results of this node's ranks, in order. Raises WorkerError, or what a received signal raises."""
     number = supervisor.ended_by
     if number is not None:
         os.kill(os.getpid(), number)  # the handlers are back: Ctrl-C becomes a KeyboardInterrupt here
@@ -45,18 +45,18 @@ def leave(supervisor: Supervisor) -> NoReturn:
 
 
 def _end() -> None:
-    """Run the exit functions of the program, then write and delete what the collection left out would have."""
+    """Run the program's exit functions, then flush files and delete temporary ones, since no last collection does."""
     atexit.unregister(_end)
     interpreter.run_exit_functions()
     close_files()
 
 
 def _die_of(number: int) -> None:
-    """Send ourselves the signal that the ranks have died of, so that a shell sees what happened."""
+    """Send this process the signal that the ranks died of, so that a shell sees it."""
     if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
         _end()
-        signal.signal(number, signal.SIG_DFL)  # a traceback of KeyboardInterrupt would show our frames
+        signal.signal(number, signal.SIG_DFL)  # the traceback of a KeyboardInterrupt would show frames of fabric
     sys.stdout.flush()
     sys.stderr.flush()
     os.kill(os.getpid(), number)
-    raise SystemExit(128 + number)  # a handler of the user's has kept us alive
+    raise SystemExit(128 + number)  # the user's handler kept this process alive

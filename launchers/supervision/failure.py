@@ -1,4 +1,4 @@
-"""Which rank failed first, in words: the others in a line each, then the one to blame with its own traceback, last."""
+"""The error message of a failed launch: one line per other rank, then the rank that failed first with its traceback."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ REASONS = {
 }
 
 RECENT_NS = 1_500_000_000
-"""How long before a failure a rank may have left to have brought it about. Unmeasured: peers notice within
-milliseconds unless they compute."""
+"""A rank that ended longer than this before a failure is not its cause. Not measured: peers notice within milliseconds
+unless they compute."""
 
 OF_COLLECTIVES = ("gloo", "NCCL", "c10d", "torch/distributed", "ProcessGroup", "TCPStore", "Horovod", "horovod")
-"""Words that are in the traceback of a collective which lost a peer, and not in that of an upload which timed out."""
+"""Text found in the traceback of a collective that lost a peer, but not in that of, say, an upload that timed out."""
 
 
 def death(rank: int, at_ns: int, code: int, stack: str, *, without_result: bool) -> Failure:
-    """The failure of a rank that ended with `code` (negative: a signal's number) and reported nothing itself."""
+    """The failure of a rank that ended with `code` (negative: a signal's number) without a report."""
     if code < 0:
         reason = REASONS.get(signal.Signals(-code))
         summary = f"killed by {signal.Signals(-code).name}" + (f" ({reason})" if reason else "")
@@ -42,9 +42,9 @@ def death(rank: int, at_ns: int, code: int, stack: str, *, without_result: bool)
 
 
 def departure(rank: int, at_ns: int, code: int | None, trace: str, *, with_result: bool) -> Failure:
-    """A rank's end without an error, as the failure that it is where others still communicated with the rank.
+    """The end of a rank without an error, as a failure: other ranks were still communicating with it.
 
-    `code`: None where the rank has come to its end, but has not ended yet.
+    `code`: None if the rank has finished its program but has not exited yet.
     """
     how = "came to its end" if code is None else f"left with exit code {code}"
     return Failure(
@@ -57,26 +57,26 @@ def departure(rank: int, at_ns: int, code: int | None, trace: str, *, with_resul
 
 
 def first(failures: Sequence[Failure], left: Sequence[Failure] = ()) -> Failure:
-    """The one to blame: the earliest that does not merely say that another rank went away.
+    """The cause: the earliest failure that does not merely report the loss of another rank.
 
-    `left`: the departures of ranks that ended without an error. Where every failure only says that a peer went away,
-    and says so in the words of a collective, the rank that left last before is to blame.
+    `left`: ranks that ended without an error. If all failures are collectives that lost a peer, the cause is the rank
+    that ended last before them.
     """
     earliest = min(failures, key=lambda failure: (failure.lost_peer, failure.at_ns))
     if not left or not earliest.lost_peer or not any(words in earliest.traceback for words in OF_COLLECTIVES):
         return earliest
-    # A rank that left long before had nothing to do with it; one that left a moment after may have been noticed late.
+    # A rank that ended long before is not the cause; one that ended a moment after may have been noticed late.
     recent = departed_recently(failures, left)
     return min(recent, key=_at) if recent else max(left, key=_at)
 
 
 def departed_recently(failures: Sequence[Failure], left: Sequence[Failure]) -> list[Failure]:
-    """The departures that may have brought about the first of these failures."""
+    """The ranks whose end may have caused the first of these failures."""
     return [departed for departed in left if departed.at_ns > min(map(_at, failures)) - RECENT_NS]
 
 
 def describe(failures: Sequence[Failure], size: int, left: Sequence[Failure] = ()) -> str:
-    """The failures of one launch in words. `left`: the departures of ranks that ended without an error."""
+    """The message for the failures of one launch. `left`: ranks that ended without an error."""
     root = first(failures, left)
     lines = []
     for other in sorted(failures, key=_at):
@@ -98,13 +98,13 @@ def _at(failure: Failure) -> int:
 
 
 def worker_error(failures: Sequence[Failure], size: int, left: Sequence[Failure]) -> WorkerError:
-    """The failures of one launch as the exception that `launch(function)` raises; its cause is attached."""
+    """The exception that `launch(function)` raises for the failures of one launch, with its cause."""
     root = first(failures, left)
     cause = None
     if root.exception is not None:
         try:
             cause = pickle.loads(root.exception)
-        except Exception:  # it could be made again in the rank, but not in here: the words remain
+        except Exception:  # it can be unpickled in the rank but not here: the message remains
             cause = None
     error = WorkerError(
         describe(failures, size, left), rank=root.rank, exit_code=root.exit_code, signal=root.signal, cause=cause

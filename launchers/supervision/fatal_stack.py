@@ -1,7 +1,7 @@
-"""The words of Python's fault handler as a traceback: most recent call last, with source lines, the main thread last.
+"""Output of Python's fault handler as a traceback: most recent call last, with source lines, the main thread last.
 
-The fault handler runs in a process that is dying, so it writes plain facts: for each thread the most recent call first,
-the main thread after all others.
+The fault handler runs in a dying process and writes, for each thread, the most recent call first; the main thread comes
+after all others.
 """
 
 from __future__ import annotations

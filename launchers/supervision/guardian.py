@@ -1,8 +1,8 @@
-"""A tiny process that outlives the supervisor, to end what a killed supervisor would leave behind.
+"""A small process that outlives the supervisor and kills the processes that a killed supervisor would leave behind.
 
 It reads process ids from a pipe whose only writer is the supervisor. At end of file, however the supervisor ended, it
 kills the process groups that are still on its list: ranks, and the data-loader workers they started. The kernel's
-parent-death signal is faster but reaches neither those workers nor ranks whose parent is a fork server.
+parent-death signal is faster, but reaches neither those workers nor ranks that a fork server started.
 
 Runs as a script too, without `site` and without this package: 10 ms, beside the launch and not before it.
 """
@@ -27,25 +27,25 @@ class Guardian:
             stdin=reader,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a Ctrl-C in the terminal is not for it
+            start_new_session=True,  # so that Ctrl-C in the terminal does not reach it
             cwd="/",
         )
         os.close(reader)
 
     def watch(self, pid: int) -> None:
-        """From now on the process group of `pid` ends with the supervisor."""
+        """Kill the process group of `pid` when the supervisor ends."""
         self._write(b"+%d\n" % pid)
 
     def forget(self, pid: int) -> None:
-        """`pid` has ended, and its number may soon belong to somebody else."""
+        """Forget `pid`, which has ended: its number may be reused."""
         self._write(b"-%d\n" % pid)
 
     def _write(self, line: bytes) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it was killed: the supervisor still ends its ranks itself
+        with contextlib.suppress(BrokenPipeError):  # it was killed; the supervisor still ends its ranks itself
             os.write(self._writer, line)
 
     def close(self) -> None:
-        """End the guardian; what it still watches ends with it."""
+        """End the guardian; processes that it still watches are killed."""
         os.close(self._writer)
         self._process.wait()
 

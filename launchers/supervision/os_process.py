@@ -1,4 +1,4 @@
-"""What only some operating systems can do for the process that waits for others, each with what we do without it."""
+"""Process control that only some operating systems have, each with its substitute elsewhere."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def exit_fd(pid: int) -> int:
 
 
 def kill_group(pid: int, number: int) -> None:
-    """Send a signal to a rank and to whatever it started. A rank that is gone, or not yet its own group, is fine."""
+    """Send a signal to a rank's process group. No error if the rank has ended, or has no group yet."""
     for send in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             send(pid, number)
 
 
 def signal_rank(pid: int, number: int) -> None:
-    """Send a signal to a rank alone: its data-loader workers are its own business."""
+    """Send a signal to a rank alone, not to its data-loader workers."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)

@@ -1,14 +1,14 @@
-"""What a rank tells its supervisor, by value, over one pipe: a result, or a failure with the user's own traceback.
+"""What a rank reports to its supervisor over a pipe: a result, or a failure with the user's own traceback.
 
 Each report is a frame: one byte, eight bytes of length, a pickle. When a rank dies of a signal, Python's fault handler
-writes the stacks of all threads into the same pipe as plain text; it starts with `Fatal` and is the last thing that
-comes. Processes that the rank forks, such as data-loader workers, close the pipe: what they write goes to stderr.
+writes the stacks of all threads into the same pipe as plain text, which starts with `Fatal` and comes last. Processes
+that the rank forks, such as data-loader workers, close the pipe: what they write goes to stderr.
 
 # Note [Signal handlers that raise]
 `DataLoader` raises from its handler of SIGCHLD when a worker dies, at whatever line the main thread has reached, and a
 user's handler of SIGTERM may do the same. A report is written by another thread, where Python runs no signal handler,
-so that a frame is written whole and once. What is done before is repeated if a handler interrupts it; a loader raises
-once.
+so that a frame is written whole and once. The steps before it are repeated if a handler interrupts them; a loader
+raises once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PACKAGE = str(Path(__file__).parents[1])
 FABRIC = str(Path(__file__).parents[2] / "fabric")
 FATAL = b"Fatal Python error: "
 NUM_REPEATS = 10
-"""How often the making of a report may be interrupted: once for each loader whose workers die meanwhile."""
+"""How often creating a report may be interrupted: once for each loader whose workers die meanwhile."""
 
 LOST_PEER = (
     "Connection closed by peer",
@@ -59,7 +59,7 @@ LOST_PEER = (
     "Wait timeout",
     "did not arrive",
 )
-"""Words in which torch.distributed, gloo, NCCL and Horovod say that another rank went away: a symptom, no cause."""
+"""Messages of torch.distributed, gloo, NCCL and Horovod about a lost peer: a symptom, not a cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +79,11 @@ class Failure:
     summary: str
     """One line: `ValueError: boom`, `killed by SIGSEGV`, `left with exit code 3`."""
     traceback: str = ""
-    """The user's frames, ours removed; or the stack at the moment of a fatal signal."""
+    """The user's frames, without those of fabric; or the stack at a fatal signal."""
     exception: bytes | None = None
-    """The exception, where it survives a round trip through pickle."""
+    """The exception; None if it cannot be pickled and unpickled."""
     lost_peer: bool = False
-    """Whether it only says that another rank went away."""
+    """Whether the error only reports the loss of another rank."""
     exit_code: int | None = None
     signal: int | None = None
 
@@ -94,21 +94,21 @@ class Leaving:
 
     at_ns: int
     exit_code: int | None
-    """None where only the interpreter knows it."""
+    """None if only the interpreter knows it."""
     traceback: str
-    """Where `sys.exit` was called, where that is known."""
+    """Where `sys.exit` was called, if known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """The rank has a watcher, which answers questions there."""
+    """The address of the rank's watcher."""
 
     place: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
-    """Something to print, now: the rank speaks for the job."""
+    """Text to print at once, for the whole job."""
 
     text: str
 
@@ -123,20 +123,20 @@ class Reporter:
         self.rank, self._fd, self._pid = rank, fd, os.getpid()
         self._writes = threading.Lock()
         self.has_told_the_end = False
-        """Whether a failure was sent, or that the program has come to its end."""
+        """Whether a failure, or the end of the program, was sent."""
         os.set_inheritable(fd, False)
-        self._takes_fatal = not faulthandler.is_enabled()  # else somebody has said already where he wants the stack
+        self._takes_fatal = not faulthandler.is_enabled()  # otherwise the user has already chosen where the stack goes
         if self._takes_fatal:
             faulthandler.enable(fd, all_threads=True)
         os.register_at_fork(after_in_child=self._abandon)
 
     @property
     def is_own(self) -> bool:
-        """False in a process that the rank forked: a data-loader worker does not speak for the rank."""
+        """False in a process that the rank forked: a data-loader worker does not report for the rank."""
         return os.getpid() == self._pid
 
     def _abandon(self) -> None:
-        """In a process that the rank forked: its stacks are not the rank's, and it does not keep the pipe open."""
+        """In a process that the rank forked: do not report its stacks as the rank's, and do not keep the pipe open."""
         if os.getppid() != self._pid:  # a child of the child, which has closed the pipe already
             return
         if self._takes_fatal:
@@ -152,17 +152,18 @@ class Reporter:
             pickled = pickling.dumps(value)
         except Exception as error:
             raise TypeError(
-                f"Rank {self.rank} returned a `{type(value).__qualname__}`, which cannot be pickled and so not be "
-                f"brought home: {error}. Return tensors, numbers, and objects that `pickle` or `cloudpickle` takes."
+                f"Rank {self.rank} returned a `{type(value).__qualname__}`, which cannot be pickled, so the launching "
+                f"process cannot get it: {error}. Return tensors, numbers, and objects that `pickle` or `cloudpickle` "
+                "takes."
             ) from error
         self._send(Result(pickled=pickled))
 
     def watched(self, place: bytes) -> None:
-        """Say where the rank's watcher is."""
+        """Send the address of the rank's watcher."""
         self._send(Watched(place=place))
 
     def words(self, text: str) -> None:
-        """Have the supervisor print something."""
+        """Let the supervisor print a text."""
         self._send(Words(text=text))
 
     def failure(self, error: BaseException) -> None:
@@ -173,7 +174,7 @@ class Reporter:
             self.has_told_the_end = True
 
     def leaving(self, exit_code: int | None = None, error: SystemExit | None = None) -> None:
-        """Say that the program has come to its end; the rank's connections are about to be closed."""
+        """Send that the program has finished; the rank's connections are about to be closed."""
         trace = users_traceback(error) if error is not None else ""
         self.has_told_the_end = True
         self._send(Leaving(at_ns=time.monotonic_ns(), exit_code=exit_code, traceback=trace))
@@ -190,10 +191,10 @@ class Reporter:
             except IndexError:  # an interrupted start is repeated, and the first thread has it
                 return
             try:
-                with self._writes:  # a frame longer than the pipe would be mixed with another one
+                with self._writes:  # a frame longer than the pipe's buffer would be mixed with another one
                     while view:
                         view = view[os.write(self._fd, view) :]
-            except BrokenPipeError:  # the supervisor is gone, and this process ends in a moment
+            except BrokenPipeError:  # the supervisor is gone, and this process is about to be killed
                 return
             finally:
                 done.set()
@@ -217,11 +218,11 @@ class Inbox:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> None:
-        """Take what was read."""
+        """Append received bytes."""
         self._bytes += data
 
     def reports(self) -> Iterator[Report]:
-        """Every report that is complete, once."""
+        """Yield each complete report, once."""
         while len(self._bytes) >= HEADER.size and self._bytes.startswith(FRAME):
             end = HEADER.size + HEADER.unpack_from(self._bytes)[1]
             if len(self._bytes) < end:
@@ -232,15 +233,15 @@ class Inbox:
 
     @property
     def fatal_stack(self) -> str:
-        """The stacks that the fault handler wrote, where there are any, without our frames; the main thread's last."""
-        start = self._bytes.find(FATAL)  # before it, a report that the signal has cut short
+        """The stacks that the fault handler wrote, if any, without frames of fabric; the main thread's last."""
+        start = self._bytes.find(FATAL)  # before it may be a report that the signal cut short
         if start < 0:
             return ""
         return fatal_stack.readable(self._bytes[start:].decode(errors="replace"), leave_out=(PACKAGE, FABRIC))
 
 
 def _start_thread(function: Callable[[], None]) -> None:
-    """Run it in another thread; in this one where the system gives no more threads."""
+    """Run it in another thread; in this one if no thread can be started."""
     try:
         _thread.start_new_thread(function, ())
     except RuntimeError:
@@ -270,7 +271,7 @@ def _failure(rank: int, at_ns: int, error: BaseException) -> Failure:
 
 
 def users_traceback(error: BaseException) -> str:
-    """The traceback as the user would see it had the function been called without us: our frames above it are gone."""
+    """The traceback as if the user's function had been called directly: without the frames of fabric above it."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and _is_ours(trace):
         trace = trace.tb_next
@@ -300,7 +301,7 @@ def _is_raised_by_us(error: BaseException) -> bool:
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    """The exception as bytes, tried in both directions: many exceptions pickle and then cannot be made again."""
+    """The exception, pickled; None if it cannot be unpickled, as many exceptions that can be pickled."""
     try:
         pickled = pickling.dumps(error)
         pickle.loads(pickled)

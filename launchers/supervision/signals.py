@@ -1,4 +1,4 @@
-"""Signals to the supervisor, as a list and a descriptor that wakes its wait, for as long as ranks run."""
+"""Signals received by the supervisor while ranks run: a list, and a descriptor that wakes its wait."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from types import FrameType, TracebackType
 from typing import Any
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals that mean: come to an end."""
+"""Signals that end a job."""
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
-"""Signals whose meaning is the ranks' own business, such as SLURM's warning before a time limit."""
+"""Signals that are forwarded to the ranks, such as SLURM's warning before a time limit."""
 
 
 class Signals:
-    """Within it, signals are noted in `received` instead of being acted on; afterwards handlers are as they were.
+    """Context manager: signals are recorded in `received`, and not handled; on exit the previous handlers are restored.
 
     A signal that was ignored (`nohup`) stays ignored. Outside the main thread Python delivers no signals: nothing is
-    noted there, and the guardian still ends the ranks when this process ends.
+    recorded there, and the guardian still ends the ranks when this process ends.
     """
 
     def __init__(self) -> None:
@@ -45,11 +45,11 @@ class Signals:
         self.restore()
 
     def restore(self) -> None:
-        """Leave handlers and wake-up descriptor as they were. A second call does nothing."""
+        """Restore handlers and wake-up descriptor. A second call does nothing."""
         if self.wake_fd < 0:
             return
         for number, handler in self._before.items():
-            # None: installed by C code, which Python cannot put back.
+            # None: installed by C code, which Python cannot restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         if self._before_fd is not None:
             signal.set_wakeup_fd(self._before_fd)
@@ -58,7 +58,7 @@ class Signals:
         self.wake_fd = -1
 
     def drain(self) -> None:
-        """Empty the pipe that woke us."""
+        """Empty the wake-up pipe."""
         with contextlib.suppress(BlockingIOError):
             while os.read(self.wake_fd, 4096):
                 pass

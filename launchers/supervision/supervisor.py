@@ -1,7 +1,7 @@
-"""Wait for the ranks of this node, whoever started them: hear them, pass signals on, end all when one fails.
+"""Supervises the ranks of this node: receives their reports, forwards signals, and ends all ranks if one fails.
 
-One wait on descriptors, without polling: the exit of each rank, its reports, and our own signals. Knows processes;
-knows neither how they were started nor what they run.
+Waits on descriptors, without polling: the exit of each rank, its reports, and signals to this process. Does not depend
+on how ranks were started or what they run.
 """
 
 from __future__ import annotations
@@ -28,59 +28,59 @@ from fabric.launchers.watch.questions import Place, ask_all
 from fabric.launchers.world import World
 
 REPORT_SECONDS = 0.1
-"""After a first failure, how long the others may tell what they saw. A peer's report takes 1-10 ms."""
+"""How long other ranks may report their errors after a first failure. A peer's report takes 1-10 ms."""
 CAUSE_SECONDS = 1.5
-"""After a first failure that only says that a peer went away, how long we wait to hear of that peer: an interpreter
-that ends with `sys.exit(3)` closes its connections 350-500 ms before it has ended."""
+"""How long to wait for the end of a lost peer after a failure that only reports its loss: an interpreter that ends with
+`sys.exit(3)` closes its connections 350-500 ms before it has exited."""
 TERMINATE_SECONDS = 1.0
-"""How long ranks have after SIGTERM because another failed."""
+"""How long ranks have after SIGTERM, if another rank failed."""
 GRACE_SECONDS = 30.0
-"""How long ranks have after a signal of ours that ends them: they may be saving."""
+"""How long ranks have after a signal to this process that ends the job: they may be saving."""
 HANGS_SECONDS = 5.0
-"""A job that is told to end says who waits for whom where a collective has waited for so long."""
+"""A job that is ended prints the table of waiting ranks if a collective has waited for that long."""
 TABLE_SECONDS = 4.0
-"""How long a rank may take to make that table: it asks all others, and waits 1.5 s for those that are stopped."""
+"""How long a rank may take to create that table: it asks all others, and waits 1.5 s for stopped ones."""
 NUM_ASKED = 3
-"""How many ranks are asked for it, where the first of them are stopped."""
+"""How many ranks are asked for it, one after the other, in case the first ones are stopped."""
 PATIENCE_SECONDS = 2.0
-"""After that long of such a wait we say that we wait."""
+"""After how long of that wait a message is printed."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Child:
-    """One rank, as its supervisor sees it."""
+    """A rank's process, as seen by its supervisor."""
 
     rank: int
     pid: int
     exit_fd: int
     """Readable once the rank has ended."""
     reap: Callable[[], int]
-    """Its exit code, or minus the signal that killed it. Called once, after the rank has ended."""
+    """Returns its exit code, or minus the signal that killed it. Called once, after the rank has ended."""
     report_fd: int
     inbox: Inbox = field(default_factory=Inbox)
     leaving: Leaving | None = None
-    """Sent by a rank whose program has come to its end."""
+    """Sent by a rank whose program has finished."""
     watcher: Place | None = None
-    """Where the rank says what it does."""
+    """The address of the rank's watcher."""
 
 
 class Supervisor:
-    """Everything around the ranks of one launch. Whatever happens within it, no rank outlives it."""
+    """Context manager around the ranks of one launch. No rank outlives it, whatever happens inside."""
 
     def __init__(self, topology: Topology, launcher: str, *, expects_results: bool) -> None:
         self.topology, self.launcher, self.expects_results = topology, launcher, expects_results
         self.results: dict[int, bytes] = {}
         self.failures: list[Failure] = []
         self.departures: list[Failure] = []
-        """Of ranks that ended without an error: what is to blame where another one still communicated with them."""
+        """Ranks that ended without an error. They are the cause if another rank was still communicating with them."""
         self.signals = Signals()
         self._running: dict[int, Child] = {}
         self._deadlines: list[tuple[float, Callable[[], None]]] = []
         self._stopping = False
-        """Set once ranks have been told to end: what happens to them from then on is no failure of theirs."""
+        """Set once ranks were signalled to end: what happens to them from then on is no failure of theirs."""
         self._abandoned = False
         self._heeded = 0
-        """How many of the received signals have been acted on."""
+        """How many of the received signals have been handled."""
 
     def __enter__(self) -> Supervisor:
         self._point = MeetingPoint(self.topology)
@@ -105,7 +105,7 @@ class Supervisor:
         self.signals.restore()
 
     def abandon(self) -> None:
-        """In a rank that was forked from here: let go of everything that belongs to the supervisor."""
+        """In a rank that was forked from this process: release everything that belongs to the supervisor."""
         self._abandoned = True
         self.signals.restore()
         self._guardian.abandon()
@@ -116,11 +116,11 @@ class Supervisor:
             os.close(child.exit_fd)
 
     def world(self, local_rank: int) -> World:
-        """Who the rank at `local_rank` of this node is."""
+        """The world of the rank at `local_rank` of this node."""
         return self.topology.world(local_rank, port=self._point.port, launcher=self.launcher)
 
     def add(self, child: Child) -> None:
-        """Look after a rank that was just started."""
+        """Supervise a rank that was just started."""
         self._guardian.watch(child.pid)
         os.set_blocking(child.report_fd, False)
         self._running[child.rank] = child
@@ -137,7 +137,7 @@ class Supervisor:
 
     @property
     def ended_by(self) -> int | None:
-        """The signal of ours that brought the ranks to a bad end, where it was not a failure of their own."""
+        """The signal to this process that ended the ranks, if they did not fail by themselves."""
         if not self.signals.received or not self.failures:
             return None
         root = failure.first(self.failures, self.departures)
@@ -147,10 +147,10 @@ class Supervisor:
         return None
 
     def _turn(self) -> None:
-        """Wait for the next thing to happen, and let it."""
+        """Wait for the next event, and handle it."""
         timeout = max(0.0, self._deadlines[0][0] - time.monotonic()) if self._deadlines else None
         for key, _ in self._selector.select(timeout):
-            # What came before it in the same batch may have closed it, or have put another one in its place.
+            # An event before it in the same batch may have closed the descriptor, or reused its number.
             if self._selector.get_map().get(key.fd) is key:
                 key.data()
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
@@ -161,7 +161,7 @@ class Supervisor:
         self._deadlines.sort(key=lambda deadline: deadline[0])
 
     def _hear(self, child: Child) -> None:
-        """Read what a rank has written; at the end of file leave the pipe alone."""
+        """Read what a rank has written; at end of file stop watching the pipe."""
         while True:
             try:
                 data = os.read(child.report_fd, 1 << 20)
@@ -184,14 +184,14 @@ class Supervisor:
                 self._fail(report)
 
     def _bury(self, child: Child) -> None:
-        """A rank has ended: hear its last words, end what it left running, and take its exit code."""
+        """Handle the end of a rank: read its last reports, end the processes it left, and take its exit code."""
         at_ns = time.monotonic_ns()
         if child.report_fd in self._selector.get_map():
             self._hear(child)
         if child.report_fd in self._selector.get_map():
             self._selector.unregister(child.report_fd)
         self._selector.unregister(child.exit_fd)
-        kill_group(child.pid, signal.SIGKILL)  # before it is reaped, while its number is still its own
+        kill_group(child.pid, signal.SIGKILL)  # before it is reaped: then its number may be reused
         code = child.reap()
         self._guardian.forget(child.pid)
         os.close(child.report_fd)
@@ -213,7 +213,7 @@ class Supervisor:
         return failure.departure(child.rank, at_ns, code, trace, with_result=child.rank in self.results)
 
     def _fail(self, report: Failure) -> None:
-        """Note a failure. The first one ends the other ranks."""
+        """Record a failure. The first one ends the other ranks."""
         if self._stopping and not self.signals.received:
             return
         self.failures.append(report)
@@ -231,9 +231,9 @@ class Supervisor:
         self._stopping = True
         failed = [known.rank for known in self.failures]
         for child in self._running.values():
-            if child.leaving is not None:  # it would have left, had it had more time
+            if child.leaving is not None:  # it would have ended by itself, given more time
                 self.departures.append(self._departure(child, child.leaving.at_ns, child.leaving.exit_code))
-            elif child.rank not in failed:  # one that has failed is ending already, and may be writing its files
+            elif child.rank not in failed:  # a failed rank is ending already, and may be writing its files
                 signal_rank(child.pid, signal.SIGTERM)
         self._after(TERMINATE_SECONDS, self._kill)
 
@@ -243,7 +243,7 @@ class Supervisor:
             kill_group(child.pid, signal.SIGKILL)
 
     def _heed(self) -> None:
-        """Act on the signals that have come: pass them on, the first that ends with a grace; at the second, kill."""
+        """Handle received signals: forward them. The first that ends the job gives ranks time, the second kills."""
         self.signals.drain()
         for number in self.signals.received[self._heeded :]:
             self._heeded += 1
@@ -251,7 +251,7 @@ class Supervisor:
                 self._kill()
                 continue
             if number in ENDING:
-                self._say_who_waits()  # before the ranks are told, while each is where it is
+                self._say_who_waits()  # before ranks are signalled, while each is still at its line
             for child in self._running.values():
                 signal_rank(child.pid, number)
             if number in ENDING:
@@ -267,7 +267,7 @@ class Supervisor:
         )
 
     def _say_who_waits(self) -> None:
-        """Print the table of a job that hangs; nothing where no rank waits. One rank that answers speaks for all."""
+        """Print the table of waiting ranks; nothing if no rank waits. One rank that answers creates it for all."""
         for child in list(self._running.values())[:NUM_ASKED]:
             if child.watcher is not None:
                 words = ask_all([child.watcher], f"table {HANGS_SECONDS}", TABLE_SECONDS)[child.rank]

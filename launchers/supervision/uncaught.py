@@ -1,4 +1,4 @@
-"""An uncaught `WorkerError` ends the process that launched with the exit code of the rank, and with the rank's words.
+"""An uncaught `WorkerError` ends the launching process with the exit code and the message of the rank.
 
 `launch()` without a function ends the same way. Python ends with 1 after any exception, unless its hook raises
 `SystemExit`.
@@ -19,13 +19,13 @@ Hook: TypeAlias = Callable[[type[BaseException], BaseException, TracebackType | 
 
 
 def exit_code(signal: int | None, code: int | None) -> int:
-    """The exit code that tells of a rank which was killed by `signal` or left with `code`: never 0."""
+    """The exit code for a rank that was killed by `signal` or exited with `code`: never 0."""
     return 128 + signal if signal is not None else code or 1
 
 
 @final
 class ExitAsTheRank:
-    """A hook for uncaught exceptions in the place of `before`, which still hears of all others."""
+    """A hook for uncaught exceptions that replaces `before`, and calls it for all others."""
 
     def __init__(self, before: Hook) -> None:
         self.before = before
@@ -42,12 +42,12 @@ class ExitAsTheRank:
 
 
 def exit_as_the_rank() -> None:
-    """From now on an uncaught `WorkerError` has the exit code of its rank; not at a prompt, which goes on."""
+    """Let an uncaught `WorkerError` end the process with the exit code of its rank; not at a prompt, which goes on."""
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and not is_interactive() and not isinstance(sys.excepthook, ExitAsTheRank):
         sys.excepthook = ExitAsTheRank(sys.excepthook)
 
 
 def hook_of_the_program() -> Hook:
-    """The hook that the program itself has, or Python's own."""
+    """The hook set by the program, or Python's own."""
     return sys.excepthook.before if isinstance(sys.excepthook, ExitAsTheRank) else sys.excepthook

@@ -1,1 +1,1 @@
-"""Who waits for whom: each rank's watcher, what it tells, and the table that is made of it."""
+"""Hang reports: a watcher on each rank, what it reports, and the table printed from it."""

@@ -1,4 +1,4 @@
-"""What a rank does at this moment, as it tells the others. Knows words and numbers, no tensor."""
+"""What a rank is doing at this moment, in the form in which it is sent to other ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 Kind: TypeAlias = Literal["collective", "loader", "python", "silent", "ended"]
 
 WORLD = "of all ranks"
-"""The name here of the process group that all ranks are in."""
+"""How the process group of all ranks is named here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,9 +18,9 @@ class Call:
     """One collective that a rank has started."""
 
     group: str
-    """The process group, as all of its ranks name it."""
+    """The name of the process group, the same on all of its ranks."""
     number: int
-    """Its place among the calls of that group, from 1: what the backend matches calls by."""
+    """The number of the call within that group, from 1. The backend matches calls by it."""
     operation: str
     """`all_reduce of float32 (20,)`."""
     where: str
@@ -28,7 +28,7 @@ class Call:
     started_ns: int
     """`time.time_ns` of the rank's node."""
     timeout_seconds: float = 0.0
-    """How long the group waits for it; 0: unknown."""
+    """The timeout of the group; 0: unknown."""
     pending: bool = False
 
     def seconds(self, now_ns: int) -> float:
@@ -38,25 +38,25 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
-    """A rank, and what it does."""
+    """What one rank is doing."""
 
     rank: int
     kind: Kind
     words: str
-    """What it does, without the rank and the time."""
+    """Describes the activity, without rank and time."""
     where: str = ""
-    """The user's line at which the rank's Python is; empty where it is that of the collective, or unknown."""
+    """The user's line at which the rank's Python is; empty if it is the collective's line, or unknown."""
     seconds: float | None = None
-    """For how long: of the collective, or since the last one; None: unknown."""
+    """Duration of the collective, or the time since the last one; None: unknown."""
     calls: tuple[Call, ...] = ()
-    """The last collectives, oldest first. Only where they were asked for."""
+    """The last collectives, oldest first; empty unless requested."""
 
     def to_bytes(self) -> bytes:
-        """As it is sent."""
+        """Serialize."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Activity:
-        """As it was. Raises ValueError, TypeError or KeyError where the bytes are something else."""
+        """Deserialize. Raises ValueError, TypeError or KeyError if the bytes are something else."""
         fields: Mapping[str, Any] = json.loads(content)
         return cls(**{**fields, "calls": tuple(Call(**call) for call in fields["calls"])})

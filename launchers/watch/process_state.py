@@ -1,4 +1,4 @@
-"""What the kernel says of a process that does not answer. Linux's /proc; elsewhere only that it does not answer."""
+"""The state of a process that does not answer, from Linux's /proc; elsewhere only that it does not answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STATES = {
 
 
 def describe(pid: int) -> str:
-    """Why a process of this machine that was asked did not answer."""
+    """Describe why a process of this machine did not answer."""
     state = state_of(pid)
     if state is None:
         return ENDED if Path("/proc/self/stat").exists() else SILENT
@@ -28,7 +28,7 @@ def describe(pid: int) -> str:
 
 
 def state_of(pid: int) -> str | None:
-    """The letter of `man 5 proc`, or None where there is no such process, or no /proc."""
+    """The state's letter (`man 5 proc`); None if there is no such process, or no /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -36,9 +36,9 @@ def state_of(pid: int) -> str | None:
 
 
 def num_switches(thread_id: int) -> int | None:
-    """How often a thread of this process has been switched to: unchanged means that it has not run since.
+    """The number of context switches of a thread of this process: unchanged means that it has not run since.
 
-    None where the kernel does not say.
+    None if the kernel does not report it.
     """
     try:
         status = Path(f"/proc/{os.getpid()}/task/{thread_id}/status").read_text()
@@ -48,7 +48,7 @@ def num_switches(thread_id: int) -> int | None:
 
 
 def stopped_children() -> list[int]:
-    """Children of this process that a signal or a debugger has stopped."""
+    """Children of this process that were stopped by a signal or a debugger."""
     children = []
     for task in Path("/proc/self/task").glob("*/children"):
         try:

@@ -1,8 +1,8 @@
-"""Questions from process to process, past any process group: one connection each, closed with the answer.
+"""Questions between processes, outside of any process group: one TCP connection for each question.
 
-A rank that runs listens; whoever wants to know connects, says the rank's token and a question in one line, and reads
-until the end. Nothing is sent unless a rank asks. A process that is stopped, or whose Python lock is held, accepts (the
-kernel does) and stays silent, and one that has ended refuses: both are answers.
+Each rank listens on a port. A client connects, sends the rank's token and a question in one line, and reads the answer
+until the connection is closed. A process that is stopped, or whose GIL is held, accepts the connection (the kernel
+does) and does not answer; one that has ended refuses it. Both tell the client something.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from typing import Literal
 
 CLOSE = "close"
 AT_ONCE = 200
-"""How many processes are asked at the same time: each is an open descriptor, of which a process often has 1024."""
+"""How many processes are asked at the same time. Each needs one of often at most 1024 open descriptors."""
 LINE_SECONDS = 2.0
-"""How long one who has connected may take to say what he wants."""
+"""How long a client may take to send its question."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a rank's watcher listens."""
+    """The address of a rank's watcher."""
 
     rank: int
     host: str
-    """Name of the machine, by which ranks of one node know each other."""
+    """Name of the machine: equal for ranks of one node."""
     address: str
     port: int
     pid: int
     token: str
-    """Said by whoever asks: a port is open to all, the answers are not."""
+    """Sent with each question: anyone can connect to a port, but only ranks of the job get answers."""
 
     def to_bytes(self) -> bytes:
-        """As it is sent."""
+        """Serialize."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Place:
-        """As it was."""
+        """Deserialize."""
         return cls(**json.loads(content))
 
 
@@ -51,7 +51,7 @@ Silence = Literal["silent", "refused"]
 
 
 def ask_all(places: Sequence[Place], question: str, seconds: float) -> dict[int, bytes | Silence]:
-    """Each rank's answer. "silent": none within `seconds`; "refused": the process no longer listens."""
+    """The answer of each rank. "silent": none within `seconds`; "refused": the process no longer listens."""
     answers: dict[int, bytes | Silence] = {}
     for start in range(0, len(places), AT_ONCE):
         answers.update(_ask_some(places[start : start + AT_ONCE], question, time.monotonic() + seconds))
@@ -95,7 +95,7 @@ def _ask_some(places: Sequence[Place], question: str, deadline: float) -> Iterat
 
 
 class Listener:
-    """A port on which questions are answered, each by a thread of its own: an answer may itself need to ask."""
+    """A port on which questions are answered, each in a thread, since an answer may need other ranks."""
 
     def __init__(self, address: str, token: str, answer: Callable[[str], bytes]) -> None:
         self._token, self._answer = token, answer
@@ -105,11 +105,11 @@ class Listener:
 
     @property
     def port(self) -> int:
-        """Chosen by the system."""
+        """The port, chosen by the operating system."""
         return int(self._socket.getsockname()[1])
 
     def turn(self, seconds: float) -> bool:
-        """Wait that long for a question at most, and have it answered. False: the port is closed."""
+        """Wait for a question for at most that long, and answer it in another thread. False: the port is closed."""
         self._socket.settimeout(seconds)
         try:
             connection, _ = self._socket.accept()
@@ -120,7 +120,7 @@ class Listener:
         try:
             connection.settimeout(LINE_SECONDS)
             token, _, question = connection.makefile("rb").readline(4096).decode().rstrip("\n").partition(" ")
-        except (OSError, ValueError):  # whoever asked has gone, or is somebody else
+        except (OSError, ValueError):  # the client has gone, or is no rank of this job
             connection.close()
             return True
         if token != self._token or question == CLOSE:
@@ -134,13 +134,13 @@ class Listener:
         return True
 
     def close(self) -> None:
-        """Have the `turn` that waits close the port and return."""
+        """Make a `turn` that is waiting close the port and return."""
         with contextlib.suppress(OSError), socket.create_connection((self._address, self.port), LINE_SECONDS) as own:
             own.sendall(f"{self._token} {CLOSE}\n".encode())
             own.recv(1)
 
     def shut(self) -> None:
-        """Close the port, where no `turn` waits."""
+        """Close the port if no `turn` is waiting."""
         self._socket.close()
 
     def _reply(self, connection: socket.socket, question: str) -> None:

@@ -1,4 +1,4 @@
-"""The user's line in a stack: the innermost frame that is neither torch's, a backend's, Python's own, nor ours."""
+"""Finds the user's line in a stack: the innermost frame outside of torch, backends, the standard library and fabric."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 from types import FrameType
 
 LIBRARIES = ("torch", "deepspeed", "fairscale", "horovod", "torch_xla", "fabric", "typing_extensions")
-"""Modules through which a collective is called, and whose lines say nothing about the program."""
+"""Modules through which a collective is called. Their lines tell nothing about the program."""
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _OURS = tuple(str(Path(__file__).parents[2] / layer) + os.sep for layer in ("launchers", "strategies", "fabric"))
 
 
 def users_line(frames: Iterable[tuple[str, int, str]]) -> str:
-    """`train.py:12 in main` for frames (file, line, function), innermost first; the outermost of all where none is the
+    """`train.py:12 in main` for frames (file, line, function), innermost first; the outermost one if none is the
     user's; empty without frames."""
     last = ""
     libraries = _folders()
@@ -42,7 +42,7 @@ def is_within(frames: Sequence[tuple[str, int, str]], ending: str, functions: Se
 
 
 def _folders() -> tuple[str, ...]:
-    """Where the libraries that are loaded lie."""
+    """The folders of the loaded libraries."""
     folders = list(_OURS)
     for name in LIBRARIES:
         module = sys.modules.get(name)
@@ -59,6 +59,6 @@ def _is_library(file: str, libraries: tuple[str, ...]) -> bool:
 
 
 def _short(file: str) -> str:
-    """Relative to the working directory where it lies below it."""
+    """The path, relative to the working directory if it is inside."""
     relative = os.path.relpath(file) if os.path.isabs(file) else file
     return file if relative.startswith("..") else relative

@@ -1,4 +1,4 @@
-"""The table that the person at the terminal reads: who waits, in what, for how long, and what the others do."""
+"""The table that is printed for a hang: which ranks wait, in which call, for how long, and what others do."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ SAME_SHAPES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barri
 
 
 def who_waits(activities: Sequence[Activity], *, are_ending: bool = False) -> str:
-    """A line for all ranks that do the same, with the time of the one that has done it for longest.
+    """One line for all ranks with the same activity, with the longest duration among them.
 
-    `are_ending`: whether the time that a collective may wait is over.
+    `are_ending`: whether the timeout of the collective is over.
     """
     waiting = [each for each in activities if each.kind == "collective"]
     longest = max((each.seconds or 0.0 for each in waiting), default=0.0)
@@ -32,9 +32,9 @@ def who_waits(activities: Sequence[Activity], *, are_ending: bool = False) -> st
 
 
 def first_difference(activities: Sequence[Activity]) -> str:
-    """The journals of all ranks side by side, from the last call that all have made alike; empty where none differ.
+    """Compare the recorded calls of all ranks, from the last call that is the same on all; empty if none differ.
 
-    A group of processes is looked at by itself: within it calls are matched by their number.
+    Each process group is compared by itself; within it calls are matched by their number.
     """
     lines: list[str] = []
     for group in sorted({call.group for each in activities for call in each.calls}):
@@ -79,7 +79,7 @@ def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _advice(activities: Sequence[Activity]) -> list[str]:
-    """What it comes down to, where that can be told for sure."""
+    """The conclusion, if there is a certain one."""
     busy = [each.rank for each in activities if each.kind in ("python", "loader")]
     gone = [each.rank for each in activities if each.kind in ("silent", "ended")]
     calls = {each.words for each in activities if each.kind == "collective"}
@@ -120,7 +120,7 @@ def _side_by_side(number: int, made: dict[int, Call | None]) -> list[str]:
 
 
 def _compared(call: Call | None) -> str:
-    """What is the same on all ranks of a right program: of some operations the shapes are not, and lines seldom."""
+    """What is the same on all ranks of a correct program: not the shapes of some operations, and seldom the lines."""
     if call is None:
         return ""
     name = call.operation.partition(" ")[0]

@@ -1,12 +1,13 @@
-"""A thread of each rank that tells what the rank does, and asks the others when it waits for too long.
+"""A thread on each rank that reports what the rank is doing, and asks the other ranks if it waits for too long.
 
 # Note [Silent until something waits]
-A rank that runs sends nothing: its thread looks at its own journal every few seconds and listens. A rank that waits in
-a collective for longer than it may tells rank 0's watcher (or, where that is silent, the next rank's), which asks every
-rank, once, and prints one table. It asks over connections of its own (`questions.py`), because the process group is
-what hangs, and ends nothing. While the ranks wait on, it is told again after twice the time.
+A rank that does not wait sends nothing: its thread reads the flight recorder every few seconds, and listens. A rank
+that has waited in a collective for `report_after_seconds` notifies rank 0's watcher (or the next rank's, if that does
+not answer), which asks every rank once and prints one table. It uses connections of its own (`questions.py`), because
+the process group is what hangs, and ends nothing. If the ranks go on waiting, it is notified again after twice the
+time.
 
-What it costs: one request to the store and one open port per rank; per look 0.1 ms of the Python lock.
+Cost: one request to the store and one open port per rank, and 0.1 ms of the GIL every few seconds.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 ANSWER_SECONDS = 1.5
-"""How long a rank may take to answer. Its thread needs Python's lock, which an operation holds for milliseconds."""
+"""How long a rank may take to answer. Its thread needs the GIL, which an operation holds for milliseconds."""
 LAST_WORDS_SECONDS = 3.0
-"""How long before a collective gives up the journals are compared: afterwards their ranks end. A third of a timeout
-that is shorter than thrice this."""
+"""How long before a collective times out the recorded calls are compared: after it, ranks end. A third of the timeout
+if that is less."""
 LOOK_SECONDS = 5.0
-"""How often a rank looks at its own journal at most."""
+"""The longest interval between two looks at the flight recorder."""
 NUM_SPEAKERS = 4
-"""How many ranks before it a rank tries to tell, before it asks all others itself."""
+"""How many lower ranks a rank tries to notify before it asks all ranks itself."""
 LOADER = ("_next_data", "_try_get_data", "_get_data")
 """Functions of torch's `dataloader.py` in which an iterator waits for its workers."""
 
@@ -51,10 +52,10 @@ _NEVER = float("inf")
 
 
 class Journal(Protocol):
-    """The last collectives of this process, and those that it has not finished."""
+    """The last collectives of this process, and whether some are pending."""
 
     def is_waiting(self) -> bool:
-        """Whether a call is pending. Cheap."""
+        """Whether a call is pending. Fast."""
 
     def calls(self) -> Sequence[Call]:
         """The last calls of all groups, oldest first."""
@@ -62,9 +63,9 @@ class Journal(Protocol):
 
 @final
 class Watcher:
-    """Watches one rank, and speaks for the job where this is the rank that does.
+    """Watches one rank, and prints the table of the job if this is the rank that does.
 
-    Made by the thread that runs the loop, on every rank, with the `store` of all ranks; each closes its own.
+    Created on every rank by the thread that runs the loop, with the `store` of all ranks; each rank closes its own.
     `report_after_seconds`: how long a call may wait before the ranks are asked.
     """
 
@@ -74,10 +75,10 @@ class Watcher:
         self._thread_id, self._native_id = threading.get_ident(), threading.get_native_id()
         self._switches: tuple[int | None, float] = (None, time.monotonic())
         self._told: tuple[str, float] | None = None
-        """The call of which the others have been told, and how long it will have waited when they are told again."""
+        """The call that was reported, and how long it will have waited when it is reported again."""
         self._asked_at = -_NEVER
         self._printed_at = {False: -_NEVER, True: -_NEVER}
-        """When this rank spoke for the job, by whether these were the last words."""
+        """When this rank printed the table, by whether it was for a timeout."""
         self._one_at_a_time = threading.Lock()
         address = own_address(world)
         token = secrets.token_hex(8)
@@ -105,7 +106,7 @@ class Watcher:
     # What this rank does
 
     def activity(self, *, with_calls: bool = False) -> Activity:
-        """What the rank does now."""
+        """What the rank is doing now."""
         calls, now_ns = tuple(self._journal.calls()), time.time_ns()
         frames = frames_of(sys._current_frames().get(self._thread_id))
         where = users_line(frames)
@@ -133,11 +134,11 @@ class Watcher:
         )
 
     def _waits_for_a_peer(self, frames: Sequence[tuple[str, int, str]]) -> bool:
-        """Whether the thread is in a `send` or `recv`, which the flight recorder does not know on gloo (torch 2.13)."""
+        """Whether the thread is in `send` or `recv`, which the flight recorder omits on gloo (torch 2.13)."""
         return is_within(frames[:1], "torch/distributed/distributed_c10d.py", ("send", "recv"))
 
     def _blocked_seconds(self) -> float:
-        """For how long the thread has not run at all, as far as was looked."""
+        """For how long the thread has not run, as far as observed."""
         switches, now = process_state.num_switches(self._native_id), time.monotonic()
         if switches is None or switches != self._switches[0]:
             self._switches = switches, now
@@ -156,7 +157,7 @@ class Watcher:
         return min(max(self._report_after / 6, 0.05), LOOK_SECONDS)
 
     def _look(self) -> float:
-        """Tell of a call that waits for longer than it may, once, then after twice the time. Give when to look next."""
+        """Report a call that waits too long, and again after twice the time. Returns seconds until the next look."""
         waiting = self._longest_call()
         if waiting is None:
             self._told = None
@@ -173,7 +174,7 @@ class Watcher:
         return min(self._pause_seconds, max(left, 0.05)) if left > 0 else self._pause_seconds
 
     def _longest_call(self) -> tuple[str, float, float] | None:
-        """A name for the first call that waits, for how long it has, and how long it may; None where none waits."""
+        """The first pending call: its name, how long it has waited, and its timeout; None if no call is pending."""
         blocked = self._blocked_seconds()
         if self._journal.is_waiting():
             now_ns = time.time_ns()
@@ -185,8 +186,8 @@ class Watcher:
         return None
 
     def _tell(self, question: str) -> None:
-        """Let the first rank that answers ask all and print; this one where none before it does."""
-        with contextlib.suppress(Exception):  # the store may have gone: the job is ending
+        """Let the lowest rank that answers ask all ranks and print; this rank, if none of them answers."""
+        with contextlib.suppress(Exception):  # the store may be gone: the job is ending
             for place in self._places(range(min(self._world.rank, NUM_SPEAKERS))):
                 rank = place.rank
                 if isinstance(ask_all([place], question, ANSWER_SECONDS)[rank], bytes):
@@ -212,7 +213,7 @@ class Watcher:
     # The whole job
 
     def table(self, *, if_waiting_seconds: float = 0.0, last_words: bool = False) -> str:
-        """Who waits for whom; empty where no rank has waited in a collective for so long."""
+        """The table; empty if no rank has waited in a collective for that long."""
         activities = self._all_activities("journal" if last_words else "activity")
         waited = max((each.seconds or 0.0 for each in activities if each.kind == "collective"), default=-1.0)
         if waited < if_waiting_seconds:
@@ -234,7 +235,7 @@ class Watcher:
                 print(words, file=sys.stderr, flush=True)
 
     def _all_activities(self, question: str) -> list[Activity]:
-        """Of all ranks, in rank order."""
+        """The activities of all ranks, in rank order."""
         size = self._world.size
         places = self._places(range(size))
         others = [place for place in places if place.rank != self._world.rank]
@@ -251,14 +252,14 @@ class Watcher:
         return [activities[rank] for rank in range(size)]
 
     def _places(self, ranks: Iterable[int]) -> list[Place]:
-        """Over a connection of its own: the loop's may wait."""
+        """Uses a connection of its own: the main thread's may be blocked."""
         store = self._store.clone()  # type: ignore[attr-defined]
         return [Place.from_bytes(each) for each in store.multi_get([_key(rank) for rank in ranks])]
 
     def _silent(
         self, silent: Sequence[Place], answering: Sequence[Place], answers: dict[int, bytes | Silence]
     ) -> dict[int, Activity]:
-        """What the kernel says of ranks that gave no answer, asked of a rank of the same machine that does."""
+        """The states of ranks that did not answer, reported by a rank of the same machine that does."""
         found: dict[int, Activity] = {}
         for host in sorted({place.host for place in silent}):
             there = [place for place in silent if place.host == host]

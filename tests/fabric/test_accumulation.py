@@ -319,3 +319,45 @@ def test_backwards_that_come_after_all_forwards_of_a_window_are_exact_or_raise()
     for gradient, said in run_world(2, delay_backwards):
         torch.testing.assert_close(gradient, (SAMPLES[0::2][:3].sum(0) + SAMPLES[1::2][:3].sum(0))[None] / 2)
         assert "were not averaged over the ranks" in said
+
+
+def pair() -> tuple[nn.Module, nn.Module, SGD, SGD]:
+    torch.manual_seed(4)
+    maker, judge = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    return maker, judge, SGD(maker.parameters(), lr=0.1), SGD(judge.parameters(), lr=0.2)
+
+
+def loss_of_pair(maker: Any, judge: Any, batch: Tensor) -> Tensor:
+    made = maker(batch[None])
+    loss: Tensor = (judge(made.detach()) - judge(batch[None])).square().sum() + judge(made).square().sum()
+    return loss
+
+
+def train_pair(world: World, strategy: str) -> list[dict[str, Tensor]]:
+    fabric = ranks(world, strategy)
+    maker, judge, of_maker, of_judge = pair()
+    maker, of_maker = fabric.setup(maker, of_maker)
+    judge, of_judge = fabric.setup(judge, of_judge)
+    for window in fabric.accumulate(SAMPLES[world.rank : 14 : 2], 3):
+        for batch in window:
+            fabric.backward(loss_of_pair(maker, judge, batch))
+        for optimizer in (of_maker, of_judge):
+            optimizer.step()
+            optimizer.zero_grad()
+    found = [fabric.state_dict(model, all_ranks=True) for model in (maker, judge)]
+    fabric.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_window_accumulates_the_gradients_of_two_models_that_share_a_loss(strategy: str) -> None:
+    maker, judge, *optimizers = pair()
+    for start, end in ((0, 6), (6, 12), (12, 14)):  # three, three and one micro-batch of two ranks
+        for batch in SAMPLES[start:end]:
+            (loss_of_pair(maker, judge, batch) / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for found in run_world(2, train_pair, strategy):
+        torch.testing.assert_close(found, [maker.state_dict(), judge.state_dict()], rtol=1e-5, atol=1e-6)

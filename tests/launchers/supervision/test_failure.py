@@ -135,7 +135,9 @@ def test_a_result_that_cannot_be_pickled_is_an_error_that_names_rank_and_type() 
 
 
 def test_an_argument_that_cannot_be_pickled_is_an_error_before_anything_starts() -> None:
-    with pytest.raises(TypeError, match=r"`launcher='forkserver'` sends .* nor by `cloudpickle`: .* `launcher='fork'`"):
+    with pytest.raises(
+        TypeError, match=r"`launcher='forkserver'` sends .* by `cloudpickle` either: .* `launcher='fork'`"
+    ):
         forkserver(Topology(num_processes=2)).launch(give, threading.Lock())
 
 
