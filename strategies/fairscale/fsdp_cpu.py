@@ -37,7 +37,7 @@ def fully_sharded_on_cpu() -> type[Any]:
     post, free, chunks = original.TrainingState.BACKWARD_POST, original.free_storage_, original.chunk_and_pad
 
     class FullyShardedOnCPU(original.FullyShardedDataParallel):  # type: ignore[misc, name-defined]
-        """Without `Tensor.record_stream`: on the CPU nothing runs beside the calling thread."""
+        """Without `Tensor.record_stream`, which has no CPU kernel: on the CPU no other stream runs."""
 
         def _free_full_params(self, params: list[Any] | None = None) -> None:
             self.has_full_params = False

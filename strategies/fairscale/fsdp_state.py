@@ -58,7 +58,7 @@ class Slices:
 
     @contextmanager
     def as_they_are(self) -> Iterator[None]:
-        """Within it, `state_dict()` of the model gives slices, without communication."""
+        """Within the context, `state_dict()` of the model returns slices, without communication."""
         self.gathers = False
         try:
             yield

@@ -25,7 +25,7 @@ Owned = Callable[[Optimizer], list[Tensor]]
 
 
 def why_not(strategy: str, target: Target) -> str | None:
-    """None where FairScale can run; otherwise the sentence that says what to install, or to write."""
+    """None if FairScale can run; otherwise the reason, with what to install or to write."""
     if "fairscale" not in target.packages:
         return (
             f"`strategy={strategy!r}` is FairScale's, and the package `fairscale` is not installed here. "
@@ -66,7 +66,7 @@ SHARDED: Names = {
 
 
 def look_up(names: Names) -> None:
-    """Raise ImportError where this FairScale lacks one of the private names. Imports it."""
+    """Import FairScale. Raises ImportError if it lacks one of the private names."""
     require("fairscale", "0.4.13", names)
 
 
@@ -82,7 +82,7 @@ def root_logger_untouched() -> Iterator[None]:
 
 
 def start_alike(collective: Collective, module: nn.Module) -> None:
-    """Give parameters and buffers of every rank the values of rank 0, in place.
+    """Broadcast parameters and buffers from rank 0, in place.
 
     Ranks: all call it. Raises: ValueError: on every rank, if two have other names, shapes or dtypes.
     """
