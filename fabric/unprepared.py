@@ -70,6 +70,6 @@ _REPLACED = (
     "optimizer = fabric.setup(model, optimizer)`."
 )
 _UNKNOWN = (
-    "`{optimizer}.step()` of an optimizer of `{name}` that was not set up: each rank would step with gradients that "
-    "nobody has averaged. {why}"
+    "`{optimizer}.step()` of an optimizer of `{name}` that was not set up: each rank would step with its own "
+    "gradients, which are not averaged. {why}"
 )

@@ -131,7 +131,11 @@ def examine(
     """
     trial = draw(fabric, seed)
     limit = TOLERANCES[trial.precision.name] if tolerance is None else tolerance
-    return [_examine(fabric, case, trial, limit) for case in (cases() if these is None else these)]
+    findings = []
+    for case in cases() if these is None else these:
+        findings.append(_examine(fabric, case, trial, limit))
+        fabric.barrier()  # ranks may be threads: the next case must not seed while rank 0 draws for this one
+    return findings
 
 
 def draw(fabric: Fabric, seed: int) -> Trial:

@@ -4,7 +4,7 @@ It is started by the first launch that needs it, and serves later ones. It ends 
 closed; its ranks end with it, by the kernel's parent-death signal.
 
 Unlike with `multiprocessing`'s fork server, ranks get the standard streams of the launch and not of the server, the
-supervisor gets the exit code, no resource tracker is left, and nobody else decides what is preloaded.
+supervisor gets the exit code, no resource tracker is left, and the modules to preload are chosen by fabric alone.
 """
 
 from __future__ import annotations

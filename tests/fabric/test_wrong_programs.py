@@ -270,7 +270,7 @@ def test_a_program_with_a_mistake_raises_or_trains_as_it_would_in_one_process(na
 
 
 def read_the_same(fabric: Fabric, said: bool) -> tuple[list[str], str]:
-    """Train on data that nobody shared out; then load weights on rank 0 alone. `said`: that the data is the same."""
+    """Train on a loader that was not set up; then load weights on rank 0 alone. `said`: about equal data."""
     heard: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]

@@ -24,9 +24,8 @@ TOLERANCES = {"bf16-true": 5e-2, "16-true": 2e-2, "bf16-mixed": 2e-2, "16-mixed"
 IN_FEW = ("sgd", "accumulate_and_clip")
 """Cases that say it all where only the precision is another."""
 
-OF_REPLICAS = [case for case in cases() if case.name not in ("dropout", "loaders_first")]
-"""The generators of XLA's devices are seeded alike on all ranks, so dropout is the same on every replica. Replicas here
-are threads with one global generator: it may change while two of them set up a loader at the same time."""
+OF_REPLICAS = [case for case in cases() if case.name != "dropout"]
+"""The generators of XLA's devices are seeded alike on all ranks, so dropout is the same on every replica."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
