@@ -136,12 +136,10 @@ class DeviceLoader(ABC):
         reading = self._reading
         for begin in reading.begin:
             begin()
-        if reading.start is not None:
-            reading.start.starting()
         with reading.order.opening() if reading.order is not None else self._undrawn() as opened:
             if reading.stream is not None and reading.order is not None and opened is not None:
                 reading.stream.announce(reading.order.seed, opened.number)
-            batches = iter(reading.source)
+            batches = self._begin()
         if opened is not None and opened.begun_at.batches and reading.position is None and reading.rereads:
             self._say_reread()
         if reading.stream is not None:
@@ -150,7 +148,7 @@ class DeviceLoader(ABC):
                 batches = islice(batches, opened.begun_at.batches, None)
         self.iteration = Iteration()
         if reading.agreement is not None:
-            batches, num_read = reading.agreement(batches, again=lambda: iter(reading.source))
+            batches, num_read = reading.agreement(batches, again=self._begin)
             self.iteration = Iteration(num_read)
         if reading.device is not None and reading.device.type != "cpu":
             batches = reading.carry(batches, reading.device)
@@ -188,6 +186,11 @@ class DeviceLoader(ABC):
             self._reading.order.epoch = epoch
         for part in self._reading.epochal:
             part.set_epoch(epoch)
+
+    def _begin(self) -> Iterator[Any]:
+        start = self._reading.start
+        with nullcontext() if start is None else start.starting():
+            return iter(self._reading.source)
 
     def _undrawn(self) -> AbstractContextManager[None]:
         # What a loader draws in order to go on, the run that was saved had drawn when its epoch began.

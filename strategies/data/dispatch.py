@@ -9,6 +9,7 @@ Rank 0 reads no further than the step; workers of its loader read ahead.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, final
@@ -54,11 +55,17 @@ class Dispatched:
     """This rank's batches of a loader that rank 0 reads. Ranks: all iterate, and leave their loop at the same step."""
 
     def __init__(
-        self, loader: Iterable[Any], channel: Channel, *, keeps_tail: bool, leave_out: Callable[[int], None]
+        self,
+        loader: Iterable[Any],
+        channel: Channel,
+        *,
+        starting: Callable[[], AbstractContextManager[None]],
+        keeps_tail: bool,
+        leave_out: Callable[[int], None],
     ) -> None:
-        """`keeps_tail`: the first ranks have a batch more where the last are too few for all; else they are left out,
-        and `leave_out` is told how many."""
-        self._loader, self._channel = loader, channel
+        """`starting`: entered to begin iterating over `loader`. `keeps_tail`: the first ranks have a batch more where the
+        last are too few for all; else they are left out, and `leave_out` is told how many."""
+        self._loader, self._channel, self._starting = loader, channel, starting
         self._keeps_tail, self._leave_out = keeps_tail, leave_out
         self._num_shares = max(channel.shares) + 1
 
@@ -72,7 +79,8 @@ class Dispatched:
         while True:
             try:
                 if batches is None:
-                    batches = iter(self._loader)
+                    with self._starting():
+                        batches = iter(self._loader)
                 step = list(islice(batches, self._num_shares))
             except Exception as error:
                 channel.broadcast(f"{type(error).__name__}: {error}")

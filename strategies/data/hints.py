@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from dataclasses import dataclass
 
 from torch.utils.data import DataLoader
 
 from fabric.launchers.cores import num_cores
+from fabric.strategies.data.workers import start_method_of
 
 MIN_CORES = 4
 """Cores under which workers would take time from the training process itself. A guess, not a measurement."""
@@ -47,16 +47,10 @@ def advice(loading: Loading) -> str | None:
 
 def loading_of(loader: DataLoader[object], *, launcher: str, accelerated: bool) -> Loading:
     """Look at a loader and at this machine."""
-    context = loader.multiprocessing_context
-    if context is not None:
-        start_method = context.get_start_method()
-    else:
-        # Asked with `allow_none`, it fixes no default behind the user's back.
-        start_method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     return Loading(
         num_workers=loader.num_workers,
         persistent_workers=loader.persistent_workers,
-        start_method=start_method,
+        start_method=start_method_of(loader),
         launcher=launcher,
         num_cores=num_cores(),
         accelerated=accelerated,

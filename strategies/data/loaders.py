@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -131,7 +132,9 @@ def _dispatched(loader: Iterable[Any], setup: _Setup) -> Dispatched | None:
     if setup.ranks.size == 1 or setup.ranks.channel is None:
         return None
     channel = setup.ranks.channel(setup.share.index)
-    return Dispatched(loader, channel, keeps_tail=setup.uneven, leave_out=_left_out(setup))
+    whole = _whole(loader, setup.share)
+    starting = nullcontext if whole.start is None else whole.start.starting
+    return Dispatched(whole.source, channel, starting=starting, keeps_tail=setup.uneven, leave_out=_left_out(setup))
 
 
 def _has_indices(loader: object) -> bool:
@@ -155,7 +158,7 @@ def _whole(loader: Iterable[Any], share: Share) -> Reading:
     """The loader as the user made it; what changes is how its workers start."""
     if not isinstance(loader, DataLoader) or loader.num_workers == 0:
         return Reading(source=loader, epochal=_epochal(loader, loader), position=_stateful(loader))
-    start = WorkerStart(share.index, loader.worker_init_fn)
+    start = WorkerStart(share.index, loader)
     source = _copy(loader, worker_init_fn=start)
     return Reading(source=source, start=start, epochal=_epochal(loader, source), position=_stateful(source))
 
@@ -191,7 +194,7 @@ def _indexed(loader: DataLoader[Any], setup: _Setup, *, reader: int) -> Reading:
                 "order: that of rank 0's. Seed them alike to choose the order yourself."
             )
         _refuse(index.cut, index.items)
-    start = WorkerStart(reader, loader.worker_init_fn)
+    start = WorkerStart(reader, loader)
     parts: dict[str, Any] = {"dataset": SeededDataset(loader.dataset)} if seeded else {}
     source = _copy(loader, worker_init_fn=start, **{name: index}, **parts)
     return Reading(
@@ -216,7 +219,7 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup
     if setup.ranks.size > 1:
         described = describe_stream(dataset) | _described(loader) | {"num_workers": loader.num_workers}
         agree_on_loader(described, [], setup.ranks)
-    start = WorkerStart(share.index, loader.worker_init_fn)
+    start = WorkerStart(share.index, loader)
     if share.count > 1:
         part = split_stream(dataset, share)
         if isinstance(part, SplitStream):
