@@ -63,8 +63,8 @@ class Dispatched:
         keeps_tail: bool,
         leave_out: Callable[[int], None],
     ) -> None:
-        """`starting`: entered to begin iterating over `loader`. `keeps_tail`: the first ranks have a batch more where the
-        last are too few for all; else they are left out, and `leave_out` is told how many."""
+        """`starting`: entered to begin iterating over `loader`. `keeps_tail`: the first ranks have a batch more where
+        the last are too few for all; else they are left out, and `leave_out` is told how many."""
         self._loader, self._channel, self._starting = loader, channel, starting
         self._keeps_tail, self._leave_out = keeps_tail, leave_out
         self._num_shares = max(channel.shares) + 1

@@ -1,9 +1,10 @@
-"""What a loader's worker process does first: end with its rank and not before, and draw other random numbers than its
-peers.
+"""What a loader's worker process does first: end with its rank and not before, and draw random numbers of its own.
 
 SLURM and systemd signal every process of a job. The signals that stop a job are the rank's to handle: a worker that
 died of one would raise in the rank while it writes its last checkpoint. A worker ignores them; when the rank exits,
-workers that are still running are killed. torch seeds worker `i` of every rank alike when the ranks are seeded alike; augmentations would then repeat on every
+workers that are still running are killed.
+
+torch seeds worker `i` of every rank alike when the ranks are seeded alike; augmentations would then repeat on every
 rank. Over a map-style dataset each batch has a seed of its own besides: see `SeededDataset`.
 """
 
