@@ -124,9 +124,9 @@ class Agreement:
         where = "; ".join(f"rank {rank}: iteration {i}, batch {n}" for rank, (i, n) in enumerate(places))
         return (
             f"{self._begin()} must be iterated by all ranks alike, and they are at different batches ({where}; "
-            "iterations count from 1, batches from 0). Let every rank iterate, and leave its loop, at the same step. To "
-            "read a batch on one rank, iterate the loader from before `setup_dataloaders`; for a loop on some ranks, pass "
-            "`use='validate'`, `'test'` or `'predict'`."
+            "iterations count from 1, batches from 0). Let every rank iterate, and leave its loop, at the same step. "
+            "To read a batch on one rank, iterate the loader from before `setup_dataloaders`; for a loop on some "
+            "ranks, pass `use='validate'`, `'test'` or `'predict'`."
         )
 
     def _begin(self) -> str:

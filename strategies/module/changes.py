@@ -147,8 +147,8 @@ class GatheredFlags:
 
 ADDED = (
     "Parameters were added to `{model}` after `fabric.setup`, and their gradients would not be averaged over the "
-    "ranks: {names}. Add and replace layers before `setup`; the layers that it has then may be frozen and unfrozen at any "
-    "time."
+    "ranks: {names}. Add and replace layers before `setup`; the layers that it has then may be frozen and unfrozen at "
+    "any time."
 )
 
 

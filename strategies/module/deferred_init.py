@@ -122,8 +122,8 @@ class Unfilled:
         if name in part._non_persistent_buffers_set and _is_marked(getattr(part, name)):
             raise ValueError(
                 f"The buffer `{self._name(part, name)}` is in no checkpoint (`persistent=False`), and lost "
-                f"its values when the model was made empty. Give `{user_class(part).__name__}` a `reset_parameters` that "
-                "computes it, or construct the model without `empty_init=True`."
+                f"its values when the model was made empty. Give `{user_class(part).__name__}` a `reset_parameters` "
+                "that computes it, or construct the model without `empty_init=True`."
             )
 
     def _other_ways(self, empty: list[str]) -> str:

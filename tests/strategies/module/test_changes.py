@@ -202,8 +202,8 @@ def refused(fabric: Fabric, sentences: dict[str, str]) -> None:
 
 
 IN_NO_SHARD = (
-    r"Parameters were added to `\w*Net` after `fabric.setup`, and their gradients would not be averaged over the ranks: "
-    r"'{name}.weight', '{name}.bias'. Add and replace layers before `setup`"
+    r"Parameters were added to `\w*Net` after `fabric.setup`, and their gradients would not be averaged over the "
+    r"ranks: '{name}.weight', '{name}.bias'. Add and replace layers before `setup`"
 )
 
 
