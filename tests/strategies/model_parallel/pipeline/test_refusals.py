@@ -35,7 +35,10 @@ from fabric.strategies.model_parallel.pipeline.split import cut, drop_others
         ({"stages_per_rank": 2}, r"`stages_per_rank=2` with `schedule='1F1B'`, which needs 1 on each rank"),
         ({"stages_per_rank": 1, "schedule": "LoopedBFS"}, "which needs 2 or more on each rank"),
         ({"stages_per_rank": 3, "schedule": "ZBVZeroBubble"}, "which needs 2 on each rank"),
-        ({"split": ["1", "2"]}, r"`split=\['1', '2'\]` names 2 parts, but `degree=2` and `schedule='1F1B'` make 2 st"),
+        (
+            {"split": ["1", "2"]},
+            r"`split=\['1', '2'\]` names 2 submodules, but `degree=2` and `schedule='1F1B'` make 2 st",
+        ),
         ({"loss_reduction": "max"}, "`loss_reduction='max'`: write 'mean' or 'sum'"),
     ],
     ids=lambda given: str(given) if isinstance(given, dict) else "",
@@ -134,7 +137,7 @@ def lose_a_buffer(model: Net, stage: int, num_stages: int) -> nn.Module:
     [
         (Net, keep_all, ValueError, "`place` is in stages 0 and 1. Let `split` leave it in one"),
         (Net, lose_a_buffer, ValueError, "`offset` is in none of the 2 stages"),
-        (Net, give_a_name, TypeError, r"`split\(model, 0, 2\)` gave 'embed'"),
+        (Net, give_a_name, TypeError, r"`split\(model, 0, 2\)` returned 'embed'"),
         (
             sequence,
             number_anew,
@@ -355,7 +358,7 @@ FOUR = ["1", "2", "3"]
         (
             pipeline(split=["1"], loss_fn=each),
             with_frozen_norm,
-            r"`loss_fn` gave a tensor float32 \(2,\) on cpu. Give one",
+            r"`loss_fn` returned a tensor float32 \(2,\) on cpu. Return a",
         ),
         (pipeline("ZBVZeroBubble", split=FOUR, loss_fn=square), with_frozen_start, "`0.weight` is not trained, and `s"),
         (
