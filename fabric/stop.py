@@ -9,6 +9,7 @@ Source: the synchronisation point of multi-host preemption in JAX and Orbax, her
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -35,6 +36,7 @@ class StopRequest:
         self._store = join(world, timeout_seconds, report)
         self._timeout = timedelta(seconds=timeout_seconds)
         self._condition = threading.Condition()
+        self._pid = os.getpid()
         self._asked = 0
         self._pending = False
         self._stop_at: int | None = None
@@ -70,6 +72,10 @@ class StopRequest:
         self._watcher.join()
 
     def _on_signal(self, number: int, frame: Any) -> None:
+        if os.getpid() != self._pid:  # a child that the rank has forked, to which the request does not belong
+            signal.signal(number, self._handlers[number])
+            os.kill(os.getpid(), number)
+            return
         # The main thread may hold the store's lock right now, so another thread uses the store.
         threading.Thread(target=self.request, daemon=True, name="fabric-stop-request").start()
 

@@ -1,45 +1,73 @@
-"""What a loader's worker process does first: end with its rank, and draw other random numbers than its peers.
+"""The `worker_init_fn` of prepared loaders: workers end with their rank and not before, and have seeds of their own.
 
-torch seeds worker `i` of every rank alike when the ranks are seeded alike; augmentations would then repeat on every
-rank. Over a map-style dataset each batch has a seed of its own besides: see `SeededDataset`.
+SLURM and systemd signal every process of a job. The signals that stop a job are handled by the rank: a worker that
+died of one would raise in the rank while it writes its last checkpoint. A worker ignores them; when the rank exits,
+workers that are still running are killed.
+
+If ranks are seeded alike, torch seeds worker `i` of every rank alike, and augmentations would repeat on every rank.
+Over a map-style dataset each batch has a seed of its own, too: see `SeededDataset`.
 """
 
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
+import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from multiprocessing import active_children, resource_tracker
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from typing import Any, final
+from weakref import WeakSet
 
-from torch.utils.data import get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
 from fabric.strategies.data.iterable import SharedStream
 from fabric.strategies.data.rng import mix, process_rngs
 from fabric.strategies.data.seeded_dataset import SeededDataset
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2") if name in dir(signal)]
 
 
 @final
 class WorkerStart:
-    """The `worker_init_fn` of a loader's copy; calls the user's own last."""
+    """The `worker_init_fn` of a loader's copy; calls the user's last."""
 
-    def __init__(self, share_index: int, init: Callable[[int], Any] | None) -> None:
-        self.share_index, self.init = share_index, init
+    def __init__(self, share_index: int, loader: DataLoader[Any]) -> None:
+        self.share_index, self.init = share_index, loader.worker_init_fn
+        self.start_method = start_method_of(loader) if loader.num_workers > 0 else None
         self.ends_with_parent = True
 
-    def starting(self) -> None:
-        """Say, in the thread that is about to start workers, that it is about to.
-
-        Linux ends a child with the thread that started it, not with the process: only the main thread lives as long.
-        """
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Context in which workers are started: they, and a fork server for them, start with stop signals blocked."""
+        # PR_SET_PDEATHSIG is sent when the thread that started the child ends: only the main thread lives as long as
+        # the process.
         self.ends_with_parent = threading.current_thread() is threading.main_thread()
+        if self.start_method is None or not hasattr(signal, "pthread_sigmask"):
+            yield
+            return
+        before = set(active_children())
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            if self.start_method != "fork":
+                resource_tracker.ensure_running()  # here, because it unblocks SIGTERM
+                signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            _workers_of(os.getpid()).update(set(active_children()) - before)
 
     def __call__(self, worker_id: int) -> None:
         if self.ends_with_parent and sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        _ignore_stop_signals()
         info = get_worker_info()
         assert info is not None
         # WorkerInfo guards its attributes, and users read both in their own `worker_init_fn`.
@@ -52,3 +80,37 @@ class WorkerStart:
                 rng.seed(seed)
         if self.init is not None:
             self.init(worker_id)
+
+
+def start_method_of(loader: DataLoader[Any]) -> str:
+    """The start method of the loader's workers: "fork", "forkserver" or "spawn"."""
+    context = loader.multiprocessing_context
+    if context is not None:
+        return str(context.get_start_method())
+    # Without `allow_none`, the call would fix the default start method of the process.
+    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+
+
+@cache
+def _workers_of(rank_pid: int) -> WeakSet[BaseProcess]:
+    """The workers that the process has started; when it exits, those that still run are killed."""
+    workers: WeakSet[BaseProcess] = WeakSet()
+    Finalize(None, _kill, (workers,), exitpriority=0)  # before `multiprocessing` terminates its children and waits
+    return workers
+
+
+def _kill(workers: Iterable[BaseProcess]) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for a worker that is killed
+    for worker in workers:
+        worker.kill()
+
+
+def _ignore_stop_signals() -> None:
+    for number in STOP_SIGNALS:
+        if number == signal.SIGTERM:  # by a function, so that programs which a dataset runs can be terminated
+            signal.signal(number, lambda number, frame: None)
+            signal.siginterrupt(number, False)
+        elif signal.getsignal(number) is not None:  # None: `faulthandler` prints the stack on it
+            signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

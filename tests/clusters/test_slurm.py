@@ -180,6 +180,7 @@ TRAIN = """
 import os, subprocess, sys, time
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 from fabric import Fabric
 
 folder, restarts = sys.argv[1], int(os.environ.get("SLURM_RESTART_COUNT", 0))
@@ -189,6 +190,7 @@ torch.manual_seed(7)
 model = nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 model, optimizer = fabric.setup(model, optimizer)
+worked = iter(fabric.setup_dataloaders(DataLoader(range(10**9), num_workers=1)))  # SLURM signals its worker, too
 step, last, deadline = 0, None, time.monotonic() + 100
 if restarts:
     step = fabric.load(f"{folder}/checkpoint", {"model": model, "optimizer": optimizer})["step"]
@@ -200,8 +202,10 @@ while step != last and not fabric.should_stop:
     fabric.backward(model(batch[fabric.global_rank]).square().mean())
     optimizer.step()
     step += 1
+    next(worked)
     if step == 3 and fabric.is_global_zero and not restarts:  # here by hand; at the time limit SLURM does the same
-        subprocess.run(["scancel", "--signal=USR1", os.environ["SLURM_JOB_ID"]], check=True)
+        signalled = f"trap '' USR1; exec scancel --signal=USR1 {os.environ['SLURM_JOB_ID']}"  # it is in the job itself
+        subprocess.run(signalled, shell=True, check=True)
 name = "result" if restarts else "checkpoint"
 fabric.save(f"{folder}/{name}", {"model": model, "optimizer": optimizer, "step": step, "restarts": restarts})
 if not restarts and fabric.is_global_zero:

@@ -54,6 +54,24 @@ def test_closing_gives_the_signals_back_and_ends_the_thread() -> None:
     assert (signal.getsignal(signal.SIGTERM), set(threading.enumerate())) == before
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_ends_a_forked_child_as_if_its_rank_handled_none(number: int) -> None:
+    stop = StopRequest(World(), print)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, b"!")  # Python forgets a signal that comes while it forks
+        signal.pause()
+        os._exit(1)
+    os.read(reader, 1)
+    os.kill(child, number)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == number
+    assert not stop.reached()
+    stop.close()
+    os.close(reader)
+    os.close(writer)
+
+
 def one_rank_never_asks(world: World) -> str:
     stop = StopRequest(world, print, timeout_seconds=1.0)
     if world.rank == 1:

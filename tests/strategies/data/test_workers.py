@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,6 +15,9 @@ import pytest
 import torch
 from shares import share_out
 from torch.utils.data import DataLoader, Dataset, get_worker_info
+from worlds import run_world
+
+from fabric.launchers.world import World
 
 Draw = tuple[int, int, int, int, int]
 
@@ -108,3 +112,62 @@ def wait_for_end(descriptor: int, seconds: float) -> bool:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(seconds * 1000))
+
+
+class Stuck(Dataset[int]):
+    """Whose last sample a worker never returns."""
+
+    def __init__(self, is_stuck: bool) -> None:
+        self.is_stuck = is_stuck
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> int:
+        while self.is_stuck and index == 63:
+            signal.pause()
+        return index
+
+
+def below(pid: int) -> list[int]:
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return children + [each for child in children for each in below(child)]
+
+
+def read_while_signalled(world: World, method: str) -> list[int]:
+    """Read all samples; after the first batch a program sends each stop signal to all processes below this one."""
+    (loader,) = share_out(lambda _: DataLoader(Stuck(False), 4, num_workers=2, multiprocessing_context=method), 1)
+    read: list[int] = []
+    for batch in loader:
+        read += batch.tolist()
+        if len(read) == 4:
+            pids = [str(pid) for pid in below(os.getpid())]
+            for name in ("USR1", "USR2", "TERM"):
+                subprocess.run(["kill", f"-{name}", *pids], check=True)
+    return read
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_a_signal_that_stops_the_job_ends_no_worker(method: str) -> None:
+    assert run_world(1, read_while_signalled, method) == [list(range(64))]
+
+
+def exits_in_mid_epoch(method: str) -> None:
+    (loader,) = share_out(lambda _: DataLoader(Stuck(True), 4, num_workers=2, multiprocessing_context=method), 1)
+    batches = iter(loader)
+    for _ in range(15):
+        next(batches)
+    kept.append(batches)
+
+
+kept: list[object] = []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_rank_that_exits_in_mid_epoch_ends_its_workers(method: str, capfd: pytest.CaptureFixture[str]) -> None:
+    rank = get_context("fork").Process(target=exits_in_mid_epoch, args=(method,))
+    rank.start()
+    rank.join()
+    assert (rank.exitcode, capfd.readouterr().err) == (0, "")
