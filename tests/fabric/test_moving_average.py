@@ -50,7 +50,7 @@ def test_weights_changed_while_the_average_is_applied_raise_and_are_put_back(fab
         optimizer.step()
     assert torch.equal(model.weight, before)
     for use in (average.update, lambda: average.applied().__enter__(), lambda: average.load_state_dict({})):
-        with average.applied(), pytest.raises(RuntimeError, match=r"within `average.applied\(\)`. Leave the block"):
+        with average.applied(), pytest.raises(RuntimeError, match=r"within `average.applied\(\)`. Leave that context"):
             use()
 
 
