@@ -202,7 +202,7 @@ class Engine:
         self._end_window()
 
     def _end_window(self) -> None:
-        """Discard accumulated gradients: the next backward overwrites them, and `_refuse_left_out` raises for others."""
+        """Discard gradients: the next backward overwrites them, and `_refuse_left_out` raises for others."""
         self.shown.drop()
         self.zero.zero_grad(set_to_none=True)
         self.engine.set_gradient_accumulation_boundary(False)
