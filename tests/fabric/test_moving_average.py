@@ -63,5 +63,5 @@ def test_decays_and_weights_that_it_cannot_average_are_refused(fabric: Fabric) -
         fabric.ema(nn.Linear(2, 1))
     half = fabric.setup(nn.Linear(2, 1).bfloat16())
     half.to(torch.bfloat16)
-    with pytest.raises(ValueError, match=r"parameters in torch.bfloat16: a step .* `precision='bf16-mixed'`"):
+    with pytest.raises(ValueError, match=r"parameters in torch.bfloat16: updates .* `precision='bf16-mixed'`"):
         fabric.ema(half)
