@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fabric.strategies.checkpoint.box import Box, Shape, whole
+from fabric.strategies.checkpoint.checksum import crc32
 from fabric.strategies.checkpoint.errors import CheckpointError
 from fabric.strategies.checkpoint.manifest import CHUNK_BYTES, NAME, Entry, Manifest, Piece, Table
 from fabric.strategies.checkpoint.saving import Advance, attempt
@@ -148,9 +148,9 @@ class Checkpoint:
         def is_damaged(chunk: tuple[str, int]) -> bool:
             name, number = chunk
             content = tensors[name][number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
-            return zlib.crc32(content.numpy().data) != files[name].checksums[number]
+            return crc32(content.numpy().data) != files[name].checksums[number]
 
-        with ThreadPoolExecutor(max(1, 4 // num_shares)) as threads:
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # the launcher divides the cores among the ranks
             for done, (chunk, damaged) in enumerate(zip(chunks, threads.map(is_damaged, chunks), strict=True), 1):
                 if advance is not None:
                     advance(done * CHUNK_BYTES, len(chunks) * CHUNK_BYTES)

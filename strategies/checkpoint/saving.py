@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fabric.strategies.checkpoint.box import Box
+from fabric.strategies.checkpoint.checksum import crc32
 from fabric.strategies.checkpoint.errors import CheckpointError
 from fabric.strategies.checkpoint.manifest import (
     ALIGNMENT_BYTES,
@@ -206,7 +206,7 @@ class _Layout:
         start = 0
         while start < content.nbytes:
             block = content[start : start + CHUNK_BYTES - self.num_bytes % CHUNK_BYTES]
-            self.running = zlib.crc32(block, self.running)
+            self.running = crc32(block, self.running)
             self.num_bytes += block.nbytes
             if self.num_bytes % CHUNK_BYTES == 0:
                 self.checksums.append(self.running)

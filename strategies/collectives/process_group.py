@@ -280,7 +280,7 @@ class TorchCollective(CarriesObjects):
         of = "" if tensor is None else f" of a tensor {Spec.of(tensor)}"
         return CollectiveError(
             f"`{operation}`{of} failed on rank {self._rank} of {self._size} (a call waits {self._timeout_seconds:g} s "
-            f"for the other ranks): {str(error).strip()}\nLook at what the other ranks say: one of them ended, was "
+            f"for the other ranks): {str(error).strip()}\nCheck the output of the other ranks: one of them ended, was "
             "late, or called something else.",
             rank=self._rank,
         )

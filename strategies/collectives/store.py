@@ -156,7 +156,7 @@ class StoreCollective(CarriesObjects):
     def _failure(self, operation: str, error: Exception) -> CollectiveError:
         return CollectiveError(
             f"`{operation}` through the store failed on rank {self._rank} of {self._size}: {str(error).strip()}\n"
-            "Look at what the other ranks say: one of them ended, was late, or called something else.",
+            "Check the output of the other ranks: one of them ended, was late, or called something else.",
             rank=self._rank,
         )
 

@@ -1,7 +1,7 @@
-"""The source of indices that a loader's copy reads instead of the user's: the user's, cut to this rank's share.
+"""The sampler of a prepared loader: yields this rank's share of what the user's sampler yields.
 
-A `DataLoader` reads a batch sampler, or a sampler where it does not make batches. `index_source` finds which,
-and what its items are; the copy gets an `IndexSource` in that place and is the user's own loader in everything else.
+A `DataLoader` reads its batch sampler, or its sampler if it does no batching. `index_source` finds out which of them
+and what its items are. In a shallow copy of the loader an `IndexSource` replaces it; nothing else is changed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_CHUNKS = 64
 
 @final
 class IndexSource:
-    """One rank's share of the items that a sampler yields. Answers for the sampler in whatever else it is asked."""
+    """One rank's share of the items that a sampler yields. Delegates other attributes to the sampler."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class IndexSource:
         eager: bool,
         reader: int | None = None,
     ) -> None:
-        """`reader`: who loads the batches; each then carries a seed of its own for it: see `SeededDataset`."""
+        """`reader`: index of the share that loads the batches; gives each batch a seed of its own: `SeededDataset`."""
         self.items, self._replaced = items, replaced
         self.cut, self._order, self._leave_out = cut, order, leave_out
         self._reads, self._eager, self._reader = cut.growing(chunks), eager, reader
@@ -54,15 +54,16 @@ class IndexSource:
         return self.cut.length(len(self.items))  # type: ignore[arg-type]
 
     def _parts(self, epoch: Epoch, items: Iterator[Any], begun_at: Position) -> Iterator[Any]:
-        """The batches from where the epoch begins. Of what comes before, nothing but indices is drawn."""
+        """The batches after `begun_at`. Of the batches before, indices are drawn and no sample is loaded."""
         items = self.cut.skip(items, begun_at.start) if begun_at.start else items
         parts, end = self.cut(items, self._leave_out), begun_at.start
         for part in islice(parts, begun_at.batches):
             end = begun_at.start + part.end
         if end != max(begun_at.samples, begun_at.start):
             raise ValueError(
-                f"The checkpoint stands after {begun_at.samples} samples of the epoch in {begun_at.batches} batches a "
-                f"rank; here they have {end}. Make the loader as it was, or begin an epoch by `set_epoch`."
+                f"The checkpoint was taken after {begun_at.samples} samples of the epoch in {begun_at.batches} batches "
+                f"per rank; here these batches have {end}. Construct the same loader, or start a new epoch with "
+                "`set_epoch`."
             )
         for part in parts:
             end = begun_at.start + part.end
@@ -71,7 +72,7 @@ class IndexSource:
             yield part.batch if reader is None else with_seed(part.batch, self._order.seed_of(epoch, end, reader))
 
     def __getattr__(self, name: str) -> Any:
-        # The sampler's own position is ahead of the loader's by a chunk: a stateful loader counts batches instead.
+        # Indices are read ahead, so the sampler's state is ahead of the loop: a stateful loader counts batches instead.
         if name.startswith("_") or name in ("state_dict", "load_state_dict"):
             raise AttributeError(name)
         return getattr(self._replaced, name)
@@ -80,10 +81,10 @@ class IndexSource:
 def index_source(
     loader: DataLoader[Any], share: Share, uneven: bool, order: Order, leave_out: LeaveOut, *, reader: int | None
 ) -> tuple[str, IndexSource]:
-    """The attribute to exchange on a map-style loader's copy, and what to put there.
+    """The attribute to replace on the copy of a map-style loader (`sampler`, `batch_sampler`), and its new value.
 
-    Samples that torch's own `BatchSampler` puts into batches are shared one by one; a batch sampler of the user's
-    has its reasons for each batch, so its batches are shared whole; without one, whatever the sampler yields.
+    With torch's own `BatchSampler`, single samples are distributed over ranks. The batches of a custom batch sampler
+    are distributed whole, because it decides what is in a batch. Without batching, the items of the sampler are.
     """
     name, items = "sampler", loader.sampler
     cut: Cut = TurnCut(share=share, uneven=uneven)
@@ -94,7 +95,7 @@ def index_source(
         items = batches.sampler
         cut = SampleCut(share=share, uneven=uneven, batch_size=batches.batch_size, drop_last=batches.drop_last)
     replaced = getattr(loader, name)
-    eager = type(replaced) is not BatchSampler  # torch's asks its sampler late, after the seed of the workers is drawn
-    # One rank alone reads a sampler of the user's no further than the step, as plain PyTorch does.
+    eager = type(replaced) is not BatchSampler  # which iterates its sampler after the seed of the workers is drawn
+    # On one rank a custom sampler is not read ahead of the loop, as in plain PyTorch.
     chunks = MAX_CHUNKS if share.count > 1 or is_torchs(items) else 1
     return name, IndexSource(replaced, items, cut, order, leave_out, chunks=chunks, eager=eager, reader=reader)

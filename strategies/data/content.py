@@ -1,8 +1,8 @@
-"""What a dataset and a sampler hold, in words that are equal on all ranks exactly where the loaders are.
+"""Descriptions of a dataset and a sampler, compared between ranks to find out whether all have the same loader.
 
-Built from what is at hand without a sample being loaded: indices of subsets, rows of tensors and lists, rows of Arrow
-tables, fields of torch's samplers. A user's own dataset is named by its type and length alone: calling its
-`__getitem__` could open files that workers must not inherit. A user's own sampler is drawn from, as a copy.
+No sample is loaded. A description has what can be read without that: indices of subsets, rows of tensors and lists,
+rows of Arrow tables, fields of torch's samplers. A custom dataset is described by its type and length alone, because
+`__getitem__` could open files that workers must not inherit. A custom sampler is copied, and the copy is drawn from.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from fabric.strategies.data.loader_check import SHUFFLED_BY, length_of
 from fabric.strategies.data.rng import Streams, mix
 
 NUM_COMPARED = 256
-"""Items of a sampler whose equality is taken for the equality of orders."""
+"""How many items of a custom sampler are compared."""
 NUM_ROWS = 16
 NUM_SHOWN = 8
 TINY = 1e-4
-"""Numbers below are taken for zero: what rounding has left differs from one processor to the next."""
+"""Smaller absolute values count as 0: rounding errors differ between processors."""
 
 
 def describe(items: Iterable[Any], dataset: object, seed: int) -> dict[str, Any]:
-    """What must be equal on all ranks of a map-style loader, by the words that an error shows it with."""
+    """What must be equal on all ranks of a map-style loader. The keys are the names that an error shows."""
     return {
         "dataset": dataset_words(dataset),
         "sampler": type(items).__qualname__,
@@ -48,7 +48,7 @@ def describe_stream(dataset: object) -> dict[str, Any]:
 
 
 def dataset_words(dataset: object) -> str:
-    """The type of a dataset, and some of its rows where they are at hand."""
+    """The type of a dataset, and some of its rows if they can be read without calling user code."""
     name = type(dataset).__qualname__
     if isinstance(dataset, Subset):
         return f"{name}(indices {_rows(dataset.indices)} of {dataset_words(dataset.dataset)})"
@@ -65,10 +65,10 @@ def dataset_words(dataset: object) -> str:
 
 
 def order_words(items: Iterable[Any], dataset: object, seed: int) -> str | None:
-    """What tells one order from another; None where nothing can (a generator).
+    """A description of the order of a sampler; None if it cannot be copied (a Python generator).
 
-    The fields of torch's and torchdata's samplers, whose random states are settled apart; the first items that a copy
-    of any other yields, and whatever random numbers it draws are put back.
+    For samplers of torch and torchdata: their fields, without random states, which `agree_on_seed` broadcasts. For
+    any other: the first items that a copy yields. The states of the global random generators are restored.
     """
     if isinstance(items, (list, tuple, range)):
         return _shown(items, mix(list(items)))
@@ -84,8 +84,8 @@ def order_words(items: Iterable[Any], dataset: object, seed: int) -> str | None:
 
 
 def value_words(value: Any, depth: int = 4) -> str:
-    """A value in words. Numbers with a fraction by sign and power of two, which rounding does not change; objects that
-    are neither numbers, text, tensors nor containers by their type."""
+    """A description of a value. Floats by sign and power of two, so that rounding errors do not matter; objects other
+    than numbers, strings, tensors and containers by their type."""
     if isinstance(value, (bool, int, range, bytes, type(None))):
         return repr(value[:256] if isinstance(value, bytes) else value)
     if isinstance(value, (str, PurePath)):
@@ -108,7 +108,7 @@ def value_words(value: Any, depth: int = 4) -> str:
 
 
 def _fields(sampler: object) -> list[tuple[str, Any]]:
-    """The fields of one of torch's samplers without its data and generator, whole."""
+    """The fields of a sampler of torch, without its dataset and generator."""
     return [
         (name, value.tolist() if isinstance(value, Tensor) else _fields(value) if is_torchs(value) else _plain(value))
         for name, value in sorted(vars(sampler).items())
@@ -117,7 +117,7 @@ def _fields(sampler: object) -> list[tuple[str, Any]]:
 
 
 def is_torchs(value: object) -> bool:
-    """Whether this is a sampler of torch or torchdata, and so is what it draws from."""
+    """Whether this is a sampler of torch or torchdata, and so is every sampler that it wraps."""
     if type(value).__module__ not in ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler"):
         return False
     return all(is_torchs(part) for part in vars(value).values() if isinstance(part, Sampler))
@@ -128,7 +128,7 @@ def _plain(value: Any) -> Any:
 
 
 def _rows(rows: Any, read: Callable[[Any, list[int]], list[Any]] | None = None) -> str:
-    """How many rows there are, the first, and a digest of some from the first to the last, evenly spaced."""
+    """The number of rows, the first row, and a digest of `NUM_ROWS` evenly spaced rows."""
     places = sorted({place * (len(rows) - 1) // (NUM_ROWS - 1) for place in range(NUM_ROWS)}) if len(rows) else []
     chosen = [value_words(row) for row in (read(rows, places) if read else [rows[place] for place in places])]
     return f"{len(rows)} rows, the first {''.join(chosen[:1])[:80]} ({mix(chosen):016x})"

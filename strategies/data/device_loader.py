@@ -1,4 +1,4 @@
-"""What the user iterates: a loader's batches, this rank's share of them, on this rank's device."""
+"""The prepared loader that `setup_dataloaders` returns: this rank's batches, on this rank's device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ END = object()
 
 @runtime_checkable
 class Resumable(Protocol):
-    """A loader that knows its position, as torchdata's `StatefulDataLoader`."""
+    """A loader that can save and restore its position, such as torchdata's `StatefulDataLoader`."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -36,70 +36,72 @@ class Resumable(Protocol):
 
 @runtime_checkable
 class Epochal(Protocol):
-    """A sampler or dataset that the user tells the number of the epoch."""
+    """A sampler, dataset or loader with `set_epoch`."""
 
     def set_epoch(self, epoch: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How a loader is read here."""
+    """How a prepared loader reads the user's loader."""
 
     source: Iterable[Any]
-    """What is iterated: the user's loader, a copy of it, or our share of an iterable."""
+    """What is iterated: the user's loader, a copy of it, or this rank's share of an iterable."""
     order: Order | None = None
-    """The order that the ranks share; None where each rank reads in its own."""
+    """The order of samples that all ranks share; None if each rank has its own."""
     index: IndexSource | None = None
-    """What stands in for the sampler, where the loader has one."""
+    """Replaces the sampler, if the loader has one."""
     stream: SharedStream | None = None
-    """What stands in for an iterable dataset."""
+    """Replaces an iterable dataset."""
     start: WorkerStart | None = None
+    """The `worker_init_fn` of `source`, if it has workers."""
     epochal: tuple[Epochal, ...] = ()
-    """Who is told the number of the epoch when the user says it."""
+    """The objects whose `set_epoch` is called when the user calls that of the prepared loader."""
     device: torch.device | None = None
-    """Where the batches go; None leaves them where they are."""
+    """Where batches are moved to; None: they are not moved."""
     carry: Carry = one_by_one
-    """How batches go there."""
+    """Moves batches to the device."""
     leave_out: Callable[[int], None] = lambda num_items: None
+    """Called with the number of items at the end of an epoch that were dropped, too few for all ranks."""
     begin: tuple[Callable[[], None], ...] = ()
     """Called before each iteration."""
     position: Resumable | None = None
-    """What knows how far an iteration has come by itself; else the loader counts."""
+    """The loader that saves its own position; None: batches are counted here."""
     agreement: Agreement | None = None
-    """How ranks that read data of different lengths come to the same number of batches."""
+    """Gives ranks whose data has different lengths the same number of batches."""
     part: Share | None = None
-    """Where each rank reads other data than its peers, so that it stands at a position of its own: which part."""
+    """Which part of the data this rank reads, if each rank has a position of its own; None: all share one position."""
     rereads: bool = False
-    """Whether the batches before the position are read again and dropped, because they cannot be skipped."""
+    """Whether a resumed epoch reads the batches before its position again and drops them."""
     report: Callable[[str], None] = lambda sentence: None
     num_backwards: Callable[[], int] = lambda: 0
-    """How often the loop has called backward."""
+    """Number of backward passes so far."""
     num_unweighted: Callable[[], int] = lambda: 0
-    """How often it has without a weight."""
+    """Number of backward passes without `weight=`."""
     note: Callable[[], Callable[[Any, object], None] | None] = lambda: None
-    """What is called with each batch that the loop receives, if anything."""
+    """Returns the function to call with each batch that the loop receives, or None."""
     draw_apart: Callable[[], None] = lambda: None
-    """Lets ranks that read different data draw different random numbers; called before the loop gets a batch."""
+    """Makes random numbers differ between ranks that read different data; called before each batch is yielded."""
 
 
 @final
 class Iteration:
-    """What the loop has had of one iteration over a loader."""
+    """How many batches the loop has received in one iteration over a loader."""
 
     def __init__(self, num_read: Callable[[], int] | None = None) -> None:
-        """`num_read`: how many batches this rank has read of its data, where it may repeat some after them."""
+        """`num_read`: number of batches of this rank's data without repeated ones; None if no batch is repeated."""
         self.num_batches = 0
         self.is_complete = False
-        """Whether the loop has asked for a batch after the last."""
+        """Whether the iteration has raised StopIteration."""
         self._num_read = num_read
 
     @property
     def num_own(self) -> int:
-        """How many batches were no repetition."""
+        """Number of batches received, without repeated ones."""
         return self.num_batches if self._num_read is None else min(self.num_batches, self._num_read())
 
     def follow(self, batches: Iterator[Any], note: Callable[[Any, object], None] | None = None) -> Iterator[Any]:
-        """The batches, counted and noted."""
+        """Yield the batches, count them, and call `note` with each."""
         for batch in batches:
             self.num_batches += 1
             if note is not None:
@@ -109,7 +111,7 @@ class Iteration:
 
 
 def read_as(loader: Iterable[Any], reading: Reading) -> DeviceLoader:
-    """The loader, read in this way; it has a state unless its batches come in any order."""
+    """The prepared loader. It has `state_dict` unless its batches arrive out of order (`in_order=False`)."""
     unordered = isinstance(loader, DataLoader) and loader.num_workers > 0 and not getattr(loader, "in_order", True)
     return StatelessDeviceLoader(loader, reading) if unordered else StatefulDeviceLoader(loader, reading)
 
@@ -120,19 +122,19 @@ def loader_name(loader: object) -> str:
 
 
 class DeviceLoader(ABC):
-    """A loader's batches: this rank's share of them, on this rank's device.
+    """This rank's share of a loader's batches, on this rank's device.
 
-    Delegates other attributes to the user's loader (`dataset`, `batch_size`, `sampler`, ...), which is left as it was.
+    Delegates other attributes to the user's loader (`dataset`, `batch_size`, `sampler`, ...), which is not modified.
     """
 
     def __init__(self, loader: Iterable[Any], reading: Reading) -> None:
         self._loader, self._reading = loader, reading
         self._resumes = self._said_reread = self._said_unequal = False
         self.iteration = Iteration()
-        """The one that was begun last."""
+        """The latest iteration."""
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin an epoch. It counts once it has ended, has yielded a second batch, or the loop has called backward."""
+        """Begin an epoch. It is counted at its second batch, its end, or a backward pass, whichever comes first."""
         reading = self._reading
         for begin in reading.begin:
             begin()
@@ -178,9 +180,9 @@ class DeviceLoader(ABC):
     def __repr__(self) -> str: ...
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be epoch `epoch`, for our order and for the user's sampler and dataset.
+        """Make the next iteration epoch `epoch`, here and in the user's sampler and dataset, if they have `set_epoch`.
 
-        Ranks: all call it, with the same number. Without it epochs count themselves, from 0.
+        Ranks: all call it, with the same number. Without it epochs are counted from 0.
         """
         if self._reading.order is not None:
             self._reading.order.epoch = epoch
@@ -193,7 +195,7 @@ class DeviceLoader(ABC):
             return iter(self._reading.source)
 
     def _undrawn(self) -> AbstractContextManager[None]:
-        # What a loader draws in order to go on, the run that was saved had drawn when its epoch began.
+        # A resumed loader draws its seeds again, which the saved run had drawn when the epoch began: undone, once.
         resumes, self._resumes = self._resumes, False
         return put_back() if resumes else nullcontext()
 
@@ -201,8 +203,8 @@ class DeviceLoader(ABC):
         if not self._said_reread:
             self._said_reread = True
             self._reading.report(
-                f"The `{loader_name(self)}` cannot skip what was read before the checkpoint, so that it is read again. "
-                "Streams with `state_dict` and `load_state_dict`, in torchdata's `StatefulDataLoader`, go on at once."
+                f"The `{loader_name(self)}` cannot skip what was read before the checkpoint, so it is read again. "
+                "Datasets with `state_dict` and `load_state_dict`, in torchdata's `StatefulDataLoader`, resume at once."
             )
 
     def _say_unequal(self) -> None:
@@ -213,7 +215,7 @@ class DeviceLoader(ABC):
                 f"A batch of the `{loader_name(self)}` had different numbers of samples on the ranks, as the last of "
                 "an epoch may have, and `fabric.backward(loss)` averages over ranks: a mean over the batch "
                 "counts samples of a smaller batch more. Write `fabric.backward(loss * len(x), weight=len(x))`, which "
-                "is exact, or pass `drop_last=True`. This is said once."
+                "is exact, or pass `drop_last=True`. This is reported once."
             )
 
     def _counted(self, batches: Iterator[Any], order: Order, opened: Epoch) -> Iterator[Any]:
@@ -222,7 +224,7 @@ class DeviceLoader(ABC):
         num_backwards = self._reading.num_backwards
         begun_after = num_backwards()
         index = self._reading.index
-        if index is not None and not index.read and epoch.begun_at.batches:  # they were not skipped
+        if index is not None and not index.read and epoch.begun_at.batches:  # no sampler was read, nothing skipped
             batch = next(islice(batches, epoch.begun_at.batches - 1, None), END)
         try:
             while batch is not END:
@@ -233,7 +235,7 @@ class DeviceLoader(ABC):
                 if epoch.is_unequal and self._reading.num_unweighted() != num_unweighted:
                     self._say_unequal()
                 batch = next(batches, END)
-                order.count(epoch)  # asked for another one, it was no peek
+                order.count(epoch)  # the loop asked for a second batch, so this was not `next(iter(loader))`
             order.count(epoch)
             epoch.over = True
         finally:
@@ -245,7 +247,7 @@ class DeviceLoader(ABC):
                 order.standing = before
 
     def _read_epoch(self, order: Order, opened: Epoch) -> Epoch:
-        """The epoch that the batches come from: a loader may begin it late, or may have begun it before."""
+        """The epoch of the batches: a loader may start it at the first batch, or may have started it earlier."""
         index = self._reading.index
         if index is None or opened.drawn is not None:
             return opened
@@ -255,14 +257,14 @@ class DeviceLoader(ABC):
             raise TypeError(
                 f"`{type(self._loader).__name__}` yields batches without reading its sampler, so every rank would get "
                 "all of them. Call `super().__iter__()` in its `__iter__`, or pass `use_distributed_sampler=False` "
-                "and share the batches out yourself."
+                "and distribute the batches over the ranks yourself."
             )
         return order.latest
 
 
 @final
 class StatelessDeviceLoader(DeviceLoader):
-    """A `DeviceLoader` whose batches come in any order."""
+    """A `DeviceLoader` whose batches arrive out of order, so that it has no position."""
 
     def __repr__(self) -> str:
         return f"StatelessDeviceLoader({self._loader!r})"
@@ -270,21 +272,21 @@ class StatelessDeviceLoader(DeviceLoader):
 
 @final
 class StatefulDeviceLoader(DeviceLoader):
-    """A `DeviceLoader` that knows its position."""
+    """A `DeviceLoader` that saves and restores its position."""
 
     def __repr__(self) -> str:
         return f"StatefulDeviceLoader({self._loader!r})"
 
     @property
     def reads_own_part(self) -> bool:
-        """Whether the position is that of this rank alone."""
+        """Whether this rank's position differs from those of other ranks."""
         return self._reading.part is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loop stands: the epoch, its order, and the batches that the loop has received of it.
+        """The position of the loop: the epoch, its order, and the number of batches that the loop has received.
 
-        Within the body of the loop, and after `break`, that is in mid-epoch; after the end of the epoch, before the
-        next one. What workers have fetched ahead does not count.
+        In the body of the loop, and after `break`, it is within the epoch; after the last batch, at the start of the
+        next epoch. Batches that workers have prefetched are not counted.
         """
         reading, state = self._reading, dict[str, Any]()
         if reading.position is not None:
@@ -298,12 +300,13 @@ class StatefulDeviceLoader(DeviceLoader):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on, at the next iteration, where `state_dict` was taken: the epoch yields the batches that are left.
+        """Resume where `state_dict` was called: the next iteration yields the remaining batches of the epoch.
 
-        What is skipped is not loaded: indices are drawn and dropped, and what has a state of its own (torchdata's
-        `StatefulDataLoader`) takes it. A stream without one is read again up to the position, and that is said once.
-        Another number of ranks goes on in the same order of samples, where they are shared out one by one.
-        Raises: ValueError: it is the position in other data, or in other steps where those cannot be told apart.
+        Skipped samples are not loaded: their indices are drawn and dropped, and a loader with a state of its own
+        (torchdata's `StatefulDataLoader`) loads it. An iterable dataset without one is read again up to the position,
+        which is reported once. With another number of ranks the order of samples continues, if single samples are
+        distributed over ranks.
+        Raises: ValueError: the state is of a loader of another kind, over other data, or with other batches per step.
         """
         reading, part, order = self._reading, self._reading.part, self._reading.order
         saved, here = (
@@ -312,7 +315,7 @@ class StatefulDeviceLoader(DeviceLoader):
         if saved != here:
             raise ValueError(
                 f"The state of a loader that reads {_ways(saved)} was given to one that reads {_ways(here)}. Load it "
-                "where as many ranks read the same data through the same kind of loader."
+                "into the same kind of loader, over the same data, with the same number of ranks."
             )
         if part is not None and state_dict["part"] != [part.index, part.count]:
             index, count = state_dict["part"]
@@ -333,14 +336,14 @@ class StatefulDeviceLoader(DeviceLoader):
         return {name for name, value in found.items() if value is not None}
 
     def _cut(self) -> dict[str, int | None]:
-        """How the order is cut into steps; `step`: of how many items."""
+        """How the order is divided into steps; `step`: number of items in each."""
         reading = self._reading
         cut = (reading.stream or reading.index).cut  # type: ignore[union-attr]  # an order has one of them
         items = reading.index.items if reading.index is not None and cut.keeps_samples else None
         return {"ranks": cut.share.count, "step": cut.reads[1], "items": length_of(items)}
 
     def _recut(self, order: dict[str, Any], saved: dict[str, int | None]) -> dict[str, Any]:
-        """The position in steps of ours. Raises ValueError where it is none."""
+        """The saved position, in steps of this loader. Raises ValueError if no step ends there."""
         here, name = self._cut(), type(self._loader).__name__
         if None not in (saved["items"], here["items"]) and saved["items"] != here["items"]:
             raise ValueError(
@@ -352,9 +355,10 @@ class StatefulDeviceLoader(DeviceLoader):
         if self._reading.index is None or self._reading.position is not None:
             if saved["step"] != here["step"]:
                 raise ValueError(
-                    f"The checkpoint has the position of a loader that read {saved['step']} samples a step on "
-                    f"{saved['ranks']} ranks, and this `{name}` reads {here['step']} on {here['ranks']}. A stream goes "
-                    "on in steps of the same size alone: choose `batch_size` so that all ranks together read as many."
+                    f"The checkpoint has the position of a loader that read {saved['step']} samples per step on "
+                    f"{saved['ranks']} ranks, and this `{name}` reads {here['step']} on {here['ranks']}. A stream "
+                    "resumes only with steps of the same size: choose `batch_size` so that all ranks together read "
+                    "as many."
                 )
             return order
         return order | asdict(Position(start=order["samples"], samples=order["samples"]))
@@ -362,4 +366,4 @@ class StatefulDeviceLoader(DeviceLoader):
 
 def _ways(kinds: dict[str, bool]) -> str:
     whose = "one of several parts" if kinds["part"] else "one order for all ranks" if kinds["order"] else "all"
-    return f"{whose}{', by a state of its own' if kinds['loader'] else ''}"
+    return f"{whose}{', with a state of its own' if kinds['loader'] else ''}"

@@ -1,9 +1,9 @@
-"""A loader that rank 0 reads for all ranks: each gets whole batches, in turn, as the loader made them.
+"""A loader that only rank 0 reads: it sends each rank whole batches, round-robin.
 
-For data that cannot be read in parts, or by one process only. Before each step the ranks hear what there is (the
-containers, shapes and dtypes, of a few hundred bytes), and rank 0 sends each rank the tensors of its own batch, over a
-process group of its own, so that collectives of the loop are not in the way. An error of the loader is raised on all.
-Rank 0 reads no further than the step; workers of its loader read ahead.
+For data that cannot be split, or that one process alone can read. At each step rank 0 broadcasts a description of
+the batches (containers, shapes and dtypes: a few hundred bytes), and sends each rank the tensors of its batch. Both
+use a separate process group, so that they are not matched with collectives of the loop. An error of the loader is
+raised on all ranks. Rank 0 reads one step at a time; workers of its loader read ahead.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from fabric.strategies.pytree import is_tensor, map_leaves
 
 
 class DispatchError(RuntimeError):
-    """The loader that rank 0 reads for this rank raised an error; its words are in the message."""
+    """The loader that rank 0 reads for this rank raised an error; the message has its type and text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channel:
-    """How rank 0 reaches the others. Each function is called by all ranks, or by the two that it joins."""
+    """How rank 0 sends batches. `broadcast` is called by all ranks, `send` and `receive` by the two ranks involved."""
 
     rank: int
     shares: Sequence[int]
-    """For each rank, whose batches it gets: ranks that hold parts of one model get the same."""
+    """The share that each rank reads, by rank: ranks that hold parts of one model have the same share."""
     broadcast: Callable[[Any], Any]
-    """Gives every rank the object of rank 0."""
+    """Returns the object of rank 0 on every rank."""
     send: Callable[[Tensor, int], None]
+    """Sends a tensor to a rank."""
     receive: Callable[[Tensor], Tensor]
-    """A tensor of rank 0, of the shape and dtype of the argument."""
+    """Receives a tensor from rank 0, of the shape and dtype of the argument."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """Stands for a tensor that follows."""
+    """Placeholder for a tensor that is sent separately."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -63,8 +64,8 @@ class Dispatched:
         keeps_tail: bool,
         leave_out: Callable[[int], None],
     ) -> None:
-        """`starting`: entered to begin iterating over `loader`. `keeps_tail`: the first ranks have a batch more where
-        the last are too few for all; else they are left out, and `leave_out` is told how many."""
+        """`starting`: entered to begin iterating over `loader`. `keeps_tail`: if the last batches are too few for all
+        ranks, the first ranks get them; otherwise they are dropped, and `leave_out` is called with their number."""
         self._loader, self._channel, self._starting = loader, channel, starting
         self._keeps_tail, self._leave_out = keeps_tail, leave_out
         self._num_shares = max(channel.shares) + 1
@@ -73,7 +74,7 @@ class Dispatched:
         return self._read() if self._channel.rank == 0 else self._receive()
 
     def _read(self) -> Iterator[Any]:
-        """Rank 0: read a batch for each share, tell all, and send each rank its own."""
+        """Rank 0: read a batch for each share, broadcast their descriptions, and send each rank its tensors."""
         channel = self._channel
         batches: Iterator[Any] | None = None
         while True:
@@ -115,7 +116,7 @@ class Dispatched:
 
 
 def _described(batch: Any, found: list[Tensor]) -> Any:
-    """The batch, with something small in the place of each tensor; those that are sent are added to `found`."""
+    """The batch with a placeholder for each tensor. Tensors to be sent are appended to `found`."""
 
     def describe(leaf: Any) -> Any:
         if type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.device.type != "cpu":

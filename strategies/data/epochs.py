@@ -1,9 +1,9 @@
-"""In which order an epoch reads: one order for all ranks, whatever each rank has drawn or peeked at.
+"""The order of samples in an epoch, the same on all ranks whatever random numbers each rank has drawn.
 
-The order of an epoch follows from a seed that the ranks agreed on and from the epoch's number; where the user's
-sampler has random generators of its own, from those. An epoch counts once its iteration has ended or has yielded a
-second batch, or once the loop has called backward: `next(iter(loader))` on one rank changes nothing on any. The
-position within an epoch is that of the loop, not of what workers have fetched. Knows items and epochs; knows no loader.
+It depends on a seed that the ranks agreed on and on the epoch's number; if the user's sampler has random generators of
+its own, on those. The epoch's number increases once its iteration has ended or has yielded a second batch, or once
+the loop has called backward: `next(iter(loader))` on one rank changes nothing on any rank. The position within an
+epoch is that of the loop, not of prefetching workers. Knows items and epochs; knows no loader.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ T = TypeVar("T")
 class Reads:
     """How many items are drawn at a time: `first`, then `step`, then twice that, up to `largest`.
 
-    Growing, a slow sampler gives its first item soon, and a fast one is not slowed by the exchange of streams.
+    It starts small so that a slow sampler yields its first item soon, and grows because each draw saves and restores
+    the states of the random generators.
     """
 
     first: int
@@ -34,7 +35,7 @@ class Reads:
 
 @final
 class Drawn(Generic[T]):
-    """The items of a sampler, drawn a few at a time from the streams of one epoch."""
+    """The items of a sampler, drawn in chunks from the random streams of one epoch."""
 
     def __init__(self, items: Iterable[T], streams: Streams, reads: Reads) -> None:
         self._items, self._streams, self._reads = items, streams, reads
@@ -43,7 +44,7 @@ class Drawn(Generic[T]):
         self.ended = False
 
     def begin(self, *, again: bool) -> None:
-        """Begin now, for samplers that draw when they begin; `again`: from where the epoch's streams began."""
+        """Call `iter` on the sampler now, since some draw in it; `again`: with the streams at the epoch's beginning."""
         with self._streams.drawing_again() if again else self._streams.drawing():
             self._iterator = iter(self._items)
 
@@ -52,7 +53,7 @@ class Drawn(Generic[T]):
 
     @property
     def sized(self) -> bool:
-        """Whether the items have an end that can be drawn to."""
+        """Whether the sampler has a length, so that all its items can be drawn."""
         try:
             len(self._items)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError):
@@ -60,7 +61,7 @@ class Drawn(Generic[T]):
         return True
 
     def finish(self) -> None:
-        """Draw all that is left now. Whoever still iterates gets it all the same."""
+        """Draw all remaining items now. An iterator that is still in use yields them."""
         if not self.ended:
             self._rest = self._draw(None)
             self.ended = True
@@ -83,21 +84,22 @@ class Drawn(Generic[T]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """How far the loop has come in an epoch."""
+    """The position of the loop within an epoch."""
 
     start: int = 0
-    """Samples of the order that were read before, by runs that cut it into other steps."""
+    """Samples of the order that were read by earlier runs with another number of samples per step."""
     batches: int = 0
-    """Batches that the loop has received since, on each rank."""
+    """Batches that the loop has received after them, on each rank."""
     samples: int = 0
-    """Samples that all ranks have received with them, those of `start` included."""
+    """Samples that all ranks together have received, `start` included."""
 
 
 @final
 class Epoch:
-    """One iteration over a loader: the number of its epoch, its streams, and what is drawn from them.
+    """One iteration over a loader: the number of its epoch, its random streams, and the items drawn from them.
 
-    `begun_at`: where the iteration begins, `position`: where the loop stands.
+    `begun_at`: where the iteration begins. `position`: where the loop is. `counted`: the number is used up, so the
+    next iteration is the next epoch. `over`: all batches were received.
     """
 
     def __init__(self, number: int, streams: Streams, begun_at: Position) -> None:
@@ -106,20 +108,21 @@ class Epoch:
         self.counted = self.over = False
         self.begun_at = self.position = begun_at
         self.fetched: deque[tuple[int, bool]] = deque()
-        """For each batch that was asked for and that the loop has not received: the samples read with it, and whether
-        it has another number of samples on other ranks."""
+        """For each prefetched batch that the loop has not received: the samples of the order up to its end, and whether
+        its number of samples differs between ranks."""
         self.is_unequal = False
-        """Whether the batch that the loop has received last has."""
+        """Whether the number of samples of the latest batch differs between ranks."""
 
     def receive(self) -> None:
-        """Say that the loop has got another batch."""
+        """Advance the position by the batch that the loop receives."""
         samples, self.is_unequal = self.fetched.popleft() if self.fetched else (self.position.samples, False)
         self.position = replace(self.position, batches=self.position.batches + 1, samples=samples)
 
     def draw(self, items: Iterable[T], reads: Reads, *, eager: bool) -> Iterator[T]:
-        """Iterate over `items`; `eager` begins at once.
+        """Iterate over `items`; `eager` calls `iter` on them at once.
 
-        Loaders begin an epoch twice, torch's with workers, torchdata's when they resume, and read the second.
+        Some loaders iterate their sampler twice and read the second iterator: torch's with workers, torchdata's when
+        they resume.
         """
         drawn, again = Drawn(items, self.streams, reads), self.drawn is not None
         self.fetched.clear()
@@ -131,23 +134,23 @@ class Epoch:
 
 @final
 class Order:
-    """The epochs of one loader: the seed, the number of the next epoch, and the epoch begun last."""
+    """The epochs of one loader: the seed, the number of the next epoch, and the latest epoch."""
 
     def __init__(self, seed: int, own: list[Rng], states: Sequence[Any] = ()) -> None:
-        """`states`: those of rank 0, which the generators take over when the first epoch begins."""
+        """`own`: the sampler's generators. `states`: theirs on rank 0, copied into them when the first epoch begins."""
         self.seed, self.own, self.epoch = seed, own, 0
         self._adopted = [(rng, digest(rng.read()), state) for rng, state in zip(own, states, strict=bool(states))]
         self.latest: Epoch | None = None
         self.standing: Epoch | None = None
-        """The epoch that the loop has received its last batch from."""
+        """The epoch of the loop's latest batch."""
         self._resumed: tuple[int, Position] | None = None
-        """An epoch, and where its iteration begins."""
+        """A restored epoch number and position."""
         self._opening: Epoch | None = None
         self._unsettled: Epoch | None = None
 
     @contextmanager
     def opening(self) -> Iterator[Epoch]:
-        """Within it, whoever begins an epoch begins this one, under its random streams."""
+        """Within the context, `begin` returns the epoch that it yields, and random numbers come from its streams."""
         self._opening = self._new()
         try:
             with self._opening.streams.drawing():
@@ -156,17 +159,17 @@ class Order:
             self._opening = None
 
     def begin(self) -> Epoch:
-        """The epoch that is being opened, or a new one."""
+        """The epoch of the enclosing `opening`, or a new one."""
         self.latest = self._opening or self._new()
         return self.latest
 
     def receive(self, epoch: Epoch) -> None:
-        """Say that the loop has got another batch of `epoch`: there it stands."""
+        """Advance the position by a batch of `epoch` that the loop receives."""
         epoch.receive()
         self.standing = epoch
 
     def count(self, epoch: Epoch) -> None:
-        """Say that `epoch` was more than a peek. The number moves on, unless somebody has set it meanwhile."""
+        """Use up the number of `epoch`: the next is one higher, unless `set_epoch` was called meanwhile."""
         if epoch.counted:
             return
         epoch.counted = True
@@ -175,10 +178,10 @@ class Order:
             self.epoch += 1
 
     def settle(self) -> None:
-        """Let the user's own generators go on from the end of the epoch that was counted last.
+        """Advance the sampler's generators to the end of the latest counted epoch.
 
-        An order of known length is drawn to its end even where the iteration was left early: the ranks may have
-        left it at different batches, and go on together.
+        An order of known length is drawn to its end even if the loop ended early: the ranks may have left it at
+        different batches, and their generators must stay equal.
         """
         epoch, self._unsettled = self._unsettled, None
         if epoch is None or epoch.drawn is None or not self.own:
@@ -188,7 +191,7 @@ class Order:
         epoch.streams.settle(complete=epoch.drawn.ended)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loop stands: in the epoch that it reads, or before the next one."""
+        """The position of the loop: within its epoch, or at the start of the next one."""
         self._adopt()
         epoch = self.standing
         if epoch is not None and not epoch.over:
@@ -198,7 +201,7 @@ class Order:
         return {"seed": self.seed, "epoch": number, "generators": own, **asdict(position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next epoch begin where `state` was taken."""
+        """Make the next iteration begin at the position in `state`."""
         self.seed, self.epoch = state["seed"], state["epoch"]
         self._resumed = self.epoch, Position(**{name: state[name] for name in ("start", "batches", "samples")})
         self.latest = self.standing = self._unsettled = None
@@ -207,11 +210,11 @@ class Order:
             rng.write(own)
 
     def seed_of(self, epoch: Epoch, end: int, reader: int) -> int:
-        """The seed of what `reader` draws while it loads the batch that ends after `end` samples of the epoch."""
+        """The seed for loading the batch that ends after `end` samples of the epoch, in workers of share `reader`."""
         return mix(self.seed, epoch.number, "batch", end, reader)
 
     def _adopt(self) -> None:
-        """Write the states of rank 0, but for a generator that the user has moved since: then that is the order."""
+        """Copy rank 0's states into the generators, except into those that the user has reseeded or used since."""
         for rng, before, state in self._adopted:
             if digest(rng.read()) == before != digest(state):
                 rng.write(state)
@@ -223,6 +226,6 @@ class Order:
         return Epoch(self.epoch, Streams(mix(self.seed, self.epoch), self.own), self._beginning())
 
     def _beginning(self) -> Position:
-        """Where the next epoch begins. An epoch that the user has chosen since begins with its first sample."""
+        """Where the next epoch begins: a restored position is dropped if `set_epoch` has chosen another epoch."""
         number, position = self._resumed or (self.epoch, Position())
         return position if number == self.epoch else Position()

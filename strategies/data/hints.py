@@ -1,4 +1,4 @@
-"""What slows a loader down, said once, from a few numbers. Only where a device would have to wait for it."""
+"""Performance warnings about a loader's workers. Only for accelerators, which would have to wait for it."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from fabric.launchers.cores import num_cores
 from fabric.strategies.data.workers import start_method_of
 
 MIN_CORES = 4
-"""Cores under which workers would take time from the training process itself. A guess, not a measurement."""
+"""With fewer cores, workers would take time from the training process itself. A guess, not a measurement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
-    """What there is to know about how a loader loads."""
+    """How a loader loads its batches."""
 
     num_workers: int
     persistent_workers: bool
     start_method: str
-    """How the loader's workers start: fork, forkserver, spawn."""
+    """Start method of the workers: fork, forkserver, spawn."""
     launcher: str
-    """How the rank itself started."""
+    """Name of the launcher that started this rank."""
     num_cores: int
     accelerated: bool
     """Whether the batches go to a device other than the CPU."""
 
 
 def advice(loading: Loading) -> str | None:
-    """A sentence with what was written, what it costs and what to write instead; None where all is well."""
+    """A warning with what was written, what it costs and what to write instead; None if there is none."""
     if not loading.accelerated or loading.num_cores < MIN_CORES:
         return None
     if loading.num_workers == 0:
@@ -46,7 +46,7 @@ def advice(loading: Loading) -> str | None:
 
 
 def loading_of(loader: DataLoader[object], *, launcher: str, accelerated: bool) -> Loading:
-    """Look at a loader and at this machine."""
+    """How `loader` loads its batches on this machine."""
     return Loading(
         num_workers=loader.num_workers,
         persistent_workers=loader.persistent_workers,

@@ -1,6 +1,6 @@
-"""Datasets of Hugging Face, recognised by the module of their class: `datasets` need not be installed.
+"""Hugging Face datasets, recognised by the module of their class: `datasets` need not be installed.
 
-The private names of `datasets` that are read, here and in `split.py`, are looked up when a stream is met first.
+The private names of `datasets` that are used here and in `split.py` are checked at the first `IterableDataset`.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def is_iterable(dataset: object) -> bool:
 
 
 def rows(dataset: Any, places: list[int]) -> list[Any]:
-    """Some rows of a map-style dataset as they are stored: nothing is decoded, no transform runs."""
+    """Rows of a map-style dataset as they are stored: nothing is decoded, no transform runs."""
     stored = dataset.with_format("arrow")[places]
     return list(stored.to_pylist())
 
 
 def split(dataset: Any, num_shards: int, index: int) -> tuple[Any, Callable[[], None]]:
-    """The part of a stream that is read by one of `num_shards` readers, and what brings it to the stream's epoch.
+    """One of `num_shards` parts of a stream, and a function that sets its epoch to that of the stream.
 
-    By the library's own function: each epoch shuffles all shards, and each reader takes every `num_shards`-th.
+    By `split_dataset_by_node`: each epoch shuffles all shards, and each reader takes every `num_shards`-th.
     """
     distributed = importlib.import_module("datasets.distributed")
     part = distributed.split_dataset_by_node(dataset, rank=index, world_size=num_shards)
@@ -59,12 +59,12 @@ def split(dataset: Any, num_shards: int, index: int) -> tuple[Any, Callable[[], 
 
 
 def sources(dataset: Any) -> list[Any]:
-    """What a stream reads: the arguments of its generator (files, tables), through all that was put around it."""
+    """What a stream reads: the arguments of its generator (files, tables), below all transforms."""
     return [found for found in _walk(dataset._ex_iterable) if not _is_random(found)]
 
 
 def shuffle_states(dataset: Any) -> list[str]:
-    """The state of each random generator by which a stream shuffles itself. Without a seed it differs by process."""
+    """The state of each random generator that shuffles a stream. Without a seed it differs between processes."""
     if not is_iterable(dataset):
         return []
     return [repr(found.bit_generator.state) for found in _walk(dataset._ex_iterable) if _is_random(found)]

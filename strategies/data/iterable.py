@@ -1,8 +1,8 @@
-"""A stream of samples that every rank reads, and of which each keeps its share.
+"""Iterable datasets: every rank reads the whole stream and keeps its share, unless the dataset can be split.
 
-An iterable dataset has no indices to exchange, so the copy of the loader gets another dataset: this one reads the
-user's, makes the batches itself, and yields those of its rank. It runs where the user's would, in each worker, on
-the part of the stream that the user's code gives that worker.
+An iterable dataset has no sampler to replace, so the copy of the loader gets another dataset: a `SharedStream` reads
+the user's dataset, makes the batches, and yields those of its rank. It runs in each worker, over the part of the
+stream that the user's code gives to that worker.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fabric.strategies.data.share import Share
 
 @runtime_checkable
 class Shardable(Protocol):
-    """An iterable dataset that can read a part of itself."""
+    """An iterable dataset that can be split."""
 
     def shard(self, num_shards: int, index: int) -> Iterable[Any]:
-        """The part `index` of `num_shards`: together all samples, each once."""
+        """Part `index` of `num_shards` disjoint parts, which together have all samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +34,14 @@ class SplitStream:
     """The part of an iterable dataset that one rank reads."""
 
     words: str
-    """What split it off."""
+    """The function that made the part, as an error names it."""
     part: Iterable[Any]
     follow: Callable[[], None] = lambda: None
-    """Brings the part to the epoch that the user has set on the whole."""
+    """Sets the epoch of the part to that of the whole dataset."""
 
 
 def split_stream(dataset: IterableDataset[Any], share: Share) -> SplitStream | str:
-    """The part of `dataset` that a rank reads; where it cannot be read in equal parts, a sentence that says so."""
+    """The part of `dataset` that a rank reads; a warning if it cannot be split into equal parts."""
     name, count = type(dataset).__name__, share.count
     if huggingface.is_iterable(dataset):
         num_shards: int = dataset.num_shards  # type: ignore[attr-defined]
@@ -62,22 +62,22 @@ def split_stream(dataset: IterableDataset[Any], share: Share) -> SplitStream | s
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Yielded last, in place of a batch: how many items at the end of the stream were too few for all ranks."""
+    """Yielded last, instead of a batch: how many items at the end of the stream were too few for all ranks."""
 
     num_items: int
 
 
 @final
 class SharedStream(IterableDataset[Any]):
-    """The batches that one rank reads of the user's iterable dataset, uncollated.
+    """One rank's batches of the user's iterable dataset, before `collate_fn`.
 
-    The stream's randomness follows from seed, epoch and worker, so that all ranks read one stream.
+    Random numbers depend on seed, epoch and worker only, so that all ranks read the same stream.
     """
 
     def __init__(self, dataset: IterableDataset[Any], cut: Cut, seed: int) -> None:
         self.dataset, self.cut = dataset, cut
         self.announced = torch.tensor([seed, 0])
-        """The seed, and the epoch that an iteration reads. In shared memory where workers outlive an iteration."""
+        """The seed, and the epoch of the next iteration. In shared memory if workers are persistent."""
 
     def __iter__(self) -> Iterator[Any]:
         seed, epoch = self.announced.tolist()
@@ -86,7 +86,7 @@ class SharedStream(IterableDataset[Any]):
         return self._batches(streams)
 
     def announce(self, seed: int, epoch: int) -> None:
-        """Say which epoch the next iteration reads. In the process that iterates, not in a worker."""
+        """Set the epoch of the next iteration. Called in the process that iterates, not in a worker."""
         self.announced.copy_(torch.tensor([seed, epoch]))
 
     def _batches(self, streams: Streams) -> Iterator[Any]:
@@ -101,7 +101,7 @@ class SharedStream(IterableDataset[Any]):
 @final
 @dataclass(frozen=True)
 class Collate:
-    """The user's `collate_fn`, for what comes from the user's dataset."""
+    """The user's `collate_fn`; a `LeftOut` is passed through."""
 
     collate: Callable[[Any], Any]
 
@@ -110,7 +110,7 @@ class Collate:
 
 
 def without_left_out(batches: Iterator[Any], leave_out: Callable[[int], None]) -> Iterator[Any]:
-    """The batches of a loader over a `SharedStream`; what its end had too few of is reported, not yielded."""
+    """The batches of a loader over a `SharedStream`. A `LeftOut` is passed to `leave_out` instead of yielded."""
     for batch in batches:
         if isinstance(batch, LeftOut):
             leave_out(batch.num_items)

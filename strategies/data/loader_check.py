@@ -1,8 +1,8 @@
-"""What the ranks settle about a loader before anyone reads: one seed, one state of each generator, one order.
+"""Agreement between ranks when a loader is set up: the same data, one seed, one state of each random generator.
 
-Where ranks were given different loaders, samples would be read twice or never and nothing would show it; so they
-compare a digest of what they were given. Set-up sends a broadcast from rank 0 and an all-reduce of one number;
-descriptions of all ranks are gathered only for the error. Later nothing is sent.
+If ranks had different loaders, samples would be read twice or never, silently; so digests of their descriptions are
+compared. Cost: a broadcast from rank 0 and an all-reduce of one number at set-up; descriptions of all ranks are
+gathered only for the error. Nothing is sent later.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ from fabric.strategies.data.rng import Rng, digest, mix
 from fabric.strategies.data.uneven import Votes
 
 SHUFFLED_BY = "random state of its shuffle"
-"""The name under which a description has the random state of a dataset that shuffles itself."""
+"""The key of a description that holds the random state of a dataset that shuffles itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """How the set-up of a loader talks to the other ranks. Each function is called by all of them."""
+    """The collectives that the set-up of a loader uses. Every rank calls each of them."""
 
     size: int
     broadcast: Callable[[Any], Any]
-    """Gives every rank the object of rank 0."""
+    """Returns the object of rank 0 on every rank."""
     gather: Callable[[Any], list[Any]]
-    """Gives every rank the objects of all ranks."""
+    """Returns the objects of all ranks, in rank order, on every rank."""
     same: Callable[[str], bool]
-    """Whether all ranks passed the same words: one all-reduce of one number."""
+    """Whether all ranks passed the same string: one all-reduce of one number."""
     votes: Callable[[], Votes] | None = None
-    """Makes what loaders agree by while they are iterated."""
+    """Makes the `Votes` by which a loader agrees on its number of batches. None: not supported."""
     channel: Callable[[int], Channel] | None = None
-    """Makes what rank 0 sends batches by, given the share of this rank."""
+    """Makes the `Channel` of a loader that rank 0 reads, given the share of this rank. None: not supported."""
 
 
 @final
 class LoaderNumbers:
-    """Numbers the loaders that are set up one after another in the same state of torch's global generator, from 0.
+    """Numbers the loaders that are set up in the same state of torch's global generator, from 0.
 
-    Once one of them is iterated, the next is number 0 again: a program that seeds itself as before, within the same
-    process, reads the same order as before.
+    Once one of them is iterated, numbers start at 0 again: a program that seeds itself again, in the same process,
+    reads the same order again. Also counts backward passes for the loaders.
     """
 
     def __init__(self) -> None:
         self._state, self._number = b"", 0
         self.num_backwards = 0
-        """Of the loop. An iteration that ends after one batch without any was a peek."""
+        """Backward passes of the loop. An iteration that ends after one batch and none of these uses up no epoch."""
         self.num_unweighted = 0
-        """Backwards without a weight."""
+        """Backward passes without `weight=`."""
         self.note_batch: Callable[[Any, object], None] | None = None
-        """Called with each batch that the loop receives, and its loader."""
+        """Called with each batch that the loop receives, and the `Iteration` that it is of."""
 
     def next(self) -> int:
         """The number of the loader that is being set up."""
@@ -62,23 +62,25 @@ class LoaderNumbers:
         return self._number
 
     def restart(self) -> None:
-        """Say that a loader is iterated."""
+        """Start at 0 again: called when a loader is iterated."""
         self._state = b""
 
 
 @dataclass(frozen=True, slots=True)
 class Seeds:
-    """The randomness of rank 0: where the order of every rank comes from."""
+    """The seed and generator states of rank 0, from which every rank makes its order."""
 
     seed: int
     states: list[Any]
-    """Of each generator that the loader's samplers keep."""
+    """State of each random generator of the loader's samplers."""
 
 
 def agree_on_seed(own: list[Rng], number: int, ranks: Ranks) -> Seeds:
-    """Give every rank the seed and the generator states of rank 0. No generator is drawn from, none is written.
+    """Broadcast the seed and the generator states of rank 0. No generator is drawn from or written.
 
-    The seed follows from the state of torch's global generator, so `seed_everything` governs it, and from `number`: see
+    Ranks: all call it.
+
+    The seed depends on the state of torch's global generator, hence on `seed_everything`, and on `number`: see
     `LoaderNumbers`.
     """
     seed = mix("loader", number, digest(torch.default_generator.get_state()))
@@ -89,9 +91,9 @@ def agree_on_seed(own: list[Rng], number: int, ranks: Ranks) -> Seeds:
 
 
 def agree_on_loader(described: Mapping[str, Any], own: list[Rng], ranks: Ranks) -> bool:
-    """Return once all ranks have described the same loader; whether the states of their generators are equal, too.
+    """Check that all ranks have the same description; return whether the states of their generators are equal, too.
 
-    Raises: ValueError: on every rank, where the descriptions differ.
+    Ranks: all call it. Raises: ValueError: on every rank, if descriptions differ.
     """
     words = repr(dict(described))
     if ranks.same(f"{words}\n{[digest(rng.read()) for rng in own]}"):
@@ -108,15 +110,15 @@ def _difference(votes: list[dict[str, Any]]) -> str:
     ]
     seeded = " Pass the same `seed` to `.shuffle()` on every rank." if SHUFFLED_BY in names else ""
     return (
-        "The ranks were given different loaders, so that some samples would be read twice and others never:\n"
+        "The ranks were given different loaders, so some samples would be read twice and others never:\n"
         + "\n".join(lines)
-        + f"\nBuild the same loader on every rank, over the whole dataset.{seeded} Where each rank reads data of its "
-        "own, or a part that was split off before, pass `use_distributed_sampler=False`."
+        + f"\nBuild the same loader on every rank, over the whole dataset.{seeded} If each rank reads data of its "
+        "own, or a part that was split before, pass `use_distributed_sampler=False`."
     )
 
 
 def length_of(something: object) -> int | None:
-    """The length of something, None where it has none."""
+    """`len(something)`, None if it has no length."""
     try:
         return len(something)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):

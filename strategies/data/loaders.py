@@ -1,9 +1,9 @@
-"""What a strategy does to a loader: cut it to this rank's share, move its batches, leave the user's object alone.
+"""`setup_dataloaders`: distribute a loader over ranks and move its batches; the user's loader is not modified.
 
-A loader is never made anew from guessed arguments. A shallow copy of it reads from another source: of indices where
-it has a sampler, of samples where its dataset is a stream. What cannot be shared out is an error here, before
-anything is read. Set-up sends two or three small messages (`Ranks`); iterating sends none. Neither draws from the
-random generators of the process or of a sampler: they stand afterwards as before, on one rank and on many.
+A loader is never constructed again from guessed arguments. A shallow copy of it gets another sampler, or another
+dataset if that is iterable. Data that cannot be distributed raises here, before anything is read. Set-up sends two or
+three small messages (`Ranks`); iterating sends none, except with `uneven` and `dispatch`. Neither draws from the
+random generators of the process or of a sampler: their states are restored.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ def process_dataloader(
     uneven: Uneven | None = None,
     dispatch: bool = False,
 ) -> DeviceLoader:
-    """The loader, cut to this rank's share (`distribute`), its batches on `device` (`move`).
+    """The loader, with this rank's share of the data (`distribute`) and its batches moved to `device` (`move`).
 
-    Ranks: all that read parts of the same data call it, with the same loader. One rank alone gets plain PyTorch: the
-    same order from the same random numbers. Data that is split for this rank already (`DistributedSampler`,
+    Ranks: all that read parts of the same data call it, with the same loader. A single rank reads as in plain PyTorch:
+    the same order from the same random numbers. Data that is split for this rank already (`DistributedSampler`,
     `split_dataset_by_node`: see `split.py`) is not split again. `numbers` tells apart loaders that are set up in the
-    same random state; `report` shows a warning, on one rank. `carry`: how the batches go to the device, where it has a
-    way of its own. `draw_apart`: called before the loop gets a batch. `dispatch`: rank 0 reads the loader for all.
-    Raises: ValueError: the data cannot be shared out, it is split for another rank or another number of ranks, or the
-    ranks were given different loaders.
+    same random state. `report` shows a warning, on one rank. `carry`: moves batches to the device, if that has a way of
+    its own. `draw_apart`: called before each batch is yielded. `dispatch`: rank 0 reads the loader for all ranks.
+    Raises: ValueError: the data cannot be distributed, is split for another rank or another number of ranks, or ranks
+    have different loaders. TypeError: `loader` is not iterable.
     """
     if isinstance(loader, DeviceLoader):
         raise ValueError("`setup_dataloaders` was given a loader that it returned before. Pass the original loader.")
@@ -72,8 +72,8 @@ def process_dataloader(
     dispatched = _dispatched(loader, setup) if dispatch else None
     split = split_of(loader, share) if distribute and dispatched is None else None
     accelerated = move and device.type != "cpu"
-    # Ahead only of what workers have at hand: an iterable may depend on the loop, a stateful loader counts what was
-    # fetched, and without workers a batch draws from the random generators of the loop.
+    # Prefetch only what workers load: another iterable may depend on the loop, a stateful loader counts what was
+    # fetched, and without workers loading a batch draws from the random generators of the loop.
     ahead = isinstance(loader, DataLoader) and not isinstance(loader, Resumable) and loader.num_workers > 0
     if isinstance(loader, DataLoader):
         sentence = advice(loading_of(loader, launcher=launcher, accelerated=accelerated))
@@ -85,7 +85,7 @@ def process_dataloader(
         agreement = _equal_batches(loader, split.words, setup, exact=_has_indices(loader))
         reading = replace(_own(loader, setup), agreement=agreement)
     elif not distribute:
-        # Each rank reads what its loader gives, and may do so alone: nothing is sent unless that was asked for.
+        # Each rank reads its own loader, perhaps alone: no collective unless `uneven` was passed.
         words, exact = type(loader).__name__, _has_indices(loader)
         agreement = None if uneven is None else _agreement(loader, words, setup, exact=exact)
         reading = replace(_own(loader, setup), agreement=agreement)
@@ -107,6 +107,8 @@ def process_dataloader(
 
 @dataclass(frozen=True, slots=True)
 class _Setup:
+    """What all loaders of one strategy are set up with. `uneven`: ranks may have different numbers of batches."""
+
     share: Share
     uneven: bool
     ranks: Ranks
@@ -116,11 +118,11 @@ class _Setup:
 
     @property
     def part(self) -> Share | None:
-        """Which part this rank reads of data that ranks read apart; None where there is one rank."""
+        """The part that this rank reads of data that was split over ranks; None with one rank."""
         return self.share if self.ranks.size > 1 else None
 
     def alone(self) -> _Setup:
-        """The set-up of a loader that this rank reads whole, for itself."""
+        """The set-up of a loader that this rank reads whole, without collectives."""
         return replace(self, share=Share(), uneven=True, ranks=_ALONE)
 
 
@@ -128,7 +130,7 @@ _ALONE = Ranks(size=1, broadcast=lambda obj: obj, gather=lambda obj: [obj], same
 
 
 def _dispatched(loader: Iterable[Any], setup: _Setup) -> Dispatched | None:
-    """This rank's batches of what rank 0 reads for all; None for one rank."""
+    """This rank's batches of a loader that rank 0 reads; None with one rank."""
     if setup.ranks.size == 1 or setup.ranks.channel is None:
         return None
     channel = setup.ranks.channel(setup.share.index)
@@ -138,12 +140,12 @@ def _dispatched(loader: Iterable[Any], setup: _Setup) -> Dispatched | None:
 
 
 def _has_indices(loader: object) -> bool:
-    """Whether this is a loader over a map-style dataset, which reads indices."""
+    """Whether this is a loader over a map-style dataset."""
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
 def _own(loader: Iterable[Any], setup: _Setup) -> Reading:
-    """The loader as the user made it, which each rank reads whole, at a position of its own."""
+    """The user's loader unsplit: each rank reads all of it, at a position of its own."""
     if isinstance(loader, Resumable):
         reading = _whole(loader, setup.share)
     elif isinstance(loader, DataLoader) and _has_indices(loader):
@@ -155,7 +157,7 @@ def _own(loader: Iterable[Any], setup: _Setup) -> Reading:
 
 
 def _whole(loader: Iterable[Any], share: Share) -> Reading:
-    """The loader as the user made it; what changes is how its workers start."""
+    """The user's loader; only its `worker_init_fn` is replaced."""
     if not isinstance(loader, DataLoader) or loader.num_workers == 0:
         return Reading(source=loader, epochal=_epochal(loader, loader), position=_stateful(loader))
     start = WorkerStart(share.index, loader)
@@ -178,7 +180,7 @@ def _shared(loader: DataLoader[Any], setup: _Setup) -> Reading:
 
 
 def _indexed(loader: DataLoader[Any], setup: _Setup, *, reader: int) -> Reading:
-    """A loader over a map-style dataset; `reader`: by which the draws of its workers differ from those of others."""
+    """A loader over a map-style dataset; `reader`: makes random numbers of its workers differ from other ranks'."""
     own = own_rngs(loader)
     seeds = agree_on_seed(own, setup.numbers.next(), setup.ranks)
     order = Order(seeds.seed, own, seeds.states)
@@ -190,8 +192,8 @@ def _indexed(loader: DataLoader[Any], setup: _Setup, *, reader: int) -> Reading:
         described = _described(loader) | describe(index.items, loader.dataset, seeds.seed) | {"generators": len(own)}
         if not agree_on_loader(described, own, setup.ranks):
             setup.report(
-                "The random generators of this loader's sampler differ between the ranks, which read one common "
-                "order: that of rank 0's. Seed them alike to choose the order yourself."
+                "The random generators of this loader's sampler have different states on the ranks. All ranks read in "
+                "the order of rank 0's. To choose the order yourself, seed them alike."
             )
         _refuse(index.cut, index.items)
     start = WorkerStart(reader, loader)
@@ -260,9 +262,9 @@ def _own_part(loader: DataLoader[Any], stream: SplitStream, setup: _Setup, start
 
 
 def _equal_batches(loader: Iterable[Any], words: str, setup: _Setup, *, exact: bool) -> Agreement | None:
-    """How ranks that train on parts of their own come to equal numbers of batches; None where they need not, or do.
+    """Gives ranks that train on parts of their own equal numbers of batches; None if they need not have, or have.
 
-    `exact`: a length is that of a sampler, not what a stream says of itself.
+    Ranks: all call it. `exact`: the length of the loader is that of its sampler, not the claim of an iterable dataset.
     Raises: ValueError: the lengths are known, and differ.
     """
     if setup.uneven:
@@ -274,8 +276,8 @@ def _equal_batches(loader: Iterable[Any], words: str, setup: _Setup, *, exact: b
         return None if exact else _agreement(loader, words, setup, exact=exact)
     lengths = setup.ranks.gather(length)
     raise ValueError(
-        f"`{words}` gives the {len(lengths)} ranks {', '.join(map(str, lengths))} batches, and each rank trains on as "
-        'many as any other. Pass `drop_last=True`, make the parts equal, pass `uneven="stop"` or `uneven="repeat"`, '
+        f"`{words}` gives the {len(lengths)} ranks {', '.join(map(str, lengths))} batches, and each rank must train on "
+        'as many as any other. Pass `drop_last=True`, make the parts equal, pass `uneven="stop"` or `uneven="repeat"`, '
         "or, where ranks may have different numbers of batches, `use='validate'`, `'test'` or `'predict'`."
     )
 
@@ -283,8 +285,8 @@ def _equal_batches(loader: Iterable[Any], words: str, setup: _Setup, *, exact: b
 def _agreement(loader: Iterable[Any], words: str, setup: _Setup, *, exact: bool) -> Agreement | None:
     if setup.ranks.size == 1 or setup.ranks.votes is None:
         return None
-    # Ahead as in `process_dataloader`; and without workers too where batches are made here, of a stream, which draws
-    # from random generators of its own.
+    # Prefetch as in `process_dataloader`; and without workers too if a `SharedStream` makes the batches, whose random
+    # generators are its own.
     ahead = False
     if isinstance(loader, DataLoader) and not isinstance(loader, Resumable):
         ahead = loader.num_workers > 0 or (loader.batch_size is not None and not exact)
@@ -298,12 +300,12 @@ def _shared_iterable(items: Iterable[Any], setup: _Setup) -> Reading:
 
 
 def _as_items(items: Iterable[Any], setup: _Setup) -> Reading:
-    """Ready batches, one to each rank in turn."""
+    """An iterable of batches, distributed round-robin."""
     seed = agree_on_seed([], setup.numbers.next(), setup.ranks).seed
     cut = TurnCut(share=setup.share, uneven=setup.uneven)
     _refuse(cut, items)
     order = Order(seed, [])
-    # Anything but a list is read no further than the step, so that its own state is that of the loop.
+    # Only a list is read ahead: the state of any other iterable must be that of the loop.
     at_hand = isinstance(items, (list, tuple))
     index = IndexSource(items, items, cut, order, _left_out(setup), chunks=MAX_CHUNKS if at_hand else 1, eager=True)
     return Reading(
@@ -318,15 +320,17 @@ def _as_items(items: Iterable[Any], setup: _Setup) -> Reading:
 
 
 def _copy(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
-    """The user's loader with other parts. Past the constructor torch forbids to set them, for good reason: whoever
-    read them before would not know. Nobody has read the copy's, and it takes over no iterator and no workers."""
+    """A shallow copy of the user's loader with other attributes, without its iterator and workers.
+
+    `DataLoader` forbids to set these after its constructor, since an iterator may have read them; the copy has none.
+    """
     duplicate = copy.copy(loader)
     duplicate.__dict__.update(parts, _iterator=None, _IterableDataset_len_called=None)
     return duplicate
 
 
 def _epochal(loader: Iterable[Any], source: Iterable[Any]) -> tuple[Epochal, ...]:
-    """Who wants to be told the number of the epoch: what is iterated, or else the parts of the user's loader."""
+    """The objects whose `set_epoch` is called: the iterated loader, or else the parts of the user's loader."""
     if isinstance(loader, Epochal):
         assert isinstance(source, Epochal)
         return (source,)
@@ -337,7 +341,7 @@ def _epochal(loader: Iterable[Any], source: Iterable[Any]) -> tuple[Epochal, ...
 
 
 def _refuse(cut: Cut, items: Iterable[Any]) -> None:
-    """Raise ValueError where so many items cannot be shared out."""
+    """Raise ValueError if so many items cannot be distributed over the ranks."""
     length = length_of(items)
     sentence = None if length is None else cut.refuse(length)
     if sentence is not None:
@@ -345,14 +349,14 @@ def _refuse(cut: Cut, items: Iterable[Any]) -> None:
 
 
 def _left_out(setup: _Setup) -> LeaveOut:
-    """Say once that items were left out."""
+    """A function that reports, once, that items were dropped."""
     said: list[int] = []
 
     def leave_out(num_items: int) -> None:
         if not said:
             setup.report(
                 f"The last {num_items} batches of the epoch were too few to give each of the {setup.share.count} "
-                "ranks one, and were left out. Where ranks may have different numbers of batches, pass "
+                "ranks one, and were dropped. Where ranks may have different numbers of batches, pass "
                 "`use='validate'`, `'test'` or `'predict'`."
             )
         said.append(num_items)

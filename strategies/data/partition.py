@@ -1,14 +1,15 @@
-"""How one order of items becomes equal shares: every item on one rank, nothing padded, nothing dropped.
+"""Partition an order of items into equal shares: every item on one rank, nothing padded, nothing dropped.
 
-Three kinds of items, three cuts. Single samples are cut so that the ranks' batches, laid side by side, are the
-batches of one process with a batch `count` times as large. Ready batches go round. Batches of indices go round too,
-but can be split. Every cut gives all ranks the same number of batches; where that is impossible `uneven` decides:
-True lets the first ranks have one more, False leaves the tail out and reports how many items it had.
+There is a class for each kind of items. `SampleCut`: single samples; the ranks' batches of a step, concatenated, are
+the batch of one process with a batch size `count` times as large. `BatchCut`: batches of indices, distributed
+round-robin, the last ones split if necessary. `TurnCut`: items that cannot be split, round-robin. All ranks get the
+same number of batches. If that is impossible, `uneven=True` gives the first ranks one more, and `uneven=False` drops
+the tail and reports how many items it had.
 
 Note [The tail of an epoch]
-With W ranks and batches of B, an order of n samples ends in a step of fewer than B * W. A step of at least W is
-divided evenly. A smaller one takes what it lacks from the step before, which then is smaller than B * W. So each
-rank gets a sample at every step, and a step's samples are all its own. Only B = 1 leaves nothing to take.
+With W ranks and a batch size of B, the last step of n samples may have fewer than B * W. With at least W samples it is
+divided evenly. With fewer, it takes the missing ones from the step before, which then has fewer than B * W. So every
+rank has a sample at every step, and no sample is used twice. Only with B = 1 the step before has none to spare.
 """
 
 from __future__ import annotations
@@ -23,38 +24,38 @@ from fabric.strategies.data.epochs import Reads
 from fabric.strategies.data.share import Share
 
 LeaveOut: TypeAlias = Callable[[int], None]
-"""Told how many items at the end of an order were left out."""
+"""Called with the number of items at the end of an order that were dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One share's batch of a step."""
+    """One rank's batch of a step."""
 
     batch: Any
     end: int
-    """How many samples of the order all ranks have read with this step."""
+    """Number of samples of the order that all ranks together have read, up to the end of this step."""
     is_unequal: bool = False
-    """Whether the shares' batches of this step have different numbers of samples."""
+    """Whether the ranks' batches of this step have different numbers of samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cut(ABC):
-    """What one share reads of an order."""
+    """Yields one share of an order of items, batch by batch."""
 
     share: Share
     uneven: bool
 
     keeps_samples: ClassVar[bool] = True
-    """Whether the items of the order are samples, whatever the size of a batch."""
+    """Whether the order of samples is the same for every batch size and number of ranks."""
 
     @property
     @abstractmethod
     def reads(self) -> tuple[int, int]:
-        """How many items make the first batch, and how many each further one."""
+        """How many items must be read for the first batch, and for each further one."""
 
     @abstractmethod
     def __call__(self, items: Iterator[Any], leave_out: LeaveOut) -> Iterator[Part]:
-        """This share's batches."""
+        """This share's batches. Calls `leave_out` if items at the end are dropped."""
 
     def skip(self, items: Iterator[Any], num_samples: int) -> Iterator[Any]:
         """The items after the first `num_samples` samples of the order."""
@@ -62,14 +63,14 @@ class Cut(ABC):
 
     @abstractmethod
     def length(self, num_items: int) -> int:
-        """How many batches this share has of so many items."""
+        """Number of batches of this share, of `num_items` items."""
 
     @abstractmethod
     def refuse(self, num_items: int) -> str | None:
-        """None where so many items can be shared out; otherwise what is so, and what to write instead."""
+        """None if so many items can be distributed; otherwise the text of the error."""
 
     def growing(self, chunks: int) -> Reads:
-        """What to draw at a time when reading ahead is cheap: up to `chunks` batches."""
+        """How many items to draw at a time: of one batch at first, of up to `chunks` batches later."""
         first, step = self.reads
         return Reads(first=first, step=step, largest=step * chunks)
 
@@ -84,12 +85,12 @@ class SampleCut(Cut):
 
     @property
     def step(self) -> int:
-        """Samples of all ranks in a whole step."""
+        """Number of samples in a full step of all ranks."""
         return self.batch_size * self.share.count
 
     @property
     def ahead(self) -> int:
-        """Samples to know of before a step is given: whether the last one will need to take from it."""
+        """How many samples to read beyond a step before it is yielded, in case the last step must take from it."""
         return 0 if self.drop_last or self.share.count == 1 else self.share.count
 
     @property
@@ -155,7 +156,7 @@ class SampleCut(Cut):
 @final
 @dataclass(frozen=True, kw_only=True)
 class BatchCut(Cut):
-    """Batches of indices, one to each rank in turn; a last round that lacks some is split until each rank has one."""
+    """Batches of indices, round-robin. Batches of an incomplete last round are split until each rank has one."""
 
     keeps_samples = False
 
@@ -188,13 +189,13 @@ class BatchCut(Cut):
             skipped += _size(next(items, range(num_samples)))
         if skipped > num_samples:
             raise ValueError(
-                f"The checkpoint stands after {num_samples} samples of the epoch, and no batch of the batch sampler "
-                "ends there. Let all ranks together read as many samples a step as in the run that was saved."
+                f"The checkpoint was taken after {num_samples} samples of the epoch, and no batch of the batch sampler "
+                "ends there. Let all ranks together read as many samples per step as in the saved run."
             )
         yield from items
 
     def _levelled(self, before: list[Any], last: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Both rounds with one batch per rank: the largest batches are halved, then those of the round before give."""
+        """The last two rounds, with a batch per rank: split the largest batches, then take from the round before."""
         count = self.share.count
         before, last = [list(batch) for batch in before], [list(batch) for batch in last]
         while len(last) < count and len(largest := max(last, key=len)) > 1:
@@ -206,7 +207,7 @@ class BatchCut(Cut):
         if len(last) < count and not self.uneven:
             raise ValueError(
                 f"The batch sampler ended with {len(last)} batches of one sample for {count} ranks, and the batches "
-                "before have none to give. Let it yield a multiple of the number of ranks, or, where ranks may have "
+                "before have none to spare. Let it yield a multiple of the number of ranks, or, where ranks may have "
                 "different numbers of batches, pass `use='validate'`, `'test'` or `'predict'`."
             )
         return before, last
@@ -221,7 +222,7 @@ class BatchCut(Cut):
 @final
 @dataclass(frozen=True, kw_only=True)
 class TurnCut(Cut):
-    """Items that stay whole, one to each rank in turn."""
+    """Items that cannot be split, round-robin."""
 
     @property
     def reads(self) -> tuple[int, int]:
@@ -246,8 +247,8 @@ class TurnCut(Cut):
         if self.uneven or num_items % count == 0:
             return None
         return (
-            f"{num_items} ready batches cannot be shared evenly by {count} ranks, and each rank trains on as many as "
-            f"any other. Pass {num_items - num_items % count} or {num_items - num_items % count + count} batches, a "
+            f"{num_items} ready batches cannot be shared evenly by {count} ranks, and each rank must train on as many "
+            f"as any other. Pass {num_items - num_items % count} or {num_items - num_items % count + count} batches, a "
             "`DataLoader` with a `batch_size`, or, where ranks may have different numbers of batches, "
             "`use='validate'`, `'test'` or `'predict'`."
         )

@@ -1,9 +1,8 @@
-"""Random numbers that are the same on every rank, drawn without touching those of the process.
+"""Random numbers that are equal on every rank, drawn without changing the random state of the process.
 
-A sampler that shuffles draws from wherever it likes: torch, `random`, numpy, a generator of its own. So that all
-ranks draw one order, their streams are exchanged for the time of a draw and then put back. Costs about 70 us per
-draw, most of it numpy's; whoever draws does it in chunks. A thread
-that draws at the same time draws from the exchanged streams. Knows samplers only as holders of generators.
+A sampler may draw from torch, `random`, numpy, or a generator of its own. So that all ranks draw the same order, the
+states of all of them are replaced during a draw and restored afterwards. Costs about 70 us per draw, most of it
+numpy's, so indices are drawn in chunks. Another thread that draws at the same time sees the replaced states.
 """
 
 from __future__ import annotations
@@ -24,22 +23,21 @@ from torch.utils.data import DataLoader
 
 @dataclass(frozen=True, slots=True)
 class Rng:
-    """One stream of random numbers: how to read its state, write it, and seed it."""
+    """A random generator: functions that read its state, write it, and seed it."""
 
     read: Callable[[], Any]
-    """The state, of what a checkpoint can hold: tensors, numbers, text, and tuples and dictionaries of them."""
+    """Returns the state, as types that a checkpoint holds: tensors, numbers, strings, tuples and dictionaries."""
     write: Callable[[Any], object]
     seed: Callable[[int], object]
 
 
 def mix(*parts: object) -> int:
-    """A seed of 63 bits that depends on every part, the same in every process."""
+    """A seed of 63 bits, a hash of the `repr` of all parts: the same in every process."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
 def process_rngs() -> list[Rng]:
-    """The streams that code draws from when it names none: torch's on the CPU, Python's, and numpy's where something
-    has imported numpy."""
+    """The global generators of torch (CPU), of `random`, and of numpy if it is imported."""
     generator = torch.default_generator
     found = [
         Rng(generator.get_state, generator.set_state, generator.manual_seed),
@@ -53,7 +51,7 @@ def process_rngs() -> list[Rng]:
 
 @contextmanager
 def put_back() -> Iterator[None]:
-    """Whatever is drawn within it, the process's streams stand afterwards as before."""
+    """Restore the states of the global generators when the context ends."""
     rngs = process_rngs()
     states = [rng.read() for rng in rngs]
     try:
@@ -64,9 +62,9 @@ def put_back() -> Iterator[None]:
 
 
 def own_rngs(loader: DataLoader[Any]) -> list[Rng]:
-    """The streams that a loader's samplers keep for themselves, each once, in a fixed order.
+    """The generators of a loader's samplers, each once, in a fixed order.
 
-    Found where they are attributes: of the samplers, of the sampler in a batch sampler, and the loader's `generator`.
+    Found: attributes of its samplers, attributes of the sampler in its batch sampler, and the loader's `generator`.
     """
     values: list[object] = [loader.generator]
     for sampler in (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.sampler):
@@ -96,7 +94,7 @@ def _own_rng(value: object) -> Rng | None:
 
 
 def _numpys(owner: Any, seed: Callable[[int], object]) -> Rng:
-    """`owner`: numpy's module `random`, or a `RandomState`."""
+    """A generator of numpy; `owner`: the module `numpy.random`, or a `RandomState`."""
 
     def read() -> tuple[Any, ...]:
         name, keys, *rest = owner.get_state()
@@ -110,24 +108,24 @@ def _numpys(owner: Any, seed: Callable[[int], object]) -> Rng:
 
 
 def _listed(state: Any) -> Any:
-    """The state of a bit generator without arrays, which a checkpoint does not hold."""
+    """The state of a bit generator with lists instead of arrays, which a checkpoint does not hold."""
     if isinstance(state, dict):
         return {key: _listed(entry) for key, entry in state.items()}
     return state.tolist() if type(state).__module__ == "numpy" else state
 
 
 def digest(state: Any) -> bytes:
-    """A fingerprint of an RNG's state."""
+    """A hash of the state of a generator."""
     values = state.tolist() if isinstance(state, Tensor) else state  # equal tensors do not pickle to equal bytes
     return hashlib.blake2b(pickle.dumps(values), digest_size=16).digest()
 
 
 @final
 class Streams:
-    """The random numbers of one epoch: the process's streams seeded, and streams that go on from where they are.
+    """The random states of one epoch: the global generators seeded anew, and those of the user's sampler (`own`).
 
-    `own` streams belong to the user's sampler. Between draws they hold the state with which the epoch began, so an
-    epoch that is not counted leaves no trace; `settle` moves them on.
+    Between draws `own` generators have the state in which the epoch began, so an epoch that is not counted changes
+    nothing; `settle` advances them.
     """
 
     def __init__(self, seed: int, own: list[Rng]) -> None:
@@ -144,7 +142,7 @@ class Streams:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Within it, whoever draws draws from these streams. The process's own are as before afterwards."""
+        """Within the context, all generators have the states of this epoch; afterwards, their former states."""
         if self._inside:
             yield
             return
@@ -158,7 +156,7 @@ class Streams:
 
     @contextmanager
     def drawing_again(self) -> Iterator[None]:
-        """Within it, whoever draws draws what was drawn first. Afterwards the streams stand where they stood."""
+        """Within the context, the generators have the states in which the epoch began; they do not advance it."""
         with self.drawing():
             standing = self._states(self._rngs)
             self._restore(self._rngs, self._start)
@@ -168,10 +166,10 @@ class Streams:
                 self._restore(self._rngs, standing)
 
     def settle(self, complete: bool) -> None:
-        """Move the `own` streams to where the next epoch begins, except those that the user has moved meanwhile.
+        """Advance the `own` generators to the next epoch, except those that the user has reseeded or used meanwhile.
 
-        `complete`: the order was drawn to its end, so they go on from there, as in plain PyTorch. Otherwise the
-        ranks may have drawn unequal amounts, and they are seeded from the state with which the epoch began.
+        `complete`: all items were drawn, so they continue from there, as in plain PyTorch. Otherwise ranks may have
+        drawn different numbers of items, and they are seeded from the state in which the epoch began.
         """
         ends = self._inner[len(self._inner) - len(self._own) :]
         for rng, begun, end in zip(self._own, self.begun, ends, strict=True):

@@ -1,7 +1,7 @@
-"""What a worker draws while it loads a batch: from the batch's own seed, whichever worker loads it.
+"""A seed per batch for the random numbers that a worker draws while it loads the batch.
 
-So augmentation differs from rank to rank, from epoch to epoch and from batch to batch, and a run that is resumed in
-mid-epoch repeats it, though its workers have loaded none of the batches before. Costs about 20 us per batch.
+So augmentation differs between ranks, epochs and batches, whichever worker loads them, and a run that is resumed
+within an epoch repeats it, although its workers loaded none of the batches before. Costs about 20 us per batch.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class SeededBatch(list[Any]):
 
 @final
 class SeededIndex:
-    """An index, or a batch that is no list, with a seed."""
+    """An index, or a batch that is not a list, with a seed."""
 
     def __init__(self, value: Any, seed: int) -> None:
         self.value, self.seed = value, seed
 
 
 def with_seed(batch: Any, seed: int) -> SeededBatch | SeededIndex:
-    """The same indices; a list stays one, for loaders that read their sampler themselves."""
+    """The same indices with a seed. A list stays a list, for subclasses of `DataLoader` that use its items."""
     if type(batch) is not list:
         return SeededIndex(batch, seed)
     seeded = SeededBatch(batch)
@@ -39,7 +39,7 @@ def with_seed(batch: Any, seed: int) -> SeededBatch | SeededIndex:
 
 @final
 class SeededDataset(Dataset[Any]):
-    """The user's map-style dataset in a worker: seeds the worker's generators, then loads. Delegates the rest."""
+    """The user's map-style dataset; seeds the worker's generators before it loads. Delegates other attributes."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -68,7 +68,7 @@ class SeededDataset(Dataset[Any]):
 
 
 def _seeded(indices: Any) -> Any:
-    """What the user's dataset is asked for; what it draws follows from the seed."""
+    """The plain indices; seeds the generators of the process if they carry a seed."""
     if not isinstance(indices, (SeededBatch, SeededIndex)):
         return indices
     for rng in process_rngs():

@@ -1,7 +1,6 @@
-"""Which part of the data a rank reads, and what the data is for.
+"""Which part of the data a rank reads (`Share`), and what the data is for (`Use`). A strategy chooses both.
 
-The two words that a strategy says to the loaders. A share is not a rank: ranks that hold pieces of one model
-(tensor parallel) have the same share.
+A share is not a rank: ranks that hold parts of one model (tensor parallel) have the same share.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Literal, TypeAlias, TypeVar
 T = TypeVar("T")
 
 Use: TypeAlias = Literal["train", "validate", "test", "predict"]
-"""In train every rank has the same number of batches. In the others numbers may differ where there is no other way."""
+"""For `train` every rank has the same number of batches. For the others numbers may differ if the data requires it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +25,7 @@ class Share:
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.count:
             raise ValueError(
-                f"A share with `index={self.index}` and `count={self.count}`: `index` counts from 0 to "
-                f"{self.count - 1}."
+                f"`Share(index={self.index}, count={self.count})`: `index` is between 0 and {self.count - 1}."
             )
 
     def of(self, items: Sequence[T]) -> Sequence[T]:

@@ -1,8 +1,8 @@
 """Loaders whose data is split over ranks already: recognised, checked, and not split again.
 
-Recognised by what a sampler, a stream or a node of a pipeline says of itself: a rank and a number of ranks, under the
-names that are in use (`SAYS`). A map-style dataset that was cut before (`datasets.Dataset.shard`, `Subset`) says
-nothing; there the ranks find that they hold different data: see `content.py`.
+Recognised by attributes of a sampler, an iterable dataset or a node of a pipeline that hold a rank and a number of
+ranks (`ATTRIBUTES`). A map-style dataset that was split before (`datasets.Dataset.shard`, `Subset`) has none; there
+ranks find that their data differs: see `content.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 from fabric.strategies.data import webdataset
 from fabric.strategies.data.share import Share
 
-SAYS = (
+ATTRIBUTES = (
     ("num_replicas", "rank"),  # torch, torchdata, transformers, timm and torchvision: samplers
     ("world_size", "rank"),  # torchdata's nodes, datasets' DistributedConfig
     ("world_size", "global_rank"),  # litdata
@@ -26,25 +26,25 @@ SAYS = (
     ("num_processes", "process_rank"),
     ("data_parallel_size", "data_parallel_rank"),  # Megatron
 )
-"""Attributes that tell over how many ranks something is split, and for which of them it reads."""
+"""Attributes with the number of ranks that data is split over, and the rank that an object reads for."""
 HOLDERS = ("_distributed", "distributed_env", "_parallel_rank_world")
-"""Attributes of streams that hold these two: datasets', litdata's, mosaicml-streaming's."""
+"""Attributes of iterable datasets whose value has those two: datasets', litdata's, mosaicml-streaming's."""
 INNER = ("sampler", "batch_sampler", "dataset", "datasets", "root", "source", "iterable", "pipeline")
-"""Where a loader, a wrapper or a node of a pipeline keeps what it reads."""
+"""Attributes in which a loader, a wrapper or a node of a pipeline holds what it reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """How something is split over ranks."""
+    """Data that is split over ranks."""
 
     words: str
-    """The thing and its arguments, as the user would write it."""
+    """What splits it, with its arguments, as the user would write it."""
     count: int
     index: int
 
 
 def split_of(loader: object, share: Share) -> Split | None:
-    """How the loader's data is split already; None where it is whole.
+    """How the loader's data is split already; None if it is not.
 
     Raises: ValueError: it is split for another rank, or for another number of ranks, than `share`.
     """
@@ -54,15 +54,15 @@ def split_of(loader: object, share: Share) -> Split | None:
             if (split.count, split.index) != (share.count, share.index):
                 raise ValueError(
                     f"The loader's `{split.words}` reads another part than this rank, which is {share.index} of "
-                    f"{share.count}. Leave it out: `setup_dataloaders` shares the data out. Or pass "
-                    "`use_distributed_sampler=False`, and each rank reads what its loader gives."
+                    f"{share.count}. Leave it out: `setup_dataloaders` splits the data. Or pass "
+                    "`use_distributed_sampler=False`, and each rank reads its own loader as it is."
                 )
             return split
     return None
 
 
 def pipe_error(pipe: IterDataPipe[Any]) -> ValueError:
-    """What several ranks raise for a data pipe, which torch's loader shares out by itself."""
+    """The error of a data pipe on several ranks: torch's `DataLoader` shards it by itself."""
     return ValueError(
         f"`{type(pipe).__name__}` is a data pipe, which shards itself in torch's `DataLoader` where it has a "
         "`sharding_filter`. Pass `use_distributed_sampler=False`, or make it an `IterableDataset`."
@@ -70,8 +70,8 @@ def pipe_error(pipe: IterDataPipe[Any]) -> ValueError:
 
 
 def _parts(loader: object) -> Iterator[object]:
-    """What the loader reads through, from the outside to the inside, each once; without map-style datasets, which may
-    know their rank for other reasons: there a sampler splits."""
+    """The objects through which the loader reads, outermost first, each once. Without map-style datasets: there the
+    sampler splits, and the dataset may have a rank for other reasons."""
     found, waiting = {id(loader)}, [("", loader)]
     while waiting:
         place, part = waiting.pop(0)
@@ -91,7 +91,7 @@ def _split(part: Any) -> Split | None:
         world_size, rank = shards
         return Split(words=f"split_by_node(world_size={world_size}, rank={rank})", count=world_size, index=rank)
     for holder in (part, *(getattr(part, name, None) for name in HOLDERS)):
-        for count_name, index_name in SAYS:
+        for count_name, index_name in ATTRIBUTES:
             count, index = getattr(holder, count_name, None), getattr(holder, index_name, None)
             if type(count) is int and type(index) is int:
                 words = f"{type(part).__name__}({count_name}={count}, {index_name}={index})"

@@ -1,7 +1,7 @@
-"""Batches to the device, whatever they are nested in; on an accelerator one batch ahead of the loop.
+"""Move batches to the device, nested containers included; on an accelerator one batch ahead of the loop.
 
-The copy of the next batch runs on a stream of its own while the device computes on the last. It overlaps where the
-loader pins its memory; without, the host waits for each copy, as in a plain loop.
+The next batch is copied on a side stream while the device computes on the last. This overlaps if the loader pins
+memory (`pin_memory=True`); without, the host waits for each copy, as in a plain loop.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from fabric.strategies.pytree import map_leaves
 
 @runtime_checkable
 class Movable(Protocol):
-    """Anything that knows how to go to a device, as tensors, packed sequences and tokenised batches do."""
+    """An object with a `to` method, such as tensors, packed sequences and tokenised batches."""
 
     def to(self, device: torch.device) -> Any:
-        """The same on `device`."""
+        """The same object on `device`."""
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor in it on `device`, in containers of the same types; the batch itself is left.
+    """The batch with every tensor in it on `device`, in new containers of the same types; `batch` is not changed.
 
-    Goes through what `map_leaves` knows for a container, and leaves to anything with a `to` method how it moves. A
-    pinned tensor is copied without waiting; work queued on the current stream afterwards sees it.
+    Descends into the containers that `map_leaves` knows, and calls the `to` method of any other object that has one.
+    Pinned tensors are copied asynchronously (`non_blocking`), on the current stream.
     """
 
     def move_one(leaf: Any) -> Any:
@@ -43,7 +43,7 @@ def _is_movable(leaf: Any) -> bool:
 
 
 def movables(batch: Any) -> list[Any]:
-    """What `move` moves: the tensors, and the objects that move themselves and hide theirs."""
+    """The leaves that `move` moves: tensors, and objects with a `to` method, whose tensors are not known."""
     found: list[Any] = []
 
     def collect(leaf: Any) -> Any:
@@ -56,30 +56,30 @@ def movables(batch: Any) -> list[Any]:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether copies to `device` can run beside its computations. On MPS they share one queue."""
+    """Whether copies to `device` can overlap its computations. On MPS they share one queue."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type == device.type != "mps"
 
 
 Carry: TypeAlias = Callable[[Iterator[Any], torch.device], Iterator[Any]]
-"""Gives the batches on a device."""
+"""Takes batches and a device; yields the batches on that device."""
 
 
 def one_by_one(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    """The batches on a device, each copied when the loop asks for it."""
+    """Yield the batches on a device, each copied when the loop asks for it."""
     return (move(batch, device) for batch in batches)
 
 
 def one_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    """The batches on an accelerator, each copied while the loop works on the one before.
+    """Yield the batches on an accelerator, each copied while the loop computes on the one before.
 
-    Reads one batch more than it has yielded. What is yielded is safe to use on the current stream, and its memory is
-    not given to others before the work queued on it is done.
+    Reads one batch more than it has yielded. The current stream waits for the copy of a yielded batch, and its memory
+    is reused only after the work that the current stream has queued on it.
     """
     # Note [Who frees a batch copied on another stream]
-    # The allocator gives memory back to the stream that it was taken on, here the side stream, as soon as Python
-    # drops the tensor. `record_stream` tells it that the loop's stream uses it too. Objects that move themselves
-    # hide their tensors, so a batch that holds one is moved on the loop's own stream.
+    # The caching allocator returns memory to the stream that it was allocated on, here the side stream, as soon as
+    # Python drops the tensor. `record_stream` tells it that the loop's stream uses it too. The tensors within other
+    # objects with a `to` method are not known, so a batch with one is moved on the loop's own stream.
     side = torch.Stream(device)
     ahead: tuple[Any, torch.Event | None] | None = None
     for batch in batches:

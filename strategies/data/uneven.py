@@ -1,11 +1,11 @@
-"""Ranks whose data ends at different batches go on for as long as all of them do, or as any of them does.
+"""Ranks whose data has different numbers of batches: all stop at the first end, or repeat data until the last.
 
-Only reading tells how long a stream is. So before each batch the ranks add up who has one: a message of two numbers,
-over a process group of its own, which collectives of the loop do not get in the way of. The next batch is read, and
-its message sent, before the loop gets this one: the message overlaps with the step. Every rank therefore
-iterates such a loader, and as often as the others.
+The length of a stream is known only after it was read. So before each batch the ranks all-reduce whether they have
+one: two numbers, over a separate process group, so that they are not matched with collectives of the loop. The next
+batch is read, and its all-reduce started, before this one is yielded: it overlaps with the step. Every rank must
+iterate such a loader, and equally often.
 
-Why not let a rank that has ended take part with a weight of zero: a mean over ranks would count it all the same.
+A rank without data cannot take part with a weight of zero instead: a mean over ranks would still count it.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, final
 
 Uneven: TypeAlias = Literal["stop", "error", "repeat"]
-"""What ranks do when the first of them has no batch left."""
+"""What all ranks do when the first of them has no batch left: stop, raise an error, or repeat their data."""
 
 _END = object()
 _NOTHING = -(2**20)
-"""Said by a rank that has not had a single batch to repeat: below zero, whatever the others say."""
+"""The vote of a rank that has no batch to repeat: negative in sum, whatever the others vote."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Votes:
-    """How ranks agree while they iterate. Each function is called by all of them."""
+    """The collectives by which ranks agree while they iterate. Every rank calls each of them."""
 
     size: int
     start: Callable[[list[int]], Callable[[], list[int]]]
-    """Starts the sum of all ranks' numbers, each below 2**40. What is returned waits, and gives the sum."""
+    """Starts an all-reduce (sum) of numbers below 2**40; returns a function that waits for it and returns the sums."""
     gather: Callable[[list[int]], list[list[int]]]
-    """Gives every rank the numbers of all ranks."""
+    """Returns the numbers of all ranks, in rank order, on every rank."""
 
 
 @final
 class Agreement:
-    """One loader's: each call is an iteration."""
+    """How the ranks agree on the number of batches of one loader. Each call is for one iteration."""
 
     def __init__(self, uneven: Uneven, votes: Votes, words: str, report: Callable[[str], None], *, ahead: bool) -> None:
-        """`words`: the loader, for people. `ahead`: read the next batch, and ask about it, before this one is given."""
+        """`words`: the loader as errors name it. `ahead`: read the next batch, and start its vote, before yielding."""
         self._uneven, self._votes, self._words, self._ahead = uneven, votes, words, ahead
         self._report = report
         self._iterations = 0
@@ -47,9 +47,11 @@ class Agreement:
     def __call__(
         self, batches: Iterator[Any], again: Callable[[], Iterator[Any]]
     ) -> tuple[Iterator[Any], Callable[[], int]]:
-        """The batches, for as many steps as the ranks agree on, and what tells how many were read of this rank's data.
+        """The batches for as many steps as the ranks agree on, and a function that returns how many were read.
 
-        `again` begins this rank's data anew; what it gives is not counted.
+        `again` iterates this rank's data again; those batches are not counted.
+        Raises, while the batches are iterated: RuntimeError: on every rank, if ranks are at different batches, have
+        different numbers of batches under `"error"`, or nothing to repeat under `"repeat"`.
         """
         self._iterations += 1
         supply = _Supply(batches, again if self._uneven == "repeat" else None)
@@ -90,13 +92,13 @@ class Agreement:
     def _tell_of_repeats(self, read: list[int], step: int) -> None:
         if min(read) == 0 and step < max(read):
             raise RuntimeError(
-                f"{self._begin()} has no batch for {_ranks([number == 0 for number in read])}, which cannot repeat "
-                "any. Give every rank some data."
+                f"{self._begin()} has no batch for {_ranks([number == 0 for number in read])}, and "
+                "nothing to repeat there. Give every rank some data."
             )
         if min(read) < step:
             self._say_once(
                 f"{self._begin()} has different numbers of batches: {_per_rank(read)}. The ranks take {step} steps, "
-                'and those with fewer begin anew, as `uneven="repeat"` says. This is said once.'
+                'and those with fewer repeat theirs, because of `uneven="repeat"`. This is reported once.'
             )
 
     def _tell_of_rest(self, has_more: list[bool], step: int) -> None:
@@ -109,9 +111,9 @@ class Agreement:
                 f'{found}, which `uneven="error"` forbids. Make the parts equal, or pass `uneven="stop"` or `"repeat"`.'
             )
         self._say_once(
-            f"{found}, from which no rank trains: all stop together. To use everything, pass "
-            '`setup_dataloaders(..., uneven="repeat")`, by which ranks that have ended begin anew, or make the parts '
-            "equal. This is said once."
+            f"{found}, which are not used: all ranks stop at the same step. To use all data, pass "
+            '`setup_dataloaders(..., uneven="repeat")`, with which ranks that have ended repeat theirs, or make the '
+            "parts equal. This is reported once."
         )
 
     def _say_once(self, sentence: str) -> None:
@@ -121,10 +123,10 @@ class Agreement:
     def _astray(self, places: list[list[int]]) -> str:
         where = "; ".join(f"rank {rank}: iteration {i}, batch {n}" for rank, (i, n) in enumerate(places))
         return (
-            f"{self._begin()} is read to the same batch by all ranks, and they are at different ones ({where}, both "
-            "counted from 0, iterations from 1). Let every rank iterate, and leave its loop, at the same step. A rank "
-            "that looks at a batch alone reads the loader from before `setup_dataloaders`; for a loop on some ranks, "
-            "pass `use='validate'`, `'test'` or `'predict'`."
+            f"{self._begin()} must be iterated by all ranks alike, and they are at different batches ({where}; "
+            "iterations count from 1, batches from 0). Let every rank iterate, and leave its loop, at the same step. "
+            "To read a batch on one rank, iterate the loader from before `setup_dataloaders`; for a loop on some "
+            "ranks, pass `use='validate'`, `'test'` or `'predict'`."
         )
 
     def _begin(self) -> str:
@@ -133,16 +135,16 @@ class Agreement:
 
 @final
 class _Supply:
-    """One rank's batches of one iteration, begun anew at their end where `again` is given."""
+    """One rank's batches of one iteration, repeated at their end if `again` is given."""
 
     def __init__(self, batches: Iterator[Any], again: Callable[[], Iterator[Any]] | None) -> None:
         self._batches, self._again = batches, again
         self.num_read = 0
-        """Batches so far, without repeated ones."""
+        """Number of batches read, without repeated ones."""
         self._ended = False
 
     def draw(self) -> Any:
-        """The next batch; `_END` where there is none."""
+        """The next batch; `_END` if there is none."""
         batch = next(self._batches, _END)
         if batch is not _END:
             self.num_read += not self._ended
@@ -154,14 +156,14 @@ class _Supply:
         batch = next(self._batches, _END)
         if batch is _END:
             raise RuntimeError(
-                '`setup_dataloaders(..., uneven="repeat")` of data that gives nothing when it is iterated a second '
-                'time. Pass something that begins anew, such as a `DataLoader`, or `uneven="stop"`.'
+                '`setup_dataloaders(..., uneven="repeat")` of data that yields nothing when it is iterated a second '
+                'time. Pass an iterable that starts again, such as a `DataLoader`, or `uneven="stop"`.'
             )
         return batch
 
     @property
     def vote(self) -> int:
-        """1 for a batch that was not read before, else 0."""
+        """1 for a batch that is not repeated, `_NOTHING` if there is none to repeat, otherwise 0."""
         if self._ended and self._again is not None and self.num_read == 0:
             return _NOTHING
         return int(not self._ended)

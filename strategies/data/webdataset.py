@@ -1,6 +1,6 @@
 """Pipelines of webdataset: how they split their shards over ranks, and how they shuffle.
 
-Recognised by the module of their stages: `webdataset` need not be installed. Tried with webdataset 1.0.
+Recognised by the module of their stages: `webdataset` need not be installed. Tested with webdataset 1.0.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def split(stage: Any) -> tuple[int, int] | None:
-    """The number of ranks and the rank by which a stage splits shards; None where it is no splitter over ranks."""
+    """The number of ranks and the rank by which a stage splits shards; None if the stage is not `split_by_node`."""
     splitter = stage.func if isinstance(stage, functools.partial) else stage
     names = getattr(splitter, "__module__", None), getattr(splitter, "__name__", None)
     if names != ("webdataset.shardlists", "split_by_node"):
@@ -23,7 +23,7 @@ def split(stage: Any) -> tuple[int, int] | None:
 
 
 def shuffle_states(dataset: object) -> list[str]:
-    """The seed of each stage that shuffles. Without one it is taken from the clock: then no two calls give the same."""
+    """The seed of each stage that shuffles. Without one webdataset seeds by the clock: then a random string."""
     stages = getattr(dataset, "pipeline", None)
     return [_seed(stage) for stage in stages if _shuffles(stage)] if isinstance(stages, list) else []
 
@@ -33,7 +33,7 @@ def _shuffles(stage: Any) -> bool:
         return False
     if type(stage).__name__ == "detshuffle":
         return True
-    size = (*getattr(stage, "args", ()), 1000)[0]  # `shardshuffle=False` is a shuffle of nothing
+    size = (*getattr(stage, "args", ()), 1000)[0]  # `shardshuffle=False` makes a shuffle with a buffer of size 0
     return getattr(getattr(stage, "f", None), "__name__", None) == "_shuffle" and bool(size)
 
 

@@ -1,11 +1,11 @@
-"""What a loader's worker process does first: end with its rank and not before, and draw random numbers of its own.
+"""The `worker_init_fn` of prepared loaders: workers end with their rank and not before, and have seeds of their own.
 
-SLURM and systemd signal every process of a job. The signals that stop a job are the rank's to handle: a worker that
+SLURM and systemd signal every process of a job. The signals that stop a job are handled by the rank: a worker that
 died of one would raise in the rank while it writes its last checkpoint. A worker ignores them; when the rank exits,
 workers that are still running are killed.
 
-torch seeds worker `i` of every rank alike when the ranks are seeded alike; augmentations would then repeat on every
-rank. Over a map-style dataset each batch has a seed of its own besides: see `SeededDataset`.
+If ranks are seeded alike, torch seeds worker `i` of every rank alike, and augmentations would repeat on every rank.
+Over a map-style dataset each batch has a seed of its own, too: see `SeededDataset`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGUSR
 
 @final
 class WorkerStart:
-    """The `worker_init_fn` of a loader's copy; calls the user's own last."""
+    """The `worker_init_fn` of a loader's copy; calls the user's last."""
 
     def __init__(self, share_index: int, loader: DataLoader[Any]) -> None:
         self.share_index, self.init = share_index, loader.worker_init_fn
@@ -46,8 +46,9 @@ class WorkerStart:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Start the workers within: they, and a fork server started for them, begin with the stop signals blocked."""
-        # Linux ends a child with the thread that started it, not with the process: only the main thread lives as long.
+        """Context in which workers are started: they, and a fork server for them, start with stop signals blocked."""
+        # PR_SET_PDEATHSIG is sent when the thread that started the child ends: only the main thread lives as long as
+        # the process.
         self.ends_with_parent = threading.current_thread() is threading.main_thread()
         if self.start_method is None or not hasattr(signal, "pthread_sigmask"):
             yield
@@ -82,11 +83,11 @@ class WorkerStart:
 
 
 def start_method_of(loader: DataLoader[Any]) -> str:
-    """How the loader starts its workers: "fork", "forkserver" or "spawn"."""
+    """The start method of the loader's workers: "fork", "forkserver" or "spawn"."""
     context = loader.multiprocessing_context
     if context is not None:
         return str(context.get_start_method())
-    # Asked with `allow_none`, it fixes no default behind the user's back.
+    # Without `allow_none`, the call would fix the default start method of the process.
     return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
 
 

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from fabric.strategies.collectives.packing import Spec
 from fabric.strategies.deepspeed.gradients import Shown
 from fabric.strategies.deepspeed.library import STAGE_3, look_up
-from fabric.strategies.module.added_parameters import Newcomers
+from fabric.strategies.module.added_parameters import AddedParameters
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
 from fabric.strategies.module.copies import Hook
 from fabric.strategies.precision.loss_scaler import all_finite
@@ -50,7 +50,7 @@ class Engine:
         self._has_gradients = self._is_reduced = self._is_called = self._is_started = False
         names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         self.shown = Shown(names)
-        self.newcomers = Newcomers(module, unfrozen=True, frozen=stage == 3)
+        self.added_parameters = AddedParameters(module, unfrozen=True, frozen=stage == 3)
         self._reached: set[Tensor] = set()
         self._added_up: set[Tensor] = set()  # since the window began
         self._stepped: set[Tensor] = set()
@@ -81,7 +81,7 @@ class Engine:
             raise RuntimeError(f"`{getattr(function, '__name__', '?')}` was called directly, and {NOT_GATHERED}")
         self._is_called = False
         if torch.is_grad_enabled():
-            self.newcomers.refuse(NEVER_TRAINED)
+            self.added_parameters.refuse(NEVER_TRAINED)
         output = function(*args, **kwargs)
         if torch.is_grad_enabled():
             follow_rank_zero(self.runtime.collective, buffers_of(self.buffered))

@@ -30,7 +30,7 @@ from fabric.strategies.fairscale.fsdp_cpu import fully_sharded_on_cpu
 from fabric.strategies.fairscale.fsdp_state import holds_local
 from fabric.strategies.fairscale.library import FULLY_SHARDED, LATE, UNUSED, look_up, name_some, root_logger_untouched
 from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, all_of, scale_gradients
-from fabric.strategies.module.added_parameters import Newcomers
+from fabric.strategies.module.added_parameters import AddedParameters
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
 from fabric.strategies.module.forward import ForwardPath, leave_uncompiled
 from fabric.strategies.pytree import tensors_in
@@ -83,7 +83,7 @@ class FairScaleFSDPGradientSync(GradientSync):
     ) -> None:
         self.collective, self.module = runtime.collective, module
         self.buffered = list(module.modules()) if broadcast_buffers else []
-        self.newcomers = Newcomers(module, unfrozen=False)
+        self.added_parameters = AddedParameters(module, unfrozen=False)
         self.reduced: set[Tensor] = set()
         self.versions: list[int] = []
         for parameter in module.parameters():
@@ -119,7 +119,7 @@ class FairScaleFSDPGradientSync(GradientSync):
 
     def _forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.is_grad_enabled():
-            self.newcomers.refuse(LATE)
+            self.added_parameters.refuse(LATE)
         self._drop_stale()
         output = self._through(self.root, function, args, kwargs)
         if torch.is_grad_enabled() and self.root._require_backward_grad_sync:

@@ -35,7 +35,7 @@ from fabric.strategies.fairscale.library import (
 )
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
-from fabric.strategies.module.added_parameters import Newcomers
+from fabric.strategies.module.added_parameters import AddedParameters
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
 from fabric.strategies.pytree import map_only_tensors
 
@@ -86,7 +86,7 @@ class FairScaleShardedGradientSync(GradientSync):
         for shard in self.shards.values():
             self.owner.update(shard._param_to_rank)
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
-        self.newcomers = Newcomers(module, unfrozen=False)
+        self.added_parameters = AddedParameters(module, unfrozen=False)
         self.averages: set[Tensor] = set()
         self.places: dict[Tensor, int] = {}
         self.trainable: list[bool] = []
@@ -99,7 +99,7 @@ class FairScaleShardedGradientSync(GradientSync):
         """Around a forward: with gradients it runs through ShardedDataParallel, and buffers follow rank 0."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        self.newcomers.refuse(LATE)
+        self.added_parameters.refuse(LATE)
         self._follow_trainable()
         output = self.parallel(function, args, kwargs)
         if not self.parallel._should_accumulate_grads:

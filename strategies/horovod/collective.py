@@ -1,14 +1,14 @@
-"""Ranks that talk through Horovod: each call is a message with a number, and waits no longer than it was told to.
+"""Collectives over Horovod, matched by issue order, with a timeout.
 
 # Note [Calls have numbers for names]
-Horovod matches what ranks do by names, in any order, and waits for ever for a name that another rank never says; its
-own stall checks end nothing (0.28.1). So the n-th call of a collective is named n on every rank. Where shapes, dtypes,
-roots or reductions differ, Horovod tells all of them. It puts the kind of call into the name, though, so ranks that
-make calls of different kinds wait in vain, as does one whose peer makes none. Those we let wait ourselves: a rank that
-has waited a while says in the store in which call it does, and finds there what the others say.
+Horovod matches calls of ranks by name, in any order, and waits forever for a name that another rank never submits; its
+stall check raises nothing (0.28.1). So the n-th call of a collective is named n on every rank. If shapes, dtypes,
+roots or reductions differ, Horovod raises on all ranks. But the kind of operation is part of the name, so ranks that
+call different operations wait forever, as does a rank whose peer calls none. So we wait for the call ourselves: a rank
+that has waited a while writes the call into the store, and reads there what the other ranks wait for.
 
-Data that merely moves goes as bytes. Horovod reduces float16, float32, float64, int32 and int64; other dtypes travel
-as one of these that holds all their values. A message between two ranks goes through the store: Horovod has none.
+Broadcast, all-gather and all-to-all transfer bytes. Horovod reduces float16, float32, float64, int32 and int64; other
+dtypes are cast to one of these that holds all their values. `send` and `recv` use the store: Horovod has neither.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class HorovodCollective(CarriesObjects):
     """All ranks of a world, over Horovod's own controller (gloo).
 
     `timeout_seconds`: how long a call waits for the other ranks. `report`: called with the missing ranks while waiting.
-    As soon as one rank has left, by `teardown` or by ending, a call of any other raises.
+    Once a rank has called `teardown` or ended, calls of the others raise CollectiveError.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class HorovodCollective(CarriesObjects):
         return len(self._ranks)
 
     def setup(self) -> None:
-        """Meet the other ranks. Rank 0 serves Horovod's rendezvous until its `teardown`.
+        """Connect to the other ranks. Rank 0 runs Horovod's rendezvous server until its `teardown`.
 
-        Raises: TimeoutError: a rank did not arrive; CollectiveError: Horovod could not connect them, or was
-        initialised by somebody else.
+        Raises: TimeoutError: a rank did not arrive; CollectiveError: Horovod could not connect the ranks, or is
+        initialised already.
         """
         import horovod.torch as hvd
 
@@ -120,7 +120,7 @@ class HorovodCollective(CarriesObjects):
         self._join(hvd, hvd.global_process_set, store)
 
     def teardown(self) -> None:
-        if self._is_part or self._hvd is None:  # a part ends with its whole, which gives it out again
+        if self._is_part or self._hvd is None:  # a subgroup ends with the collective that it was split from
             return
         self._hvd.shutdown()
         for part in (self, *(part for part in self._parts.values() if part is not None)):
@@ -146,14 +146,14 @@ class HorovodCollective(CarriesObjects):
         return from_reduced(self._all_reduce("all_reduce", operand, op), op, tensor.dtype, self.size)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        # As one row: of its first dimension Horovod allows each rank another length.
+        # As one row: Horovod allows different sizes of the first dim, which must raise here.
         rows = self._run("all_gather", tensor, "allgather_async", as_bytes(tensor)[None])
         return _like(rows, tensor, (self.size, *tensor.shape))
 
     def reduce_scatter(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         check_slices("reduce_scatter", tensor, self.size)
         operand = to_reducible(tensor, op, copy=False)
-        # Horovod's own knows no more than the sum. Each rank receives as many bytes this way, and holds W slices.
+        # Horovod's own reduce-scatter only sums. This one receives as many bytes per rank, and holds W slices.
         reduced = _LOCALLY[op](self._all_to_all("reduce_scatter", operand))
         return from_reduced(reduced, op, tensor.dtype, self.size)
 
@@ -184,7 +184,7 @@ class HorovodCollective(CarriesObjects):
         return PrefixStore("messages", self._store) if self._store is not None and self.size > 1 else None
 
     def _serve(self, store: Store) -> tuple[str, int]:
-        """Where Horovod's ranks meet: a server of rank 0, whose port the others learn from the store."""
+        """Start Horovod's rendezvous server on rank 0. Returns its address; the others read the port from the store."""
         at = self._world.rendezvous
         host = "127.0.0.1" if at is None or self._world.num_nodes == 1 else at.address
         if self._world.is_global_zero:
@@ -208,7 +208,7 @@ class HorovodCollective(CarriesObjects):
         )
 
     def _part(self, ranks: tuple[int, ...]) -> HorovodCollective | None:
-        """Every rank makes every process set: Horovod gives them numbers, the same on all ranks."""
+        """Add a process set. Ranks: all, not only `ranks`: Horovod numbers process sets in order of creation."""
         try:
             with self._place():
                 process_set = self._process_set if ranks == self._ranks else self._hvd.add_process_set(list(ranks))
@@ -228,7 +228,7 @@ class HorovodCollective(CarriesObjects):
         self._letters = StoreCollective(PrefixStore("letters", store), self.rank, self.size)
 
     def _all_reduce(self, operation: str, operand: Tensor, op: str) -> Tensor:
-        """Reduce in place, but for dtypes that Horovod cannot reduce."""
+        """Reduce in place, or a cast copy if Horovod cannot reduce the dtype."""
         widened = operand.to(_WIDER.get(operand.dtype, operand.dtype))
         hvd = self._joined(operation)
         reduced = self._run(operation, operand, "allreduce_async_", widened, op=getattr(hvd, _OPS[op]))
@@ -240,7 +240,7 @@ class HorovodCollective(CarriesObjects):
         return _like(received, tensor, tensor.shape)
 
     def _run(self, operation: str, tensor: Tensor, function: str, operand: Tensor, **options: Any) -> Any:
-        """Start a call of Horovod and wait for what it gives. See Note [Calls have numbers for names]."""
+        """Start a call of Horovod, wait for it and return its result. See Note [Calls have numbers for names]."""
         hvd = self._joined(operation)
         number, self._num_calls = self._num_calls, self._num_calls + 1
         name = f"{'-'.join(map(str, self._ranks)) if self._is_part else 'all'}/{number}"
@@ -267,12 +267,12 @@ class HorovodCollective(CarriesObjects):
     def _failure(self, operation: str, tensor: Tensor | None, error: Exception) -> CollectiveError:
         of = "" if tensor is None else f" of a tensor {Spec.of(tensor)}"
         return CollectiveError(
-            f"`{operation}`{of} failed on rank {self.rank} of {self.size}: {str(error).strip()}\nLook at what the "
-            "other ranks say: one of them ended, or called something else.",
+            f"`{operation}`{of} failed on rank {self.rank} of {self.size}: {str(error).strip()}\nCheck the output "
+            "of the other ranks: one of them ended, or called something else.",
             rank=self._world.rank,
         )
 
 
 def _like(content: Tensor, tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Bytes that have arrived, as a tensor of this shape and of the dtype of `tensor`."""
+    """View received bytes as a tensor of this shape, with the dtype of `tensor`."""
     return content.view(-1).view(tensor.dtype).view(*shape)

@@ -1,4 +1,4 @@
-"""Gradients of one model, averaged over Horovod's ranks at the end of each synchronised backward."""
+"""Average the gradients of one model over Horovod's ranks at the end of each synchronised backward."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from fabric.strategies.torch_internals import after_backward
 
 @final
 class HorovodGradientSync(GradientSync):
-    """One model's averaging: which gradients have changed since they were averaged last.
+    """Averages one model's gradients that have changed since they were averaged last.
 
-    What is averaged is all that has gathered in `.grad`. The part that was averaged before is the same on every rank,
-    and its average is itself, so windows of backwards are exact, however many of them are synchronised.
+    All that has accumulated in `.grad` is averaged. What was averaged before is equal on all ranks, so averaging it
+    again does not change it, and accumulation is exact whichever of its backward passes are synchronised.
     """
 
     def __init__(self, collective: Collective, module: nn.Module, broadcast_buffers: bool) -> None:
@@ -34,7 +34,7 @@ class HorovodGradientSync(GradientSync):
         self.module, self.broadcast_buffers = module, broadcast_buffers
         self.changed: set[Tensor] = set()
         self.is_due = self.is_unsynced = False
-        self.alike: Contents | None = None  # these started from rank 0's values
+        self.alike: Contents | None = None  # the parameters that were broadcast from rank 0
         self.hooks: list[RemovableHandle] = []
         self._arrange("setup")
 
@@ -52,7 +52,7 @@ class HorovodGradientSync(GradientSync):
             self.is_unsynced = before
 
     def watch(self) -> Finish | None:
-        # Where all that the loss is made of is new, no hook of ours is called.
+        # If all parameters of the loss were added since, no hook of ours is called.
         return None if self.is_unsynced or self.contents.is_as_it_was() else self._refuse_unmet
 
     def parameters_held(self) -> Iterable[Tensor]:
@@ -65,7 +65,7 @@ class HorovodGradientSync(GradientSync):
         self._remove_hooks()
 
     def _arrange(self, moment: str) -> None:
-        """Average what the model has now; what is new starts from rank 0's values. Ranks: all."""
+        """Average the current parameters from now on, and broadcast new ones from rank 0. Ranks: all call it."""
         self.contents = Contents(self.module)
         self.parameters = [one for one in self.contents.parameters if one.is_floating_point() or one.is_complex()]
         self.buffered = self.contents.modules if self.broadcast_buffers else []
@@ -81,7 +81,7 @@ class HorovodGradientSync(GradientSync):
             hook.remove()
 
     def _refuse_unmet(self) -> None:
-        """Raise RuntimeError where parameters have gradients that no forward has met: nothing averages those."""
+        """Raise RuntimeError if parameters added after the last forward have gradients: they are not averaged."""
         if self.contents.is_as_it_was():
             return
         known = set(self.contents.parameters)
@@ -92,15 +92,15 @@ class HorovodGradientSync(GradientSync):
             raise RuntimeError(_UNMET.format(model=self.name, names=some))
 
     def _note(self, parameter: Tensor) -> None:
-        """Called by torch, within a backward, for each gradient that has just changed."""
+        """Autograd hook: called in each backward, for each gradient that has just changed."""
         self.changed.add(parameter)
         if not self.is_unsynced:
-            # Each time, not only the first: a backward that raises forgets what was queued, and we do not hear of it.
+            # Each time, not only the first: a backward that raises drops its callbacks, and does not report it.
             self.is_due = True
             after_backward(self._average)
 
     def _average(self) -> None:
-        """Average, over the ranks, each gradient that has changed on any of them; elsewhere it counts as zero."""
+        """Average each gradient that has changed on any rank; on other ranks it counts as zero. Ranks: all call it."""
         if not self.is_due:
             return
         self.is_due = False
@@ -122,8 +122,7 @@ class HorovodGradientSync(GradientSync):
 
 
 def _number(collective: Collective) -> int:
-    """How many models this rank has set up so far. Gradients are averaged model by model, and ranks may mistake one
-    for another."""
+    """How many models this rank has set up so far. Ranks compare it, in case they average different models."""
     store = collective.store()
     return 0 if store is None else store.add(f"models/{collective.rank}", 1)
 
@@ -133,15 +132,15 @@ def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    """The gradient, made of zeros where this rank has none."""
+    """The gradient of a parameter; zeros are assigned if it has none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
 
 
 _UNMET = (
-    "This backward computed gradients of parameters that came to `{model}` after `fabric.setup` and that no forward "
-    "has met, so they were not averaged over the ranks: {names}. Where the loss comes from a method other than "
+    "This backward computed gradients of parameters that were added to `{model}` after `fabric.setup`, and after its "
+    "last forward, so they were not averaged over the ranks: {names}. If the loss comes from a method other than "
     "`forward`, call `model.mark_forward_method('name')` once after `setup`. The weights are unchanged; "
     "`optimizer.zero_grad()` discards the gradients."
 )

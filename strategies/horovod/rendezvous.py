@@ -1,7 +1,7 @@
-"""The server at which Horovod's ranks exchange their addresses: keys and values over HTTP, served by rank 0.
+"""Horovod's rendezvous server, where ranks exchange their addresses: a key-value store over HTTP, run by rank 0.
 
-Horovod's launcher has one of its own, in the process that starts the ranks. Ours is where the ranks are, so that any
-launcher will do: fork, script, torchrun, srun, mpirun.
+Horovod's launcher runs one in the process that starts the ranks. Ours is in rank 0, so that ranks may be started by
+any launcher: fork, script, torchrun, srun, mpirun.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import final
 
 @final
 class RendezvousServer:
-    """Serves on a port that the system chooses, from construction on until `close`. `host`: "" is every interface."""
+    """Serves from construction to `close`, on a port that the system chooses. `host`: "" for all interfaces."""
 
     def __init__(self, host: str) -> None:
         from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
@@ -23,7 +23,7 @@ class RendezvousServer:
         self._thread.start()
 
     def close(self) -> None:
-        """End serving."""
+        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

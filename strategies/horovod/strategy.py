@@ -1,8 +1,8 @@
-"""The whole model in every process; gradients are averaged over the ranks by Horovod, when backward has ended.
+"""Data parallelism over Horovod: a replica in every process; gradients are averaged at the end of backward.
 
-Horovod (Sergeev and Del Balso, arXiv:1802.05799) averages in an optimizer of its own that wraps the user's. Here the
-user's optimizer stays itself: what follows a backward, clipping or a closure, finds gradients of the whole batch. A
-parameter that no rank has used keeps no gradient, as in one process.
+Horovod (Sergeev and Del Balso, arXiv:1802.05799) averages in an optimizer that wraps the user's. Here the user's
+optimizer is not wrapped, so that clipping or a closure after backward has the averaged gradients. A parameter that no
+rank has used has no gradient, as in one process.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from fabric.strategies.target import Target
 @final
 @dataclass(frozen=True, kw_only=True)
 class HorovodStrategy(Strategy):
-    """Data parallel over Horovod: one process per device, started by any launcher, `horovodrun` among them."""
+    """Data parallelism over Horovod: one process per device, started by any launcher, including `horovodrun`."""
 
     launcher: str = "auto"
-    """How processes come to be: auto, script, fork, forkserver or spawn. auto leaves it to `Fabric(launcher=...)`."""
+    """How processes are started: auto, script, fork, forkserver or spawn. auto: as `Fabric(launcher=...)` says."""
     timeout_seconds: float = 1800.0
     """How long a collective waits for the other ranks before it raises, naming those that have not arrived."""
     broadcast_buffers: bool = True
-    """Buffers (the statistics of BatchNorm) follow rank 0 whenever gradients are averaged."""
+    """Broadcast buffers (BatchNorm statistics) from rank 0 whenever gradients are averaged."""
 
     def look_for_packages(self) -> Mapping[str, str]:
-        """Imports Horovod: only so is it known what it was built with."""
+        """Imports Horovod, which alone knows the backends that it was built with."""
         try:
             import horovod.torch as hvd
         except (ImportError, OSError) as error:
@@ -69,16 +69,16 @@ class HorovodStrategy(Strategy):
 
 
 def _why_not(target: Target) -> str | None:
-    """None where Horovod can carry tensors of this device; otherwise why it cannot, and what makes it able to."""
+    """None if Horovod can run on this device; otherwise the reason, with what to install or to write."""
     built, device_type = target.packages.get("horovod"), target.accelerator.device(0).type
     if built is None:
         error = target.packages.get("horovod cannot be imported", "it was not looked for")
         return f"`strategy='horovod'` needs Horovod, which cannot be imported here: {error}. {INSTALL}"
     if "gloo" not in built:
-        return f"`strategy='horovod'` lets Horovod's ranks meet by gloo, and this one has none. {INSTALL}"
+        return f"`strategy='horovod'` needs Horovod with its gloo controller, and this one has none. {INSTALL}"
     if device_type == "cpu" or (device_type == "cuda" and "nccl" in built):
         return None
     return (
-        f"`strategy='horovod'` with `accelerator={device_type!r}`: Horovod carries tensors of the CPU, and of CUDA "
-        "where it was built with HOROVOD_GPU_OPERATIONS=NCCL. Pass `accelerator='cpu'`, or use 'ddp'."
+        f"`strategy='horovod'` with `accelerator={device_type!r}`: Horovod supports tensors on the CPU, and on CUDA "
+        "if it was built with HOROVOD_GPU_OPERATIONS=NCCL. Pass `accelerator='cpu'`, or use 'ddp'."
     )

@@ -1,7 +1,7 @@
-"""Waiting for a call of Horovod, but not for ever: Horovod itself never gives up on a rank that does not come.
+"""A timeout for calls of Horovod, which itself waits forever for a rank that does not arrive.
 
-A rank that has waited a while says in the store in which call it does. So a rank whose time is over can name those that
-have arrived, and ranks that make calls of different kinds, which Horovod never brings together, hear of each other.
+A rank that has waited a while writes its call into the store. So a rank that times out can name the missing ranks, and
+ranks that call different operations, which Horovod never matches, can raise an error.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 SHORT_SECONDS, LONG_SECONDS = 50e-6, 1e-3
-"""Between two looks at a call: at first, and once it has taken a while. Horovod's own turns take a millisecond."""
+"""Poll intervals: at first, and after a while. A cycle of Horovod takes a millisecond."""
 LOOK_SECONDS = 0.5
-"""How often a waiting rank looks into the store; at least four times before the time is over. Unmeasured."""
+"""How often a waiting rank reads the store; at least four times before the timeout. Unmeasured."""
 OPERATIONS = ("barrier", "broadcast", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 @final
 class Watch:
-    """Of rank `rank` of `size`, with keys in `store` that these ranks share with nobody else."""
+    """Waits for calls of rank `rank` of `size`. `store`: used by these ranks only."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout_seconds: float) -> None:
         self._store, self._rank, self._size, self._timeout_seconds = store, rank, size, timeout_seconds
 
     def wait(self, is_done: Callable[[], bool], operation: str, tensor: Tensor, number: int) -> None:
-        """Return once `is_done()`: `operation` of a tensor, which is this rank's call number `number`.
+        """Return once `is_done()` is true, for `operation` of a tensor, this rank's call number `number`.
 
-        Raises: CollectiveError: the time is over, and some ranks have not made a call of this number; or one of them
-        has made another.
+        Raises: CollectiveError: the timeout is over and ranks are missing, or a rank waits in another operation with
+        the same number.
         """
         start, pause_seconds = time.monotonic(), SHORT_SECONDS
         every_seconds = look_seconds = min(LOOK_SECONDS, self._timeout_seconds / 4)
@@ -50,7 +50,7 @@ class Watch:
             time.sleep(pause_seconds)
 
     def _look_around(self, operation: str, tensor: Tensor, number: int) -> None:
-        """Say in which call this rank waits, and hear whether another rank waits in one of another kind."""
+        """Write this rank's call into the store. Raises CollectiveError if another rank waits in another operation."""
         self._store.set(f"{self._rank}", str(number))
         self._store.set(f"{number}/{operation}", str(self._rank))
         for other in OPERATIONS:
@@ -63,14 +63,14 @@ class Watch:
                 )
 
     def _late(self, operation: str, tensor: Tensor, number: int) -> CollectiveError:
-        """The error of a call that some rank has not made; it names the ranks that have."""
+        """The error of a timeout: it names the ranks that have arrived and those that have not."""
         says = [self._store.get(f"{rank}") if self._store.check([f"{rank}"]) else b"" for rank in range(self._size)]
         here = [rank for rank, said in enumerate(says) if said == str(number).encode()]
         missing = [rank for rank in range(self._size) if rank not in here]
         return CollectiveError(
             f"`{operation}` of a tensor {Spec.of(tensor)} on rank {self._rank} of {self._size}, its call {number}, "
-            f"waited {self._timeout_seconds:g} s: {_names(here)} arrived, {_names(missing)} did not arrive. Look at "
-            "what the missing do instead, or pass a larger `timeout_seconds`.",
+            f"waited {self._timeout_seconds:g} s: {_names(here)} arrived, {_names(missing)} did not arrive. Check "
+            "what the missing ranks do instead, or pass a larger `timeout_seconds`.",
             rank=self._rank,
         )
 

@@ -1,4 +1,4 @@
-"""What a function that lays a model over the ranks is given, and what it may answer."""
+"""The argument and the return value of the user's `parallelize` function: `ManualContext` and `Parallelized`."""
 
 from __future__ import annotations
 
@@ -23,38 +23,39 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManualContext:
-    """Where this rank stands, and what it talks with."""
+    """This rank, its device, collectives and mesh."""
 
     world: World
     device: torch.device
-    """Where this rank's tensors are to live. Nothing is moved there but by `shard`."""
+    """The device of this rank's tensors. Only `shard` moves tensors to it; the function moves the rest."""
     collective: Collective
-    """All ranks."""
+    """The collective of all ranks."""
     mesh: DeviceMesh
-    """All ranks along the axes of `ManualStrategy(mesh=...)`, for `fully_shard` and DTensors of one's own."""
+    """The mesh of all ranks, with the axes of `ManualStrategy(mesh=...)`, for `fully_shard` and DTensors."""
     precision: Precision
-    """What `Fabric(precision=...)` said."""
+    """The precision of `Fabric(precision=...)`."""
 
     def along(self, *axes: str) -> Collective:
-        """The ranks that differ from this one along these axes alone. Ranks: all call it, with the same axes."""
+        """The collective of the ranks that differ from this one only along `axes`. Ranks: all, with the same axes."""
         return along(self.collective, self.mesh, axes)
 
     def shard(self, parameter: nn.Parameter, dim: int = 0, axis: str | None = None) -> nn.Parameter:
-        """Cut a parameter along an axis of the mesh: a DTensor on `device`, with the values of rank 0.
+        """Shard a parameter along an axis of the mesh: returns a DTensor on `device`, with the values of rank 0.
 
-        `parameter.to_local()` is this rank's piece: of N rows over R ranks rank r has those from r * ceil(N / R) on, as
-        many as there are, and at most ceil(N / R). Along other axes ranks have the same. `axis` may be left out where
-        the mesh has one. Set the result in the module under the parameter's name. Ranks: all, in the same order.
+        Its `to_local()` is this rank's shard: with N rows and R ranks, rank r has at most ceil(N / R) rows, starting
+        at r * ceil(N / R). It is replicated along other axes. `axis` may be omitted if the mesh has one axis only.
+        Assign the result to the module, under the parameter's name. Ranks: all call it, in the same order.
+        Raises: ValueError: an axis or dim that does not exist, or a parameter that is a DTensor already.
         """
         from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
         if axis is None and len(self._axes) > 1:
-            raise ValueError(f"`shard(parameter)` on a mesh with the axes {self._names()}: name one as `axis`.")
+            raise ValueError(f"`shard(parameter)` on a mesh with the axes {self._names()}. Pass one as `axis`.")
         chosen = self._axes[0] if axis is None else axis
         if chosen not in self._axes:
             raise ValueError(f"`shard(axis={axis!r})`: the mesh has the axes {self._names()}. Name one of them.")
         if as_sharded(parameter) is not None:
-            raise ValueError("`shard(parameter)` of a DTensor, which lies in shards already. Pass a plain parameter.")
+            raise ValueError("`shard(parameter)` of a DTensor, which is sharded already. Pass a plain parameter.")
         if not -parameter.ndim <= dim < parameter.ndim:
             raise ValueError(
                 f"`shard(dim={dim})` of a parameter of shape {tuple(parameter.shape)}. Name one of its dims."
@@ -75,21 +76,21 @@ class ManualContext:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelized:
-    """What the function made, where there is more to say than the module."""
+    """The result of `parallelize`, if it returns more than the module."""
 
     module: nn.Module
-    """What the loop calls: the module the function was given, or one that holds its parameters."""
+    """The module that the loop calls: the one that the function was given, or another with its parameters."""
     averaged: nn.Module | Sequence[nn.Module] = ()
-    """Modules in it whose gradients become those of the mean of the losses of all ranks (along the data axes), after
-    each backward: a plain parameter's are averaged, in few messages; a shard's, which arrive as a sum from the ranks
-    that used it, are divided. Plain ones start from the values of rank 0, and buffers follow it. What lies in a
-    DistributedDataParallel is left to that, and what FSDP2 averages is not averaged twice."""
+    """Submodules whose gradients are averaged over the ranks along the data axes after each backward. Gradients of
+    plain parameters are averaged in a few all-reduces. Gradients of DTensors, which backward sums over the ranks that
+    used them, are divided by the number of ranks. Plain parameters are broadcast from rank 0 at setup, and buffers
+    after each backward. Modules within DistributedDataParallel, and gradients that FSDP2 averages, are skipped."""
     finish_backward: Callable[[], None] | None = None
-    """Called after each backward outside of `no_backward_sync`, for gradients that you exchange yourself."""
+    """Called after each backward outside of `no_backward_sync`, to synchronise gradients yourself."""
     unsynced: Callable[[], AbstractContextManager[object]] | None = None
-    """Entered by `no_backward_sync`. `averaged`, `finish_backward`, DistributedDataParallel and FSDP2 need none."""
+    """Context that `no_backward_sync` enters. Not needed for `averaged`, `finish_backward`, DDP and FSDP2."""
     release: Callable[[], None] | None = None
-    """Called when the fabric lets go of the module: takes off what the function put on."""
+    """Called when the fabric releases the module: removes what the function added to it."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.module, nn.Module):
@@ -97,11 +98,11 @@ class Parallelized:
         strangers = [part for part in self.averaged_modules if not isinstance(part, nn.Module)]
         if strangers:
             raise TypeError(
-                f"`Parallelized(averaged=...)` has a `{type(strangers[0]).__name__}`, which is no module. Pass "
-                "modules; `nn.ParameterList([...])` makes one of parameters."
+                f"`Parallelized(averaged=...)` has a `{type(strangers[0]).__name__}`, which is not a module. Pass "
+                "modules; `nn.ParameterList([...])` makes a module of parameters."
             )
 
     @property
     def averaged_modules(self) -> tuple[nn.Module, ...]:
-        """`averaged`, always as several."""
+        """`averaged` as a tuple."""
         return (self.averaged,) if isinstance(self.averaged, nn.Module) else tuple(self.averaged)

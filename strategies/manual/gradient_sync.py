@@ -1,9 +1,9 @@
-"""When the gradients travel of a model that somebody else's function laid over the ranks.
+"""Gradient synchronisation of a model that the user's `parallelize` function has laid out.
 
 # Note [Shards are divided as they arrive]
-The gradient of a shard comes out of backward as a sum over the ranks that used it. The mean of the ranks' losses wants
-it divided by their number, and each contribution once. So a hook divides what arrives, before it is added to what is
-there: unlike an average (see Note [Averages of averages]), a division may not be repeated within a window.
+Backward sums the gradient of a shard over the ranks that used it. For the mean of the ranks' losses it must be divided
+by their number, each contribution once. So a tensor hook divides each new gradient before it is accumulated: unlike an
+average (see Note [Averages of averages]), a division must not be repeated within an accumulation window.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fabric.strategies.sharding.mesh import along, axes_of, degree
 
 @final
 class ManualGradientSync(GradientSync):
-    """One model's. `data_axes`: the axes of the mesh along which ranks read different samples."""
+    """Synchronises one model. `data_axes`: the axes of the mesh along which ranks read different samples."""
 
     def __init__(self, context: ManualContext, parallel: Parallelized, data_axes: Sequence[str]) -> None:
         from torch.distributed.fsdp import FSDPModule
@@ -68,7 +68,7 @@ class ManualGradientSync(GradientSync):
         self.flags = [(replica, contents := Contents(replica.module), contents.flags()) for replica in self.replicas]
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Around a forward: what changed since `setup` is averaged from now on, or raises."""
+        """Runs a forward. Parameters that were added since `setup` are averaged from now on, or raise RuntimeError."""
         if torch.is_grad_enabled():
             if added := self.additions.found():
                 self._take_in({parameter: name for name, parameter in added if parameter not in self.taken_in})
@@ -85,9 +85,10 @@ class ManualGradientSync(GradientSync):
         known = (parallel.averaged_modules, parallel.finish_backward, parallel.unsynced, self.replicas, self.sharded)
         if self.context.world.size > 1 and not any(known):
             raise RuntimeError(
-                f"`no_backward_sync` of a `{type(parallel.module).__name__}` whose gradients travel in a way that only "
-                "your function knows. Return `Parallelized(module=..., unsynced=...)` with a context in which they "
-                "stay, or let `averaged`, `finish_backward`, DistributedDataParallel or `fully_shard` exchange them."
+                f"`no_backward_sync` of a `{type(parallel.module).__name__}` whose gradients are synchronised in a "
+                "way that only your function knows. Return `Parallelized(module=..., unsynced=...)` with a context in "
+                "which they are not, or let `averaged`, `finish_backward`, DistributedDataParallel or `fully_shard` "
+                "synchronise them."
             )
         with ExitStack() as stack:
             for part in self.replicas:
@@ -99,7 +100,7 @@ class ManualGradientSync(GradientSync):
             yield
 
     def refuse_unequal(self, optimizer: Optimizer) -> None:
-        """Raise RuntimeError where ranks would clip by different norms. Ranks: all."""
+        """Raise RuntimeError if ranks would clip by different norms. Ranks: all call it."""
         plain = [parameter for parameter in parameters_of(optimizer) if as_sharded(parameter) is None]
         names = [self.names.get(parameter, f"parameter {index}") for index, parameter in enumerate(plain)]
         refuse_unequal_gradients(self.context.collective, dict(zip(names, plain, strict=True)))
@@ -119,7 +120,7 @@ class ManualGradientSync(GradientSync):
             end_reducer(part)
 
     def _arrived(self, parameter: Tensor) -> None:
-        """Called within each backward, for each gradient that is averaged after it."""
+        """Autograd hook: called in each backward, for each parameter whose gradient is averaged after it."""
         if not self.expected and not self.num_holds:
             raise RuntimeError(
                 f"`loss.backward()` computes the gradient of `{self.names[parameter]}`, which is averaged over the "
@@ -143,7 +144,7 @@ class ManualGradientSync(GradientSync):
             part.set_requires_gradient_sync(not self.num_holds, recurse=False)
 
     def _take_in(self, added: dict[Tensor, str]) -> None:
-        """Average what came to the modules that are averaged; new values are those of rank 0. Ranks: all."""
+        """Broadcast parameters that were added to averaged modules, and average them from now on. Ranks: all."""
         theirs = {
             each for part in (*self.replicas, *self.sharded) for each in part.parameters() if as_sharded(each) is None
         }
@@ -163,8 +164,7 @@ class ManualGradientSync(GradientSync):
             self.along[axes] = along(self.context.collective, self.context.mesh, axes)
 
     def _refuse_unfrozen(self) -> None:
-        """Raise RuntimeError where a DistributedDataParallel of the user's would average other parameters than those
-        that are trained now."""
+        """Raise RuntimeError if parameters in a DistributedDataParallel were frozen or unfrozen after it was made."""
         for replica, contents, before in self.flags:
             now = contents.flags()
             if now != before and any(now):
@@ -173,12 +173,13 @@ class ManualGradientSync(GradientSync):
                 changed = [names[parameter] for parameter, one, other in flags if one != other]
                 raise RuntimeError(
                     f"{', '.join(map(repr, changed[:5]))} of `{type(replica.module).__name__}` were frozen or unfrozen "
-                    "after `fabric.setup`, and DistributedDataParallel averages what required gradients when it was "
-                    "made. Do that before `setup`, or let `Parallelized(averaged=...)` average the module."
+                    "after `fabric.setup`, and DistributedDataParallel averages the parameters that required "
+                    "gradients when it was made. Do that before `setup`, or let `Parallelized(averaged=...)` average "
+                    "the module."
                 )
 
     def _arrange(self, parameter: nn.Parameter) -> None:
-        """Let a parameter's gradient be divided along the axes that cut it, and averaged along the others."""
+        """Divide a parameter's gradient by the ranks it is sharded over, and average it along the other data axes."""
         mesh, cut = self.context.mesh, self._cut_along(parameter)
         num_ranks = math.prod(degree(mesh, axis) for axis in self.data_axes if axis in cut)
         if num_ranks > 1:
@@ -195,8 +196,8 @@ class ManualGradientSync(GradientSync):
         axes = axes_of(sharded.device_mesh, self.context.mesh)
         if axes is None:
             raise ValueError(
-                f"`{self.names[parameter]}` lies in shards over ranks that no axis of {self.context.mesh} runs "
-                "through. Make it on `context.mesh`, or on a part of that."
+                f"`{self.names[parameter]}` is sharded over ranks that no axis of {self.context.mesh} connects. "
+                "Make it on `context.mesh`, or on a submesh of that."
             )
         dims = zip(sharded.placements, axes, strict=True)
         return {axis for placement, of_dim in dims if placement.is_shard() for axis in of_dim}
@@ -205,13 +206,13 @@ class ManualGradientSync(GradientSync):
 def _divide_arriving(parameter: nn.Parameter, num_ranks: int) -> RemovableHandle:
     """See Note [Shards are divided as they arrive]."""
     required = parameter.requires_grad
-    parameter.requires_grad_(True)  # a frozen one takes no hook, and may be thawed later
+    parameter.requires_grad_(True)  # a frozen one accepts no hook, and may be unfrozen later
     handle: RemovableHandle = parameter.register_hook(lambda grad: grad / num_ranks)  # type: ignore[no-untyped-call]
     parameter.requires_grad_(required)
     return handle
 
 
 def _tensors_of(replica: DistributedDataParallel) -> Iterator[Tensor]:
-    """What it averages or broadcasts by itself."""
+    """The tensors that DistributedDataParallel averages or broadcasts."""
     tensors = (*replica.module.named_parameters(), *replica.module.named_buffers())
     return (tensor for name, tensor in tensors if name not in replica.parameters_to_ignore)

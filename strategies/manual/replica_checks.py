@@ -1,4 +1,4 @@
-"""Whether what no DTensor describes is the same on every rank: otherwise it can neither be saved nor clipped as one."""
+"""Check that plain tensors are equal on all ranks; otherwise they can be neither saved nor clipped as replicas."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.packing import Spec, as_bytes
 
 _TOLERANCE = 1e-3
-"""Of norms. Equal gradients may have been computed twice, in another order; those of other samples differ by more."""
+"""Relative, of norms. Ranks may sum equal gradients in another order; those of other samples differ by more."""
 
 
 def refuse_differing(collective: Collective, tensors: Mapping[str, Tensor]) -> None:
-    """Raise RuntimeError, on every rank, where the ranks do not have the same plain tensors, bit for bit.
+    """Raise RuntimeError, on every rank, unless the ranks have the same plain tensors, bit for bit.
 
-    Ranks: all. Cost: the tensors travel once, from rank 0 to the others.
+    Ranks: all call it. Cost: one broadcast of all tensors.
     """
     specs = collective.all_gather_object({name: str(Spec.of(tensor)) for name, tensor in tensors.items()})
     names = list(dict.fromkeys(name for of_rank in specs for name in of_rank))
@@ -28,19 +28,19 @@ def refuse_differing(collective: Collective, tensors: Mapping[str, Tensor]) -> N
         differing = [name for of_rank in collective.all_gather_object(mine) for name in of_rank]
     if differing:
         raise RuntimeError(
-            f"{differing[0]} differs between the ranks, and is no DTensor: a checkpoint would keep rank 0's alone. "
-            "Where each rank has a piece, let it say so (`context.shard`, or a DTensor of your own). Where all have "
-            "the same, start from the same values and average the gradients (`Parallelized(averaged=...)`)."
+            f"{differing[0]} differs between the ranks, and is no DTensor: a checkpoint would hold only rank 0's. "
+            "If each rank has a shard, make it a DTensor (`context.shard`, or your own). If it is a replica, start "
+            "from the same values and average the gradients (`Parallelized(averaged=...)`)."
         )
 
 
 def refuse_unequal_gradients(collective: Collective, parameters: Mapping[str, Tensor]) -> None:
-    """Raise RuntimeError, on every rank, where the ranks have other gradients of the same plain parameters.
+    """Raise RuntimeError, on every rank, if the ranks have different gradients of the same plain parameters.
 
-    Ranks: all. Cost: a norm of each gradient, and one all-reduce of four numbers.
+    Ranks: all call it. Cost: a norm of each gradient, and one all-reduce of four numbers.
     """
     norms = torch.stack([_norm(parameter) for parameter in parameters.values()]) if parameters else torch.zeros(1)
-    places = torch.arange(1, len(norms) + 1, device=norms.device)  # else ranks that swapped two would look alike
+    places = torch.arange(1, len(norms) + 1, device=norms.device)  # weighted: swapped gradients differ too
     mine = torch.stack([norms.new_tensor(len(parameters)), (norms * places).sum()])
     highest, lowest = collective.all_reduce(torch.stack([mine, -mine]), "max")
     if torch.allclose(highest, -lowest, rtol=_TOLERANCE, atol=0.0):
@@ -51,9 +51,9 @@ def refuse_unequal_gradients(collective: Collective, parameters: Mapping[str, Te
     name = max(names, key=lambda name: max(norms_of[name]) / max(min(norms_of[name]), 1e-30))
     raise RuntimeError(
         f"The gradient of `{name}` differs between the ranks, and is no DTensor: each rank would clip by another norm "
-        f"(of this one: {', '.join(f'{norm:.4g}' for norm in norms_of[name])}; -1 is none). Where each rank has a "
-        "piece, let it say so (`context.shard`, or a DTensor of your own). Where all have the same, average the "
-        "gradients (`Parallelized(averaged=...)`)."
+        f"(of this one: {', '.join(f'{norm:.4g}' for norm in norms_of[name])}; -1 is none). If each rank has a "
+        "shard, make it a DTensor (`context.shard`, or your own). If it is a replica, average the gradients "
+        "(`Parallelized(averaged=...)`)."
     )
 
 
@@ -62,9 +62,9 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _norm(parameter: Tensor) -> Tensor:
-    """Of the gradient, -1 where there is none. What is no number counts as infinite, which a maximum understands."""
+    """The norm of the gradient, -1 if there is none. NaN becomes infinite, so that the all-reduce can compare it."""
     if parameter.grad is None:
         return torch.tensor(-1.0, device=parameter.device)
-    wide = torch.promote_types(parameter.grad.dtype, torch.float32)  # half precision has no room for a square
+    wide = torch.promote_types(parameter.grad.dtype, torch.float32)  # a square overflows in half precision
     norm: Tensor = torch.linalg.vector_norm(parameter.grad.detach(), dtype=wide)
     return norm.float().nan_to_num(math.inf, math.inf)

@@ -1,7 +1,7 @@
-"""Checkpoints of a model that somebody else's function laid over the ranks: whole tensors, under the user's own names.
+"""The state of a model that the user's `parallelize` function has laid out: unsharded tensors, under the user's names.
 
-A DTensor says how it lies, and is gathered. A plain parameter says nothing: it is the same on every rank, or it cannot
-be saved as one, so the ranks compare theirs before they save.
+A DTensor knows its placements, and is gathered. A plain tensor can only be saved if it is a replica, so the ranks
+compare theirs before they save.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from fabric.strategies.sharding.dtensor import ShardedState, as_sharded
 
 
 def own_name(module: nn.Module, name: str) -> str:
-    """The name of a tensor of `module`, without what DistributedDataParallel, `torch.compile` and `checkpoint_wrapper`
-    put into it."""
+    """The name of a tensor without the prefixes of DDP, `torch.compile` and `checkpoint_wrapper`."""
     pieces = []
     part: nn.Module | None = module
     for piece in name.split("."):
@@ -34,15 +33,15 @@ def own_name(module: nn.Module, name: str) -> str:
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Every parameter under all its names, without what others put into them."""
+    """Parameters by all their names, without the prefixes of wrappers."""
     return {own_name(module, name): each for name, each in module.named_parameters(remove_duplicate=False)}
 
 
 @final
 class ManualState(StateAccess):
-    """The state of what came back from the function, named as in the module that was given to `setup`.
+    """The state of the module that `parallelize` returned, with the names of the module that was passed to `setup`.
 
-    Where what came back has tensors of its own, it names them itself.
+    If the returned module has tensors of its own, its own names are used.
     """
 
     def __init__(self, collective: Collective, given: nn.Module, returned: nn.Module) -> None:

@@ -1,10 +1,10 @@
-"""The user's own function lays the model over the ranks; the fabric gives it ranks, devices and collectives.
+"""`ManualStrategy`: the user's own function parallelises the model.
 
-What the function returns is taken as it is: nothing is moved, cast or wrapped behind its back, and where a precision
-asks for something that only the function can do, it is told so. Everything else goes on working: launching, loaders,
-backward, accumulation, clipping over mixed plain and sharded parameters, whole checkpoints that any strategy reads. All
-of it follows from what the tensors say of themselves: a DTensor how it lies, a plain parameter that every rank has the
-same; where the latter is not so, saving and clipping raise.
+The module that the function returns is used as it is: nothing is moved, cast or wrapped, and a precision that requires
+a cast raises if the function has not done it. Everything else works as under other strategies: launching, loaders,
+backward, accumulation, clipping over plain and sharded parameters, unsharded checkpoints that any strategy reads. A
+DTensor is treated by its placements, a plain tensor as a replica; if it differs between ranks, saving and clipping
+raise.
 """
 
 from __future__ import annotations
@@ -40,19 +40,18 @@ __all__ = ["ManualContext", "ManualStrategy", "Parallelized"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class ManualStrategy(ProcessGroupStrategy):
-    """Parallelism of the user's own."""
+    """Parallelism that the user implements."""
 
     in_shards: ClassVar[bool] = True
     parallelize: Callable[[Any, ManualContext], nn.Module | Parallelized] | None = None
-    """`parallelize(module, context)` is called by `setup`, on every rank, once for each module. It changes the module
-    or makes another, and returns it; or a `Parallelized`, where there is more to say. Optimizers that were made before
-    follow parameters that are replaced under their names. Where ranks are spawned, it is a function that can be
-    imported."""
+    """`parallelize(module, context)` is called by `setup`, on every rank, once for each module. It modifies the module
+    or makes another one, and returns it, or a `Parallelized`. In optimizers that were made before, replaced parameters
+    are exchanged for those of the same name. If ranks are spawned, the function must be importable."""
     mesh: Mapping[str, int] | None = None
-    """The axes of `context.mesh`, whose degrees multiply to the number of ranks, the last one over neighbours.
-    None: one axis, "data", over all ranks."""
+    """The axes of `context.mesh` and their degrees, whose product is the number of ranks; ranks are consecutive along
+    the last axis. None: one axis, "data", over all ranks."""
     data_axes: tuple[str, ...] | None = None
-    """The axes along which ranks read different samples: loaders are cut along them, and gradients averaged
+    """The axes along which ranks read different samples: data is distributed along them, and gradients averaged
     (`Parallelized(averaged=...)`). None: all axes."""
 
     def __post_init__(self) -> None:
@@ -74,7 +73,7 @@ class ManualStrategy(ProcessGroupStrategy):
     def why_not(self, target: Target) -> str | None:
         if self.parallelize is None:
             return (
-                "`strategy='manual'` lays the model over the ranks by a function of yours, and has none. Pass "
+                "`strategy='manual'` parallelises the model by a function of yours, and has none. Pass "
                 "`strategy=ManualStrategy(parallelize=function)` (from `fabric.strategies`), where "
                 "`function(module, context)` returns the module to train."
             )
@@ -121,8 +120,8 @@ class ManualStrategy(ProcessGroupStrategy):
             return made
         if not isinstance(made, nn.Module):
             raise TypeError(
-                f"`{_name(self.parallelize)}(module, context)` returned {made!r}. Return the module to train, also "
-                "where it is the one that was given, or a `Parallelized`."
+                f"`{_name(self.parallelize)}(module, context)` returned {made!r}. Return the module to train, even "
+                "if it is the one that was passed, or a `Parallelized`."
             )
         return Parallelized(module=made)
 
@@ -145,7 +144,7 @@ def _name(function: Callable[..., Any]) -> str:
 def _refuse_left_behind(
     optimizers: Sequence[Optimizer], module: nn.Module, given: Sequence[Mapping[str, nn.Parameter]]
 ) -> None:
-    """Raise ValueError where an optimizer would step a parameter of the given module that what came back has not."""
+    """Raise ValueError if an optimizer has a parameter of the passed module that the returned one does not have."""
     names: dict[Tensor, str] = {parameter: name for parameters in given for name, parameter in parameters.items()}
     trained = set(module.parameters())
     for optimizer in optimizers:
@@ -153,14 +152,14 @@ def _refuse_left_behind(
         if left:
             raise ValueError(
                 f"The `{type(optimizer).__name__}` holds `{names[left[0]]}`, which the `{type(module).__name__}` that "
-                f"`parallelize` returned does not have, and nothing took its place under that name. Set the module up "
-                "first, and make the optimizer from what comes back: `model = fabric.setup_module(model)`, then "
+                f"`parallelize` returned does not have, and no parameter replaces it under that name. Set up the "
+                "module first, and make the optimizer from the result: `model = fabric.setup_module(model)`, then "
                 "`optimizer = fabric.setup_optimizers(SGD(model.parameters(), ...))`."
             )
 
 
 def _refuse_other_dtypes(precision: Precision, module: nn.Module) -> None:
-    """Raise ValueError where a `-true` precision asks for a dtype that the function did not give."""
+    """Raise ValueError if a `-true` precision requires a dtype that the function has not cast to."""
     if not casts(precision):
         return
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):

@@ -1,15 +1,15 @@
-"""Sequences in parts: each rank along the axis "context" holds some of the positions of every sequence of its batch.
+"""Context parallelism: each rank along the axis "context" holds some positions of every sequence of its batch.
 
-For sequences whose activations do not fit into one rank. All layers but attention work on positions one by one, and
-need nothing. Attention gathers the keys and values of all positions, and sends their gradients back; queries, and all
-that is as large as the square of the length, stay in parts. torch's own `context_parallel` does not run on a CPU.
+For sequences whose activations do not fit into the memory of one rank. Layers other than attention compute each
+position separately, and need no change. Attention all-gathers keys and values, and reduce-scatters their gradients;
+queries and attention weights remain sharded. torch's own `context_parallel` does not run on a CPU.
 
     tokens, positions = (context_slice(each, mesh["context"]) for each in (tokens, positions))
     ...
     attended = context_attention(query, key, value, mesh["context"], is_causal=True)
 
-The mesh comes from `parallelize_fn(model, mesh)`, which may note it on the modules. A loss that is a mean over this
-rank's positions is right, for the parts are equal; gradients are averaged along the axis as along those of the data.
+The mesh is that of `parallelize_fn(model, mesh)`, which may store it on the modules. The loss is the mean over this
+rank's positions, since all ranks have equally many; gradients are averaged along the axis as along the data axes.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 
 def context_slice(tensor: Tensor, mesh: DeviceMesh, dim: int = 1) -> Tensor:
-    """This rank's part of the positions, which lie along `dim`: `(..., S, ...)` -> `(..., S / C, ...)`.
+    """This rank's positions, of all positions along `dim`: `(..., S, ...)` -> `(..., S / C, ...)`.
 
-    `mesh`: `mesh["context"]`, of C ranks. Part r has positions `r * S / C` on. No rank talks; gradients flow.
-    Raises: ValueError: S does not divide by C.
+    `mesh`: `mesh["context"]`, of C ranks. Rank r has the positions from `r * S / C`. No communication; differentiable.
+    Raises: ValueError: S is not divisible by C.
     """
     size, length = _size(mesh), tensor.shape[dim]
     if length % size:
         raise ValueError(
             f"`context_slice` of {length} positions (dim {dim} of a tensor of shape {tuple(tensor.shape)}) over "
-            f"{size} ranks: each holds as many as any other. Pad or cut the sequences to a multiple of {size}."
+            f"{size} ranks, which must have equally many. Pad or cut the sequences to a multiple of {size}."
         )
     return tensor.narrow(dim, mesh.get_local_rank() * (length // size), length // size)
 
@@ -51,23 +51,23 @@ def context_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`scaled_dot_product_attention` of this rank's positions to those of all ranks.
+    """`scaled_dot_product_attention` of this rank's queries over the keys and values of all ranks.
 
-    `mesh`: `mesh["context"]`, of C ranks. Ranks: all along it, each with its own part, and the same again in backward.
-    Shapes: `(B, H, S / C, E)` each -> `(B, H, S / C, E)`; the parts are those of `context_slice`.
+    `mesh`: `mesh["context"]`, of C ranks. Ranks: all along it call it, each with its own positions, and its backward.
+    Shapes: `(B, H, S / C, E)` each -> `(B, H, S / C, E)`; positions as `context_slice` gives them.
     Cost: keys and values of all S positions on each rank, and, if causal, a mask of S / C times S.
     Raises: TypeError: a DTensor. ValueError: queries and keys of different numbers of positions.
     """
     if any(as_sharded(each) is not None for each in (query, key, value)):
         raise TypeError(
-            "`context_attention` was given a DTensor. Pass what this rank holds: leave `use_local_output=True` in the "
+            "`context_attention` was given a DTensor. Pass its local tensor: leave `use_local_output=True` in the "
             "plan of the layers before it, or call `.to_local()`."
         )
     size, length = _size(mesh), query.shape[-2]
     if key.shape[-2] != length or value.shape[-2] != length:
         raise ValueError(
             f"`context_attention` of {length} queries to {key.shape[-2]} keys and {value.shape[-2]} values: it is "
-            "self-attention, and this rank holds one part of the positions. Pass the same positions of all three."
+            "self-attention of the positions of this rank. Pass the same positions of all three."
         )
     if size == 1:
         return scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -81,7 +81,7 @@ def context_attention(
 
 
 def _of_all(part: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The positions of all ranks, in order. In backward each rank gets back the sum of all ranks' gradients for its."""
+    """All-gather the positions of all ranks, in order. Backward reduce-scatters their gradients."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     cut = DTensor.from_local(part, mesh, [Shard(part.ndim - 2)], run_check=False)
@@ -92,7 +92,7 @@ def _of_all(part: Tensor, mesh: DeviceMesh) -> Tensor:
 def _size(mesh: DeviceMesh) -> int:
     if mesh.ndim != 1:
         raise ValueError(
-            f"Positions are cut along one axis, but the mesh has {mesh.ndim}: {mesh.mesh_dim_names}. "
+            f"Positions are sharded along one axis, but the mesh has {mesh.ndim}: {mesh.mesh_dim_names}. "
             "Pass `mesh['context']`."
         )
     return mesh.size()

@@ -1,4 +1,4 @@
-"""Forward and backward of one model over a mesh: what its own messages leave out is averaged after a backward."""
+"""Forward and gradient synchronisation of a model over a mesh: averages what tensor parallel and FSDP2 do not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fabric.strategies.sharding.same_gradients import SameGradients
 
 @final
 class ModelParallelGradientSync(GradientSync):
-    """One model that `parallelize_fn` has laid over the mesh. A pipeline has `PipelineGradientSync`."""
+    """Synchronises one model that `parallelize_fn` has laid out. A pipeline has `PipelineGradientSync`."""
 
     def __init__(self, runtime: Runtime, module: nn.Module, unfilled: Unfilled, *, broadcast_buffers: bool) -> None:
         self.runtime, self.module, self.unfilled = runtime, module, unfilled
@@ -40,7 +40,7 @@ class ModelParallelGradientSync(GradientSync):
         return self._ordered(function, args, kwargs)
 
     def mark(self, method: str) -> None:
-        """Let another method find whole parameters, where `fully_shard` was called on the model."""
+        """Make another method all-gather parameters as forward does, if `fully_shard` was called on the model."""
         if self.averaging.sharded:
             mark_gathering(self.module, method, self.gathered)
 

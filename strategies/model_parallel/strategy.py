@@ -1,9 +1,9 @@
-"""The user's own function lays the model over a mesh of ranks: cut along tensors, in shards, in replicas, in stages.
+"""`ModelParallelStrategy`: tensor, sharded data, context and pipeline parallelism over a mesh of ranks.
 
-The function knows the model; the strategy knows the ranks. It gives the mesh, and afterwards sees to it that numbers
-are those of one process: weights are those of rank 0, gradients are averaged along each axis whose ranks have
-different data and that nothing else averages, norms are taken over all shards, loaders are cut along the data axes
-alone, and the optimizer that was made before `setup` goes on. Gradients are averaged by `fabric.backward`.
+The user's function lays out the model with PyTorch's own APIs; the strategy makes the mesh, and the numbers equal
+those of one process: weights are broadcast from rank 0, gradients are averaged along each axis whose ranks have
+different data and that no wrapper averages (in `fabric.backward`), norms are computed over all shards, data is
+distributed along the data axes alone, and an optimizer that was made before `setup` holds the new parameters.
 
     def parallelize(model, mesh):
         parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -54,36 +54,36 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("data", "shard", "context", "tensor")
-"""Ranks are numbered with the last one fastest; "pipeline" comes before all."""
+"""In this order, with "pipeline" first. Ranks are consecutive along the last axis."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class ModelParallelStrategy(ProcessGroupStrategy):
-    """A mesh of ranks along named axes, over which `parallelize_fn(model, mesh)` lays the model, in place.
+    """A mesh of ranks with named axes, over which `parallelize_fn(model, mesh)` parallelises the model in place.
 
     The function may call `parallelize_module` and `distribute_tensor` with `mesh["tensor"]`, `fully_shard` with
-    `mesh["shard"]`, `mesh["data", "shard"]` and the like, and `compile`; it may return the model, or nothing. The mesh
-    has every axis, those of one rank too. A degree is a number of ranks; one of them may be "auto": what is left.
+    `mesh["shard"]` or `mesh["data", "shard"]`, and `compile`; it may return the model, or None. The mesh has all axes,
+    also those of degree 1. A degree is a number of ranks; one of them may be "auto": the remaining ranks.
 
-    With `accelerator="xla"` it is `XLAModelParallelStrategy`, whose mesh is of devices: `fabric.strategy` shows that.
+    With `accelerator="xla"`, `fabric.strategy` is an `XLAModelParallelStrategy`, whose mesh is of devices.
     """
 
     in_shards: ClassVar[bool] = True
     parallelize_fn: Parallelize | None = None
-    """Called by every rank within `setup`, with the user's model, its weights those of rank 0."""
+    """Called by `setup` on every rank, with the user's model, after its weights were broadcast from rank 0."""
     data: Degree = 1
-    """Replicas, each with data of its own."""
+    """Number of replicas, each with data of its own."""
     shard: Degree = 1
-    """Ranks that hold a shard each, and have data of their own: for `fully_shard`."""
+    """Number of ranks that hold a shard of each parameter, with data of their own: for `fully_shard`."""
     context: Degree = 1
-    """Ranks that read a part each of the same sequences: see `context_parallel.py`."""
+    """Number of ranks that hold different positions of the same sequences: see `context_parallel.py`."""
     tensor: Degree = 1
-    """Ranks that compute a part each of the same layer, and read the same data: for `parallelize_module`."""
+    """Number of ranks that compute a part of each layer, on the same data: for `parallelize_module`."""
     pipeline: Pipeline | None = None
-    """Stages that hold some layers each, and how batches go through them."""
+    """The stages of pipeline parallelism, and their schedule."""
     broadcast_buffers: bool = True
-    """Buffers (the statistics of BatchNorm) follow the first data rank after every forward that computes gradients."""
+    """Broadcast buffers (BatchNorm statistics) from the first data rank after each forward that computes gradients."""
 
     def __post_init__(self) -> None:
         check_function(self, "parallelize_fn", "parallelize_fn(model, mesh)")
@@ -105,7 +105,7 @@ class ModelParallelStrategy(ProcessGroupStrategy):
     def why_not(self, target: Target) -> str | None:
         if self.parallelize_fn is None and self.pipeline is None:
             return (
-                "`strategy='model_parallel'` has no function that lays the model over the ranks. Write "
+                "`strategy='model_parallel'` has no function that parallelises the model. Write "
                 "`strategy=ModelParallelStrategy(parallelize_fn=function, tensor=2)`, from `fabric.strategies`, with a "
                 "`function(model, mesh)` that calls `parallelize_module(model, mesh['tensor'], plan)` or "
                 "`fully_shard(model, mesh=mesh['shard'])`."
@@ -151,15 +151,15 @@ class ModelParallelStrategy(ProcessGroupStrategy):
 
 
 def mesh_of(runtime: Runtime) -> DeviceMesh:
-    """The mesh that `connect` made."""
+    """The mesh of the runtime."""
     assert runtime.mesh is not None
     return runtime.mesh
 
 
 def place_alike(runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], *, move: bool) -> None:
-    """Give the tensors that have values the precision's dtype, the rank's device (`move`), and rank 0's values.
+    """Cast the module, move it to the device (`move`), and broadcast it from rank 0, except tensors on meta.
 
-    Ranks: all, before the module is cut.
+    Ranks: all call it, before the module is parallelised.
     """
     cast_module(runtime.precision, module)
     tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta]
@@ -173,7 +173,7 @@ def place_alike(runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimi
 
 
 def fill_alike(runtime: Runtime, module: nn.Module, unfilled: Unfilled) -> None:
-    """Give values to tensors made without, after the module is cut: see `deferred_init.py`. Ranks: all."""
+    """Initialise tensors on meta, after the module is parallelised: see `deferred_init.py`. Ranks: all call it."""
     names = [name for name, tensor in _plain_tensors(module).items() if tensor.is_meta]
     for part in in_order_of_apply(module):
         unfilled.fill(part, runtime.device, runtime.collective)
@@ -184,6 +184,6 @@ def fill_alike(runtime: Runtime, module: nn.Module, unfilled: Unfilled) -> None:
 
 
 def _plain_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """What every rank has whole, by name."""
+    """Parameters and buffers that are not DTensors, by name."""
     named = (*module.named_parameters(), *module.named_buffers())
     return {name: tensor for name, tensor in named if as_sharded(tensor) is None}

@@ -1,9 +1,9 @@
-"""Activation checkpointing: a submodule's activations are not kept, but computed again in backward.
+"""Activation checkpointing: a submodule's activations are not saved, but recomputed in backward.
 
 Trades a second forward of the submodule for the memory between its input and output (Chen et al., arXiv:1604.06174).
-The submodule stays the user's own object, and no name changes. Numbers stay the same: what is computed again finds the
-random numbers, the autocast, the default dtype and the buffers of the first time, and changes no buffer once more. It
-calls the submodule's hooks once, but what its forward does to objects of the user's, it does twice.
+The submodule object and all names stay the same. So do the numbers: the recomputation has the random state, the
+autocast state, the default dtype and the buffers of the first forward, and changes no buffer again. The submodule's
+hooks are called once; side effects of its forward on other Python objects happen twice.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from fabric.strategies.undo import undo_all
 
 
 def recompute(module: nn.Module, policy: Policy | None) -> Callable[[], None]:
-    """Let the submodules that the policy means compute their activations again. Returns what undoes it.
+    """Recompute the activations of the submodules that `policy` selects. Returns a function that undoes it.
 
-    Raises: ValueError: it means none. TypeError: it is no policy.
+    Raises: ValueError: it selects none. TypeError: it is not a policy.
     """
     return undo_all(_replace_forward(part) for part in matching(module, policy, "activation_checkpointing_policy"))
 
 
 def rebind_copies(module: nn.Module) -> None:
-    """Let submodules that share attributes with those they were copied from, as DataParallel's do, compute with their
-    own parameters."""
+    """Rebind the recomputation to `module`, for replicas that share attributes with their original (`DataParallel`).
+
+    Otherwise they would compute with the parameters of the original.
+    """
     for part in module.modules():
         forward = vars(part).get("forward")
         if isinstance(forward, _Recomputed):
@@ -53,7 +55,7 @@ def _replace_forward(part: nn.Module) -> Callable[[], None]:
 
 @final
 class _Recomputed:
-    """A submodule's forward, computed again in backward."""
+    """A submodule's forward, recomputed in backward."""
 
     def __init__(self, part: nn.Module, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
@@ -74,12 +76,12 @@ class _Recomputed:
         return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     def of(self, part: nn.Module) -> _Recomputed:
-        """The same for a copy of the submodule."""
+        """The same for `part`, a copy of the submodule."""
         function = getattr(self._function, "__func__", None)
         return self if part is self._part or function is None else _Recomputed(part, function.__get__(part))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._part, "forward")  # of a copy: there it finds the method of the class
+        return getattr, (self._part, "forward")  # unpickled in a copy, whose class has the plain method
 
 
 def _contexts(part: nn.Module) -> tuple[_Computing, _ComputingAgain]:
@@ -88,15 +90,15 @@ def _contexts(part: nn.Module) -> tuple[_Computing, _ComputingAgain]:
 
 
 # Note [Buffers change once]
-# What forward writes into a buffer in backward is written into a copy. The copy has the values of the first time, and
-# those are kept for buffers that changed then. Whether one did is told by its version, which torch's BatchNorm leaves
-# alone (2.13); but what BatchNorm computes while it trains does not depend on its statistics. A
-# graph of the compiler's with a checkpoint in it cannot write into other tensors, and so it ends before such a part.
+# The recomputation writes into copies of the buffers. They have the values from before the first forward, which are
+# saved for buffers that it changed. A change is recognised by the buffer's version counter, which torch's BatchNorm
+# does not increase (2.13); but in training the output of BatchNorm does not depend on its running statistics. A
+# compiled graph with a checkpoint in it cannot exchange buffers, so the graph breaks before a submodule with buffers.
 
 
 @final
 class _Computing:
-    """Within it, forward runs the first time. Keeps the buffers that it changes as they were before."""
+    """Context of the first forward. Saves the former values of buffers that it changes."""
 
     def __init__(self, part: nn.Module) -> None:
         self.part = part
@@ -120,7 +122,7 @@ class _Computing:
 
 @final
 class _ComputingAgain:
-    """Within it, forward runs in backward: once for each backward through the same graph."""
+    """Context of the recomputation: entered once for each backward through the same graph."""
 
     def __init__(self, first: _Computing) -> None:
         self._first = first

@@ -1,7 +1,7 @@
-"""Parameters that a backend knows nothing of, for they came to a model, or were unfrozen, after it was set up.
+"""Parameters that were added to a model, or unfrozen, after it was set up, and that its backend would not train.
 
-For backends that lay out parameters once: DeepSpeed and FairScale. Asked in every forward that computes gradients, so
-it walks through the model only where the model has changed: 0.1 ms for 1000 parameters (see `changes.py`).
+For backends that register parameters once: DeepSpeed and FairScale. Checked in every forward that computes gradients,
+at 0.1 ms for 1000 parameters: all modules are visited only after a change (see `changes.py`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _requires_grad = attrgetter("requires_grad")
 
 
 @final
-class Newcomers:
-    """What a model has, and trains, that it had not, or did not train, when it was set up.
+class AddedParameters:
+    """Finds trainable parameters that a model did not have when this was constructed.
 
-    `unfrozen`: what was there and is not frozen any more counts as well. `frozen`: what was added and is not trained.
+    `unfrozen`: also those that were frozen then. `frozen`: also added parameters that do not require gradients.
     """
 
     def __init__(self, module: nn.Module, *, unfrozen: bool, frozen: bool = False) -> None:
@@ -32,7 +32,7 @@ class Newcomers:
         self._unknown = [each for each in self._contents.parameters if each not in self._known]
 
     def refuse(self, sentence: str) -> None:
-        """Raise RuntimeError where there are any: their names, and the sentence."""
+        """Raise RuntimeError if there are any, with their names and `sentence`."""
         if torch.compiler.is_compiling():  # the compiler cannot trace the comparison
             return
         has_changed = not self._contents.is_as_it_was()

@@ -1,8 +1,8 @@
-"""Parameters outside of any module, which an optimizer brings: a temperature, a table of the user's own.
+"""Parameters of an optimizer that are in no module: a temperature, an embedding table.
 
-No strategy sees them in a forward, so they are handled alike under all that allow them: they start from the values of
-rank 0, and each synchronised backward averages their gradients, in one message for each dtype. See Note [Averages of
-averages] in `averaging.py`: what is averaged is all that has gathered in `.grad`.
+They are in no forward, so all strategies that allow them handle them alike: they are broadcast from rank 0, and each
+synchronised backward averages their gradients, in one all-reduce per dtype. All that has accumulated in `.grad` is
+averaged: see Note [Averages of averages] in `averaging.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fabric.strategies.sharding.dtensor import as_sharded
 
 @final
 class BareParameters(GradientSync):
-    """Those of one fabric, and whether the coming backward averages their gradients. No forward knows of them."""
+    """The parameters of one fabric that are in no module, and the averaging of their gradients."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -39,7 +39,7 @@ class BareParameters(GradientSync):
         return any(each is parameter for each in self._parameters)
 
     def add(self, parameters: Sequence[Tensor], *, move: bool) -> None:
-        """Start from the values of rank 0, on the device (`move`), and average from now on. Ranks: all."""
+        """Move to the device (`move`), broadcast from rank 0, and average gradients from now on. Ranks: all call it."""
         new = [parameter for parameter in parameters if parameter not in self]
         if move:
             for parameter in new:
@@ -79,16 +79,16 @@ class BareParameters(GradientSync):
             hook.remove()
 
     def _arrived(self, parameter: Tensor) -> None:
-        """Called within each backward, for each gradient."""
+        """Autograd hook: called in each backward, for each parameter with a gradient."""
         if not self._is_held and not self._is_expected:
             raise RuntimeError(
                 f"`loss.backward()` computes the gradient of a parameter of shape {tuple(parameter.shape)} that is in "
-                "no module, and `fabric.backward(loss)` averages those over the ranks. Call that."
+                "no module, and only `fabric.backward(loss)` averages those over the ranks. Call that."
             )
 
     @torch.no_grad()
     def _average(self) -> None:
-        """Where only some ranks have a gradient, the others count as zero; what none has stays None. Ranks: all."""
+        """Average gradients; a rank without one counts as zero, and if none has one it stays None. Ranks: all."""
         self._is_expected = False
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for parameter in self._parameters:
@@ -107,24 +107,26 @@ class BareParameters(GradientSync):
 
 
 def outside(optimizers: Iterable[Optimizer], modules: Iterable[nn.Module]) -> list[tuple[Optimizer, Tensor]]:
-    """The parameters of optimizers that are in none of the modules, each with its optimizer."""
+    """The parameters of optimizers that are in none of `modules`, each with its optimizer."""
     known = {id(parameter) for module in modules for parameter in module.parameters()}
     return [(each, p) for each in optimizers for p in dict.fromkeys(parameters_of(each)) if id(p) not in known]
 
 
 def refuse_shards(strangers: Iterable[tuple[Optimizer, Tensor]]) -> None:
-    """Raise ValueError for a shard: that is part of a model, and which one is not known."""
+    """Raise ValueError for a DTensor: it belongs to a model that was not set up."""
     for optimizer, parameter in strangers:
         if as_sharded(parameter) is not None:
             raise ValueError(
-                f"The `{type(optimizer).__name__}` holds a parameter in shards, of shape {tuple(parameter.shape)}, "
+                f"The `{type(optimizer).__name__}` holds a sharded parameter, of shape {tuple(parameter.shape)}, "
                 "that belongs to no module set up so far. Set up every module before the optimizers of its parameters."
             )
 
 
 def refuse_later(optimizer: Optimizer, find: Callable[[], Sequence[Tensor]]) -> Callable[[], None]:
-    """Let `optimizer.step` raise RuntimeError where `find` finds parameters in groups that came later. Returns what
-    undoes it. `find` is called when the number of parameters has changed."""
+    """Let `optimizer.step` raise RuntimeError if `find` returns parameters that were added later.
+
+    `find` is called when the number of parameters has changed. Returns a function that removes the check.
+    """
     known = set(parameters_of(optimizer))  # a layer may leave its module, and its parameters stay here
     seen = len(known)
 

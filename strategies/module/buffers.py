@@ -11,13 +11,13 @@ from fabric.strategies.collectives.packing import fill_from
 
 
 def follow_rank_zero(collective: Collective, tensors: Iterable[Tensor]) -> None:
-    """Copy rank 0's values into the tensors of all ranks, in place. Ranks: all, with tensors of the same shapes."""
+    """Broadcast tensors from rank 0, in place. Ranks: all call it, with tensors of the same shapes."""
     sent = [(tensor, 0) for tensor in tensors]
-    if sent:  # most models have no buffer, and every forward asks
+    if sent:  # most models have no buffers, and this is called in every forward
         fill_from(collective, sent)
 
 
 def buffers_of(parts: Sequence[nn.Module]) -> list[Tensor]:
-    """The current buffers of the modules themselves, not of their submodules. Call it anew each time: a forward may
+    """The current buffers of the modules themselves, not of their submodules. Not to be cached: a forward may
     assign another tensor (https://github.com/pytorch/pytorch/issues/63916)."""
     return list(dict.fromkeys(each for part in parts for each in part._buffers.values() if each is not None))

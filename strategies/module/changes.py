@@ -1,9 +1,9 @@
-"""What changes in a model after `setup`: layers that are added, replaced, frozen or unfrozen.
+"""Changes of a model after `setup`: layers that are added, replaced, frozen or unfrozen.
 
-Strategies look up once what they average, for that takes longer than the rest of our step. So each forward asks whether
-it is still what it was, by comparing the dicts of all modules with their contents from then, in loops that run in C.
-Registering a hook with torch instead (`register_module_parameter_registration_hook`) would be global, and would say
-nothing of `requires_grad_`.
+Strategies list the parameters that they average once, because that takes longer than the rest of our step. So each
+forward checks whether they are still the same: it compares the dicts of all modules with their contents at setup, in
+loops that run in C. torch's `register_module_parameter_registration_hook` would be global instead, and would not
+report `requires_grad_`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _requires_grad = attrgetter("requires_grad")
 
 @final
 class Contents:
-    """The modules and the parameters of a model at one moment. Holds on to them.
+    """The modules and parameters that a model has when this is constructed. Holds references to them.
 
-    `by_name`: parameters are told apart by their names alone, where a backend exchanges the objects.
+    `by_name`: compare parameters by name instead of identity, for backends that replace the objects.
     """
 
     def __init__(self, module: nn.Module, *, by_name: bool = False) -> None:
@@ -42,7 +42,7 @@ class Contents:
         self._buffers: list[dict[str, Any]] = [part._buffers for part in self.modules]
 
     def is_as_it_was(self) -> bool:
-        """Whether the model has the same modules and parameters still."""
+        """Whether the model still has the same modules and parameters."""
         return (
             not any(self._empty)
             and all(map(is_, _flat(dict.values, self._by_value), self._values_then))
@@ -50,17 +50,17 @@ class Contents:
         )
 
     def flags(self) -> list[bool]:
-        """Which of the parameters require gradients now."""
+        """`requires_grad` of each parameter now."""
         return list(map(_requires_grad, self.parameters))
 
     def trainable(self) -> list[nn.Parameter]:
-        """Those that require gradients now."""
+        """The parameters that require gradients now."""
         return [parameter for parameter in self.parameters if parameter.requires_grad]
 
     def new_since(self, before: Contents | None) -> list[Tensor]:
-        """Parameters, and buffers of modules, that were not in the model at an earlier moment; None: all.
+        """Parameters, and buffers of modules, that are not in `before`; None: all.
 
-        Not the buffers of modules that were: a forward may have assigned others, which hold what this rank has seen.
+        Without new buffers of modules in `before`: a forward may have assigned them, with values of this rank.
         """
         known = set() if before is None else {id(each) for each in (*before.parameters, *before.modules)}
         new = [part for part in self.modules if id(part) not in known]
@@ -68,7 +68,7 @@ class Contents:
         return [*(each for each in self.parameters if id(each) not in known), *dict.fromkeys(buffers)]
 
     def buffers(self) -> list[Tensor]:
-        """The buffers that the modules have now. To be asked for each time: a forward may assign another tensor
+        """The buffers that the modules have now. Not to be cached: a forward may assign another tensor
         (https://github.com/pytorch/pytorch/issues/63916)."""
         if not any(self._buffers):
             return []
@@ -77,9 +77,9 @@ class Contents:
 
 @final
 class Additions:
-    """What a model got after `setup`, for strategies that cannot take it in, or take it in one by one.
+    """Parameters that were added to a model after this was constructed.
 
-    `by_name`: see `Contents`. A parameter that replaces another under its name is then not found.
+    `by_name`: see `Contents`; a parameter that replaces another under the same name is then not found.
     """
 
     def __init__(self, module: nn.Module, *, by_name: bool) -> None:
@@ -89,14 +89,14 @@ class Additions:
         self._found: list[tuple[str, nn.Parameter]] = []
 
     def found(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters that were not there when this was made, by their names. Cheap where there are none."""
+        """The added parameters, with their names. Cheap if the model has not changed."""
         if not self._contents.is_as_it_was():
             self._contents = Contents(self._module, by_name=self._by_name)
             self._found = [named for key, named in self._keys().items() if key not in self._known]
         return self._found
 
     def refuse(self) -> None:
-        """Raise RuntimeError where one of them is to be trained, and is no shard of the user's own."""
+        """Raise RuntimeError if one of them requires gradients and is not a DTensor of the user's."""
         found = [name for name, each in self.found() if each.requires_grad and as_sharded(each) is None]
         if found and torch.is_grad_enabled():
             raise RuntimeError(ADDED.format(model=type(self._module).__name__, names=", ".join(map(repr, found[:5]))))
@@ -112,21 +112,21 @@ class Additions:
 
 @final
 class GatheredFlags:
-    """`requires_grad` of parameters in shards, which `fully_shard` exchanges for whole ones while they are used.
+    """`requires_grad` of sharded parameters, which `fully_shard` replaces by unsharded ones while they are used.
 
-    The root's stay whole from a forward to the backward, or after an evaluation to the next training step. Who freezes
-    or unfreezes the model's parameters meanwhile reaches those, and torch 2.13 goes by the shards.
+    Those of the root stay unsharded from forward to backward, or from an evaluation to the next training step. A call
+    of `requires_grad_` meanwhile changes the unsharded parameters, while torch 2.13 uses the flag of the shards.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Before the first forward: all are in shards."""
+        """Call it before the first forward, when all parameters are sharded."""
         parts = [part for part in module.modules() if part._parameters]
         self._own: list[dict[str, Any]] = [part._parameters for part in parts]
         self._shards = self._now()
         self._flags = self._of(self._shards)
 
     def update(self) -> None:
-        """Let shards and whole parameters have the flag that was set last on either."""
+        """Give sharded and unsharded parameters the flag that was last set on either."""
         now = self._now()
         whole, shards = self._of(now), self._of(self._shards)
         if (whole == self._flags and shards == self._flags) or len(now) != len(self._shards):
@@ -146,11 +146,12 @@ class GatheredFlags:
 
 
 ADDED = (
-    "Parameters came to `{model}` after `fabric.setup`, and their gradients would not be averaged over the ranks: "
-    "{names}. Add and replace layers before `setup`; what is there then may be frozen and unfrozen at any time."
+    "Parameters were added to `{model}` after `fabric.setup`, and their gradients would not be averaged over the "
+    "ranks: {names}. Add and replace layers before `setup`; the layers that it has then may be frozen and unfrozen at "
+    "any time."
 )
 
 
 def _flat(of: Any, dicts: Iterable[dict[str, Any]]) -> Iterator[Any]:
-    """What `of` gives of each dict, in order, and an end: a shorter list than another is not like it."""
+    """The results of `of` for each dict, in order, and an end marker, so that lists of different lengths differ."""
     return chain(chain.from_iterable(map(of, dicts)), _AT_END)

@@ -1,9 +1,8 @@
-"""Copies and pickles of a prepared module: plain modules, or an error that says what to write.
+"""Copies and pickles of a prepared module are plain modules, or raise an error that says what to write.
 
 A module keeps hooks in its `__dict__`, and `copy.deepcopy` follows them: into the strategy, its collective and the
-process group, which cannot be copied. So hooks of ours on a user's module are `Hook`s, which do nothing in a copy, and
-which `torch.compile` leaves uncompiled: compiled once for each submodule, they would exceed torch's limit of
-recompilations.
+process group, which cannot be copied. So hooks that strategies register on a user's module are `Hook`s. They do
+nothing in a copy, and `torch.compile` skips them: compiled for each submodule, they would exceed its recompile limit.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from fabric.strategies.torch_internals import disable_dynamo
 
 @final
 class Hook:
-    """A hook of ours on a user's module: never compiled, and in copies and pickles of the module it does nothing."""
+    """A hook that a strategy registers: never compiled, and without effect in copies and pickles of the module."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -36,7 +35,7 @@ class Hook:
 
 @final
 class _CopiedHook:
-    """What a copy has in place of a `Hook`."""
+    """Replaces a `Hook` in a copy."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -44,7 +43,7 @@ class _CopiedHook:
 
 @contextmanager
 def own_hooks(module: nn.Module) -> Iterator[None]:
-    """What a backend within it hooks to the module's forward is then a `Hook`."""
+    """Turn the forward hooks that a backend registers within the context into `Hook`s."""
     before = {key for hooks in _hooks_of(module) for key in hooks}  # torch numbers hooks of all modules
     yield
     for hooks in _hooks_of(module):
@@ -52,7 +51,7 @@ def own_hooks(module: nn.Module) -> Iterator[None]:
 
 
 def forget_copied_hooks(module: nn.Module) -> None:
-    """Remove from a copy what stands in place of our hooks."""
+    """Remove `_CopiedHook`s from a copy."""
     for hooks in _hooks_of(module):
         for key in [key for key, hook in hooks.items() if isinstance(hook, _CopiedHook)]:
             del hooks[key]
@@ -64,13 +63,13 @@ def _hooks_of(module: nn.Module) -> Iterator[dict[int, Callable[..., Any]]]:
 
 
 def refuse_copies(module: nn.Module, sentence: str) -> Callable[[], None]:
-    """Let copies and pickles of a module raise RuntimeError with this sentence. Returns what undoes it."""
+    """Make copies and pickles of a module raise RuntimeError with this sentence. Returns a function that undoes it."""
     refuse = partial(_refuse, type(module).__name__, sentence)
     return _replace(module, {"__deepcopy__": refuse, "__reduce_ex__": refuse})
 
 
 def refuse_pickles(module: nn.Module, sentence: str) -> Callable[[], None]:
-    """Let pickles of a module raise RuntimeError with this sentence. Returns what undoes it."""
+    """Make pickles of a module raise RuntimeError with this sentence. Returns a function that undoes it."""
     refuse = partial(_refuse, type(module).__name__, sentence)
     return _replace(module, {"__deepcopy__": partial(_copy, module), "__reduce_ex__": refuse})
 
@@ -91,7 +90,7 @@ def _refuse(name: str, sentence: str, _: Any) -> NoReturn:
 
 
 def _copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """What `copy.deepcopy` makes of a module, which would go by its `__reduce_ex__`."""
+    """`copy.deepcopy` of a module without calling its `__reduce_ex__`, which raises."""
     made: nn.Module = type(module).__new__(type(module))
     memo[id(module)] = made
     own = {name: value for name, value in vars(module).items() if name not in ("__deepcopy__", "__reduce_ex__")}
@@ -100,8 +99,8 @@ def _copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 IN_SHARDS = (
-    "A prepared module whose parameters are in shards cannot be copied or pickled: this rank has a part of each. For a "
-    "target network or an average of weights, copy the module before it is set up, and set the copy up, too: "
+    "A prepared module whose parameters are sharded cannot be copied or pickled: this rank has a shard of each. For a "
+    "target network or an average of weights, copy the module before it is set up, and set up the copy, too: "
     "`target = fabric.setup_module(copy.deepcopy(model))`, or `fabric.setup_module(AveragedModel(model))`, before "
     "`model, optimizer = fabric.setup(model, optimizer)`. `target.load_state_dict(model.state_dict())` then copies "
     "shards; `fabric.save` writes whole tensors."

@@ -1,12 +1,12 @@
-"""A module made without values (on the meta device) gets them: from `reset_parameters`, or later from a checkpoint.
+"""Initialise a module that was constructed on the meta device: by `reset_parameters`, or later from a checkpoint.
 
 # Note [Who fills the tensors]
-A part with a `reset_parameters` fills its own tensors, in the order of `model.apply`: children first. Then a model with
-an `init_weights` fills what that fills. Neither order nor random numbers depend on how the model is cut: see
-`whole_draws.py`. A part without either gets tensors full of a mark (NaN, for floating point), and the first forward
-raises if the mark is still there: `fabric.load`, torch's own loading, and the user's own function may each have filled
-them since, and none of them has to tell us. Strategies that make such a module on
-the device let the functions of `torch.nn.init` write the mark, and look for it in the same way.
+A submodule with a `reset_parameters` fills its own tensors, in the order of `model.apply`: children first. Then
+`init_weights` of the model is called, if it has one. Neither order nor random numbers depend on how the model is
+sharded: see `whole_draws.py`. A submodule without either gets tensors full of a marker value (NaN for floating point),
+and the first forward raises if it is still there. So any function may fill them until then (`fabric.load`, torch's
+`load_state_dict`, the user's own) without reporting it. Strategies that construct the module on the device replace the
+functions of `torch.nn.init` by ones that write the marker, and check it in the same way.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from fabric.strategies.sharding.dtensor import local_part, user_class
 from fabric.strategies.sharding.whole_draws import WholeDraws
 
 _RESET = ("reset_parameters", "_reset_parameters")
-"""The second is torch's own, of `nn.MultiheadAttention` and `nn.Transformer`."""
+"""The second is the name in torch's `nn.MultiheadAttention` and `nn.Transformer`."""
 
 
 def leave_empty(tensor: Tensor) -> Tensor:
-    """Fill a tensor with the mark instead of its first values, and note on it that this was done."""
+    """Fill a floating-point tensor with the marker instead of initial values, and flag it."""
     if tensor.is_floating_point() and not tensor.is_meta:
         with torch.no_grad():
             tensor.fill_(_mark(tensor.dtype))
@@ -44,7 +44,7 @@ _EMPTY = "_fabric_left_empty"
 def refuse_empty(module: nn.Module, around: Around | None) -> Around | None:
     """`around`, which raises RuntimeError while parameters or buffers that `leave_empty` marked have no values.
 
-    No rank talks: where forward talks to none, rank 0 may evaluate alone. Free for a module that was not made empty.
+    Uses no collective, so that rank 0 may evaluate alone. No cost for a module that was not constructed empty.
     """
     inner = uncompiled(module)
     named = (*inner.named_parameters(), *inner.named_buffers())
@@ -66,7 +66,7 @@ def refuse_empty(module: nn.Module, around: Around | None) -> Around | None:
 
 @final
 class Unfilled:
-    """The tensors of one model that nothing has filled yet."""
+    """The tensors of one model that have no initial values yet."""
 
     def __init__(self, root: nn.Module) -> None:
         self._model = user_class(root).__name__
@@ -78,14 +78,14 @@ class Unfilled:
         self.was_empty = False
 
     def fill(self, part: nn.Module, device: torch.device, collective: Collective) -> None:
-        """Make one part's own tensors real, and let it fill them if it can. Ranks: all of `collective`."""
+        """Allocate the own tensors of one submodule, and call its `reset_parameters`. Ranks: all of `collective`."""
         empty = [name for name, tensor in _own_tensors(part).items() if tensor.is_meta]
         for name in empty:
             tensor = getattr(part, name)
             made = self._made.get(tensor)
             if made is None:
                 made = _marked(tensor, device)
-            if tensor in self._tied:  # the others are not kept: they are whole, and about to be cut
+            if tensor in self._tied:  # others are not held: they are unsharded, and are sharded next
                 self._made[tensor] = made
             setattr(part, name, made)
         if not empty:
@@ -96,9 +96,9 @@ class Unfilled:
                 self._tensors += [(part, name) for name in empty]
 
     def finish(self, root: nn.Module | None, device: torch.device, collective: Collective) -> None:
-        """After all parts: let the model, if it is all there, fill what it fills by itself. Ranks: all of `collective`.
+        """Call it after all submodules: calls `init_weights` of `root`, if that is given. Ranks: all of `collective`.
 
-        Raises: ValueError: a buffer that no checkpoint holds is empty still.
+        Raises: ValueError: a buffer that no checkpoint holds is still empty.
         """
         self._made.clear()
         if self.was_empty and root is not None:
@@ -108,7 +108,7 @@ class Unfilled:
             self._refuse_lost(part, name)
 
     def check(self, collective: Collective) -> None:
-        """Raise RuntimeError where a tensor is still empty. Free once all are filled. Ranks: all call it together."""
+        """Raise RuntimeError if a tensor is still empty. No cost once all are filled. Ranks: all call it."""
         if not self._tensors:
             return
         mine = [self._name(part, name) for part, name in self._tensors if _is_marked(getattr(part, name))]
@@ -121,9 +121,9 @@ class Unfilled:
     def _refuse_lost(self, part: nn.Module, name: str) -> None:
         if name in part._non_persistent_buffers_set and _is_marked(getattr(part, name)):
             raise ValueError(
-                f"The buffer `{self._name(part, name)}` is in no checkpoint (`persistent=False`), and making the "
-                f"model empty lost its values. Give `{user_class(part).__name__}` a `reset_parameters` that computes "
-                "it, or make the model without `empty_init=True`."
+                f"The buffer `{self._name(part, name)}` is in no checkpoint (`persistent=False`), and lost "
+                f"its values when the model was made empty. Give `{user_class(part).__name__}` a `reset_parameters` "
+                "that computes it, or construct the model without `empty_init=True`."
             )
 
     def _other_ways(self, empty: list[str]) -> str:
@@ -142,7 +142,7 @@ _NO_VALUES = (
     "`{model}` was made empty, and {names} no values yet. Load a checkpoint (`fabric.load`) before the first forward, "
     "or {instead}."
 )
-_WRITE = "write first values into what no checkpoint holds, or make the module without `empty_init=True`"
+_WRITE = "initialise what no checkpoint holds, or construct the module without `empty_init=True`"
 
 
 def _have(names: list[str]) -> str:
@@ -158,7 +158,7 @@ def _marked(tensor: Tensor, device: torch.device) -> Tensor:
     if not isinstance(tensor, nn.Parameter):
         return marked
     parameter = nn.Parameter(marked, requires_grad=tensor.requires_grad)
-    vars(parameter).update(vars(tensor))  # what the user noted on it
+    vars(parameter).update(vars(tensor))  # attributes that the user has set on it
     return parameter
 
 
@@ -169,7 +169,7 @@ def _mark(dtype: torch.dtype) -> float | int:
 
 
 def _is_marked(tensor: Tensor) -> bool:
-    """Whether what this rank holds of it still has the mark. Of booleans that cannot be told."""
+    """Whether this rank's part still has the marker. False for booleans, which have no spare value."""
     values = local_part(tensor.detach())
     if values.numel() == 0 or values.dtype == torch.bool:
         return False
@@ -178,15 +178,14 @@ def _is_marked(tensor: Tensor) -> bool:
 
 
 def _is_blank(tensor: Tensor) -> bool:
-    """Whether what this rank holds has the mark wherever it is not zero: the padding row of an embedding is written
-    when it is made. A tensor with values has others than these."""
+    """Whether this rank's part has only the marker and zeros, which the padding row of an embedding has."""
     values = local_part(tensor.detach())
     marked = values.isnan()
     return bool(marked.any()) and bool((marked | (values == 0)).all())
 
 
 def _call(part: nn.Module, method: str) -> bool:
-    """Call a method that a part may have. Whether it has one that needs no arguments."""
+    """Call a method of a submodule. Returns False if it has none that needs no arguments."""
     function = getattr(part, method, None)
     if not callable(function):
         return False
@@ -198,7 +197,7 @@ def _call(part: nn.Module, method: str) -> bool:
 
 
 def in_order_of_apply(root: nn.Module) -> Iterator[nn.Module]:
-    """The modules of a model, each once, children before what holds them: as `nn.Module.apply` visits them."""
+    """The modules of a model, each once, children before parents: the order of `nn.Module.apply`."""
     seen: set[nn.Module] = set()
 
     def visit(part: nn.Module) -> Iterator[nn.Module]:

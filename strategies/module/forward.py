@@ -1,8 +1,8 @@
-"""What a strategy puts around forward, on the user's own module.
+"""Wrap `forward` of the user's own module with a strategy's code.
 
-The module keeps its class and its place: an attribute `forward` of the instance runs the strategy's part and then the
-user's method. Other methods that compute a loss are marked to run the same way. Nothing is registered per call, a
-nested call runs once, and copies and pickles of a prepared module are plain modules.
+The module keeps its class and identity: an instance attribute `forward` runs the strategy's code around the user's
+method. Other methods that compute a loss are wrapped by `mark_forward_method`. A nested call runs the strategy's code
+once, and copies and pickles of a prepared module are plain modules.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from fabric.strategies.module.copies import forget_copied_hooks
 from fabric.strategies.torch_internals import disable_dynamo, require_compiler
 
 Around: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""`around(function, args, kwargs)` runs `function` the strategy's way and returns what it returned."""
+"""`around(function, args, kwargs)` calls `function` with the strategy's code around it and returns its result."""
 
 
 @final
 class ForwardPath:
-    """The methods of one module that run the strategy's way. `around=None`: nothing to do around them.
+    """The wrapped methods of one module. `around=None`: they are not wrapped.
 
-    `on_mark`: called with the name of each further method before it is replaced, and may replace it itself.
-    `uncompilable`: what a compiled call raises, where the strategy's part cannot run within one.
+    `on_mark`: called with the name of each further method before it is wrapped; may replace it.
+    `uncompilable`: the text of the error of a compiled call, if the strategy does not support one.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ForwardPath:
         object.__setattr__(module, "mark_forward_method", _Mark(self))
 
     def mark(self, method: str | Callable[..., Any]) -> None:
-        """Let another method run the way forward does. Raises TypeError/AttributeError where there is none."""
+        """Wrap another method as `forward` is. Raises AttributeError if the module has no such method."""
         name = method if isinstance(method, str) else method.__name__
         if name in self._given:
             return
@@ -69,11 +69,11 @@ class ForwardPath:
         self._given[name] = given
 
     def given(self, name: str) -> Any:
-        """The attribute of the instance that was replaced; None where the class has the method."""
+        """The instance attribute that was replaced; None if the class has the method."""
         return self._given.get(name)
 
     def release(self) -> None:
-        """Leave the module as it was given."""
+        """Restore the module's own methods."""
         for name, given in self._given.items():
             if given is None:
                 vars(self.module).pop(name, None)
@@ -90,7 +90,7 @@ class ForwardPath:
 
 @final
 class _Method:
-    """A method of the user's module, run the strategy's way."""
+    """A method of the user's module with the strategy's code around it."""
 
     def __init__(self, path: ForwardPath, around: Around, name: str, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
@@ -121,7 +121,7 @@ class _Method:
         given = self._path.given(self._name)
         if given is not None:  # an attribute of the instance before `setup`
             return _itself, (given,)
-        return getattr, (self._path.module, self._name)  # of a copy: there it finds the method of the class
+        return getattr, (self._path.module, self._name)  # unpickled in a copy, whose class has the plain method
 
 
 @final
@@ -150,7 +150,7 @@ def _itself(given: Any) -> Any:
 
 
 def _forget_original(module: nn.Module) -> None:
-    """Make a copy of a prepared module, if it is one, the plain module that it would be without us."""
+    """Remove our attributes and hooks from a copy of a prepared module."""
     mark = vars(module).get("mark_forward_method")
     if not (isinstance(mark, functools.partial) and mark.func is _not_prepared):
         return
@@ -162,19 +162,19 @@ def _forget_original(module: nn.Module) -> None:
             object.__delattr__(module, name)
 
 
-# Note [The compiler sees the user's functions alone]
-# `torch.compile` compiles each Python function that is called within what it compiles. Ours must not be: they would be
-# compiled anew for each model, and what they write past autograd, through `.data`, into a tensor that backward has
-# saved would count as a change of it. `torch.compiler.disable` cannot say so: it is for one function, or for all that
-# it calls, the user's included. So torch skips `_Method.__call__`, and the compiler is paused for what runs around the
-# user's method. With `fullgraph=True`, the graph is that of the user's method.
+# Note [Only the user's functions are compiled]
+# `torch.compile` also compiles the functions that a compiled function calls. Ours must not be: they would be compiled
+# again for each model, and their writes through `.data`, into tensors that autograd has saved, would count as in-place
+# changes. `torch.compiler.disable` does not fit: it disables one function, or all that it calls, the user's included.
+# So torch skips `_Method.__call__`, and the compiler is paused for the strategy's code. With `fullgraph=True`, the
+# graph is that of the user's method.
 
 
 def _paused(run: Around, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`run(function, args, kwargs)`, uncompiled but for `function`."""
+    """`run(function, args, kwargs)`, of which only `function` is compiled."""
     compiler = eval_frame.set_eval_frame(None)
     called = function
-    if function.__module__.startswith("torch."):  # torch compiles its own functions within others alone
+    if function.__module__.startswith("torch."):  # torch compiles its own functions only when others call them
         require_compiler()
         from torch._dynamo.external_utils import wrap_inline
 
@@ -195,7 +195,7 @@ def _paused(run: Around, function: Callable[..., Any], args: tuple[Any, ...], kw
 
 
 def leave_uncompiled(function: Callable[..., Any]) -> None:
-    """Let torch's compiler skip a function of ours, and go on in what it calls."""
+    """Make torch's compiler skip a function, but compile the functions that it calls."""
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
     eval_frame.set_code_exec_strategy(function.__code__, skip)
 
@@ -204,8 +204,8 @@ leave_uncompiled(_Method.__call__)
 leave_uncompiled(_paused)
 
 
-# torch's own lazy form, as its DistributedDataParallel uses it: `torch.compiler.disable` imports the compiler, 1 s.
+# The lazy form that torch's DistributedDataParallel uses: `torch.compiler.disable` imports the compiler, 1 s.
 @functools.partial(disable_dynamo, recursive=False)
 def outside_of_graphs(run: Around, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """End the graph of the function that calls this. Then as `_paused`."""
+    """Break the graph of the calling function, then as `_paused`."""
     return _paused(run, function, args, kwargs)

@@ -1,4 +1,4 @@
-"""Making a model where and as it will be used: on its device, in its dtype, and without filling it twice."""
+"""Construct a model on its device, in its dtype, and without initialising it twice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fabric.strategies.precision.precision import Precision
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Within it, new floating-point tensors have this dtype."""
+    """Set torch's default dtype within the context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -25,7 +25,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 class SkipInitialization(TorchFunctionMode):
-    """Within it, the functions of `torch.nn.init` mark tensors as empty and draw no number: see `deferred_init.py`."""
+    """Within the context, the functions of `torch.nn.init` mark tensors as empty: see `deferred_init.py`."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -36,10 +36,9 @@ class SkipInitialization(TorchFunctionMode):
 
 @contextmanager
 def new_tensors(device: torch.device, precision: Precision, *, empty: bool = False) -> Iterator[None]:
-    """Within it, tensors are made on `device` with the precision's parameter dtype.
+    """Within the context, tensors are created on `device` with the precision's parameter dtype.
 
-    `empty`: parameters are not initialised. For weights that are about to be loaded: filling them first costs time
-    and, on large models, random numbers nobody will see.
+    `empty`: parameters are not initialised, which saves time if weights are loaded next.
     """
     with default_dtype(precision.param_dtype), device, SkipInitialization() if empty else nullcontext():
         yield

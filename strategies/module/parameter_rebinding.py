@@ -1,7 +1,7 @@
-"""Optimizers follow parameters that a strategy replaces: the user's own optimizer, made before `setup`, goes on.
+"""Give an optimizer that was made before `setup` the parameters with which a strategy replaces the old ones.
 
-Sharding makes new parameter objects. What ties old to new is the name in the module, so groups keep their options,
-tied weights stay one, state that is already there moves along, and the optimizer stays the object it was.
+Sharding creates new parameter objects. Old and new are matched by their names in the module. Parameter groups keep
+their options, tied weights stay tied, existing optimizer state is kept, and so is the optimizer object.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from fabric.strategies.sharding.dtensor import shard_like, shard_state
 
 @contextmanager
 def rebinding(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Within it parameters of `module` may be replaced; afterwards the optimizers hold the new ones.
+    """Context in which parameters of `module` are replaced under the same names; then the optimizers hold the new ones.
 
-    Gradients and state that were there are laid out as the new parameters are. Names stay as they were.
+    Existing gradients and optimizer state are sharded as the new parameters are.
     """
     before = parameters_by_name(module)
     yield
@@ -29,8 +29,7 @@ def rebinding(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[No
 
 
 def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Every parameter under all its names, as the state dict has them: without the prefix of torch's
-    `checkpoint_wrapper`."""
+    """Parameters by all their names in the state dict, without the prefix of torch's `checkpoint_wrapper`."""
     named = module.named_parameters(remove_duplicate=False)
     return {name.replace("_checkpoint_wrapped_module.", ""): parameter for name, parameter in named}
 
@@ -38,17 +37,17 @@ def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
 def rebind(
     before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]
 ) -> None:
-    """Let the optimizers hold, for each name in `before`, what has it in `after`. A name that is gone changes nothing.
+    """Replace each parameter of `before` in the optimizers by that of the same name in `after`, if there is one.
 
-    Raises: ValueError: names of one tied parameter name different ones afterwards.
+    Raises: ValueError: the names of a tied parameter have different parameters in `after`.
     """
     replaced: dict[Tensor, nn.Parameter] = {}
     for name, parameter in before.items():
         if name in after and replaced.setdefault(parameter, after[name]) is not after[name]:
             first = next(other for other in before if before[other] is parameter)
             raise ValueError(
-                f"`{first}` and `{name}` were one tied parameter, and are two now, which would train apart. Make the "
-                "new parameter once, and set it in both places."
+                f"`{first}` and `{name}` were one tied parameter, and are two now, which would train separately. "
+                "Create the new parameter once, and set it under both names."
             )
     for old, new in replaced.items():
         if old is not new and old.grad is not None:

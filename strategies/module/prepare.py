@@ -1,4 +1,4 @@
-"""What a strategy's `setup` makes: a `Prepared`, from the module, its optimizers and what synchronises gradients."""
+"""Make the `Prepared` that a strategy's `setup` returns, from a module, its optimizers and its `GradientSync`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fabric.strategies.undo import undo_all
 
 
 def place(runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], *, move: bool) -> None:
-    """Give the module the precision's dtype and the rank's device, in place, and bring its optimizers along."""
+    """Cast the module to the precision's dtype and move it and the optimizers' state to the device, in place."""
     cast_module(runtime.precision, module)
     if move:
         module.to(runtime.device)
@@ -45,10 +45,10 @@ def replica(
     end: Callable[[], None] = lambda: None,
     uncompilable: str | None = None,
 ) -> Prepared:
-    """Prepare a placed module, whole or in parts that `sync` puts together around each forward.
+    """Prepare a module that is on its device, whose forward `sync` wraps.
 
-    `sync=None`: this process has the whole batch, and where the precision has nothing to do either, forward is left
-    untouched. `end`: what the strategy gives back on release, after the module. `uncompilable`: see `ForwardPath`.
+    `sync=None`: no gradients are synchronised, and `forward` is not wrapped unless the precision requires it.
+    `end`: called on release, after the module is released. `uncompilable`: see `ForwardPath`.
     """
     around = with_precision(runtime, None if sync is None else sync.forward)
     path = ForwardPath(module, refuse_empty(module, around), uncompilable=uncompilable)
@@ -63,9 +63,9 @@ def prepared(
     path: ForwardPath,
     *ends: Callable[[], None],
 ) -> Prepared:
-    """What every strategy's `setup` returns, but for what it replaces. `path`: what runs `sync.forward`.
+    """The `Prepared` of every strategy, some of whose fields it may replace. `path`: the methods around `sync.forward`.
 
-    `ends`: what is given back on release, after the module and the optimizers, in this order.
+    `ends`: called on release, in this order, after the module and the optimizers are released.
     """
     scaler = runtime.loss_scaler
     return Prepared(
@@ -87,7 +87,7 @@ def share_loader(
     distribute: bool,
     move: bool,
 ) -> DeviceLoader:
-    """What `Strategy.process_dataloader` does."""
+    """The implementation of `Strategy.process_dataloader`."""
     collective = runtime.collective
     return process_dataloader(
         loader,
@@ -115,7 +115,7 @@ def share_loader(
 
 
 def votes_over(collective: Collective) -> Votes:
-    """How the ranks of a collective agree while they iterate, over a process group of their own. Ranks: all."""
+    """The `Votes` of the ranks of a collective, over a new process group. Ranks: all call it."""
     apart = collective.split(list(range(collective.size)))
     assert apart is not None
 
@@ -131,7 +131,7 @@ def votes_over(collective: Collective) -> Votes:
 
 
 def channel_over(collective: Collective, share: int) -> Channel:
-    """How rank 0 sends batches to the others, over a process group of its own. Ranks: all, each with its share."""
+    """The `Channel` by which rank 0 sends batches, over a new process group. Ranks: all call it, with their share."""
     apart = collective.split(list(range(collective.size)))
     assert apart is not None
     return Channel(
@@ -144,12 +144,12 @@ def channel_over(collective: Collective, share: int) -> Channel:
 
 
 def attach_scaler(scaler: LossScaler | None, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
-    """Let the scaler, if there is one, see to the optimizers' steps. Returns what undoes it."""
+    """Attach the scaler, if there is one, to the optimizers' steps. Returns a function that undoes it."""
     return undo_all(scaler.attach(optimizer) for optimizer in optimizers if scaler is not None)
 
 
 def with_precision(runtime: Runtime, around: Around | None) -> Around | None:
-    """What the precision does around forward, within what the strategy does. Ranks draw apart from here on."""
+    """`around` with autocast or casts of the precision. Random numbers differ between shares from the first call on."""
     precision, device = runtime.precision, runtime.device
     inner: Around = around or (lambda function, args, kwargs: function(*args, **kwargs))
 

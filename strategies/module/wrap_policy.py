@@ -1,4 +1,4 @@
-"""Which parts of a model an option is for: named by their classes, or chosen by a function."""
+"""Which submodules an option applies to: named by their classes, or chosen by a function."""
 
 from __future__ import annotations
 
@@ -8,51 +8,51 @@ from typing import TypeAlias
 from torch import Tensor, nn
 
 Policy: TypeAlias = type[nn.Module] | Collection[type[nn.Module]] | Callable[[nn.Module], bool]
-"""A class, several classes, or a function that is true of the modules meant."""
+"""A class, several classes, or a function that returns True for the modules that are selected."""
 
 
 SMALL_BYTES = 2**28
-"""Below this many bytes of parameters (256 MiB) it does not matter whether a model is gathered all at once."""
+"""With fewer bytes of parameters (256 MiB), gathering the whole model at once needs no warning."""
 
 
 def check_policy(policy: Policy | None, option: str) -> None:
-    """Raise TypeError where the policy is of another kind. `option`: what the user calls it."""
+    """Raise TypeError if the policy has another type. `option`: its name in the error."""
     if isinstance(policy, Collection) and not isinstance(policy, (str, nn.Module)):
         strangers = [each for each in policy if not isinstance(each, type)]
         if strangers:
-            raise TypeError(f"`{option}` has {strangers[0]!r}, which is no class. Name classes of modules.")
+            raise TypeError(f"`{option}` has {strangers[0]!r}, which is not a class. Name classes of modules.")
     elif isinstance(policy, nn.Module):
         raise TypeError(
             f"`{option}` is a module, a `{type(policy).__name__}`. Pass its class, or a function of a module that "
-            "gives a bool."
+            "returns a bool."
         )
     elif policy is not None and not callable(policy):
         raise TypeError(
-            f"`{option}={policy!r}` says no parts. Pass classes of modules, or a function of a module that gives a "
-            "bool."
+            f"`{option}={policy!r}` selects no submodules. Pass classes of modules, or a function of a module that "
+            "returns a bool."
         )
 
 
 def matching(module: nn.Module, policy: Policy | None, option: str) -> list[nn.Module]:
-    """The parts of `module`, itself included, that the policy means, outer before inner. None means no part.
+    """The submodules of `module`, itself included, that the policy selects, outer before inner. None selects none.
 
-    Raises: ValueError: there is none. TypeError: the policy is of another kind.
+    Raises: ValueError: it selects none. TypeError: the policy has another type.
     """
     if policy is None:
         return []
     check_policy(policy, option)
-    chosen = [part for part in module.modules() if _means(policy, part)]
+    chosen = [part for part in module.modules() if _selects(policy, part)]
     if not chosen:
         classes = sorted({type(part).__name__ for part in module.modules()})
         raise ValueError(
-            f"`{option}={_words(policy)}` matches no part of the `{type(module).__name__}`, which is made of "
+            f"`{option}={_words(policy)}` matches no submodule of the `{type(module).__name__}`, which has the classes "
             f"{', '.join(classes)}. Name some of these classes, or leave the option out."
         )
     return chosen
 
 
 def whole_at_once(module: nn.Module) -> str | None:
-    """What to tell who gathers a model all at once. None: it is small."""
+    """The warning that a model is all-gathered at once. None: it is small."""
     size = _bytes(module.parameters())
     if size < SMALL_BYTES:
         return None
@@ -62,17 +62,17 @@ def whole_at_once(module: nn.Module) -> str | None:
     )
     block = _largest_repeated(module)
     if block is None:
-        return f"{said} Name the classes of its largest parts: `FSDPStrategy(auto_wrap_policy={{...}})`."
+        return f"{said} Name the classes of its largest submodules: `FSDPStrategy(auto_wrap_policy={{...}})`."
     kind, count = block
     name = f"nn.{kind.__name__}" if kind.__module__.startswith("torch.nn.") else kind.__name__
     return (
-        f"{said} It has {count} parts of class `{name}`: write `FSDPStrategy(auto_wrap_policy={{{name}}})` to gather "
-        "one of them at a time."
+        f"{said} It has {count} submodules of class `{name}`: write `FSDPStrategy(auto_wrap_policy={{{name}}})` to "
+        "gather one of them at a time."
     )
 
 
 def _largest_repeated(module: nn.Module) -> tuple[type[nn.Module], int] | None:
-    """The class of which one module has several children, whichever have most in them, and how many."""
+    """The class of which one module has several children, those with the most bytes together, and their number."""
     best: tuple[int, type[nn.Module], int] | None = None
     for part in module.modules():
         for kind in {type(child) for child in part.children()} - {nn.ModuleList, nn.ModuleDict}:
@@ -87,7 +87,7 @@ def _bytes(parameters: Iterable[Tensor]) -> int:
     return sum(parameter.nbytes for parameter in parameters)
 
 
-def _means(policy: Policy, part: nn.Module) -> bool:
+def _selects(policy: Policy, part: nn.Module) -> bool:
     if isinstance(policy, type):
         return isinstance(part, policy)
     return isinstance(part, tuple(policy)) if isinstance(policy, Collection) else bool(policy(part))

@@ -1,8 +1,8 @@
-"""Replicas of XLA that talk by XLA's own operations, over the devices' interconnect.
+"""Collectives of XLA's replicas, by XLA's own operations, over the interconnect of the devices.
 
-Each call is a graph of its own, run at once. What surprises: torch_xla records, and a replica whose result nobody reads
-would leave the collective out of its graph, while the others wait for it in theirs. Tensors on the CPU travel over the
-device. A message between two ranks, and the parts of a world, go through the store: a graph is of all replicas.
+Each call is a graph of its own, executed at once. torch_xla is lazy: a replica that never reads a result would omit
+the collective from its graph, while the others wait for it in theirs. Tensors on the CPU are copied to the device and
+back. `send`, `recv` and subgroups (`split`) use the store, because all replicas execute the same graph.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _LOGGER = logging.getLogger("fabric")
 _OPS = {"sum": "sum", "mean": "sum", "min": "min", "max": "max", "product": "mul"}  # mean: divided in `from_reduced`
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FEWEST = 64
-"""Elements to which a tensor of the CPU is padded, and then to powers of two: each new length is a compilation."""
+"""Tensors on the CPU are padded to this number of elements or a larger power of two: each length is compiled."""
 
 
 @final
 class XLACollective(CarriesObjects):
-    """All replicas of a world. `timeout_seconds`: how long to wait at the store; XLA's own wait cannot be set.
+    """The collective of all replicas. `timeout_seconds`: timeout at the store; that of XLA cannot be set.
 
     `report`: called with the missing ranks while waiting.
     """
@@ -62,7 +62,7 @@ class XLACollective(CarriesObjects):
         return self._world.size
 
     def setup(self) -> None:
-        """Meet the other ranks. Raises: CollectiveError: XLA counts replicas otherwise than the world does."""
+        """Connect to the other ranks. Raises CollectiveError if XLA's rank or world size is not that of the world."""
         import torch_xla.runtime as xr
 
         found = (xr.global_ordinal(), xr.world_size())
@@ -145,7 +145,7 @@ class XLACollective(CarriesObjects):
         return self._joined("store").store()
 
     def means(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Give every rank the means of tensors on the device, in one graph. Ranks: all, as for `all_reduce`."""
+        """All-reduce (mean) tensors on the device, in one graph. Ranks: all call it, as `all_reduce`."""
         import torch_xla
 
         torch_xla.sync()
@@ -157,7 +157,7 @@ class XLACollective(CarriesObjects):
     def _moved(
         self, operation: str, tensor: Tensor, move: Callable[[Tensor], Tensor], *, rows: int, shape: Sequence[int]
     ) -> Tensor:
-        """What `move` makes of a tensor that only travels: of its bits, as integers, which no sum rounds."""
+        """Apply `move` to the bits of a tensor, as integers, so that no operation rounds them."""
         check_dense(tensor)
         plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
         real = torch.view_as_real(plain) if plain.is_complex() else plain
@@ -168,7 +168,7 @@ class XLACollective(CarriesObjects):
     def _run(
         self, operation: str, tensor: Tensor, operand: Tensor, function: Callable[[Tensor], Tensor], *, rows: int
     ) -> Tensor:
-        """Run a collective on the device, on `operand` as so many rows, and give its result where the operand is."""
+        """Run a collective on `operand` as `rows` rows, on the XLA device. The result is on the operand's device."""
         import torch_xla
 
         self._joined(operation)
@@ -177,7 +177,7 @@ class XLACollective(CarriesObjects):
         ).clone()  # a view of a buffer gives each rank another graph
         length = flat.shape[1]
         try:
-            # Alone in its graph: what was recorded before may differ between ranks, and then the graphs would.
+            # In a graph of its own: operations recorded before may differ between ranks, and then the graphs would.
             torch_xla.sync()
             if operand.device.type == "cpu":
                 result = function(_uploaded(_padded(flat)))
@@ -189,7 +189,8 @@ class XLACollective(CarriesObjects):
         except (RuntimeError, ValueError) as error:
             raise CollectiveError(
                 f"`{operation}` of a tensor {Spec.of(tensor)} failed on rank {self.rank} of {self.size}: "
-                f"{str(error).strip()}\nLook at what the other ranks say: one of them ended, or called something else.",
+                f"{str(error).strip()}\nCheck the output of the other ranks: one of them ended, or called something "
+                "else.",
                 rank=self.rank,
             ) from error
 
@@ -204,17 +205,17 @@ class XLACollective(CarriesObjects):
 
 
 def _all_reduce(op: str, tensor: Tensor) -> Tensor:
-    """The reduction over all replicas, recorded out of place: in place it is lost on views and on changed tensors."""
+    """All-reduce out of place: torch_xla loses an in-place one on views and on tensors that were modified."""
     import torch_xla.core.xla_model as xm
     import torch_xla.runtime as xr
 
-    wider = tensor.dtype is torch.bfloat16 and xr.device_type() == "CPU"  # whose client knows no such reduction
+    wider = tensor.dtype is torch.bfloat16 and xr.device_type() == "CPU"  # PJRT's CPU client has no bfloat16 reduction
     reduced: Tensor = xm.all_reduce(op, tensor.float() if wider else tensor, pin_layout=False)
     return reduced.to(tensor.dtype)
 
 
 def _uploaded(tensor: Tensor) -> Tensor:
-    """The tensor on the device as data: `.to` makes a constant of 0 and 1, and so another graph on another rank."""
+    """Copy a tensor to the device. `.to` would make 0 and 1 constants, hence different graphs on the ranks."""
     import torch_xla
     import torch_xla.core.xla_model as xm
 

@@ -1,7 +1,7 @@
-"""What every strategy over XLA does the same: moving a model, marking steps, seeds, loaders, state as CPU tensors.
+"""What all strategies over XLA share: moving a model, marking steps, seeds, loaders, state as CPU tensors.
 
-XLA records operations and runs them once a step is marked. Steps are marked when an optimizer has stepped and before
-each batch of a loader, so the loop is that of any other device.
+XLA records operations and runs them when a step is marked (`torch_xla.sync`). Steps are marked after each optimizer
+step and before each batch of a loader, so the loop is that of any other device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fabric.strategies.undo import undo_all
 
 
 def refuse_accelerator(word: str, target: Target) -> str | None:
-    """A sentence where the accelerator is not XLA's, with the command that adds it where it is not installed."""
+    """The error message if the accelerator is not XLA, with the command that installs it; otherwise None."""
     if target.accelerator.name == "xla":
         return None
     if "torch_xla" not in target.packages:
@@ -41,10 +41,10 @@ def refuse_accelerator(word: str, target: Target) -> str | None:
 
 
 def place(runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], *, to_device: bool) -> None:
-    """Give the module the precision's dtype and the rank's device, in place, and bring its optimizers along.
+    """Cast the module to the precision's dtype and move it and the optimizers' state to the device, in place.
 
-    Parameters stay the objects they are, tied ones one. `Module.to` would make new ones: torch cannot let a tensor of
-    the CPU become one of XLA in place, but it can exchange what two tensors hold.
+    Parameters remain the same objects, and tied ones remain tied. `Module.to` would make new ones: torch cannot move a
+    CPU tensor to XLA in place, but can swap the contents of two tensors.
     """
     cast_module(runtime.precision, module)
     if not to_device:
@@ -63,21 +63,21 @@ def _move_parameter(parameter: nn.Parameter, device: torch.device) -> None:
     there = nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
     if parameter.grad is not None:
         there.grad = parameter.grad.to(device)
-    vars(there).update(vars(parameter))  # what the user noted on it
+    vars(there).update(vars(parameter))  # attributes that the user has set on it
     torch.utils.swap_tensors(parameter, there)  # type: ignore[no-untyped-call]
 
 
 def prepare_module(module: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
-    """What every `Strategy.setup` over XLA does to a placed module and its optimizers. Returns what undoes it."""
+    """Prepare a module on the device, and its optimizers, in `Strategy.setup`. Returns a function that undoes it."""
     owners = [_own_gradients(module.parameters()), *(_own_gradients(parameters_of(one)) for one in optimizers)]
     return undo_all([_mark_steps(optimizers), _unbias_statistics(module), _keep_apart(module), *owners])
 
 
 def _keep_apart(module: nn.Module) -> Callable[[], None]:
-    """Give each tensor of the module a buffer of its own, now and after each `load_state_dict`. Returns what undoes it.
+    """Give each tensor of the module a device buffer of its own, now and after each `load_state_dict`.
 
-    Between tensors of one device, torch_xla 2.9 lets `copy_` and `clone` share the buffer; an optimizer that then
-    changes one of the two in place deletes it ("buffer has been deleted or donated").
+    torch_xla 2.9 makes the results of `copy_` and `clone` on one device share a buffer; an optimizer that changes one
+    of them in place deletes it ("buffer has been deleted or donated"). Returns a function that removes the hook.
     """
     _take_buffers(module)
     after_loading = Hook(lambda part, _: _take_buffers(part))
@@ -89,24 +89,23 @@ def _take_buffers(module: nn.Module) -> None:
     from fabric.launchers.xla_internals import sharding_of
 
     for tensor in (*module.parameters(), *module.buffers()):
-        # One that SPMD divides among devices would lose its mark, and its buffers are not deleted.
+        # A tensor that SPMD shards would lose its sharding, and its buffers are not deleted.
         if tensor.device.type == "xla" and "devices" not in sharding_of(tensor):
-            tensor.data = tensor.data * True  # computed, and so new; it is the same to the last bit
+            tensor.data = tensor.data * True  # a computed tensor has a new buffer; the values are the same bit for bit
 
 
 def _own_gradients(parameters: Iterable[Tensor]) -> Callable[[], None]:
-    """Let no gradient be a view. Returns what undoes it.
+    """Copy gradients that are views. Returns a function that removes the hooks.
 
-    The gradient of `parameter.sum()` is one number, expanded. PyTorch copies it; torch_xla 2.9 leaves `.grad` a view of
-    the number, and what then changes it in place goes wrong: of two backwards the sum is 3 instead of 2, and clipped it
-    is 0.
+    The gradient of `parameter.sum()` is an expanded scalar. PyTorch copies it; torch_xla 2.9 leaves `.grad` a view of
+    the scalar, and in-place operations are wrong: the sum of two backward passes is 3 instead of 2, and 0 if clipped.
     """
     handles = []
     for parameter in parameters:
         is_trained = parameter.requires_grad
         if not (parameter.is_floating_point() or parameter.is_complex()):
             continue
-        parameter.requires_grad_(True)  # torch takes no hook otherwise; one that is frozen now may be trained later
+        parameter.requires_grad_(True)  # torch accepts no hook otherwise, and a frozen parameter may be unfrozen later
         handles.append(parameter.register_hook(_own))  # type: ignore[no-untyped-call]
         parameter.requires_grad_(is_trained)
     return undo_all([handle.remove for handle in handles])
@@ -117,10 +116,10 @@ def _own(gradient: Tensor) -> Tensor:
 
 
 def _unbias_statistics(module: nn.Module) -> Callable[[], None]:
-    """Let each BatchNorm keep the variances that PyTorch keeps. Returns what undoes it.
+    """Correct the running variance of each BatchNorm. Returns a function that removes the hooks.
 
-    XLA normalises by the variance of the batch, divided by n, and torch_xla 2.9 keeps that as the running one, too;
-    PyTorch keeps the variance divided by n - 1.
+    torch_xla 2.9 updates it with the biased variance of the batch (divided by n), PyTorch with the unbiased one
+    (divided by n - 1).
     """
     parts = [part for part in module.modules() if isinstance(part, _BatchNorm) and part.track_running_stats]
     before: dict[nn.Module, Tensor] = {}
@@ -144,13 +143,13 @@ def _unbias_statistics(module: nn.Module) -> Callable[[], None]:
 
 
 def _mark_steps(optimizers: Sequence[Optimizer]) -> Callable[[], None]:
-    """Let each optimizer run what was recorded once it has stepped. Returns what undoes it."""
+    """Mark a step after each step of an optimizer. Returns a function that removes the hooks."""
     handles = [optimizer.register_step_post_hook(_mark) for optimizer in optimizers]
     return undo_all([handle.remove for handle in handles])
 
 
 def prepare_optimizers(runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
-    """What `Strategy.setup_optimizers` does over XLA."""
+    """The implementation of `Strategy.setup_optimizers` over XLA."""
     owners = [_own_gradients(parameters_of(one)) for one in optimizers]
     return undo_all([attach_scaler(runtime.loss_scaler, optimizers), _mark_steps(optimizers), *owners])
 
@@ -162,9 +161,9 @@ def _mark(*_: Any) -> None:
 
 
 def seed_device() -> None:
-    """Seed this rank's device as its CPU was seeded: XLA's random numbers do not follow `torch.manual_seed`.
+    """Seed this rank's device with the seed of its CPU generator: `torch.manual_seed` does not seed XLA.
 
-    A process that uses no device yet is left alone: seeding would open them, and `connect` seeds its own.
+    Does nothing in a process that uses no device yet: seeding would initialise them, and `connect` seeds them.
     """
     import torch_xla
 
@@ -175,7 +174,7 @@ def seed_device() -> None:
 
 
 def device_rng() -> tuple[Callable[[], Any], Callable[[Any], object], Callable[[int], object]]:
-    """How to read, write and seed the random numbers of this rank's device."""
+    """Functions that read, write and seed the random state of this rank's device."""
     import torch_xla
     import torch_xla.core.xla_model
 
@@ -184,11 +183,10 @@ def device_rng() -> tuple[Callable[[], Any], Callable[[Any], object], Callable[[
 
 
 def marked_batches(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    """The batches on the device, what was recorded run before each: also a loop without optimizer has steps.
+    """Yield the batches on the device, with a step marked before each: a loop without optimizer has steps, too.
 
-    Not torch_xla's `MpDeviceLoader`: there an error of the dataset ends the loop as if the data had ended, tuples come
-    back as lists, and batches are read ahead on a thread, whose random numbers are then anybody's (torch_xla 2.9).
-    PJRT copies in the background as it is.
+    Not torch_xla's `MpDeviceLoader`: there an error of the dataset ends the loop silently, tuples become lists, and a
+    thread reads ahead, drawing from the generators of the loop (torch_xla 2.9). PJRT copies asynchronously anyway.
     """
     for batch in batches:
         _mark()
@@ -198,7 +196,7 @@ def marked_batches(batches: Iterator[Any], device: torch.device) -> Iterator[Any
 
 @final
 class XLAState(StateAccess):
-    """The whole state on the device of every rank; what is saved are tensors on the CPU, and rank 0 alone has them."""
+    """State of replicas on XLA devices; rank 0 reads it as CPU tensors, other ranks read nothing."""
 
     def __init__(self, rank: int) -> None:
         self.keeps = rank == 0
@@ -218,5 +216,5 @@ class XLAState(StateAccess):
         _mark()
 
     def _on_cpu(self, state: dict[str, Any]) -> dict[str, Any]:
-        _mark()  # on all ranks: what was recorded may hold collectives, and reading would run it on one
+        _mark()  # on all ranks: the recorded graph may have collectives, which reading would run on one rank
         return move(state, torch.device("cpu")) if self.keeps else {}

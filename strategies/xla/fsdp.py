@@ -1,7 +1,6 @@
-"""Parameters and optimizer state in shards over all devices of a host, each batch cut among them, by one process.
+"""Parameters, optimizer state and batches sharded over all devices of a host, by one process (SPMD, see `spmd.py`).
 
-A case of `spmd.py`, which says how. The marks are those of torch_xla's FSDPv2, whose wrapper is left out: it would
-stand around the user's module, in its names, for nothing else.
+The sharding is that of torch_xla's FSDPv2, without its wrapper, which would only change the names in the module.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from fabric.strategies.xla.spmd import (
 class XLAFSDPStrategy(Strategy):
     """Fully sharded over the devices of one host, by one process. `batch_size` is that of all devices together.
 
-    The process is given to SPMD for good: replicas, and a plain XLA device, need another one.
+    SPMD cannot be switched off again in a process: replicas, and a plain XLA device, need another one.
     """
 
     @property
@@ -77,7 +76,7 @@ def _degrees(num_devices: int) -> dict[str, int]:
 
 
 def _cut(module: nn.Module) -> None:
-    """Cut each parameter along its longest dim, as FSDPv2 does, unless it is cut already."""
+    """Shard each parameter along its longest dim, as FSDPv2 does, unless it is marked already."""
     import torch_xla.distributed.spmd as spmd
     import torch_xla.runtime as xr
 

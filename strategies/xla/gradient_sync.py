@@ -1,4 +1,4 @@
-"""Gradients of one model, averaged over XLA's replicas after each synchronised backward."""
+"""Average the gradients of one model over XLA's replicas after each synchronised backward."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fabric.strategies.xla.collective import XLACollective
 
 @final
 class XLAGradientSync(GradientSync):
-    """One model's averaging over several replicas.
+    """Averages one model's gradients over replicas.
 
     # Note [Averages are new tensors]
-    torch_xla's own `reduce_gradients` and `optimizer_step` reduce `.grad` in place, and 2.9 loses that wherever `.grad`
-    was changed in place before: by a second backward, by clipping, by unscaling. Replicas then drift apart without a
-    word. So an average is recorded as a new tensor, which becomes `.grad`. What was averaged before is the same on
-    every rank, and its average is itself: `.grad` as a whole is averaged, however backwards alternate.
+    torch_xla's `reduce_gradients` and `optimizer_step` reduce `.grad` in place, and 2.9 loses that if `.grad` was
+    changed in place before: by a second backward, by clipping, by unscaling. Replicas then silently diverge. So an
+    average is a new tensor, which is assigned to `.grad`. What was averaged before is equal on all ranks, so averaging
+    it again does not change it: all that has accumulated in `.grad` is averaged.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class XLAGradientSync(GradientSync):
         self.synced = True
         self.finds_unused = find_unused_parameters
         self.broadcast_buffers = broadcast_buffers
-        self.alike: Contents | None = None  # these started from rank 0's values
+        self.alike: Contents | None = None  # the parameters that were broadcast from rank 0
         self._arrange()
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -57,14 +57,14 @@ class XLAGradientSync(GradientSync):
         pass
 
     def _is_arranged(self) -> bool:
-        """Whether what is averaged is what is trained. A model that is frozen as a whole for a while stays so."""
+        """Whether the averaged parameters are those that are trained. Ignores that all are frozen for a while."""
         if not self.contents.is_as_it_was():
             return False
         flags = self.contents.flags()
         return flags == self.flags or not any(flags)
 
     def _arrange(self) -> None:
-        """Average what is trained now; what is new starts from rank 0's values. Ranks: all."""
+        """Average the trainable parameters from now on, and broadcast new ones from rank 0. Ranks: all call it."""
         self.contents = Contents(self.module)
         self.flags = self.contents.flags()
         self.parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
@@ -111,13 +111,13 @@ class XLAGradientSync(GradientSync):
             self.used = mine
         if mine != self.used:
             raise RuntimeError(
-                f"In this backward of `{type(self.module).__name__}`, {', '.join(sorted(mine ^ self.used))} took part "
-                f"otherwise than in the first. {UNUSED}"
+                f"In this backward of `{type(self.module).__name__}`, {', '.join(sorted(mine ^ self.used))} had "
+                f"gradients unlike in the first, or had none. {UNUSED}"
             )
         return [parameter for name, parameter in self.parameters.items() if name in mine]
 
     def _used_anywhere(self) -> list[nn.Parameter]:
-        """Those with a gradient on any rank; where this rank has none it is made, of zeros."""
+        """Parameters with a gradient on any rank; if this rank has none, zeros are assigned."""
         parameters = list(self.parameters.values())
         present = torch.tensor([parameter.grad is not None for parameter in parameters], device="cpu")
         anywhere = self.collective.all_reduce(present, "max").tolist()

@@ -1,7 +1,7 @@
-"""The user's own function lays the model over a mesh of XLA devices, by marks, within one process.
+"""Model parallelism over a mesh of XLA devices: the user's function marks shardings, within one process (SPMD).
 
-The mesh is of devices, and not of ranks: every tensor looks whole, and XLA sends what its parts need. So nothing is
-averaged here, no loader is shared out, and no mark can change a number. `spmd.py` says more.
+The mesh is of devices, not of ranks: every tensor has its global shape, and XLA inserts the collectives. So nothing is
+averaged here, loaders are not distributed, and a sharding cannot change the numbers. See `spmd.py`.
 
     def parallelize(model, mesh):
         mark_sharding(model.up.weight, mesh, ("tensor", None))
@@ -44,28 +44,28 @@ from fabric.strategies.xla.spmd import (
 )
 
 MarkingFunction: TypeAlias = Callable[[Any, Any], "nn.Module | None"]
-"""`function(model, mesh)`, the mesh a `torch_xla.distributed.spmd.Mesh`. It may give the model back."""
+"""`function(model, mesh)`, the mesh a `torch_xla.distributed.spmd.Mesh`. It may return the model, or None."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class XLAModelParallelStrategy(Strategy):
-    """A mesh of all XLA devices of a host, over which `parallelize_fn(model, mesh)` lays the model by `mark_sharding`.
+    """A mesh of all XLA devices of a host, over which `parallelize_fn(model, mesh)` shards a model by `mark_sharding`.
 
-    The mesh has the axes "data", "shard" and "tensor", those of one device too. A parameter may be marked along any of
-    them; what is not marked, every device has whole. Batches are cut along "data" and "shard" by their first dim, where
-    it can be divided. `batch_size` is that of all devices together. A degree is a number of devices; one of them may be
-    "auto": what is left. The process is given to SPMD for good.
+    The mesh has the axes "data", "shard" and "tensor", also those of degree 1. A parameter may be sharded along any of
+    them, and is replicated otherwise. Batches are sharded along "data" and "shard" by their first dim, if that is
+    divisible. `batch_size` is that of all devices together. A degree is a number of devices; one of them may be "auto":
+    the remaining devices. SPMD cannot be switched off again in a process.
     """
 
     parallelize_fn: MarkingFunction | None = None
-    """Called within `setup`, with the user's model on the device."""
+    """Called by `setup`, with the user's model on the device."""
     data: Degree = 1
-    """Devices that have samples of their own."""
+    """Number of devices with different samples."""
     shard: Degree = 1
-    """Devices that have samples of their own, and a part each of the parameters marked so."""
+    """Number of devices with different samples, and a shard of the parameters that are marked along it."""
     tensor: Degree = 1
-    """Devices that have the same samples, and a part each of the parameters marked so."""
+    """Number of devices with the same samples, and a shard of the parameters that are marked along it."""
 
     def __post_init__(self) -> None:
         check_function(self, "parallelize_fn", "parallelize_fn(model, mesh)")
@@ -89,7 +89,7 @@ class XLAModelParallelStrategy(Strategy):
     def refuse(self, target: Target) -> str | None:
         if self.parallelize_fn is None:
             return (
-                "`strategy='model_parallel'` has no function that lays the model over the devices. Write "
+                "`strategy='model_parallel'` has no function that parallelises the model. Write "
                 "`strategy=ModelParallelStrategy(parallelize_fn=function, tensor=2)`, from `fabric.strategies`, with a "
                 "`function(model, mesh)` that calls `torch_xla.distributed.spmd.mark_sharding(weight, mesh, "
                 "('tensor', None))`."
@@ -127,23 +127,23 @@ class XLAModelParallelStrategy(Strategy):
 
 
 def _refuse_replaced(module: nn.Module, before: dict[str, nn.Parameter]) -> None:
-    """Raise ValueError where a parameter is another object: optimizers would go on with the one that was there."""
+    """Raise ValueError if a parameter was replaced: optimizers would still have the former one."""
     replaced = [name for name, p in parameters_by_name(module).items() if p is not before[name]]
     if replaced:
         raise ValueError(
-            f"`parallelize_fn` put other parameters in the places of {', '.join(replaced)}. `mark_sharding` marks a "
-            "parameter in place: call it, and leave the parameter where it is."
+            f"`parallelize_fn` replaced the parameters {', '.join(replaced)}. `mark_sharding` marks a parameter in "
+            "place: call it, and do not assign another parameter."
         )
 
 
 def _refuse_unused(module: nn.Module, mesh: Any) -> None:
-    """Raise ValueError where an axis that is there for parameters has none."""
+    """Raise ValueError if no parameter is sharded along an axis that is for parameters."""
     used = frozenset[str]().union(*(axes_of(parameter, mesh) for parameter in module.parameters()))
     for axis in ("shard", "tensor"):
         number = mesh.shape()[axis]
         if number > 1 and axis not in used:
             raise ValueError(
-                f"`{axis}={number}` was written, but `parallelize_fn` laid no parameter over the axis {axis!r}. Call "
+                f"`{axis}={number}` was written, but `parallelize_fn` sharded no parameter along axis {axis!r}. Call "
                 f"`torch_xla.distributed.spmd.mark_sharding(weight, mesh, ({axis!r}, None))` in it, or write "
                 f"`{axis}=1`."
             )

@@ -1,8 +1,8 @@
-"""The whole model on every device of XLA; gradients are averaged after each backward.
+"""Data parallelism over XLA: a replica on every device; gradients are averaged after each backward.
 
-On a TPU a replica is a process, on PJRT's CPU client a thread; nothing here knows which. What surprises: a step is
-three graphs: forward with backward, the averages, the optimizer. In one, the averages could overlap with backward; but
-a rank that alone reads a loss would then run another graph than the others, and collectives meet only in equal ones.
+On a TPU a replica is a process, on PJRT's CPU client a thread; the code here is the same. A step is three graphs:
+forward with backward, the averages, the optimizer. In one graph the averages could overlap with backward; but a rank
+that alone reads a loss would then run another graph than the others, and collectives match only in equal graphs.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from fabric.strategies.xla.gradient_sync import UNUSED, XLAGradientSync
 @final
 @dataclass(frozen=True, kw_only=True)
 class XLAStrategy(Strategy):
-    """Data parallel over XLA: a replica for each device, each with the whole model and its own share of the data.
+    """Data parallelism over XLA: a replica of the model on each device, with its own share of the data.
 
-    `strategy="ddp"` with `accelerator="xla"` is this one.
+    `strategy="ddp"` with `accelerator="xla"` selects it.
     """
 
     timeout_seconds: float = 1800.0
-    """How long the ranks wait for each other when they meet."""
+    """How long the ranks wait for each other in `launch`."""
     find_unused_parameters: bool = False
-    """Let all ranks say after each backward which parameters have gradients, and count the others as zero. Costs a
-    message that the host waits for. Without it, a parameter that is used in some steps alone raises."""
+    """All-reduce after each backward which parameters have gradients, and count missing ones as zero. Costs an
+    all-reduce that the host waits for. Without it, a parameter that is used only in some steps raises."""
     broadcast_buffers: bool = True
-    """Buffers (the statistics of BatchNorm) follow rank 0 after every forward that computes gradients."""
+    """Broadcast buffers (BatchNorm statistics) from rank 0 after each forward that computes gradients."""
     cpu_replicas: bool = False
-    """Start several replicas on PJRT's CPU client, too. As shipped, torch_xla 2.9 hangs there in the first collective;
-    for who has mended that, as our tests have."""
+    """Allow several replicas on PJRT's CPU client. torch_xla 2.9 as released hangs there in the first collective; for
+    builds that fix it, such as that of our tests."""
 
     @property
     def lacks(self) -> Mapping[Capability, str]:
@@ -97,7 +97,7 @@ class XLAStrategy(Strategy):
 
         if world.size == 1:
             accelerator.connect(devices[0])
-        device = torch_xla.device()  # this replica's, be it a process or a thread
+        device = torch_xla.device()  # that of this replica, a process or a thread
         seed_device()
         several = XLACollective(world, timeout_seconds=self.timeout_seconds)
         collective = several if world.size > 1 else SingleDeviceCollective()
@@ -124,6 +124,6 @@ class XLAStrategy(Strategy):
 
 _SYNC_BATCH_NORM = (
     "SyncBatchNorm over several replicas of `strategy='xla'`: torch's has no messages over XLA, and each replica would "
-    "go by the statistics of its own share. Write `nn.BatchNorm2d` (or 1d, 3d) for that, or `strategy='xla_fsdp'`, "
+    "use the statistics of its own share. Write `nn.BatchNorm2d` (or 1d, 3d) for that, or `strategy='xla_fsdp'`, "
     "where BatchNorm's statistics are those of the whole batch."
 )

@@ -1,4 +1,4 @@
-"""One process, one device of XLA: the plain loop, with its steps marked."""
+"""One process, one XLA device: the plain loop, with steps marked."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from fabric.strategies.xla.device import (
 @final
 @dataclass(frozen=True, kw_only=True)
 class SingleDeviceXLAStrategy(Strategy):
-    """The whole model on one device of XLA, in the calling process. That process can then launch no replicas."""
+    """The model on one XLA device, in the calling process, which cannot launch replicas afterwards."""
 
     @property
     def lacks(self) -> Mapping[Capability, str]:

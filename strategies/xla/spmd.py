@@ -1,8 +1,8 @@
-"""One program over all devices of a host: what `xla_fsdp` and `model_parallel` over XLA share.
+"""SPMD over all devices of a host: what `xla_fsdp` and `model_parallel` over XLA share.
 
-XLA's SPMD (GSPMD: Xu et al., 2021, arXiv:2105.04663) cuts tensors along the axes of a mesh of devices, from marks on
-them, and puts in the messages. There is one process and one rank, and every tensor looks whole: whatever is marked, the
-numbers are those of one device. Marks say what lies where, and what it costs.
+XLA's SPMD (GSPMD: Xu et al., 2021, arXiv:2105.04663) shards tensors along the axes of a device mesh, as they are
+marked, and inserts the collectives. There is one process and one rank, and every tensor has its global shape: whatever
+is marked, the numbers are those of one device. Shardings determine memory and communication only.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fabric.strategies.xla.device import (
 
 
 def refuse_program(word: str, target: Target) -> str | None:
-    """A sentence where the devices are not all those of one host. `word`: the strategy's."""
+    """The error message unless the devices are all those of one host. `word`: the name of the strategy."""
     sentence = refuse_accelerator(word, target)
     if sentence is not None:
         return sentence
@@ -50,7 +50,7 @@ def refuse_program(word: str, target: Target) -> str | None:
     if target.num_devices != target.num_available:
         return (
             f"`devices={target.num_devices}` with `strategy={word!r}`, but PJRT has {target.num_available} devices "
-            "here, and the program is of all. Leave `devices` out, or show PJRT fewer: by CPU_NUM_DEVICES, or by "
+            "here, and SPMD uses all. Leave `devices` out, or show PJRT fewer: by CPU_NUM_DEVICES, or by "
             "TPU_VISIBLE_CHIPS on a TPU."
         )
     return None
@@ -63,9 +63,9 @@ def connect_program(
     degrees: Mapping[str, int],
     data_axes: tuple[str, ...],
 ) -> Runtime:
-    """Give this process to SPMD, for good. Batches are cut along `data_axes` of the mesh of these degrees.
+    """Switch on SPMD in this process, irrevocably. Batches are sharded along `data_axes` of a mesh of these degrees.
 
-    Raises: RuntimeError: it has used a device already, which can then be told of SPMD no more.
+    Raises: RuntimeError: the process has used a device already.
     """
     import torch_xla
     import torch_xla.runtime as xr
@@ -86,7 +86,7 @@ def connect_program(
 
 
 def mesh_of_devices(degrees: Mapping[str, int]) -> Any:
-    """A `torch_xla.distributed.spmd.Mesh` of all devices, in their order, the last axis fastest."""
+    """A `torch_xla.distributed.spmd.Mesh` of all devices, which are consecutive along the last axis."""
     import numpy
     import torch_xla.distributed.spmd as spmd
 
@@ -94,20 +94,20 @@ def mesh_of_devices(degrees: Mapping[str, int]) -> Any:
 
 
 def prepare_program(runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
-    """Prepare a module whose parameters are on the device, and marked; their optimizers' states will lie as they do."""
+    """Prepare a module whose parameters are on the device and marked. Optimizer state is sharded as they are."""
     undo = [_lay_states(optimizers), prepare_module(module, optimizers)]
     return replace(replica(runtime, module, optimizers, end=undo_all(undo)), state=XLAState(rank=0))
 
 
 def prepare_program_optimizers(runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
-    """What `Strategy.setup_optimizers` does."""
+    """The implementation of `Strategy.setup_optimizers`."""
     return undo_all([_lay_states(optimizers), prepare_optimizers(runtime, optimizers)])
 
 
 def cut_batches(
     degrees: Mapping[str, int], axes: tuple[str, ...], batches: Iterator[Any], device: torch.device
 ) -> Iterator[Any]:
-    """The batches on the devices, each tensor cut along its first dim over the axes, or whole where it cannot be."""
+    """Yield the batches, each tensor sharded along its first dim over the axes, or replicated if not divisible."""
     import torch_xla.distributed.spmd as spmd
 
     mesh, parts = mesh_of_devices(degrees), math.prod(degrees[axis] for axis in axes)
@@ -119,7 +119,7 @@ def cut_batches(
 
 
 def is_marked(tensor: Tensor) -> bool:
-    """Whether it was said, or found by XLA, how the tensor lies."""
+    """Whether the tensor has a sharding, marked or propagated by XLA."""
     from fabric.launchers.xla_internals import sharding_of
 
     return bool(sharding_of(tensor))
@@ -142,12 +142,12 @@ def axes_of(tensor: Tensor, mesh: Any) -> frozenset[str]:
 
 
 _TILES = re.compile(r"\{devices=\[([\d,]+)\]([\d,]+)")
-"""How XLA writes it: into how many tiles each dim is cut, then the devices tile by tile. Where several devices have
-copies of a tile, they are one more dim, the last."""
+"""XLA's text of a sharding: the number of tiles of each dim, then the devices of each tile. If several devices have
+replicas of a tile, these are one more dim, the last."""
 
 
 def _lay_states(optimizers: Sequence[Optimizer]) -> Callable[[], None]:
-    """Let each optimizer, once it has stepped, lay its state out as its parameters are. Returns what undoes it."""
+    """Shard optimizer state as its parameters after each step. Returns a function that removes the hooks."""
     handles = [optimizer.register_step_post_hook(_lay_state) for optimizer in optimizers]
     return undo_all([handle.remove for handle in handles])
 

@@ -87,12 +87,12 @@ CONSTRUCTORS: dict[str, Row] = {
     "policy of a word": (
         lambda: FSDPStrategy(auto_wrap_policy="Block"),  # type: ignore[arg-type]
         TypeError,
-        "`auto_wrap_policy='Block'` says no parts. Pass classes of modules",
+        "`auto_wrap_policy='Block'` selects no submodules. Pass classes of modules",
     ),
     "policy of words": (
         lambda: two(FSDPStrategy(activation_checkpointing_policy={"Block"})),  # type: ignore[arg-type]
         TypeError,
-        "`activation_checkpointing_policy` has 'Block', which is no class.",
+        "`activation_checkpointing_policy` has 'Block', which is not a class.",
     ),
     "policy of a module": (
         lambda: FSDPStrategy(auto_wrap_policy=nn.Linear(2, 2)),
@@ -120,7 +120,11 @@ CONSTRUCTORS: dict[str, Row] = {
         TypeError,
         "is a `Linear`, not a function. Pass one, `parallelize(module, context)`.",
     ),
-    "policy of a number": (lambda: FairScaleFSDPStrategy(wrap=3), TypeError, "`wrap=3` says no parts. Pass classes of"),  # type: ignore[arg-type]
+    "policy of a number": (
+        lambda: FairScaleFSDPStrategy(wrap=3),
+        TypeError,
+        "`wrap=3` selects no submodules. Pass classes of",
+    ),  # type: ignore[arg-type]
     "number that travels": (
         lambda: DDPStrategy(comm_hook=3),  # type: ignore[arg-type]
         TypeError,
@@ -278,12 +282,12 @@ ON_RANKS: dict[str, tuple[Strategy, Callable[[Fabric], tuple[str, str, bool]], s
     "fsdp, a policy of another model": (
         FSDPStrategy(auto_wrap_policy={nn.Conv2d}),
         no_such_part,
-        "ValueError: `auto_wrap_policy={Conv2d}` matches no part of the `Linear`, which is made of Linear.",
+        "ValueError: `auto_wrap_policy={Conv2d}` matches no submodule of the `Linear`, which has the classes Linear.",
     ),
     "fully sharded, a policy of another model": (
         FairScaleFSDPStrategy(wrap=nn.Conv2d),
         no_such_part,
-        "ValueError: `wrap=Conv2d` matches no part of the `Linear`, which is made of Linear.",
+        "ValueError: `wrap=Conv2d` matches no submodule of the `Linear`, which has the classes Linear.",
     ),
     "fully sharded, compiled": (
         FairScaleFSDPStrategy(),

@@ -175,7 +175,7 @@ REFUSED = [
     Row({"strategy": "deepspeed"}, machine(), error="needs the package deepspeed, which is not installed"),
     Row({"strategy": "deepspeed"}, machine(packages={"deepspeed": "0.18.3"}), error="and 0.18.3 is installed"),
     Row({"strategy": "ddp_sharded"}, machine(), error="the package `fairscale` is not installed"),
-    Row({"strategy": "horovod"}, machine(packages={"horovod": "nccl"}), error="lets Horovod's ranks meet by gloo"),
+    Row({"strategy": "horovod"}, machine(packages={"horovod": "nccl"}), error="needs Horovod with its gloo controller"),
     Row({"strategy": "horovod"}, machine(2, packages={"horovod": "gloo"}), error="with `accelerator='cuda'`"),
     Row({"strategy": "xla"}, machine(), error="needs torch-xla, which is not installed"),
     Row({"strategy": "xla"}, machine(packages={"torch_xla": "2.9"}), error="but the accelerator is 'cpu'"),

@@ -145,9 +145,9 @@ def test_what_is_saved_are_whole_plain_tensors_of_the_cpu(seen: dict[str, Any], 
 @pytest.mark.timeout(900)
 def test_a_function_that_lays_nothing_over_an_axis_or_replaces_parameters_is_an_error(seen: dict[str, Any]) -> None:
     for axis, number in (("tensor", 2), ("shard", 4)):
-        words = f"`{axis}={number}` was written, but `parallelize_fn` laid no parameter over the axis '{axis}'. Call "
+        words = f"`{axis}={number}` was written, but `parallelize_fn` sharded no parameter along axis '{axis}'. Call "
         assert seen["errors"][axis].startswith(words)
-    assert seen["errors"]["another"].startswith("`parallelize_fn` put other parameters in the places of weight. `mark")
+    assert seen["errors"]["another"].startswith("`parallelize_fn` replaced the parameters weight. `mark")
 
 
 def lay_out(model: Any, mesh: Any) -> None:
@@ -170,7 +170,7 @@ def lay_out(model: Any, mesh: Any) -> None:
             ModelParallelStrategy(parallelize_fn=lay_out, data=2, tensor=SIZE),
             rf"makes a mesh of data=2 x shard=1 x tensor={SIZE}: {2 * SIZE} devices, but there are {SIZE}\.",
         ),
-        ("model_parallel", r"`strategy='model_parallel'` has no function that lays the model over the devices"),
+        ("model_parallel", r"`strategy='model_parallel'` has no function that parallelises the model"),
     ],
     ids=["context", "pipeline", "backend", "product", "no function"],
 )

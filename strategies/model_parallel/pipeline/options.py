@@ -1,8 +1,8 @@
-"""The options of pipeline parallelism: into how many stages a model is cut, where, and in which order they work.
+"""The options of pipeline parallelism: number of stages, where the model is split, and the schedule.
 
-Each rank of the axis "pipeline" holds one stage of the model, or several, and a batch flows through them in
+Each rank of the axis "pipeline" holds one or several stages of the model, and a batch passes through them in
 micro-batches (Huang et al., GPipe, NeurIPS 2019; Narayanan et al., SC 2021). `torch.distributed.pipelining` runs the
-schedule. Everything about the options is checked here, before anything starts; torch is asked nothing yet.
+schedule. The options are checked here, when they are constructed, without calling torch.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any, Literal, TypeAlias, final
 from torch import Tensor, nn
 
 Split: TypeAlias = Callable[[nn.Module, int, int], nn.Module]
-"""`split(model, stage, num_stages)` removes from `model` all parts that are not in `stage`, and gives it back."""
+"""`split(model, stage, num_stages)` removes all submodules from `model` that are not in `stage`, and returns it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Order:
-    """What a schedule asks for."""
+    """What a schedule requires."""
 
     stages_per_rank: tuple[int, int | None]
-    """The fewest, which is the default, and the most."""
+    """The minimum, which is the default, and the maximum."""
     is_v: bool = False
-    """Stages run down the ranks and up again, so that the first and the last lie on one rank."""
+    """Stages are assigned to ascending ranks, then to descending ones: the first and the last are on one rank."""
     splits_backward: bool = False
-    """The gradients of weights are computed apart from those of inputs."""
+    """The gradients of weights are computed separately from those of inputs."""
 
 
 _ORDERS = {
@@ -44,45 +44,45 @@ _ORDERS = {
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """A model in stages, one or several on each rank of the axis "pipeline".
+    """Pipeline parallelism: one or several stages of the model on each rank of the axis "pipeline".
 
-    In the loop the model is given the target, and gives the loss: `loss = model(inputs, target)` runs the whole
-    schedule, backwards included; `fabric.backward(loss)` hands the gradients on. Under `torch.no_grad()` the same call
-    gives the loss, and `model(inputs)` the outputs, on every rank. So a model that is to run with and without a
-    pipeline has a `forward(self, inputs, target=None)` that gives the outputs, or, where there is a target,
-    `loss_fn(outputs, target)`. Further inputs: positional ones go to the first stage, keywords to every stage. Each
-    tensor is cut into micro-batches along its first dim, which is the batch.
+    In the loop the model takes the target and returns the loss: `loss = model(inputs, target)` runs the whole
+    schedule, backward included; `fabric.backward(loss)` accumulates the gradients. Under `torch.no_grad()` the same
+    call returns the loss, and `model(inputs)` the outputs, on every rank. So that a model also runs without a
+    pipeline, its `forward(self, inputs, target=None)` returns the outputs, or, given a target,
+    `loss_fn(outputs, target)`. Further positional inputs go to the first stage, keyword arguments to every stage. Each
+    tensor is split into micro-batches along its first dim, which is the batch.
 
-    What equals one process: losses, gradients and weights of a model whose samples do not touch each other, trained
-    with a loss that is the mean (or sum) over samples. BatchNorm in training, and every other layer that changes a
-    buffer in forward, sees micro-batches, not the batch, and raises. A mean over tokens that are counted per batch
-    (`ignore_index`) is another mean over micro-batches: use `loss_reduction="sum"`, and divide in the loop. Dropout
-    draws from each rank's own stream, in the order of the schedule: a run with the same seed and options is the same
-    again, but it is not the run of one process, and ranks that were seeded alike draw alike.
+    Losses, gradients and weights equal those of one process if samples do not depend on each other and the loss is the
+    mean (or sum) over samples. BatchNorm in training, and any other layer that changes a buffer in forward, sees
+    micro-batches instead of the batch, and raises. A mean over tokens that are counted per batch (`ignore_index`)
+    differs between micro-batches: use `loss_reduction="sum"`, and divide in the loop. Dropout draws from each rank's
+    generator, in the order of the schedule: a run is reproduced by the same seed and options, but does not equal that
+    of one process, and ranks that were seeded alike draw equal numbers.
 
     Schedules: GPipe; 1F1B (Narayanan et al., SC 2019); Interleaved1F1B (SC 2021); LoopedBFS (Lamy-Poirier, MLSys 2023);
     InterleavedZeroBubble and ZBVZeroBubble (Qi et al., ICLR 2024); DualPipeV (DeepSeek-AI, 2024). The last three need
-    torch 2.13, and weights that are not in shards, are trained, used, and behind an input that needs gradients;
-    otherwise they raise.
+    torch 2.13, and every weight unsharded, trained, used, and reached by an input that requires gradients; otherwise
+    they raise.
     """
 
     degree: int
-    """Ranks along the axis."""
+    """Number of ranks along the axis."""
     schedule: str = "1F1B"
-    """The order in which stages work on micro-batches, by torch's name."""
+    """The order in which stages process micro-batches, by torch's name of it."""
     num_microbatches: int
-    """Into how many equal parts the batch of a rank is cut for training. More: less idle time, smaller products."""
+    """Into how many equal micro-batches a rank's batch is split for training. More: less idle time, smaller matmuls."""
     split: Split | Sequence[str]
-    """Where to cut. A function `(model, stage, num_stages) -> model` that sets parts of other stages to None or deletes
-    them, and leaves names as they are; it is called for every stage, on copies that share the tensors. Or, for an
-    `nn.Sequential` whose forward is its parts one after the other, the names of the parts at which stages 1, 2, ...
-    begin; "blocks.2" is part 2 of the `nn.Sequential` called blocks."""
+    """Where to split. A function `(model, stage, num_stages) -> model` that deletes the submodules of other stages, or
+    sets them to None, and keeps names; it is called for every stage, on copies that share the tensors. Or, for an
+    `nn.Sequential`, the names of the submodules at which stages 1, 2, ... begin; "blocks.2" is submodule 2 of the
+    `nn.Sequential` called blocks."""
     loss_fn: Callable[[Any, Tensor], Tensor]
-    """`(outputs, target) -> loss`, a number; it has no weights of its own."""
+    """`(outputs, target) -> loss`, a scalar tensor; it has no parameters."""
     loss_reduction: Literal["mean", "sum"] = "mean"
-    """How the losses of micro-batches make the loss of the batch: as `loss_fn` makes those of samples."""
+    """How the losses of micro-batches are combined: as `loss_fn` combines those of samples."""
     stages_per_rank: int | None = None
-    """None: the fewest that the schedule allows, 1 or 2."""
+    """None: the minimum of the schedule, 1 or 2."""
 
     def __post_init__(self) -> None:
         written = str(self.schedule)
@@ -90,7 +90,7 @@ class Pipeline:
             near = get_close_matches(written.lower(), {name.lower(): name for name in _ORDERS}, n=1, cutoff=0.3)
             did = "".join(f"Did you mean {name!r}? " for name in _ORDERS if name.lower() in near)
             raise ValueError(
-                f"`schedule={self.schedule!r}` names no schedule. {did}Write one of {', '.join(map(repr, _ORDERS))}."
+                f"`schedule={self.schedule!r}` is not a schedule. {did}Write one of {', '.join(map(repr, _ORDERS))}."
             )
         for name in ("degree", "num_microbatches", "stages_per_rank"):
             number = getattr(self, name)
@@ -104,17 +104,17 @@ class Pipeline:
 
     @property
     def num_stages(self) -> int:
-        """Stages over all ranks."""
+        """Number of stages of all ranks."""
         return self.degree * (self.stages_per_rank or _ORDERS[self.schedule].stages_per_rank[0])
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the gradients of weights are computed apart from those of inputs."""
+        """Whether the gradients of weights are computed separately from those of inputs."""
         return _ORDERS[self.schedule].splits_backward
 
     @property
     def is_v(self) -> bool:
-        """Whether the first and the last stage lie on one rank."""
+        """Whether the first and the last stage are on one rank."""
         return _ORDERS[self.schedule].is_v
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -132,14 +132,14 @@ class Pipeline:
         if isinstance(self.split, str) or not (callable(self.split) or isinstance(self.split, Sequence)):
             raise TypeError(
                 f"`split={self.split!r}`: write a function `(model, stage, num_stages) -> model`, or a list of the "
-                "names of the parts at which the stages after the first begin."
+                "names of the submodules at which the stages after the first begin."
             )
         if not callable(self.loss_fn):
             raise TypeError(f"`loss_fn={self.loss_fn!r}`: write a function `(outputs, target) -> loss`.")
         if isinstance(self.loss_fn, nn.Module) and any(True for _ in self.loss_fn.parameters()):
             raise TypeError(
-                f"`loss_fn` is a `{type(self.loss_fn).__name__}` with weights of its own, which nobody would train. "
-                "Put them into the last part of the model."
+                f"`loss_fn` is a `{type(self.loss_fn).__name__}` with parameters, which would not be trained. Put "
+                "them into the last stage of the model."
             )
 
     def _check_stages(self) -> None:
@@ -148,21 +148,21 @@ class Pipeline:
         if written is not None and (written < fewest or (most is not None and written > most)):
             allowed = f"{fewest}" if fewest == most else f"{fewest} or more"
             raise ValueError(
-                f"`stages_per_rank={written}` with `schedule={self.schedule!r}`, which takes {allowed} on each rank. "
+                f"`stages_per_rank={written}` with `schedule={self.schedule!r}`, which needs {allowed} on each rank. "
                 f"Write that, or leave it out."
             )
         if not callable(self.split) and len(self.split) != self.num_stages - 1:
             raise ValueError(
-                f"`split={list(self.split)!r}` names {len(self.split)} parts, but `degree={self.degree}` and "
-                f"`schedule={self.schedule!r}` make {self.num_stages} stages. Name the {self.num_stages - 1} parts at "
-                "which the stages after the first begin."
+                f"`split={list(self.split)!r}` names {len(self.split)} submodules, but `degree={self.degree}` and "
+                f"`schedule={self.schedule!r}` make {self.num_stages} stages. Name the "
+                f"{self.num_stages - 1} submodules at which the stages after the first begin."
             )
 
     def _check_microbatches(self) -> None:
         count = self.num_microbatches
         if self.schedule in ("1F1B", "DualPipeV") and count < self.num_stages:
             raise ValueError(
-                f"`num_microbatches={count}` with `schedule={self.schedule!r}` and {self.num_stages} stages: it takes "
+                f"`num_microbatches={count}` with `schedule={self.schedule!r}` and {self.num_stages} stages: it needs "
                 f"at least as many micro-batches as stages. Write {self.num_stages} or more."
             )
         rounds = max(1, count // self.degree)

@@ -1,14 +1,14 @@
-"""Batches through the stages of a pipeline: what `model(inputs, target)` does on every rank.
+"""Run the schedule of a pipeline: what `model(inputs, target)` does on every rank.
 
-The one file that knows torch's schedules. A schedule runs backwards by itself, while the user's loop calls `backward`
-on a loss. So the gradients that it leaves are taken away again, and tied to the loss.
+The only file that uses torch's schedules. A schedule runs backward itself, but the user's loop calls `backward` on a
+loss. So the gradients of the schedule are removed from `.grad`, and attached to the loss.
 
-# Note [One node from the loss to the weights]
-The loss that the user gets is the output of one autograd function whose inputs are this rank's parameters. Its backward
-multiplies the gradients of the schedule by the gradient that arrives at the loss, and hands them on. By the chain rule
-that is exact for whatever the user makes of the loss: a division by the number of micro-batches of a window, a loss
-scale, a sum with other losses. Gradients that were in `.grad` before are set aside meanwhile, so that nobody scales
-them (torch's `scale_grads` would).
+# Note [One autograd node from the loss to the weights]
+The returned loss is the output of an autograd function whose inputs are this rank's parameters. Its backward multiplies
+the gradients of the schedule by the gradient of the loss, and returns them. By the chain rule that is exact whatever
+the user computes from the loss: a division by the number of micro-batches of an accumulation window, a loss scale, a
+sum with other losses. Gradients that were in `.grad` before are removed meanwhile, because torch's `scale_grads` would
+scale them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Kind: TypeAlias = Literal["train", "loss", "outputs"]
-"""What a call runs: the whole schedule, or forwards alone, for the loss or for the outputs."""
+"""What a call runs: the whole schedule, or forward alone, which returns the loss or the outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class _Batch:
 
 @dataclass(frozen=True, slots=True)
 class _Built:
-    """torch's schedule, which receives into buffers of fixed shapes, and the shapes it was built for."""
+    """A schedule of torch, which receives into buffers of fixed shapes, and the shapes that it was built for."""
 
     specs: list[Spec]
     num_microbatches: int
@@ -67,9 +67,9 @@ class _Built:
 
 @final
 class Stages:
-    """The stages of one model on this rank, and their schedules. Ranks: all of the axis make it, and call it together.
+    """The stages of one model on this rank, and their schedules. Ranks: all of the axis construct and call it.
 
-    `collective`, `group`: the ranks of the axis "pipeline", for us and for torch.
+    `collective`, `group`: the ranks of the axis "pipeline"; torch uses the group.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Stages:
         self._built: dict[Kind, _Built] = {}
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the user's model does when it is called; `function`: what it did before."""
+        """The forward of the user's model; `function`: its original forward, of which only the signature is used."""
         batch = _read(function, args, kwargs)
         if casts(self.runtime.precision):
             batch = _Batch(*cast_inputs(self.runtime.precision, (batch.args, batch.kwargs, batch.target)))
@@ -112,19 +112,19 @@ class Stages:
             return self._train(built.schedule, batch) if kind == "train" else self._evaluate(built, batch)
 
     def release(self) -> None:
-        """Take off what is ours."""
+        """Restore the forward of the stages."""
         for path in self.paths:
             path.release()
 
     def _within_stage(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A stage's forward, for one micro-batch."""
+        """The forward of a stage, for one micro-batch."""
         args = map_only_tensors(_Even.apply, args)
         with autocast(self.runtime.precision, self.runtime.device):
             return map_only_tensors(_own_block, function(*args, **kwargs))
 
     def _train(self, schedule: Any, batch: _Batch) -> Tensor:
         scaler = self.runtime.loss_scaler
-        scale = 1.0 if scaler is None else scaler.scale  # in half precision small gradients must not vanish in there
+        scale = 1.0 if scaler is None else scaler.scale  # small half-precision gradients must not underflow within
         self.factor = scale / (self.options.num_microbatches if self.options.loss_reduction == "mean" else 1)
         losses: list[Tensor] = []
         with _set_aside(self.parameters.values()), _unchanged_buffers(self.stages):
@@ -154,13 +154,13 @@ class Stages:
         return outputs
 
     def _total(self, losses: list[Tensor], scale: float) -> Tensor:
-        """The loss of the whole batch, on every rank."""
+        """The loss of the whole batch, broadcast from the last stage."""
         total = torch.stack([loss.detach() for loss in losses]).sum() / scale if losses else None
         loss: Tensor = self.collective.broadcast_object(total, self.options.last_rank)
         return loss
 
     def _built_for(self, kind: Kind, batch: _Batch) -> _Built:
-        """The schedule for a batch of these shapes: that of the last such call, or a new one."""
+        """The schedule for a batch of these shapes: that of the last call, or a new one if shapes have changed."""
         tensors = batch.tensors()
         specs = [Spec.of(tensor) for tensor in tensors]
         built = self._built.get(kind)
@@ -168,12 +168,12 @@ class Stages:
         self._agree(kind, tensors, with_content=is_new)
         if built is None or is_new:
             count = _num_microbatches(tensors, self.options.num_microbatches, divides=kind == "train")
-            self._built.pop(kind, None)  # its buffers go before others come
+            self._built.pop(kind, None)  # frees its buffers before new ones are allocated
             built = self._built[kind] = _Built(specs, count, self._build(kind, count))
         return built
 
     def _agree(self, kind: Kind, tensors: Sequence[Tensor], *, with_content: bool) -> None:
-        """Raise CollectiveError where ranks would run different things. Other shapes than expected abort gloo."""
+        """Raise CollectiveError if ranks call the model differently: gloo aborts the process on unexpected shapes."""
         lines = [f"model(...) in a pipeline, for {kind}"]
         for place, tensor in enumerate(tensors):
             content = f", content {_digest(tensor)}" if with_content else ""
@@ -201,12 +201,12 @@ class Stages:
         return schedule
 
     def _loss(self, outputs: Any, target: Tensor) -> Tensor:
-        """The part of one micro-batch in the loss of the batch, times the loss scale."""
+        """The contribution of a micro-batch to the loss of the batch, times the loss scale."""
         with autocast(self.runtime.precision, self.runtime.device):
             loss = self.options.loss_fn(outputs, target)
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
             what = f"a tensor {Spec.of(loss)}" if isinstance(loss, Tensor) else repr(loss)
-            raise TypeError(f"`loss_fn` gave {what}. Give one number, a floating-point tensor without dims.")
+            raise TypeError(f"`loss_fn` returned {what}. Return a floating-point scalar, a tensor without dims.")
         return loss * self.factor
 
     def _refuse_untrainable(self, batch: _Batch) -> None:
@@ -218,8 +218,8 @@ class Stages:
             )
         if any(tensor.requires_grad for tensor in batch.tensors()):
             raise RuntimeError(
-                "A model in a pipeline was given a tensor that requires gradients, and none would reach it. Pass "
-                "`tensor.detach()`, or make what computes it a part of the first stage."
+                "A model in a pipeline was given a tensor that requires gradients, which it would not get. Pass "
+                "`tensor.detach()`, or compute it within the first stage."
             )
         training = next((name for name, part in self.norms if part.training), None)
         if training is not None:
@@ -232,7 +232,7 @@ class Stages:
 
 @final
 class _Handover(torch.autograd.Function):
-    """See Note [One node from the loss to the weights]."""
+    """See Note [One autograd node from the loss to the weights]."""
 
     @staticmethod
     def forward(
@@ -247,7 +247,7 @@ class _Handover(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError(
-                "A second backward through the loss of a pipeline: its gradients were handed on in the first. Add the "
+                "A second backward through the loss of a pipeline: the first one has used up its gradients. Add the "
                 "losses, and call `fabric.backward` once."
             )
         factor = outer / ctx.scale
@@ -258,15 +258,15 @@ class _Handover(torch.autograd.Function):
 
 
 def _own_block(tensor: Tensor) -> Tensor:
-    """The tensor in memory of its own. gloo sends contiguous tensors alone, and a schedule that splits backward
-    detaches outputs in place, which no view allows (torch 2.13)."""
+    """The tensor, or a contiguous copy: gloo sends only contiguous tensors, and a schedule that splits backward
+    detaches outputs in place, which raises for views (torch 2.13)."""
     in_own = tensor.is_contiguous() and not tensor._is_view()
     return tensor if in_own else tensor.clone(memory_format=torch.contiguous_format)
 
 
 @final
 class _Even(torch.autograd.Function):
-    """The tensor itself; its gradient, which is sent back, comes out contiguous."""
+    """Identity that makes the gradient contiguous, which is sent to the stage before."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -278,7 +278,7 @@ class _Even(torch.autograd.Function):
 
 
 def _trained(stages: Sequence[Stage]) -> dict[str, nn.Parameter]:
-    """The parameters of this rank that are trained, each once, by name."""
+    """The trainable parameters of this rank, each once, by name."""
     return {
         name: parameter
         for stage in stages
@@ -289,7 +289,7 @@ def _trained(stages: Sequence[Stage]) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def _set_aside(parameters: Iterator[nn.Parameter] | Any) -> Iterator[None]:
-    """Within it no parameter has a gradient; afterwards each has the one from before."""
+    """Set `.grad` to None within the context, and restore it afterwards."""
     before = [(parameter, parameter.grad) for parameter in parameters]
     for parameter, _ in before:
         parameter.grad = None
@@ -302,15 +302,15 @@ def _set_aside(parameters: Iterator[nn.Parameter] | Any) -> Iterator[None]:
 
 @contextmanager
 def _unchanged_buffers(stages: Sequence[Stage]) -> Iterator[None]:
-    """Raise RuntimeError where a buffer was changed within it: by micro-batches, not by the batch."""
+    """Raise RuntimeError if a buffer changes within the context: by micro-batches, not by the batch."""
     before = [(stage.module, name, buffer, buffer._version) for stage in stages for name, buffer in _buffers(stage)]
     yield
     for module, name, buffer, version in before:
         if module.get_buffer(name) is not buffer or buffer._version != version:
             raise RuntimeError(
                 f"The buffer `{name}` changed in forward. Within a pipeline forward runs once for each micro-batch, "
-                "and once more to learn its shapes, so it has another value than after one forward of the whole batch. "
-                "Use a layer that keeps no statistics, or freeze it with `.eval()`."
+                "and once more to infer shapes, so its value differs from that after one forward of the whole batch. "
+                "Use a layer without running statistics, or freeze it with `.eval()`."
             )
 
 
@@ -319,7 +319,7 @@ def _buffers(stage: Stage) -> Iterator[tuple[str, Tensor]]:
 
 
 def _reshard(module: nn.Module) -> None:
-    """Let `fully_shard` free what it gathered: weights that are loaded go into shards."""
+    """Reshard modules of `fully_shard`, so that loaded weights are copied into shards."""
     from torch.distributed.fsdp import FSDPModule
 
     for part in module.modules():
@@ -328,9 +328,9 @@ def _reshard(module: nn.Module) -> None:
 
 
 def _read(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Batch:
-    """Tell the target from the inputs: by its name, or as the one that a forward without a target does not take.
+    """Separate the target from the inputs: by name, or as the last argument if forward has no such parameter.
 
-    Raises: TypeError: it is no tensor.
+    Raises: TypeError: it is not a tensor.
     """
     parameters = inspect.signature(function).parameters
     if "target" in parameters:
@@ -338,43 +338,43 @@ def _read(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     elif any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values()):
         place = len(args)
     else:
-        place = len(parameters)  # one more than forward takes
+        place = len(parameters)  # one more than forward has
     rest = {name: value for name, value in kwargs.items() if name != "target"}
     target = args[place] if place < len(args) else kwargs.get("target")
     if target is not None and not isinstance(target, Tensor):
-        raise TypeError(f"`target` is a `{type(target).__name__}`. A pipeline cuts one tensor of targets; pass that.")
+        raise TypeError(f"`target` is a `{type(target).__name__}`. A pipeline splits one tensor of targets. Pass that.")
     return _Batch((*args[:place], *args[place + 1 :]), rest, target)
 
 
 def _num_microbatches(tensors: Sequence[Tensor], most: int, *, divides: bool) -> int:
-    """Into how many parts the batch is cut. Raises: ValueError: it cannot be cut so."""
+    """Number of micro-batches. Raises ValueError if the batch cannot be split into `most` equal ones (`divides`)."""
     sizes = {tensor.shape[0] if tensor.ndim else None for tensor in tensors}
     if len(sizes) != 1 or None in sizes:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "none"
         raise ValueError(
-            f"A pipeline cuts every tensor of a batch along its first dim, but they have the shapes {shapes}. Pass "
+            f"A pipeline splits every tensor of a batch along its first dim, but they have the shapes {shapes}. Pass "
             "tensors whose first dim is the batch, and make the others buffers of the model."
         )
     size = next(iter(sizes))
     assert size is not None
     if divides and size % most:
         raise ValueError(
-            f"A batch of {size} samples cannot be cut into `num_microbatches={most}` equal parts. Write a batch size "
+            f"A batch of {size} samples cannot be split into `num_microbatches={most}` equal parts. Write a batch size "
             f"that {most} divides, with `drop_last=True` in the loader, or another `num_microbatches`."
         )
     return max(count for count in range(1, most + 1) if size % count == 0)
 
 
 def _forward_only(options: Pipeline) -> str:
-    """The schedule for evaluation, which any number of micro-batches will do for. Stages lie where they lie."""
+    """The schedule for evaluation: one with this placement of stages that allows any number of micro-batches."""
     if options.is_v:
         return "ZBVZeroBubble"
     return "GPipe" if options.num_stages == options.degree else "LoopedBFS"
 
 
 def _leave_out_backwards(schedule: Any) -> None:
-    """Without gradients torch goes through the backwards of a schedule, too, and where two neighbouring stages lie on
-    one rank, as they do in a V, it fails there (torch 2.13)."""
+    """Remove backward from a schedule. torch 2.13 runs its actions without gradients, too, which fails if two
+    consecutive stages are on one rank, as in a V."""
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
     if isinstance(schedule, _PipelineScheduleRuntime):  # with one stage per rank torch runs no backwards
@@ -388,7 +388,7 @@ _FORWARD = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 
 @contextmanager
 def _as_the_user_raised() -> Iterator[None]:
-    """What a stage raises within it comes out as it was raised. torch wraps it, and logs the whole schedule."""
+    """Raise the original error of a stage: torch wraps it, and logs the whole schedule."""
     logger = logging.getLogger("torch.distributed.pipelining.schedules")
     logger.addFilter(_quiet)
     failure: BaseException | None = None
@@ -399,7 +399,7 @@ def _as_the_user_raised() -> Iterator[None]:
     finally:
         logger.removeFilter(_quiet)
     if failure is not None:
-        raise failure  # out here: within `except` it would become its own cause's cause
+        raise failure  # not within `except`, where it would become the context of its own cause
 
 
 def _quiet(record: logging.LogRecord) -> bool:
@@ -411,11 +411,11 @@ def _digest(tensor: Tensor) -> str:
 
 
 # Note [Gradients that a split backward loses]
-# torch computes the gradients of weights apart from those of inputs by walking the graph from the inputs up. Weights
-# that no differentiable input reaches get no gradient at all, silently (torch 2.13: a stage behind frozen ones); an
-# untrained or unused weight fails with an internal error, as do shards of blocks within a stage. Before 2.13 weights
-# that are shared within a stage, and operations with several outputs, get wrong gradients (pytorch/pytorch#180952,
-# #170277). So all of that is refused.
+# torch computes the gradients of weights separately from those of inputs, by traversing the graph from the inputs.
+# Weights that no differentiable input reaches silently get no gradient (torch 2.13: a stage after frozen ones). Frozen
+# or unused weights, and `fully_shard` within a stage, fail with an internal error. Before 2.13 weights that are shared
+# within a stage, and operations with several outputs, get wrong gradients (pytorch/pytorch#180952, #170277). All of
+# these are refused.
 
 
 def _refuse_split_backward(options: Pipeline, stages: Sequence[Stage]) -> None:
@@ -429,8 +429,8 @@ def _refuse_split_backward(options: Pipeline, stages: Sequence[Stage]) -> None:
         for name, parameter in stage.module.named_parameters():
             if as_sharded(parameter) is not None:
                 raise ValueError(
-                    f"`{name}` lies in shards, and `schedule={options.schedule!r}` computes gradients of weights past "
-                    "what puts shards together. Write `schedule='Interleaved1F1B'`, which does not."
+                    f"`{name}` is sharded, and `schedule={options.schedule!r}` computes gradients of weights without "
+                    "the hooks that reduce them. Write `schedule='Interleaved1F1B'`, which allows it."
                 )
             if not parameter.requires_grad:
                 raise ValueError(

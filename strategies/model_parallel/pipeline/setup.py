@@ -1,7 +1,7 @@
-"""Setting up a model in a pipeline: it is cut, each rank keeps its stages, and the user's function lays those out.
+"""`ModelParallelStrategy.setup` with a `pipeline`: split the model, keep this rank's stages, and parallelise them.
 
-What `ModelParallelStrategy.setup` does where it has a `pipeline`. The order matters: weights become those of rank 0
-while every rank still has the whole model, and only what a rank keeps is moved to its device.
+The order matters: weights are broadcast from rank 0 while every rank still has the whole model, and only the stages of
+this rank are moved to its device.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def pipelined(
     move: bool,
     parallelize: Callable[[nn.Module], Any],
 ) -> Prepared:
-    """Prepare a model whose stages lie on the ranks along the axis "pipeline".
+    """Prepare a model whose stages are on the ranks along the axis "pipeline".
 
-    `parallelize`: the user's function, for one stage. Ranks: all of the mesh.
+    `parallelize`: the user's function, called with each stage. Ranks: all of the mesh call it.
     """
     assert runtime.mesh is not None
     mesh, inner = runtime.mesh, uncompiled(module)
@@ -72,7 +72,7 @@ def pipelined(
         was_empty = any(parameter.is_meta for parameter in inner.parameters())
         for part in in_order_of_apply(inner):
             unfilled.fill(part, runtime.device, peers)
-        unfilled.finish(None, runtime.device, peers)  # an `init_weights` would look for what was dropped
+        unfilled.finish(None, runtime.device, peers)  # `init_weights` would need the stages that were dropped
         if was_empty and peers.size > 1:
             follow_rank_zero(peers, (*inner.parameters(), *inner.buffers()))
         place(runtime, inner, optimizers, move=move)
@@ -92,9 +92,9 @@ def pipelined(
 
 @final
 class PipelineGradientSync(GradientSync):
-    """One model in a pipeline: a forward runs the whole schedule, its backwards too, and `backward` averages.
+    """Synchronises a model in a pipeline: `forward` runs the whole schedule, backward included.
 
-    `line`: the ranks that hold the other stages of this copy of the model; `peers`: those that hold the same stages.
+    `line`: the ranks with the other stages of this replica of the model. `peers`: the ranks with the same stages.
     """
 
     def __init__(
@@ -110,16 +110,16 @@ class PipelineGradientSync(GradientSync):
     ) -> None:
         self.peers, self.unfilled, self.runtime = peers, unfilled, runtime
         self.averaging = MeshAveraging(runtime, nn.ModuleDict({f"stage {each.index}": each.module for each in stages}))
-        # A schedule lets `fully_shard` reduce what it computed, within `no_backward_sync`, too.
+        # A schedule makes `fully_shard` reduce gradients also within `no_backward_sync`.
         self.averaging.sharded.clear()
         self.stages = Stages(options, runtime, stages, line, group)
         self.additions = Additions(module, by_name=bool(fsdp_modules(module)))
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.unfilled.check(self.peers)  # not all ranks: those of other stages may have nothing to fill
+        self.unfilled.check(self.peers)  # not all ranks: other stages may have no empty tensors
         self.additions.refuse()
         self.runtime.draw_apart()
-        with self.averaging.unsynced():  # backwards within it are not the user's
+        with self.averaging.unsynced():  # those of the schedule are not the user's backward
             return self.stages.forward(function, args, kwargs)
 
     def unsynced(self) -> AbstractContextManager[None]:
@@ -141,6 +141,6 @@ class PipelineGradientSync(GradientSync):
 
 def _refuse_mark(method: str) -> None:
     raise ValueError(
-        f"`mark_forward_method({method!r})` on a model in a pipeline: stages are connected by `forward` alone. Compute "
+        f"`mark_forward_method({method!r})` on a model in a pipeline: stages are connected only by `forward`. Compute "
         "the loss in `loss_fn`, and call the model."
     )

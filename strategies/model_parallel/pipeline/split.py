@@ -1,9 +1,9 @@
-"""A model cut into stages: each stage a tree of modules that shares with the user's model all that lies whole in it.
+"""Split a model into stages: each is a tree of modules that shares submodules and tensors with the user's model.
 
-The user's model stays whole as a tree, under its own names, and loses the tensors of other ranks' stages: it is what
-the user calls, saves and inspects. What torch runs are the stages. A module that a stage has with everything in it is
-the user's own object there, hooks and all; only the modules that are cut, the root among them, are copies, made at
-set-up. Copies follow `train()` and `eval()`; other attributes that are set on them later do not reach the stages.
+The user's model keeps all its modules and names, and loses the tensors of other ranks' stages: the user calls, saves
+and inspects it. torch runs the stages. A submodule that is completely in one stage is the user's own object there,
+with its hooks. Modules that are split, and the root, are copied at setup. Copies follow `train()` and `eval()`; other
+attributes that are set on the user's model later do not reach the stages.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ from torch import Tensor, nn
 from fabric.strategies.model_parallel.pipeline.options import Pipeline, Split
 
 TREE = ("_modules", "_parameters", "_buffers")
-"""What `nn.Module` keeps a tree in."""
+"""The dicts of `nn.Module` that make up the tree."""
 
 
 @final
 @dataclass(slots=True)
 class Stage:
-    """One stage, and the modules in it that are copies, each with the user's own."""
+    """One stage, and its modules that are copies, each with the original."""
 
     index: int
     module: nn.Module
     copies: list[tuple[nn.Module, nn.Module]]
 
     def follow_mode(self) -> None:
-        """Take over `training` from the user's model."""
+        """Copy `training` from the user's model."""
         for copy, own in self.copies:
             copy.training = own.training
 
 
 def cut(model: nn.Module, options: Pipeline) -> list[Stage]:
-    """All stages of a model, which is left as it is. They share its tensors.
+    """All stages of a model, which is not changed. They share its tensors.
 
-    Raises: ValueError: a parameter or buffer is in no stage, or a parameter in two; TypeError: `split` gave no module.
+    Raises: ValueError: a parameter or buffer is in no stage, or a parameter in two; TypeError: `split` returned no
+    module.
     """
     split = options.split if callable(options.split) else _at(options.split)
     stages = [_cut(model, split, index, options.num_stages) for index in range(options.num_stages)]
@@ -48,7 +49,7 @@ def cut(model: nn.Module, options: Pipeline) -> list[Stage]:
 
 
 def drop_others(model: nn.Module, stages: Sequence[Stage]) -> None:
-    """Let the user's model forget the tensors that are in none of `stages`, which are those of this rank."""
+    """Set the tensors of the user's model to None that are in none of `stages`, those of this rank."""
     kept = {name for stage in stages for name, _ in _tensors(stage.module)}
     for name, _ in list(_tensors(model)):
         if name not in kept:
@@ -56,7 +57,7 @@ def drop_others(model: nn.Module, stages: Sequence[Stage]) -> None:
 
 
 def take_over(stages: Sequence[Stage], model: nn.Module) -> None:
-    """Give the stages the tensors that the user's model has under the same names."""
+    """Set the tensors of the stages to those of the user's model, by name."""
     tensors = dict(_tensors(model))
     for stage in stages:
         for name, _ in list(_tensors(stage.module)):
@@ -64,9 +65,9 @@ def take_over(stages: Sequence[Stage], model: nn.Module) -> None:
 
 
 def give_back(stages: Sequence[Stage], model: nn.Module) -> None:
-    """Give the user's model the tensors that the stages have now.
+    """Set the tensors of the user's model to those of the stages, by name.
 
-    Raises: ValueError: a stage has a name that the model has not.
+    Raises: ValueError: a stage has a name that the model does not have.
     """
     names = {name for name, _ in _tensors(model)}
     for stage in stages:
@@ -74,13 +75,13 @@ def give_back(stages: Sequence[Stage], model: nn.Module) -> None:
             if name not in names:
                 raise ValueError(
                     f"Stage {stage.index} has `{name}` after `parallelize_fn`, and the model has no such name. Change "
-                    "tensors and modules in place; a wrapper that adds to their names cannot be undone on saving."
+                    "tensors and modules in place, without wrappers that change names: checkpoints have the model's."
                 )
             _set(model, name, tensor)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers under all their names."""
+    """Parameters and buffers by all their names."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
@@ -88,7 +89,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _set(module: nn.Module, name: str, tensor: Tensor | None) -> None:
     path, _, last = name.rpartition(".")
     owner = module.get_submodule(path)
-    # Not by `setattr`, which registers None as a plain attribute's value, and refuses a buffer's new class.
+    # Not by `setattr`, which makes None a plain attribute, and raises for a buffer of another class.
     (owner._parameters if last in owner._parameters else owner._buffers)[last] = tensor  # type: ignore[assignment]
 
 
@@ -97,7 +98,7 @@ def _cut(model: nn.Module, split: Split, index: int, num_stages: int) -> Stage:
     module = split(_copied(model, copies, is_root=True), index, num_stages)
     if not isinstance(module, nn.Module):
         raise TypeError(
-            f"`split(model, {index}, {num_stages})` gave {module!r}. Give back the model that it was given, cut."
+            f"`split(model, {index}, {num_stages})` returned {module!r}. Return the model that it was passed."
         )
     own = {copy: original for original, copy in copies.items()}
     module = _settled(module, own, set(model.modules()), is_root=True)
@@ -105,7 +106,7 @@ def _cut(model: nn.Module, split: Split, index: int, num_stages: int) -> Stage:
 
 
 def _copied(module: nn.Module, copies: dict[nn.Module, nn.Module], *, is_root: bool = False) -> nn.Module:
-    """A copy of the tree, whose leaves are the user's own modules."""
+    """A copy of the tree; its leaves are the user's own modules."""
     if not is_root and not module._modules:
         return module
     if module not in copies:
@@ -122,7 +123,7 @@ def _copied(module: nn.Module, copies: dict[nn.Module, nn.Module], *, is_root: b
 def _settled(
     module: nn.Module, own: dict[nn.Module, nn.Module], users: set[nn.Module], *, is_root: bool = False
 ) -> nn.Module:
-    """Put the user's own module wherever its copy was not cut. The root stays a copy: it is given a forward of ours."""
+    """Replace copies that were not split by the originals. The root remains a copy, because its forward is wrapped."""
     if module in users:
         return module
     for name, child in list(module._modules.items()):
@@ -151,8 +152,8 @@ def _check(model: nn.Module, stages: Sequence[Stage]) -> None:
         for name, tensor in _tensors(stage.module):
             if whole.get(name) is not tensor:
                 raise ValueError(
-                    f"Stage {stage.index} has `{name}`, which the model has not, or as another tensor. `split` removes "
-                    "the parts of other stages, and leaves names and tensors as they are."
+                    f"Stage {stage.index} has `{name}`, which the model does not have, or has as another tensor. Let "
+                    "`split` remove the submodules of other stages, and leave names and tensors as they are."
                 )
             seen.add(name)
             if isinstance(tensor, nn.Parameter):
@@ -161,8 +162,8 @@ def _check(model: nn.Module, stages: Sequence[Stage]) -> None:
                     raise ValueError(f"`{name}` is in stages {home} and {stage.index}. Let `split` leave it in one.")
                 if home != stage.index:
                     raise ValueError(
-                        f"`{first}` and `{name}` are one tied weight, but lie in stages {home} and {stage.index}, and "
-                        "each would be trained on its own from then on. Cut elsewhere, or untie them."
+                        f"`{first}` and `{name}` are one tied weight, but in stages {home} and {stage.index}, where "
+                        "they would be trained separately. Split elsewhere, or untie them."
                     )
     for name in whole:
         if name not in seen:
@@ -170,40 +171,42 @@ def _check(model: nn.Module, stages: Sequence[Stage]) -> None:
 
 
 def _at(starts: Sequence[str]) -> Split:
-    """Cut an `nn.Sequential`, and those in it, where the named parts begin."""
+    """Split an `nn.Sequential`, and those in it, at the named submodules."""
 
     def split(model: nn.Module, stage: int, num_stages: int) -> nn.Module:
         names = [name for name, _ in model.named_modules()]
         for start in starts:
             if start not in names or not start:
                 near = "".join(f"Did you mean {match!r}? " for match in get_close_matches(start, names, n=1))
-                raise ValueError(f"`split` names {start!r}, which is no part of the model. {near}Write a part's name.")
+                raise ValueError(
+                    f"`split` names {start!r}, which is no submodule of the model. {near}Write the name of one."
+                )
         found: list[str] = []
         for owner, name, full in list(_parts(model, starts)):
             if full in starts:
                 found.append(full)
             if len(found) != stage:
-                del owner._modules[name]  # its own `del` would number the others anew
+                del owner._modules[name]  # not by `del owner[...]`, which renumbers the others
         if found != list(starts):
-            raise ValueError(f"`split={list(starts)!r}`, but the parts follow each other as {found!r}. Write them so.")
+            raise ValueError(f"`split={list(starts)!r}`, but the order in the model is {found!r}. Write that.")
         return model
 
     return split
 
 
 def _parts(model: nn.Module, starts: Iterable[str], prefix: str = "") -> Iterator[tuple[nn.Module, str, str]]:
-    """The parts that lie in one stage each, in the order of forward: owner, name there, and name in the model."""
+    """The submodules that are in one stage each, in the order of forward: owner, name in it, name in the model."""
     if not isinstance(model, nn.Sequential):
         raise ValueError(
-            f"`split` names a part of `{prefix.rstrip('.') or 'the model'}`, a `{type(model).__name__}`: only an "
-            "`nn.Sequential` is known to be its parts one after the other. Pass a function `(model, stage, num_stages) "
-            "-> model` that cuts it."
+            f"`split` names a submodule of `{prefix.rstrip('.') or 'the model'}`, a `{type(model).__name__}`: only an "
+            "`nn.Sequential` is known to call its submodules in order. Pass a function `(model, stage, num_stages) "
+            "-> model` that splits it."
         )
     for name, part in list(model._modules.items()):
         full = f"{prefix}{name}"
         if part is not None and any(start.startswith(f"{full}.") for start in starts):
             if full in starts:
-                raise ValueError(f"`split` names {full!r} and a part within it. Name the first part within it alone.")
+                raise ValueError(f"`split` names {full!r} and a submodule of it. Name only the latter.")
             yield from _parts(part, starts, f"{full}.")
         else:
             yield model, name, full

@@ -1,7 +1,7 @@
-"""The whole state of a model in stages, and of its optimizers, out of the ranks that hold a stage each, and back.
+"""The state of a model in stages, and of its optimizers: gathered from the ranks of the pipeline, and loaded.
 
-Within a stage another access (`ShardedState`) makes tensors whole. Names are the user's own, and an optimizer's
-parameters have the indices that they had before `setup`, in the whole model.
+Within a stage another `StateAccess` (`ShardedState`) gathers shards. Names are the user's, and an optimizer's
+parameters have the indices that they had before `setup`, in the unsplit model.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from fabric.strategies.collectives.packing import Spec
 @final
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """The groups of an optimizer as the user made them."""
+    """The parameter groups of an optimizer before the model was split."""
 
     kept: list[list[int]]
-    """For each group, the indices in the whole optimizer of the parameters that this rank holds."""
+    """For each group, the indices of the parameters that this rank holds."""
     indices: list[list[int]]
-    """For each group, those of all its parameters."""
+    """For each group, the indices of all its parameters."""
     names: list[list[str] | None]
-    """For each group, the names that the user gave all its parameters, if any."""
+    """For each group, the names of all its parameters, if the user named them."""
 
 
 @final
 class WholeModel:
-    """What a model and its optimizers were before they were cut: names and shapes, indices and groups."""
+    """Names and shapes of a model, indices and groups of its optimizers, before the model is split."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self.model = model
@@ -43,16 +43,16 @@ class WholeModel:
         self.groups: dict[Optimizer, _Groups] = {}
 
     def leave(self) -> None:
-        """Take out of the optimizers the parameters that the model has lost.
+        """Remove the parameters of other ranks' stages from the optimizers.
 
-        Raises: ValueError: an optimizer that needs all parameters at once.
+        Raises: ValueError: an optimizer that needs all parameters in one step (`LBFGS`).
         """
         own = set(self.model.parameters())
         for optimizer, flat in self._flat.items():
             if isinstance(optimizer, LBFGS):
                 raise ValueError(
-                    "`LBFGS` makes each step from the gradients of all parameters, and in a pipeline a rank has those "
-                    "of its stages alone. Use an optimizer that steps each parameter by itself, such as AdamW."
+                    "`LBFGS` computes each step from the gradients of all parameters, and in a pipeline a rank has "
+                    "only those of its stages. Use an optimizer that updates each parameter by itself, such as AdamW."
                 )
             groups = _Groups([], [], [])
             for group in optimizer.param_groups:
@@ -71,10 +71,10 @@ class WholeModel:
 
 @final
 class PipelineState(StateAccess):
-    """Each rank has its stages: rank 0 gets the others', tensor by tensor, on the CPU.
+    """Rank 0 receives the state of other ranks' stages, tensor by tensor, on the CPU.
 
-    `inner`: makes whole what lies in a stage. `line`: the ranks of the axis "pipeline". `keeps`: whether this line is
-    that of rank 0, which gathers.
+    `inner`: gathers the shards within a stage. `line`: the ranks of the axis "pipeline". `keeps`: whether these include
+    rank 0, which gathers.
     """
 
     def __init__(self, whole: WholeModel, inner: StateAccess, line: Collective, *, keeps: bool) -> None:
@@ -94,7 +94,7 @@ class PipelineState(StateAccess):
         if strict:
             wrong += [f"`{name}` is missing" for name in shapes if name not in content]
             wrong += [f"`{name}` is not in the model" for name in content if name not in shapes]
-        if wrong:  # on every rank, whichever holds it
+        if wrong:  # on every rank, also on those without the tensor
             raise RuntimeError(f"The state cannot be loaded into `{type(module).__name__}`: {'; '.join(wrong)}.")
         mine = module.state_dict()
         own = {name: content[name] for name in mine if name in content}
@@ -151,19 +151,19 @@ class PipelineState(StateAccess):
         if optimizer not in self.whole.groups:
             raise ValueError(
                 f"This `{type(optimizer).__name__}` was made after `setup`, from the parameters of one rank's stages, "
-                "so what index each has in the whole model is not known. Make it before, and pass it to `fabric.setup` "
+                "so their indices in the unsplit model are not known. Make it before, and pass it to `fabric.setup` "
                 "with the model."
             )
         return self.whole.groups[optimizer]
 
     def _shapes(self, module: nn.Module) -> dict[str, tuple[int, ...] | None]:
-        """What the state of the module, or of a part of it, had before it was cut."""
+        """Shapes in the state of the module, or of a submodule, before it was split."""
         path = next(name for name, part in self.whole.model.named_modules() if part is module)
         prefix = f"{path}." if path else ""
         return {name[len(prefix) :]: shape for name, shape in self.whole.shapes.items() if name.startswith(prefix)}
 
     def _gathered(self, mine: Mapping[Any, Any]) -> dict[Any, Any]:
-        """On rank 0 the entries of all ranks of the line; none elsewhere. Ranks: the line."""
+        """The entries of all ranks of `line` on its rank 0, nothing on others. Ranks: all of `line` call it."""
         if not self.keeps:
             return {}
         tensors = {key: value.detach().to("cpu") for key, value in mine.items() if isinstance(value, Tensor)}
@@ -187,7 +187,7 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 
 def _flat(optimizer: Optimizer) -> dict[Tensor, int]:
-    """The index of each parameter, as `Optimizer.state_dict` counts them."""
+    """The index of each parameter in `Optimizer.state_dict`."""
     flat: dict[Tensor, int] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -119,7 +119,7 @@ def test_for_people_it_is_tables_of_the_same() -> None:
         assert word in shown
     assert "\x1b" not in shown
     numbered = [line.partition(") ")[2] for line in shown.splitlines() if line.startswith("(")]
-    assert any(sentence.startswith("`strategy='manual'` lays the model over") for sentence in numbered)
+    assert any(sentence.startswith("`strategy='manual'` parallelises the model") for sentence in numbered)
 
 
 def declares() -> DDPStrategy:

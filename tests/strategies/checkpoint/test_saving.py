@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import zlib
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from fabric import CheckpointError, Fabric, read_checkpoint
 from fabric.strategies.checkpoint.box import Box, boxes_of_range, whole
+from fabric.strategies.checkpoint.checksum import crc32
 from fabric.strategies.checkpoint.manifest import CHUNK_BYTES, NAME
 from fabric.strategies.checkpoint.placed import Placed, on_ranks
 from fabric.strategies.checkpoint.saving import commit, plan, save, write
@@ -168,6 +170,14 @@ def test_a_flipped_bit_is_found_and_the_tensor_named_before_anything_is_loaded(t
     with pytest.raises(CheckpointError, match="is damaged: its checksum is not"):
         fabric.load(path, {"model": model})
     fabric.close()
+
+
+def test_the_checksum_of_a_checkpoint_is_that_of_zlib_with_isal_installed_or_without() -> None:
+    content = bytes(range(256)) * 4096
+    for length in (0, 1, 7, 64, 4099, len(content)):
+        block = memoryview(content)[:length]
+        assert crc32(block) == zlib.crc32(block)
+        assert crc32(block, 12345) == zlib.crc32(block, 12345)
 
 
 def test_a_file_cut_short_is_found(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_a_rank_that_leaves_is_an_error_with_the_call_and_the_cause() -> None:
         "`all_reduce` of a tensor float32 (2, 3) on cpu failed on rank 0 of 2 (a call waits 100 s for the other"
         in message
     )
-    assert "Look at what the other ranks say: one of them ended, was late, or called something else." in message
+    assert "Check the output of the other ranks: one of them ended, was late, or called something else." in message
 
 
 def come_late(world: World) -> str:

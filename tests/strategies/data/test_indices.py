@@ -233,7 +233,7 @@ def test_generators_that_differ_are_brought_to_that_of_rank_zero_and_it_is_said(
     loaders = share_out(make, 2, said=said)
     assert sorted(in_order(read(loaders))) == list(range(20))
     assert len(said) == 1
-    assert "generators of this loader's sampler differ between the ranks" in said[0]
+    assert "generators of this loader's sampler have different states on the ranks" in said[0]
 
 
 def test_a_generator_that_the_user_seeds_anew_begins_anew() -> None:

@@ -181,7 +181,7 @@ def test_a_stream_that_cannot_skip_is_read_again_and_that_is_said_once() -> None
         loader.load_state_dict(state)
         assert len(list(loader)) == 3
     assert len(said) == 1
-    assert "The `DataLoader` cannot skip what was read before the checkpoint, so that it is read again" in said[0]
+    assert "The `DataLoader` cannot skip what was read before the checkpoint, so it is read again" in said[0]
 
 
 @pytest.mark.slow
@@ -255,13 +255,15 @@ def test_the_position_in_other_data_is_an_error() -> None:
         loader.load_state_dict(state)
     _, (state,) = stopped(share_out(lambda _: DataLoader(Stream(40), 4), 1), 7)
     (loader,) = share_out(lambda _: DataLoader(Stream(40), 5), 1)
-    with pytest.raises(ValueError, match="read 4 samples a step on 1 ranks, and this `DataLoader` reads 5 on 1"):
+    with pytest.raises(ValueError, match="read 4 samples per step on 1 ranks, and this `DataLoader` reads 5 on 1"):
         loader.load_state_dict(state)
     with pytest.raises(ValueError, match="one order for all ranks was given to one that reads one of several parts"):
         share_out(lambda _: DataLoader(Numbers(40), 4), 2, distribute=False)[0].load_state_dict(state)
     _, (state, *_) = stopped(share_out(lambda _: DataLoader(Numbers(45), batch_sampler=[[1, 2]] * 9), 1), 7)
     (loader,) = resumed(lambda: DataLoader(Numbers(45), batch_sampler=[[1, 2, 3]] * 9), 1, [state])
-    with pytest.raises(ValueError, match="after 14 samples of the epoch in 7 batches a rank; here they have 21"):
+    with pytest.raises(
+        ValueError, match="after 14 samples of the epoch in 7 batches per rank; here these batches have 21"
+    ):
         list(loader)
     (loader, _) = resumed(lambda: DataLoader(Numbers(45), batch_sampler=[[1, 2, 3]] * 9), 2, [state] * 2)
     with pytest.raises(ValueError, match="after 14 samples of the epoch, and no batch of the batch sampler ends there"):

@@ -128,7 +128,7 @@ def test_what_is_split_for_this_rank_is_not_split_again(make: Make) -> None:
 @pytest.mark.filterwarnings(TORCHDATA_BEHIND)
 @pytest.mark.parametrize("make", SPLIT.values(), ids=list(SPLIT))
 def test_what_is_split_for_another_rank_or_world_is_refused(make: Make) -> None:
-    advice = r"Leave it out: `setup_dataloaders` shares the data out\. Or pass `use_distributed_sampler=False`"
+    advice = r"Leave it out: `setup_dataloaders` splits the data\. Or pass `use_distributed_sampler=False`"
     with pytest.raises(ValueError, match=rf"=2, \w+=1\)` reads another part .* which is 0 of 2\. {advice}"):
         share_out(lambda rank: make(1 - rank, 2), 2)
     with pytest.raises(ValueError, match=r"=3, \w+=0\)` reads another part than this rank, which is 0 of 2"):

@@ -62,9 +62,9 @@ def test_ranks_stop_with_the_first_that_ends_and_say_so_once(ahead: bool) -> Non
     (_, said), _ = agree_over_threads([3, 2], "stop", ahead=ahead)
     assert said == [
         "The data that each rank reads by `parts` has different numbers of batches: rank 1 had 2, and rank 0 more, "
-        "from which no rank trains: all stop together. To use everything, pass "
-        '`setup_dataloaders(..., uneven="repeat")`, by which ranks that have ended begin anew, or make the parts '
-        "equal. This is said once."
+        "which are not used: all ranks stop at the same step. To use all data, pass "
+        '`setup_dataloaders(..., uneven="repeat")`, with which ranks that have ended repeat theirs, or make the '
+        "parts equal. This is reported once."
     ]
 
 
@@ -77,7 +77,7 @@ def test_ranks_that_have_ended_begin_anew_until_all_have_read_everything(ahead: 
     (_, said), _ = agree_over_threads([5, 2], "repeat", ahead=ahead)
     assert "has different numbers of batches: 5 on rank 0, 2 on rank 1. The ranks take 5 steps, and those" in said[0]
     for words, _ in agree_over_threads([0, 2], "repeat", ahead=ahead):
-        assert "has no batch for rank 0, which cannot repeat any. Give every rank some data." in words
+        assert "has no batch for rank 0, and nothing to repeat there. Give every rank some data." in words
 
 
 @pytest.mark.parametrize("ahead", [True, False])
@@ -214,7 +214,7 @@ def peek(fabric: Fabric) -> str:
 def test_a_rank_that_reads_a_batch_alone_is_told_on_every_rank_and_nobody_waits_for_ever() -> None:
     first, second = run_world(2, on_fabric, "ddp", peek)
     assert first == second
-    assert "they are at different ones (rank 0: iteration 1, batch 2; rank 1: iteration 2, batch 0," in first
+    assert "they are at different batches (rank 0: iteration 1, batch 2; rank 1: iteration 2, batch 0;" in first
 
 
 def fail_within(fabric: Fabric) -> None:

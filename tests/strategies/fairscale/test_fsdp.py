@@ -91,7 +91,7 @@ def test_what_cannot_be_sliced_is_said() -> None:
     assert said is not None
     assert "ValueError: '1.weight' of `Sequential` is of torch.float64" in said["dtypes"]
     assert "ValueError: `wrap` puts 'two.weight' of `Tied` and of `Sequential` into two parts" in said["tied"]
-    assert "ValueError: `wrap=Conv2d` matches no part of the `Tied`" in said["nothing"]
+    assert "ValueError: `wrap=Conv2d` matches no submodule of the `Tied`" in said["nothing"]
     assert "cannot run `Adafactor`" in said["adafactor"]
     assert "TypeError: A module under `strategy='ddp_fully_sharded'` cannot be copied or pickled" in said["copy"]
     assert "'weight' is (2, 3) in the state, and (3, 3) in the module" in said["load"]

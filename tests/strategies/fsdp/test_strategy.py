@@ -387,14 +387,15 @@ def refuse_at_setup(world: World) -> None:
 
     connected = connect(world)
     with pytest.raises(
-        ValueError, match=r"`auto_wrap_policy={Conv2d}` matches no part of the `Net`, which is made of Block, Embedding"
+        ValueError,
+        match=r"`auto_wrap_policy={Conv2d}` matches no submodule of the `Net`, which has the classes Block, Embedding",
     ):
         setup(FSDPStrategy(auto_wrap_policy={nn.Conv2d}), Net())
-    with pytest.raises(ValueError, match=r"`auto_wrap_policy=refuse_at_setup.<locals>.<lambda>` matches no part"):
+    with pytest.raises(ValueError, match=r"`auto_wrap_policy=refuse_at_setup.<locals>.<lambda>` matches no submodule"):
         setup(FSDPStrategy(auto_wrap_policy=lambda module: False), Net())
-    with pytest.raises(TypeError, match="`auto_wrap_policy` has 'Block', which is no class"):
+    with pytest.raises(TypeError, match="`auto_wrap_policy` has 'Block', which is not a class"):
         setup(FSDPStrategy(auto_wrap_policy={"Block"}), Net())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"`auto_wrap_policy=3` says no parts. Pass classes"):
+    with pytest.raises(TypeError, match=r"`auto_wrap_policy=3` selects no submodules. Pass classes"):
         setup(FSDPStrategy(auto_wrap_policy=3), Net())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`auto_wrap_policy` chooses a `ModuleList`, which has no forward"):
         setup(FSDPStrategy(auto_wrap_policy=nn.ModuleList), Net())

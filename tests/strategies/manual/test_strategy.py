@@ -404,10 +404,10 @@ def shard_wrongly(model: nn.Module, context: ManualContext) -> nn.Module:
     """Every mistake in a verb, told at once; then a parameter whose ranks no axis runs through."""
     weight = model.weight
     for call, sentence in [
-        (lambda: context.shard(weight), r"on a mesh with the axes 'a', 'b': name one as `axis`\."),
+        (lambda: context.shard(weight), r"on a mesh with the axes 'a', 'b'\. Pass one as `axis`\."),
         (lambda: context.shard(weight, axis="c"), r"`shard\(axis='c'\)`: the mesh has the axes 'a', 'b'\. Name one"),
         (lambda: context.shard(weight, dim=2, axis="a"), r"`shard\(dim=2\)` of a parameter of shape \(2, 2\)"),
-        (lambda: context.shard(context.shard(weight, axis="a"), axis="a"), r"of a DTensor, which lies in shards"),
+        (lambda: context.shard(context.shard(weight, axis="a"), axis="a"), r"of a DTensor, which is sharded"),
         (lambda: context.along("a", "c"), r"`along\('a', 'c'\)`: the mesh has the axes 'a', 'b'"),
         (lambda: context.along(), r"`along\(\)`: the mesh has the axes 'a', 'b'"),
     ]:
@@ -422,7 +422,7 @@ def make_mistakes(fabric: Fabric) -> None:
     model = fabric.setup(nn.Linear(2, 2))
     with (
         pytest.raises(
-            RuntimeError, match=r"`no_backward_sync` of a `Linear` whose gradients travel in a way that only"
+            RuntimeError, match=r"`no_backward_sync` of a `Linear` whose gradients are synchronised in a way that only"
         ),
         fabric.no_backward_sync(model),
     ):
@@ -496,7 +496,7 @@ def average_without_modules(model: nn.Module, context: ManualContext) -> Paralle
             nn.Linear(2, 2),
             "32-true",
             TypeError,
-            r"has a `Parameter`, which is no module\. Pass",
+            r"has a `Parameter`, which is not a module\. Pass",
         ),
         (
             replace_all,
@@ -529,7 +529,7 @@ def test_what_the_function_returns_is_checked(
 
 
 def test_a_strategy_without_a_function_or_with_axes_that_there_are_not_is_refused_before_anything_starts() -> None:
-    with pytest.raises(ValueError, match=r"`strategy='manual'` lays the model over the ranks by a function of yours"):
+    with pytest.raises(ValueError, match=r"`strategy='manual'` parallelises the model by a function of yours"):
         Fabric(accelerator="cpu", devices=2, strategy="manual")
     with pytest.raises(
         ValueError, match=r"`ManualStrategy\(mesh=\{'a': 3\}\)` makes a mesh of a=3: 3 ranks, but there"

@@ -62,10 +62,10 @@ def refuse(mesh: Any, size: int) -> None:
     ones = torch.ones(1, 1, 2, 2)
     with pytest.raises(ValueError, match="`context_attention` of 2 queries to 1 keys and 2 values: it is self-attent"):
         context_attention(ones, ones[:, :, :1], ones, mesh)
-    with pytest.raises(TypeError, match=r"`context_attention` was given a DTensor. Pass what this rank holds"):
+    with pytest.raises(TypeError, match=r"`context_attention` was given a DTensor. Pass its local tensor"):
         context_attention(ones, distribute_tensor(ones, mesh), ones, mesh)
     with pytest.raises(
-        ValueError, match=r"Positions are cut along one axis, but the mesh has 5: .* `mesh\['context'\]`"
+        ValueError, match=r"Positions are sharded along one axis, but the mesh has 5: .* `mesh\['context'\]`"
     ):
         context_slice(ones, mesh._get_root_mesh())
 

@@ -449,7 +449,7 @@ def test_degrees_that_are_no_numbers_of_ranks_are_an_error_at_once(options: dict
         ({"data": "auto", "tensor": 8}, r"8 ranks, but there are 4"),
         (
             {"parallelize_fn": None, "data": 4},
-            r"has no function that lays the model over the ranks. Write `strategy=Mod",
+            r"has no function that parallelises the model. Write `strategy=Mod",
         ),
     ],
     ids=str,

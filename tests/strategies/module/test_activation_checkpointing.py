@@ -234,9 +234,11 @@ def test_a_policy_that_means_nothing_is_an_error_and_leaves_the_model_as_it_was(
     fabric = Fabric(
         accelerator="cpu", devices=1, strategy=SingleDeviceStrategy(activation_checkpointing_policy=nn.Conv2d)
     )
-    with pytest.raises(ValueError, match="`activation_checkpointing_policy=Conv2d` matches no part of the `Net`"):
+    with pytest.raises(ValueError, match="`activation_checkpointing_policy=Conv2d` matches no submodule of the `Net`"):
         fabric.setup(Net(True))
-    with pytest.raises(TypeError, match=r"`activation_checkpointing_policy='Block'` says no parts\. Pass classes"):
+    with pytest.raises(
+        TypeError, match=r"`activation_checkpointing_policy='Block'` selects no submodules\. Pass classes"
+    ):
         Fabric(accelerator="cpu", strategy=SingleDeviceStrategy(activation_checkpointing_policy="Block"))  # type: ignore[arg-type]
 
 

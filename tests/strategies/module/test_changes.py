@@ -202,8 +202,8 @@ def refused(fabric: Fabric, sentences: dict[str, str]) -> None:
 
 
 IN_NO_SHARD = (
-    r"Parameters came to `\w*Net` after `fabric.setup`, and their gradients would not be averaged over the ranks: "
-    r"'{name}.weight', '{name}.bias'. Add and replace layers before `setup`"
+    r"Parameters were added to `\w*Net` after `fabric.setup`, and their gradients would not be averaged over the "
+    r"ranks: '{name}.weight', '{name}.bias'. Add and replace layers before `setup`"
 )
 
 
@@ -218,7 +218,7 @@ def test_layers_that_come_to_a_model_in_shards_raise_at_the_next_forward(name: s
 def test_a_data_parallel_part_of_the_users_own_that_changes_raises() -> None:
     sentences = {
         "freeze for a while": r"'0.weight', .* of `Sequential` were frozen or unfrozen after `fabric.setup`, and "
-        r"DistributedDataParallel averages what required gradients when it was made. Do that before `setup`",
+        r"DistributedDataParallel averages the parameters that required gradients when it was made. Do that",
     }
     launch(ManualStrategy(parallelize=replicated), partly_frozen, sentences)
 

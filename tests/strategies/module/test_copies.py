@@ -76,7 +76,7 @@ def averages(fabric: Fabric) -> list[float]:
         expected.update_parameters(plain)
     target.load_state_dict(model.state_dict())
     for refused in (copy.deepcopy, pickle.dumps, AveragedModel):
-        with pytest.raises(RuntimeError, match=r"`\w*Sequential`: A prepared module whose parameters are in shards"):
+        with pytest.raises(RuntimeError, match=r"`\w*Sequential`: A prepared module whose parameters are sharded"):
             refused(model)
     with torch.no_grad():
         return [(average(x) - expected(x)).abs().max().item(), (target(x) - plain(x)).abs().max().item()]

@@ -29,7 +29,7 @@ class Words(nn.Module):
 
 EMPTY = (
     r"`Words` was made empty, and embed.weight, out.weight, out.bias have no values yet. Load a checkpoint "
-    r"\(`fabric.load`\) before the first forward, or write first values into what no checkpoint holds, or make the "
+    r"\(`fabric.load`\) before the first forward, or initialise what no checkpoint holds, or construct the "
     r"module without `empty_init=True`."
 )
 

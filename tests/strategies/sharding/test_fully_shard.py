@@ -279,12 +279,12 @@ def test_a_large_model_without_a_policy_is_told_the_class_of_its_blocks() -> Non
         small = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     assert whole_at_once(model) == (
         "`Sequential` has 0.3 GiB of parameters, and `strategy='fsdp'` without `auto_wrap_policy` gathers all of them "
-        "at once on every rank, which saves no memory in forward. It has 6 parts of class "
+        "at once on every rank, which saves no memory in forward. It has 6 submodules of class "
         "`nn.TransformerEncoderLayer`: write `FSDPStrategy(auto_wrap_policy={nn.TransformerEncoderLayer})` to gather "
         "one of them at a time."
     )
-    assert "2 parts of class `nn.Sequential`" in str(whole_at_once(deep))
-    assert "Name the classes of its largest parts" in str(whole_at_once(single))
+    assert "2 submodules of class `nn.Sequential`" in str(whole_at_once(deep))
+    assert "Name the classes of its largest submodules" in str(whole_at_once(single))
     assert whole_at_once(small) is None
 
 

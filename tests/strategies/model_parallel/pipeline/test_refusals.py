@@ -23,19 +23,22 @@ from fabric.strategies.model_parallel.pipeline.split import cut, drop_others
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"schedule": "1f1b"}, r"`schedule='1f1b'` names no schedule\. Did you mean '1F1B'\? Write one of 'GPipe', "),
-        ({"schedule": "ZBV"}, r"`schedule='ZBV'` names no schedule\. Did you mean 'ZBVZeroBubble'\?"),
-        ({"schedule": 3}, r"`schedule=3` names no schedule\. Write one of 'GPipe', "),
+        ({"schedule": "1f1b"}, r"`schedule='1f1b'` is not a schedule\. Did you mean '1F1B'\? Write one of 'GPipe', "),
+        ({"schedule": "ZBV"}, r"`schedule='ZBV'` is not a schedule\. Did you mean 'ZBVZeroBubble'\?"),
+        ({"schedule": 3}, r"`schedule=3` is not a schedule\. Write one of 'GPipe', "),
         ({"stages_per_rank": "2"}, "`stages_per_rank='2'`: write a whole number from 1 on"),
         ({"degree": 0}, "`degree=0`: write a whole number from 1 on"),
         ({"num_microbatches": 0}, "`num_microbatches=0`: write a whole number from 1 on"),
-        ({"num_microbatches": 2, "degree": 4}, "takes at least as many micro-batches as stages. Write 4 or more"),
+        ({"num_microbatches": 2, "degree": 4}, "needs at least as many micro-batches as stages. Write 4 or more"),
         ({"num_microbatches": 3, "schedule": "DualPipeV"}, "`num_microbatches=3` with `schedule='DualPipeV'` and 4 st"),
         ({"num_microbatches": 5, "schedule": "Interleaved1F1B"}, "makes 2 rounds, which do not divide it. Write 4"),
-        ({"stages_per_rank": 2}, r"`stages_per_rank=2` with `schedule='1F1B'`, which takes 1 on each rank"),
-        ({"stages_per_rank": 1, "schedule": "LoopedBFS"}, "which takes 2 or more on each rank"),
-        ({"stages_per_rank": 3, "schedule": "ZBVZeroBubble"}, "which takes 2 on each rank"),
-        ({"split": ["1", "2"]}, r"`split=\['1', '2'\]` names 2 parts, but `degree=2` and `schedule='1F1B'` make 2 st"),
+        ({"stages_per_rank": 2}, r"`stages_per_rank=2` with `schedule='1F1B'`, which needs 1 on each rank"),
+        ({"stages_per_rank": 1, "schedule": "LoopedBFS"}, "which needs 2 or more on each rank"),
+        ({"stages_per_rank": 3, "schedule": "ZBVZeroBubble"}, "which needs 2 on each rank"),
+        (
+            {"split": ["1", "2"]},
+            r"`split=\['1', '2'\]` names 2 submodules, but `degree=2` and `schedule='1F1B'` make 2 st",
+        ),
         ({"loss_reduction": "max"}, "`loss_reduction='max'`: write 'mean' or 'sum'"),
     ],
     ids=lambda given: str(given) if isinstance(given, dict) else "",
@@ -51,7 +54,7 @@ def test_options_that_do_not_fit_are_refused_where_they_are_written(options: dic
         ({"split": "1"}, r"`split='1'`: write a function `\(model, stage, num_stages\) -> model`"),
         ({"split": 3}, "`split=3`: write a function"),
         ({"loss_fn": "mse"}, "`loss_fn='mse'`: write a function"),
-        ({"loss_fn": nn.Linear(2, 2)}, "`loss_fn` is a `Linear` with weights of its own, which nobody would train"),
+        ({"loss_fn": nn.Linear(2, 2)}, "`loss_fn` is a `Linear` with parameters, which would not be trained"),
     ],
     ids=lambda given: str(given) if isinstance(given, dict) else "",
 )
@@ -134,10 +137,20 @@ def lose_a_buffer(model: Net, stage: int, num_stages: int) -> nn.Module:
     [
         (Net, keep_all, ValueError, "`place` is in stages 0 and 1. Let `split` leave it in one"),
         (Net, lose_a_buffer, ValueError, "`offset` is in none of the 2 stages"),
-        (Net, give_a_name, TypeError, r"`split\(model, 0, 2\)` gave 'embed'"),
-        (sequence, number_anew, ValueError, "Stage 0 has `0.weight`, which the model has not, or as another tensor"),
-        (sequence, ["blocks.third"], ValueError, "'blocks.third', which is no part of the model. Did you mean 'blocks"),
-        (Net, ["blocks.3"], ValueError, "`split` names a part of `the model`, a `Net`: only an `nn.Sequential`"),
+        (Net, give_a_name, TypeError, r"`split\(model, 0, 2\)` returned 'embed'"),
+        (
+            sequence,
+            number_anew,
+            ValueError,
+            "Stage 0 has `0.weight`, which the model does not have, or has as another tensor",
+        ),
+        (
+            sequence,
+            ["blocks.third"],
+            ValueError,
+            "'blocks.third', which is no submodule of the model. Did you mean 'blocks",
+        ),
+        (Net, ["blocks.3"], ValueError, "`split` names a submodule of `the model`, a `Net`: only an `nn.Sequential`"),
     ],
 )
 def test_cuts_that_lose_or_double_or_rename_weights_are_refused(
@@ -152,9 +165,7 @@ def test_a_weight_that_is_tied_over_two_stages_is_refused_with_both_names() -> N
     assert isinstance(net.embed, nn.Embedding)
     assert isinstance(net.head, nn.Linear)
     net.head.weight = net.embed.weight
-    with pytest.raises(
-        ValueError, match=r"`embed.weight` and `head.weight` are one tied weight, but lie in stages 0 an"
-    ):
+    with pytest.raises(ValueError, match=r"`embed.weight` and `head.weight` are one tied weight, but in stages 0 an"):
         cut(net, in_two(cut_evenly))
     model = sequence()
     model.blocks.first.weight = model.start.weight
@@ -163,9 +174,9 @@ def test_a_weight_that_is_tied_over_two_stages_is_refused_with_both_names() -> N
 
 def test_names_of_parts_in_another_order_or_within_each_other_are_refused() -> None:
     options = pipeline(degree=3, num_microbatches=3, split=["end", "blocks"])
-    with pytest.raises(ValueError, match=r"but the parts follow each other as \['blocks', 'end'\]"):
+    with pytest.raises(ValueError, match=r"but the order in the model is \['blocks', 'end'\]"):
         cut(sequence(), options)
-    with pytest.raises(ValueError, match="`split` names 'blocks' and a part within it"):
+    with pytest.raises(ValueError, match="`split` names 'blocks' and a submodule of it"):
         cut(sequence(), pipeline(degree=3, num_microbatches=3, split=["blocks", "blocks.second"]))
 
 
@@ -216,12 +227,12 @@ CALLS = [
     Raises(RuntimeError, r"called without a target while gradients are enabled.*Write `loss = model\(", evaluate),
     Raises(
         RuntimeError,
-        r"given a tensor that requires gradients, and none would reach it",
+        r"given a tensor that requires gradients, which it would not get",
         lambda fabric, model, x, y: model(x.clone().requires_grad_(), y),
     ),
     Raises(
         ValueError,
-        r"A batch of 6 samples cannot be cut into `num_microbatches=4` equal parts",
+        r"A batch of 6 samples cannot be split into `num_microbatches=4` equal parts",
         lambda fabric, model, x, y: model(x[:6], y[:6]),
     ),
     Raises(
@@ -272,7 +283,7 @@ def call_wrongly(fabric: Fabric) -> None:
 
 def refuse_optimizers(fabric: Fabric) -> None:
     net = Normed(nn.Identity())
-    with pytest.raises(ValueError, match="`LBFGS` makes each step from the gradients of all parameters"):
+    with pytest.raises(ValueError, match="`LBFGS` computes each step from the gradients of all parameters"):
         fabric.setup(net, torch.optim.LBFGS(net.parameters()))
     model = fabric.setup(Normed(nn.Identity()))
     late = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -347,7 +358,7 @@ FOUR = ["1", "2", "3"]
         (
             pipeline(split=["1"], loss_fn=each),
             with_frozen_norm,
-            r"`loss_fn` gave a tensor float32 \(2,\) on cpu. Give one",
+            r"`loss_fn` returned a tensor float32 \(2,\) on cpu. Return a",
         ),
         (pipeline("ZBVZeroBubble", split=FOUR, loss_fn=square), with_frozen_start, "`0.weight` is not trained, and `s"),
         (
@@ -369,7 +380,7 @@ def test_models_that_would_train_to_other_numbers_end_the_job(
 def test_shards_by_a_schedule_that_splits_backward_are_refused() -> None:
     options = pipeline("ZBVZeroBubble", split=FOUR, loss_fn=square)
     strategy = ModelParallelStrategy(pipeline=options, shard=1, parallelize_fn=shard_all)
-    with pytest.raises(WorkerError, match="lies in shards, and `schedule='ZBVZeroBubble'` computes gradients of weigh"):
+    with pytest.raises(WorkerError, match="is sharded, and `schedule='ZBVZeroBubble'` computes gradients of weigh"):
         fabric_with(2, strategy, "32-true").launch(train_once, with_frozen_start)
 
 
