@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.placed import Placed, on_ranks
@@ -158,11 +158,11 @@ def _ranks(ranks: list[int]) -> str:
 
 
 _DIFFER = (
-    "`Fabric(check_replicas=...)`: after {step}, {name} on {others} differs from that on {usual}. {since} Replicas drift "
-    "apart if weights, gradients or an optimizer's state are changed on some ranks alone, if a rank steps with gradients "
-    "that were not averaged, or if ranks take different branches."
+    "`Fabric(check_replicas=...)`: after {step}, {name} on {others} differs from that on {usual}. {since} Replicas "
+    "drift apart if weights, gradients or an optimizer's state are changed on some ranks alone, if a rank steps with "
+    "gradients that were not averaged, or if ranks take different branches."
 )
 _UNKNOWN = (
-    "`Fabric(check_replicas={every})`: with this strategy it is not known which ranks hold the same parts of `{name}`, so "
-    "they cannot be compared. Leave `check_replicas` out."
+    "`Fabric(check_replicas={every})`: with this strategy it is not known which ranks hold the same parts of "
+    "`{name}`, so they cannot be compared. Leave `check_replicas` out."
 )
