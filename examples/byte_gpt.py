@@ -1,9 +1,9 @@
-"""Train a small GPT on the bytes of Python's standard library, until it writes something like Python.
+"""Train a small GPT on the bytes of Python's standard library, and sample from it.
 
     python examples/byte_gpt.py --devices 2
     python examples/byte_gpt.py --devices 2 --precision bf16-mixed --compile
-    python examples/byte_gpt.py --devices 2 --strategy model_parallel     # or any other name that there is
-    python examples/byte_gpt.py --resume runs/byte_gpt.ckpt --steps 0     # only writes
+    python examples/byte_gpt.py --devices 2 --strategy model_parallel     # or any other strategy
+    python examples/byte_gpt.py --resume runs/byte_gpt.ckpt --steps 0     # only samples
 
 Shapes: B sequences, T bytes in each, D features.
 """
@@ -28,7 +28,7 @@ NUM_BYTES = 256
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each added to what comes in."""
+    """Attention, then an MLP, each with a residual connection."""
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class ByteGPT(nn.Module):
-    """Bytes `(B, T)` to scores of the next byte `(B, T, 256)`."""
+    """Bytes `(B, T)` to logits of the next byte `(B, T, 256)`."""
 
     def __init__(self, context: int, dim: int = 128, num_layers: int = 4, num_heads: int = 4) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class ByteGPT(nn.Module):
 
 
 class Windows(Dataset[Tensor]):
-    """A text cut into windows of `context` bytes, each with the byte that follows."""
+    """Windows of `context` bytes of a text, with the next byte of each position."""
 
     def __init__(self, text: bytes, context: int) -> None:
         self.bytes, self.context = torch.frombuffer(bytearray(text), dtype=torch.uint8), context
@@ -83,7 +83,7 @@ def small_weights(module: nn.Module) -> None:
 
 
 def in_shards(model: nn.Module, mesh: DeviceMesh) -> None:
-    """For `model_parallel`: each block in shards over the mesh, and what is left."""
+    """For `model_parallel`: shard each block over the mesh, then the rest of the model."""
     from torch.distributed.fsdp import fully_shard  # takes a second to import
 
     for block in model.blocks:
@@ -92,7 +92,7 @@ def in_shards(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def in_replicas(model: nn.Module, context: ManualContext) -> Parallelized:
-    """For `manual`: the whole model on every rank, its gradients averaged."""
+    """For `manual`: a replica on every rank, with averaged gradients."""
     return Parallelized(module=model.to(context.device), averaged=model)
 
 
@@ -100,7 +100,7 @@ STRATEGIES = {
     "manual": ManualStrategy(parallelize=in_replicas),
     "model_parallel": ModelParallelStrategy(parallelize_fn=in_shards, shard="auto"),
 }
-"""Those that leave it to a function how the model lies over the ranks. The others are their names."""
+"""Strategies that need a function which parallelises the model. Others are passed by name."""
 
 
 def standard_library() -> bytes:
@@ -110,13 +110,13 @@ def standard_library() -> bytes:
 
 
 def loss_of(model: nn.Module, bytes_bt: Tensor) -> Tensor:
-    """Nats per byte."""
+    """The cross entropy, in nats per byte."""
     scores = model(bytes_bt[:, :-1]).float()
     return F.cross_entropy(scores.flatten(0, 1), bytes_bt[:, 1:].flatten())
 
 
 def validate(fabric: Fabric, model: nn.Module, loader: DataLoader) -> float:
-    """Nats per byte over all windows of the loader, each counted once, on whichever rank it is."""
+    """Nats per byte over all windows of the loader, each counted once, over all ranks."""
     model.eval()
     sums = torch.zeros(2, device=fabric.device)
     with torch.no_grad():
@@ -128,7 +128,7 @@ def validate(fabric: Fabric, model: nn.Module, loader: DataLoader) -> float:
 
 
 def write(fabric: Fabric, model: nn.Module, start: str, num_bytes: int, context: int) -> str:
-    """Go on from `start`, byte by byte."""
+    """Sample a continuation of `start`, byte by byte."""
     text = torch.tensor([list(start.encode())], device=fabric.device)
     model.eval()
     with torch.no_grad():
@@ -159,12 +159,12 @@ def main() -> None:
 
 
 def train(fabric: Fabric, args: argparse.Namespace) -> float:
-    """Train and write, on every rank. Gives the nats per unseen byte at the end."""
+    """Train and sample, on every rank. Returns the final nats per byte of held-out text."""
     fabric.seed_everything(args.seed)
     text = standard_library()
     cut = len(text) * 95 // 100
     unseen = Windows(text[cut:], args.context)
-    order = torch.Generator().manual_seed(args.seed)  # the same batches, over however many ranks
+    order = torch.Generator().manual_seed(args.seed)  # the same batches for every number of ranks
     learn_loader = DataLoader(Windows(text[:cut], args.context), args.batch_size, shuffle=True, generator=order)
     every = len(unseen) // args.unseen
     test_loader = DataLoader(Subset(unseen, range(0, every * args.unseen, every)), args.batch_size)

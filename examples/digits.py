@@ -1,4 +1,4 @@
-"""Read handwritten digits with a small CNN, on any number of processes. `digits_torch.py` is the plain loop."""
+"""Classify handwritten digits with a small CNN, on any number of processes. `digits_torch.py` is the plain loop."""
 
 import argparse
 
@@ -12,7 +12,7 @@ from fabric import Fabric
 
 
 def make_model() -> nn.Module:
-    """Images `(B, 1, 8, 8)` to scores `(B, 10)`."""
+    """Images `(B, 1, 8, 8)` to logits `(B, 10)`."""
     return nn.Sequential(
         *(nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)),
@@ -21,7 +21,7 @@ def make_model() -> nn.Module:
 
 
 def make_data() -> list[TensorDataset]:
-    """The 1797 digits of scikit-learn: four in five to learn from, the others to be tested on."""
+    """The 1797 digits of scikit-learn: four fifths for training, the rest for testing."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     split = torch.Generator().manual_seed(0)
@@ -29,7 +29,7 @@ def make_data() -> list[TensorDataset]:
 
 
 def count_right(fabric: Fabric, model: nn.Module, loader: DataLoader) -> Tensor:
-    """How many are read right, and how many there are."""
+    """The number of correct predictions, and of images."""
     model.eval()
     counts = torch.zeros(2, device=fabric.device)
     with torch.no_grad():

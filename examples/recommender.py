@@ -1,9 +1,9 @@
-"""Recommend the next word to who writes Python, from tables that are split over the ranks by rows.
+"""Recommend the next word of Python code, with embedding tables that are sharded over the ranks by rows.
 
     python examples/recommender.py --devices 2
 
-The standard library's source says which word came after which. A row of a table lies on one rank: ids travel there,
-rows and their gradients travel back. The rest of the model is data parallel. Shapes: B pairs, D features.
+The data are pairs of consecutive words of the standard library's source. Each row of a table is on one rank: ids are
+sent to it, and rows and gradients are sent back. The rest of the model is data parallel. Shapes: B pairs, D features.
 """
 
 import argparse
@@ -25,7 +25,7 @@ NUM_WORDS = 4000
 
 
 class Recommender(nn.Module):
-    """Words `(B,)` and proposals for the next one `(B,)` to scores `(B,)`."""
+    """Words `(B,)` and candidates for the next one `(B,)` to scores `(B,)`."""
 
     def __init__(self, num_words: int = NUM_WORDS, dim: int = 32) -> None:
         super().__init__()
@@ -38,12 +38,12 @@ class Recommender(nn.Module):
 
 
 class SplitEmbedding(nn.Module):
-    """An embedding of which each rank holds some rows. Ids `(B,)` to vectors `(B, D)`, as before."""
+    """An embedding of which each rank holds some rows. Ids `(B,)` to vectors `(B, D)`, as `nn.Embedding`."""
 
     def __init__(self, weight: nn.Parameter, collective: Collective) -> None:
         super().__init__()
         self.weight, self.collective = weight, collective
-        self.num_rows = -(-len(weight) // collective.size)  # of a rank; the last ones may have fewer
+        self.num_rows = -(-len(weight) // collective.size)  # rows per rank; the last ranks may have fewer
 
     def forward(self, ids_b: Tensor) -> Tensor:
         route = Route(self.collective, owner=ids_b // self.num_rows)
@@ -59,7 +59,7 @@ def split_tables(model: Recommender, context: ManualContext) -> Parallelized:
 
 
 def read_library(num_pairs: int) -> list[TensorDataset]:
-    """Words, what came next, and what came next elsewhere: nine in ten to learn from, the others to be tested on."""
+    """Words, their next words, and next words of other ones: nine tenths for training, the rest for testing."""
     folder = Path(sysconfig.get_path("stdlib"))
     source = "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("*.py")))
     text = re.findall(r"[A-Za-z_]\w+", source)
@@ -96,7 +96,7 @@ def main() -> None:
     learn_loader = fabric.setup_dataloaders(
         DataLoader(learn, args.batch_size, shuffle=True, generator=torch.Generator().manual_seed(args.seed))
     )
-    # Every rank takes part in every look-up, so all go through all of it.
+    # Every look-up is a collective, so all ranks read all of the test data.
     test_loader = fabric.setup_dataloaders(DataLoader(test, 1000), use="test", use_distributed_sampler=False)
 
     for epoch in range(args.epochs):

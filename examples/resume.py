@@ -1,8 +1,8 @@
-"""A run that is killed in mid-epoch goes on as if nothing had happened: `python examples/resume.py`.
+"""A run that is killed within an epoch resumes with identical losses: `python examples/resume.py`.
 
 Three runs, each a program of its own: one is never stopped; one kills itself with SIGKILL in the middle of an epoch;
-the last goes on from what that one had saved. Samples are shuffled and augmented by workers, the model has dropout, and
-yet the losses are equal to the last bit.
+the last resumes from its checkpoint. Samples are shuffled and augmented by workers, the model has dropout, and the
+losses are equal bit for bit.
 """
 
 import os
@@ -25,7 +25,7 @@ SAVED_AFTER, KILLED_AFTER = 11, 13
 
 
 class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Points on a circle, jittered and sometimes mirrored: each worker draws for itself."""
+    """Points on a circle, with random jitter and reflections, which are drawn in workers."""
 
     def __len__(self) -> int:
         return 64
@@ -37,7 +37,7 @@ class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def main(log: Path, checkpoint: Path, kill: bool) -> None:
-    """Train; write each loss to `log`, and go on from `checkpoint` where there is one."""
+    """Train; write each loss to `log`, and resume from `checkpoint` if it exists."""
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
     seed_everything(1)
@@ -67,7 +67,7 @@ def main(log: Path, checkpoint: Path, kill: bool) -> None:
 
 
 def run(log: Path, checkpoint: Path, *, kill: bool = False) -> int:
-    """Start this program anew; its exit code."""
+    """Run this program again; returns its exit code."""
     arguments = [sys.executable, __file__, str(log), str(checkpoint), *(["--kill"] if kill else [])]
     return subprocess.run(arguments, stderr=subprocess.DEVNULL if kill else None, check=False).returncode
 

@@ -1,4 +1,4 @@
-"""Train a small GPT whose layers are cut over ranks: each has some heads, some features, and shards of those.
+"""Train a small GPT with tensor parallelism and FSDP2: each rank has a shard of some heads and features.
 
     python examples/tensor_parallel.py --devices 2 --tensor 2
     python examples/tensor_parallel.py --devices 8 --tensor 2 --shard 2 --data 2
@@ -24,7 +24,7 @@ NUM_BYTES, CONTEXT, DIM, HEAD_DIM = 256, 64, 64, 16
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each added to what comes in. How many heads it has follows from its weights."""
+    """Attention, then an MLP, each with a residual connection. The number of heads is inferred from the weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes `(B, T)` to scores of the next byte `(B, T, 256)`."""
+    """Bytes `(B, T)` to logits of the next byte `(B, T, 256)`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class GPT(nn.Module):
 
 
 def parallelize(model: GPT, mesh: DeviceMesh) -> None:
-    """Each rank gets some heads and some features of every block; then what it got is cut into shards."""
+    """Tensor parallel over heads and features of every block, then `fully_shard` along the shard axis."""
     from torch.distributed.fsdp import fully_shard  # these take a second to import
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 

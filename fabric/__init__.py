@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fabric.launchers import World as World
     from fabric.loggers.csv_file import CSVLogger as CSVLogger
     from fabric.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
+    from fabric.replica_check import ReplicasDifferError as ReplicasDifferError
     from fabric.seed import seed_everything as seed_everything
     from fabric.strategies.checkpoint.consolidate import consolidate as consolidate
     from fabric.strategies.checkpoint.errors import CheckpointError as CheckpointError
@@ -30,6 +31,7 @@ _HOME = {
     "CollectiveError": "fabric.strategies.collectives.collective",
     "Fabric": "fabric.fabric",
     "NonFiniteGradientsError": "fabric.gradient_guard",
+    "ReplicasDifferError": "fabric.replica_check",
     "TensorBoardLogger": "fabric.loggers.tensorboard",
     "WorkerError": "fabric.launchers",
     "World": "fabric.launchers",
@@ -45,6 +47,7 @@ __all__ = [
     "CollectiveError",
     "Fabric",
     "NonFiniteGradientsError",
+    "ReplicasDifferError",
     "TensorBoardLogger",
     "WorkerError",
     "World",

@@ -1,8 +1,8 @@
-"""Values of an evaluation from all ranks: those of every sample once, in the order in which one process reads them.
+"""Gather the values of an evaluation from all ranks: each sample once, in the order in which one process reads them.
 
 They are gathered once, after the loop: ranks may have different numbers of batches, or none, and none waits for
-another in the loop. The prepared loader knows which batches were repeated to even out the ranks, and which were read by
-several of them.
+another in the loop. The prepared loader knows which batches were repeated to give ranks equal numbers, and which were
+read by several ranks.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ T = TypeVar("T")
 def gather_for_metrics(
     collective: Collective, share: Share, values: Sequence[T], loader: Any, pad_value: float | None
 ) -> T:
-    """See `Fabric.gather_for_metrics`. Ranks: all.
+    """The implementation of `Fabric.gather_for_metrics`. Ranks: all call it.
 
-    Cost: a message of three numbers for each rank, one of the shapes of all batches, then the values, each rank's at
-    the length of the longest.
+    Cost: an all-gather of three numbers, one of the shapes of all batches, and one of the values, padded to the rank
+    with the most.
     """
     fault: Exception | None = None
     try:
@@ -44,7 +44,7 @@ def gather_for_metrics(
     if any(faults):
         _raise_together(collective, fault)
     if not any(counts):
-        raise ValueError(f"`gather_for_metrics` of a `{loader_name(loader)}` that has given no rank a batch.")
+        raise ValueError(f"`gather_for_metrics` of a `{loader_name(loader)}` that has yielded no batch on any rank.")
     if not all(counts):
         first = next(rank for rank, count in enumerate(counts) if count)
         mine.nest = collective.broadcast_object(mine.nest, src=first)
@@ -110,15 +110,15 @@ def _check_shapes(paths: list[str], first: list[Tensor], other: list[Tensor], nu
 @final
 @dataclass(slots=True)
 class _Values:
-    """What one rank brings: the tensors of each batch, in the order of their paths."""
+    """The values of one rank: the tensors of each batch, in the order of their paths."""
 
     batches: list[list[Tensor]]
     nest: Any
-    """Those of one batch, in their containers, without rows."""
+    """The values of one batch in their containers, with zero rows."""
     pad_value: float | None
 
     def lines(self) -> list[str]:
-        """What is the same on all ranks."""
+        """A description that must be equal on all ranks."""
         lines = [f"pad_value: {self.pad_value}"]
 
         def collect(path: str, tensor: Tensor) -> None:
@@ -130,7 +130,7 @@ class _Values:
         return lines
 
     def put_together(self, collective: Collective, counts: list[int], sources: list[int]) -> Any:
-        """The values of all batches of the ranks `sources`, step by step. Ranks: all."""
+        """The values of all batches of the ranks `sources`, step by step. Ranks: all call it."""
         empty: list[Tensor] = []
         map_tensors(lambda path, tensor: empty.append(_rows(tensor)[:0]), self.nest)
         batches = [list(map(_rows, batch)) for batch in self.batches]
@@ -139,7 +139,7 @@ class _Values:
             shapes[step] = torch.tensor([length for each in batch for length in each.shape])
         of_ranks = collective.all_gather(shapes)
         lengths = []
-        """For each tensor, `(ranks, steps)`."""
+        """Number of rows of each tensor, `(ranks, steps)`."""
         mine = []
         for place, (each, of_each) in enumerate(
             zip(empty, of_ranks.split_with_sizes([t.ndim for t in empty], dim=2), strict=True)
@@ -172,7 +172,7 @@ class _Values:
 
 
 def _raise_together(collective: Collective, fault: Exception | None) -> None:
-    """Raise what is wrong on this rank, and on the others that it is. Ranks: all."""
+    """Raise the error of this rank, and on other ranks the error that it failed. Ranks: all call it."""
     words = collective.all_gather_object("" if fault is None else str(fault))
     if fault is not None:
         raise fault

@@ -49,6 +49,7 @@ from fabric.moving_average import MovingAverage, check_decay
 from fabric.option_parsing import DEFAULT_REPORT_AFTER_SECONDS
 from fabric.progress import progress
 from fabric.replay import Replays, batches, read
+from fabric.replica_check import ReplicaCheck
 from fabric.replica_guard import ReplicaGuard
 from fabric.request import Request
 from fabric.resolve import resolve
@@ -131,6 +132,9 @@ class Fabric:
     `timeout_seconds`: how long a collective waits for the other ranks before it raises; None: the strategy's own value,
     half an hour by default.
     `report_after_seconds`: if a rank waits in one collective for longer, the job prints what each rank does.
+    `check_replicas`: after how many steps of an optimizer the ranks compare the weights and optimizer states that they
+    should have in common, bit for bit: after its first step, every so many, and in `close`, to which all ranks then
+    come. Where they differ, every rank raises ReplicasDifferError, which names the first difference. None: never.
     """
 
     def __init__(
@@ -148,6 +152,7 @@ class Fabric:
         deterministic: Any = False,
         timeout_seconds: float | None = None,
         report_after_seconds: float = DEFAULT_REPORT_AFTER_SECONDS,
+        check_replicas: int | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
         request = Request.build(arguments, os.environ)
@@ -155,7 +160,7 @@ class Fabric:
         self._callbacks, self._loggers = request.callbacks, list(request.loggers)
         self._writers: list[tuple[object, MetricWriter]] = [(one, metric_writer(one)) for one in self._loggers]
         self._deterministic = request.deterministic
-        self._report_after_seconds = request.report_after_seconds
+        self._report_after_seconds, self._check_replicas_every = request.report_after_seconds, request.check_replicas
         self._place: World | None = self._configuration.world  # set once this process is a rank, and kept after `close`
         self._runtime: Runtime | None = None
         self._open = ExitStack()
@@ -172,6 +177,7 @@ class Fabric:
         self._stop: StopRequest | None = None
         self._unprepared: UnpreparedOptimizers | None = None
         self._replica_guard: ReplicaGuard | None = None
+        self._replica_check: ReplicaCheck | None = None
         self._saves: BackgroundSaves | None = None
 
     # Who and where
@@ -278,19 +284,25 @@ class Fabric:
     def close(self) -> None:
         """Destroy the process group, and restore the environment and the user's objects. A second call does nothing.
 
-        Ranks: each calls it when it is done; it waits for a save with `blocking=False`, but not for other ranks.
+        Ranks: each calls it when it is done; it waits for a save with `blocking=False`, but not for other ranks, unless
+        replicas are checked.
         Raises: CheckpointError: that save failed, and this was not raised before.
         """
         if self._runtime is not None:
             try:
-                self._open.close()
+                with self._open:
+                    # After an exception the other ranks may not come.
+                    if self._replica_check is not None and sys.exc_info()[1] is None and not hasattr(sys, "last_value"):
+                        self._replica_check.finish()
             finally:
                 self._runtime = self._stop = self._saves = None
 
     def __enter__(self) -> Fabric:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, exception: object, traceback: object) -> None:
+        if exception is not None:
+            self._replica_check = None
         self.close()
 
     # Preparing
@@ -348,11 +360,14 @@ class Fabric:
         if self._replica_guard is not None and optimizers:
             self._open.callback(self._replica_guard.count_loads(uncompiled(prepared.module)))
         self._models[prepared.module] = prepared
-        runtime.random_streams.has_model = True
+        runtime.rank_rng.has_model = True
         self._optimizers.update(dict.fromkeys(prepared.optimizers, prepared.state))
         self._take_in(strangers, prepared.optimizers, move=move_to_device)
         self._tell_skips(prepared.optimizers)
         self._guard_steps(prepared.optimizers)
+        if self._replica_check is not None:
+            self._replica_check.add(prepared)
+            self._compare_after_steps(prepared.optimizers)
         self._schedulers += [scheduler] if isinstance(scheduler, Stateful) else []
         results = (prepared.module, *prepared.optimizers, *(() if scheduler is None else (scheduler,)))
         return results if len(results) > 1 else prepared.module
@@ -381,6 +396,7 @@ class Fabric:
         self._take_in(strangers, optimizers, move=True)
         self._tell_skips(optimizers)
         self._guard_steps(optimizers)
+        self._compare_after_steps(optimizers)
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
     @overload
@@ -1009,6 +1025,8 @@ class Fabric:
             stack.callback(atexit.unregister, self._close_at_exit)
             self._open = stack.pop_all()
         self._runtime, self._saves = runtime, saves
+        if self._check_replicas_every is not None:
+            self._replica_check = ReplicaCheck(runtime.collective, self._check_replicas_every)
         self._place = world if world.size > 1 else None
 
     def _close_at_exit(self) -> None:
@@ -1027,7 +1045,7 @@ class Fabric:
         self._accumulation.release()
         self._unguard()
         self._models, self._optimizers, self._schedulers, self._backward = {}, {}, [], None
-        self._unprepared = self._replica_guard = None
+        self._unprepared = self._replica_guard = self._replica_check = None
         self._bare = self._weighting = None
 
     def _collective_load(self) -> AbstractContextManager[None]:
@@ -1042,6 +1060,11 @@ class Fabric:
         if self._guard is not None:
             for optimizer in optimizers:
                 self._guard.attach(optimizer)
+
+    def _compare_after_steps(self, optimizers: Iterable[Optimizer]) -> None:
+        if self._replica_check is not None:
+            for optimizer in optimizers:
+                self._open.callback(self._replica_check.attach(optimizer, self._optimizers[optimizer]))
 
     def _checks_of(self, optimizer: Optimizer) -> Checks:
         """How the guard checks the gradients of an optimizer."""

@@ -1,12 +1,12 @@
-"""Steps whose gradients are not finite: skipped or stopped on all ranks together, and kept to be replayed.
+"""Steps whose gradients are not finite: skipped on all ranks, or an error on all, and saved to be replayed.
 
-A hook before each step of an optimizer decides. Ranks that hold the same averaged gradients decide alike without a
-message. Ranks that hold shards use the norm of `clip_gradients` or the decision of the loss scaler, which all ranks
-have; without either they exchange one flag. Only a step that is not finite costs more: the ranks gather their losses.
+A step pre-hook of each optimizer decides. Ranks with the same averaged gradients decide alike without communication.
+Ranks with shards use the norm of `clip_gradients` or the decision of the loss scaler, which are equal on all ranks;
+without either they all-reduce one flag. Only a step that is not finite costs more: the ranks gather their losses.
 
 # Note [What a loss scaler skips]
 Under float16 a gradient may overflow because the loss scale is high. The scaler then skips the step and lowers the
-scale, and the guard does nothing. At a scale of 1 or less the overflow is that of the gradients themselves.
+scale, and the guard does nothing. At a scale of 1 or less the gradients themselves overflow.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class NonFiniteGradientsError(RuntimeError):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checks:
-    """What the guard asks of one optimizer's strategy."""
+    """How the strategy checks the gradients of one optimizer."""
 
     is_finite: Callable[[Optimizer], bool]
-    """Whether all gradients are finite, on every rank; all call it."""
+    """Whether all gradients are finite on all ranks. Ranks: all call it."""
     scale: Callable[[], float]
-    """The present loss scale; 1.0 without one."""
+    """The current loss scale; 1.0 without a scaler."""
 
 
 @final
 class GradientGuard:
-    """What `fabric.guard_gradients` sets. `checks_of`: how the gradients of an optimizer are checked."""
+    """The guard that `fabric.guard_gradients` installs. `checks_of`: returns the `Checks` of an optimizer."""
 
     def __init__(
         self,
@@ -60,32 +60,32 @@ class GradientGuard:
         self._checks: dict[Optimizer, Checks] = {}
         self._norms: dict[Optimizer, Tensor] = {}
         self._losses: list[Tensor] = []
-        """Of the backwards since the last step."""
+        """The losses of the backward passes since the last step."""
         self._has_stepped = False
         self._skips: Optimizer | None = None
         self.num_steps = 0
-        """Of all optimizers."""
+        """Number of steps of all optimizers."""
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Check before each step."""
+        """Check gradients before each step from now on."""
         check = optimizer.register_step_pre_hook(self._before_step)
-        # Hooks of strategies hide gradients: of a step that overflowed, or of other ranks' parameters.
+        # Strategies' hooks remove gradients: of a step that overflowed, or of other ranks' parameters.
         optimizer._optimizer_step_pre_hooks.move_to_end(check.id, last=False)  # type: ignore[attr-defined]
         self._handles += [check, optimizer.register_step_post_hook(self._after_step)]
 
     def release(self) -> None:
-        """Check no step any more."""
+        """Stop checking."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def note_batch(self, batch: Any, source: object) -> None:
-        """The loop receives a batch of `source`. Without gradients it is evaluated."""
+        """Called when the loop receives a batch of `source`. Ignored while gradients are disabled (evaluation)."""
         if self._replays is not None and torch.is_grad_enabled():
             self._replays.note(batch, source)
 
     def note_backward(self, loss: Tensor) -> None:
-        """The loop calls backward."""
+        """Called at each backward of the loop."""
         if self._has_stepped:
             self._losses.clear()
             self._has_stepped = False
@@ -95,7 +95,7 @@ class GradientGuard:
             self._replays.note_backward()
 
     def note_norm(self, optimizer: Optimizer, norm: Tensor) -> None:
-        """Clipping has computed the norm of the present gradients over all ranks."""
+        """Called when clipping has computed the norm of the current gradients over all ranks."""
         self._norms[optimizer] = norm
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -123,7 +123,7 @@ class GradientGuard:
             self._skips = None
 
     def _refuse(self, optimizer: Optimizer) -> None:
-        """Raise, or let the step find no gradient. Ranks: all."""
+        """Raise, or remove the gradients so that the step changes nothing. Ranks: all call it."""
         name = type(optimizer).__name__
         found = f"the gradients of step {self.num_steps} (`{name}`) are not finite. {self._whose_loss()}{self._keep()}"
         if self._action == "raise":

@@ -1,8 +1,7 @@
-"""An exponential moving average of a model's weights, in shards where the weights are.
+"""An exponential moving average of a model's weights, sharded as the weights are.
 
-Each rank averages what it holds of each parameter, with one call of a `torch._foreach` operation and no message. To be
-evaluated, saved or loaded, the average takes the place of the weights, so that whatever strategy distributes the model
-does for the average what it does for the weights.
+Each rank averages its shards, with one `torch._foreach` operation and without communication. To be evaluated, saved or
+loaded, the average is written into the parameters, so that the strategy treats it as it treats the weights.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from fabric.strategies.sharding.dtensor import local_part
 
 @final
 class MovingAverage(PlacedState):
-    """What `fabric.ema(model, decay)` returns. It starts from the weights as they are then.
+    """The result of `fabric.ema(model, decay)`. It starts from the current weights.
 
     Its state is `{"model": ..., "num_updates": ...}`, with the averages under the names of the model's own state dict,
     and the model's buffers as they are.
@@ -33,7 +32,7 @@ class MovingAverage(PlacedState):
     def __init__(self, prepared: Prepared, decay: float) -> None:
         self._prepared, self.decay = prepared, decay
         self.num_updates = 0
-        """How often it was updated."""
+        """Number of updates so far."""
         self._is_applied = False
         self._average_over = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         for parameter in prepared.sync.parameters_held():
@@ -43,9 +42,9 @@ class MovingAverage(PlacedState):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the average towards the weights: `decay * average + (1 - decay) * weights`. Call it after each step.
+        """Set the average to `decay * average + (1 - decay) * weights`. Call it after each step.
 
-        Ranks: each, of what it holds; nothing is sent.
+        Ranks: all call it; no communication.
         """
         self._refuse_applied("update")
         weights = self._weights()
@@ -55,10 +54,11 @@ class MovingAverage(PlacedState):
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within it the model has the averages for weights; afterwards it has its own again. For evaluation, and to
-        save the model as it is then. Takes a copy of the weights, and sends nothing. Ranks: all.
+        """Within the context the model has the averages as weights; afterwards its own again.
 
-        Raises: RuntimeError: the weights were changed within it, which would be lost.
+        For evaluation, and to save the averaged model. Copies the weights; no communication. Ranks: all call it.
+
+        Raises: RuntimeError: the weights were changed within the context, which would be lost.
         """
         self._refuse_applied("applied")
         own = self._copies()
@@ -74,16 +74,16 @@ class MovingAverage(PlacedState):
             self._is_applied = False
         if changed:
             raise RuntimeError(
-                "Weights were changed within `average.applied()`, which puts back those from before. Step and load "
+                "Weights were changed within `average.applied()`, which restores the former ones. Step and load "
                 "outside of it."
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole averages, on rank 0. Ranks: all."""
+        """The unsharded averages, on rank 0. Ranks: all call it."""
         return self._read(self._prepared.state.read_module)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state, whole on every rank. Ranks: all."""
+        """Load a state that is unsharded on every rank. Ranks: all call it."""
         self.load_placed(state_dict)
 
     def place_state(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class MovingAverage(PlacedState):
         self.num_updates = int(in_memory(content["num_updates"]))
 
     def _read(self, read: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        # What is read shares the memory of the weights, which come back.
+        # The state shares the memory of the weights, which are restored.
         module = uncompiled(self._prepared.module)
         if self._is_applied:
             state = {name: _copied(value) for name, value in read(module).items()}
@@ -123,11 +123,11 @@ class MovingAverage(PlacedState):
 
     def _refuse_applied(self, method: str) -> None:
         if self._is_applied:
-            raise RuntimeError(f"`average.{method}()` within `average.applied()`. Leave the block before.")
+            raise RuntimeError(f"`average.{method}()` within `average.applied()`. Leave that context first.")
 
 
 def check_decay(decay: Any) -> float:
-    """The decay. Raises: ValueError: it is no number from 0 to below 1."""
+    """Return the decay. Raises: ValueError: it is not a number from 0 to below 1."""
     if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1:
         raise ValueError(f"`fabric.ema(model, decay={decay!r})`: a decay is a number from 0 to below 1, such as 0.999.")
     return float(decay)
@@ -141,6 +141,6 @@ def _copied(value: Any) -> Any:
 
 
 _HALF = (
-    "`fabric.ema(model)` of parameters in {dtype}: a step of the average is smaller than what that can tell apart, and "
-    "it would stand still. Keep the weights in float32, by `precision='bf16-mixed'` or '16-mixed'."
+    "`fabric.ema(model)` of parameters in {dtype}: updates of the average are smaller than its precision, so "
+    "it would not change. Keep the weights in float32, by `precision='bf16-mixed'` or '16-mixed'."
 )

@@ -1,4 +1,4 @@
-"""A training step in files: its batches, the random generators as each batch was received, and the weights.
+"""Save a training step to files and repeat it: batches, random states at each batch, and weights.
 
 The folder of a step has `weights`, a checkpoint of the models that were set up, and `rank-N.pt` for every rank, a file
 of `torch.save` that `torch.load(path, weights_only=True)` reads. Every rank writes its own file: nothing is gathered.
@@ -21,7 +21,7 @@ from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.data.transfer import move
 
 MAX_REPLAYS = 3
-"""Steps that one run keeps: once weights are not finite, every step is like the first."""
+"""Number of steps that a run saves: once weights are not finite, all steps are alike."""
 _CPU = torch.device("cpu")
 
 
@@ -34,14 +34,14 @@ class Given:
     source: object
     generators: dict[str, Any]
     num_backwards: int
-    """How many there were before it."""
+    """Number of batches before it."""
 
 
 @final
 class Replays:
-    """The batches since the last step, and where they are kept.
+    """The batches since the last step, and where they are saved.
 
-    `generators`: the present state of each. `save_weights`: writes the models to an address; all ranks call it.
+    `generators`: returns the current state of each. `save_weights`: writes the models to a path; all ranks call it.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class Replays:
         self._has_stepped = False
 
     def note(self, batch: Any, source: object) -> None:
-        """The loop receives a batch. One of the same source that was followed by no backward is forgotten: it was
-        evaluated, or read ahead by a window, which notes it once more."""
+        """Called when the loop receives a batch. Drops the one before it of the same source if no backward followed:
+        it was evaluated, or prefetched by `fabric.accumulate`, which passes it again."""
         if self._has_stepped:
             self._given.clear()
             self._has_stepped = False
@@ -68,15 +68,15 @@ class Replays:
         self._given.append(Given(batch, source, self._generators(), self._num_backwards))
 
     def note_backward(self) -> None:
-        """The loop calls backward."""
+        """Called at each backward of the loop."""
         self._num_backwards += 1
 
     def note_step(self) -> None:
-        """The next batch belongs to another step."""
+        """Called after a step: the next batch belongs to another one."""
         self._has_stepped = True
 
     def write(self, number: int, losses: Sequence[Tensor]) -> str | None:
-        """Keep step `number`; returns where, or None if enough are kept. Ranks: all.
+        """Save step `number`; returns its path, or None if enough steps are saved. Ranks: all call it.
 
         Raises: CheckpointError: on every rank, if any could not write.
         """
@@ -104,13 +104,13 @@ class Replays:
 
 
 def read(folder: Storage, collective: Collective, rank: int | None) -> dict[str, Any]:
-    """The file of a rank; None: of this one, and the ranks are as many as those that wrote."""
+    """The file of a rank. None: of this rank; raises ValueError if the world size is another than that of the run."""
     entry: dict[str, Any] = torch.load(
         io.BytesIO(folder.read(_name(collective.rank if rank is None else rank))), weights_only=True
     )
     if rank is None and entry["world_size"] != collective.size:
         raise ValueError(
-            f"`fabric.replay({folder.path!r})`: {entry['world_size']} ranks kept this step, and here are "
+            f"`fabric.replay({folder.path!r})`: {entry['world_size']} ranks saved this step, and here are "
             f"{collective.size}. Run as many, or pass `rank=`: each rank then repeats what that rank did."
         )
     return entry
@@ -124,26 +124,26 @@ def batches(entry: Mapping[str, Any], device: torch.device, restore: Callable[[d
 
 
 def as_text(losses: Sequence[Any]) -> str:
-    """The losses that are not finite: "nan", "1.5, inf"."""
+    """The first losses as text, "nan" or "1.5, inf"; empty if all are finite."""
     numbers = [number for loss in losses for number in (loss if isinstance(loss, list) else [loss])]
     return "" if all(map(math.isfinite, numbers)) else ", ".join(f"{number:g}" for number in numbers[:8])
 
 
 def _write(folder: Storage, rank: int, entry: dict[str, Any]) -> str:
-    """Write a rank's file; returns what is wrong with it."""
+    """Write the file of a rank; returns the error, if any."""
     buffer = io.BytesIO()
     try:
         torch.save(entry, buffer)
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
         folder.commit(_name(rank), buffer.getvalue())
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # any error: it must be reported to the other ranks
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 def _plain(batch: Any) -> Any:
-    """The batch on the CPU. Mappings of other classes, as tokenizers return, become dictionaries."""
+    """The batch on the CPU. Mappings of other classes, such as those of tokenizers, become dicts."""
     if isinstance(batch, Mapping):
         return {key: _plain(value) for key, value in batch.items()}
     if type(batch) in (list, tuple):

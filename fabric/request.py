@@ -44,6 +44,8 @@ class Request:
     timeout_seconds: float | None = None
     """None: the strategy's own."""
     report_after_seconds: float = option_parsing.DEFAULT_REPORT_AFTER_SECONDS
+    check_replicas: int | None = None
+    """None: replicas are not compared."""
     environment: Environment | None = None
     """A custom cluster environment, from `plugins`."""
     callbacks: tuple[Any, ...] = ()
@@ -184,6 +186,10 @@ def _read_timeout(value: object, written: str) -> float | None:
     return None if value is None else option_parsing.read_seconds(value, written)
 
 
+def _read_check_replicas(value: object, written: str) -> int | None:
+    return None if value is None else option_parsing.read_count(value, written)
+
+
 _READ: Mapping[str, Callable[[Any, str], Any]] = {
     "accelerator": _read_accelerator,
     "strategy": _read_strategy,
@@ -198,4 +204,5 @@ _READ: Mapping[str, Callable[[Any, str], Any]] = {
     "deterministic": _read_deterministic,
     "timeout_seconds": _read_timeout,
     "report_after_seconds": option_parsing.read_seconds,
+    "check_replicas": _read_check_replicas,
 }

@@ -104,6 +104,7 @@ def _add_run(command: argparse.ArgumentParser) -> None:
         ("max-restarts", "N", "after a failure, restart all ranks, at most N times"),
         ("timeout-seconds", "S", "how long a collective waits for the other ranks before it raises"),
         ("report-after-seconds", "S", "after how long in one collective to print what each rank does"),
+        ("check-replicas", "N", "after how many steps to compare the weights that ranks have in common"),
     ):
         command.add_argument(f"--{option}", metavar=metavar, help=help_text)
     command.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in `python -m`")

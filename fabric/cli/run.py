@@ -28,6 +28,7 @@ _CHECKS: Mapping[str, Callable[[object, str], object]] = {
     "max_restarts": option_parsing.read_rank,
     "timeout_seconds": option_parsing.read_seconds,
     "report_after_seconds": option_parsing.read_seconds,
+    "check_replicas": option_parsing.read_count,
 }
 
 

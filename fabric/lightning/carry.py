@@ -1,4 +1,4 @@
-"""What is carried over, and what raises because it is not."""
+"""Errors for what this package does not carry over from Lightning Fabric."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class NotCarriedOverError(NotImplementedError):
-    """Something of Lightning Fabric that has no counterpart here. The message says what to write instead."""
+    """A feature of Lightning Fabric without a counterpart here. The message says what to write instead."""
 
 
 def refuse(written: str, instead: str) -> NotCarriedOverError:
@@ -29,4 +29,4 @@ ELSEWHERE = {
     "checkpoint_io": "Leave it out: `fabric.save` writes one file, whole or not at all.",
     "precision": "Pass it to `Fabric(precision=...)`.",
 }
-"""Arguments of that library's strategies that its `Fabric` fills in, and where they are said here."""
+"""Arguments of that library's strategies that its `Fabric` fills in, and what to write here instead."""

@@ -1,4 +1,4 @@
-"""The arguments of that library's `Fabric`, as the core's."""
+"""Convert the arguments of that library's `Fabric` to those of the core's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PLUGIN_INPUT: TypeAlias = Precision | ClusterEnvironment | CheckpointIO
 def core_arguments(
     accelerator: Any, strategy: Any, devices: Any, num_nodes: Any, precision: Any, plugins: Any, callbacks: Any
 ) -> dict[str, Any]:
-    """Keyword arguments of the core's `Fabric`. What is wrong in them is for the core to say."""
+    """Keyword arguments of the core's `Fabric`, which checks them."""
     plugins = plugins if isinstance(plugins, list | tuple) else () if plugins is None else (plugins,)
     for plugin in plugins:
         if isinstance(plugin, CheckpointIO):
@@ -43,7 +43,7 @@ def core_arguments(
 
 
 def _strategy(word: Any) -> Any:
-    """That library's words for what is the default are the plain word."""
+    """Replace that library's names of defaults by the plain name."""
     return word.removesuffix("_find_unused_parameters_false") if isinstance(word, str) else word
 
 

@@ -1,6 +1,6 @@
-"""`Fabric` as Lightning Fabric has it, over the core's: `fabric.core`.
+"""Lightning Fabric's `Fabric`, implemented by the core's: `fabric.core`.
 
-Each method takes what that library's takes and hands it on. What differs in the results is in
+Each method has that library's arguments and calls the core. Differences in results are in
 `docs/from-lightning.md`.
 """
 
@@ -35,10 +35,10 @@ T = TypeVar("T")
 
 
 class Fabric:
-    """Runs a PyTorch loop that was written for Lightning Fabric. Methods of the core that library lacks work, too.
+    """Runs a PyTorch loop that was written for Lightning Fabric. Methods that only the core has work, too.
 
     Arguments are that library's; `core_options` are further ones of `fabric.Fabric` (`launcher`, `deterministic`, ...).
-    `precision=None` is "32-true". `accelerator="gpu"` is the kind of GPU that there is, and "tpu" is "xla".
+    `precision=None` is "32-true". `accelerator="gpu"` is the available kind of GPU, and "tpu" is "xla".
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Fabric:
         self._launched = False
 
     def __getattr__(self, name: str) -> Any:
-        """What the core has and that library has not: `progress`, `should_stop`, `average_gradients`, ..."""
+        """Attributes that only the core has: `progress`, `should_stop`, `average_gradients`, ..."""
         if name.startswith("_") or "core" not in self.__dict__:
             raise AttributeError(f"`{type(self).__name__}` has no attribute {name!r}.")
         return getattr(self.core, name)
@@ -75,7 +75,7 @@ class Fabric:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # Who and where
+    # Ranks and devices
 
     @property
     def accelerator(self) -> Accelerator:
@@ -84,12 +84,12 @@ class Fabric:
 
     @property
     def strategy(self) -> Strategy:
-        """How models lie over devices; `strategy.core(1)` is the core's."""
+        """The strategy; `strategy.core(1)` is the core's."""
         return self._strategy
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's tensors live."""
+        """The device of this rank."""
         return self.core.device
 
     @property
@@ -109,7 +109,7 @@ class Fabric:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are over all nodes, or will be: it may be asked before `launch`."""
+        """The number of ranks over all nodes. Available before `launch`."""
         return self.core._configuration.topology.size
 
     @property
@@ -119,7 +119,7 @@ class Fabric:
 
     @property
     def loggers(self) -> list[Any]:
-        """The loggers; the list may grow, and be replaced."""
+        """The loggers. The list may be changed and assigned."""
         return self.core.loggers
 
     @loggers.setter
@@ -128,7 +128,7 @@ class Fabric:
 
     @property
     def logger(self) -> Any:
-        """The first logger. Raises IndexError where there is none, as that library does."""
+        """The first logger. Raises IndexError if there is none, as that library does."""
         if not self.core.loggers:
             raise IndexError("`fabric.logger`: there is no logger. Pass one to `Fabric(loggers=...)`.")
         return self.core.loggers[0]
@@ -138,9 +138,9 @@ class Fabric:
     def launch(self, function: Callable[..., T] | None = None, *args: Any, **kwargs: Any) -> T | None:
         """Start the ranks; a second call without a function does nothing.
 
-        With a function: each rank calls `function(fabric, ...)` and goes on after it, with its own result, as under
-        that library. Under `spawn`, `forkserver` and in a notebook the ranks end with it, and rank 0's result is given
-        back.
+        With a function: each rank calls `function(fabric, ...)` and continues after it, with its own result, as with
+        that library. With `spawn`, `forkserver` and in a notebook the ranks end after it, and rank 0's result is
+        returned.
         """
         if function is None:
             if not self._launched:
@@ -166,7 +166,7 @@ class Fabric:
         return function(self, *args, **kwargs)
 
     def close(self) -> None:
-        """Give back the process group, the environment and the user's objects as they were."""
+        """Destroy the process group, and restore the environment and the user's objects."""
         for hook in self._hooks:
             hook.remove()
         self.core.close()
@@ -216,7 +216,7 @@ class Fabric:
     def setup_dataloaders(
         self, *dataloaders: Iterable[Any], use_distributed_sampler: bool = True, move_to_device: bool = True
     ) -> Any:
-        """Give each rank its share of the data, on its device: the loader alone, or a list of all in order."""
+        """Distribute loaders over ranks and move their batches: returns the loader, or a list of all in order."""
         result = self.core.setup_dataloaders(
             *dataloaders, use_distributed_sampler=use_distributed_sampler, move_to_device=move_to_device
         )
@@ -227,15 +227,15 @@ class Fabric:
         return is_wrapped(obj)
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        """Within it, modules are made where the strategy wants them, in the precision's dtype."""
+        """Within the context, modules are constructed on the strategy's device, in the precision's dtype."""
         return self.core.init_module(empty_init)
 
     def init_tensor(self) -> AbstractContextManager[None]:
-        """Within it, tensors are made on the device, in the precision's dtype."""
+        """Within the context, tensors are created on the device, in the precision's dtype."""
         return self.core.init_tensor()
 
     def sharded_model(self) -> AbstractContextManager[None]:
-        """Not carried over: it was `init_module`'s name once."""
+        """Not carried over: a former name of `init_module`."""
         raise refuse("fabric.sharded_model()", "Write `fabric.init_module()`.")
 
     def to_device(self, obj: T) -> T:
@@ -249,11 +249,11 @@ class Fabric:
         return self.core.autocast()
 
     def backward(self, tensor: Tensor, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        """Compute gradients, averaged over the ranks."""
+        """Run backward, and average gradients over the ranks."""
         self.core.backward(tensor, *args, model=prepared(model), **kwargs)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
-        """Within it, gradients of `module` stay on the rank that computed them."""
+        """Within the context, gradients of `module` are not synchronised."""
         inner = prepared(module)
         assert inner is not None
         return self.core.no_backward_sync(inner, enabled) if enabled else nullcontext()
@@ -267,31 +267,31 @@ class Fabric:
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor | None:
-        """Clip each gradient, or their norm over all shards. `module=None`: the one whose parameters are stepped."""
+        """Clip by value, or by the norm over all shards. `module=None`: the module whose parameters are stepped."""
         return self.core.clip_gradients(
             self._model_of(module, optimizer), optimizer, clip_val, max_norm, norm_type, error_if_nonfinite
         )
 
-    # Talking
+    # Collectives
 
     def barrier(self, name: str | None = None) -> None:
         """Return once all ranks have called it."""
         self.core.barrier(name)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Give every rank the object of rank `src`."""
+        """Broadcast an object from rank `src`. Ranks: all call it."""
         return self.core.broadcast(obj, src)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Give every rank the tensors of all ranks: `(*S)` -> `(W, *S)`; for one rank `(*S)`, as that library does."""
+        """All-gather tensors: `(*S)` -> `(W, *S)`; with one rank `(*S)`, as that library does."""
         tensors = self.core.to_device(_tensors(data))
         ranks = _collective(group)
         return tensors if self._size_of(ranks) == 1 else self.core.all_gather(tensors, ranks, sync_grads)
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce tensors over all ranks, in place as that library does, and give them back.
+        """All-reduce tensors, in place as that library does, and return them.
 
-        Raises: TypeError: the mean of integers, which no integer tensor can hold.
+        Raises: TypeError: the mean of integer tensors, which cannot hold it.
         """
         tensors = self.core.to_device(_tensors(data))
         operation = reduction(reduce_op)
@@ -312,9 +312,9 @@ class Fabric:
         state: Mapping[str, Any],
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write one file, whatever the strategy, as that library's code reads: by `torch.load`. Rank 0 gathers it.
+        """Write one file, under every strategy, which `torch.load` reads. Rank 0 gathers the state.
 
-        Loaders without a position are left out. Ranks: all.
+        Loaders without a position are omitted. Ranks: all call it.
         """
         content = self.core._content("save", _unwrapped("save", state), filter, gathered=True)
         single_file.save(self.core._connected.collective, path, content)
@@ -327,7 +327,7 @@ class Fabric:
         *,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read what `save` wrote into the objects of `state`, in place; what `state` does not name is returned."""
+        """Load a file of `save` into the objects of `state`, in place; returns its other entries."""
         _check_weights_only("load", weights_only)
         if state is None:
             return self.core.load(path, None, strict)
@@ -342,26 +342,26 @@ class Fabric:
     def load_raw(
         self, path: str | os.PathLike[str], obj: Any, strict: bool = True, *, weights_only: bool | None = None
     ) -> None:
-        """Load a file that holds the bare state of one module or optimizer."""
+        """Load a file with the state dict of one module or optimizer."""
         _check_weights_only("load_raw", weights_only)
         self.core.load_raw(path, unwrap(obj), strict)
 
-    # Telling
+    # Logging
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """`print`, on rank zero alone."""
+        """`print` on rank zero only."""
         self.core.print(*args, **kwargs)
 
     def log(self, name: str, value: Any, step: int | None = None) -> None:
-        """Give one metric to every logger, from rank zero."""
+        """Log one metric to every logger, on rank zero."""
         self.core.log(name, value, step)
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Give metrics to every logger, from rank zero."""
+        """Log metrics to every logger, on rank zero."""
         self.core.log_dict(metrics, step)
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
-        """Run a method of every callback that has it, with those of the keywords that it takes."""
+        """Call a method of every callback that has it, with the keyword arguments that it accepts."""
         for callback in self._callbacks:
             method = getattr(callback, hook_name, None)
             taken = _taken(method, kwargs) if callable(method) else kwargs
@@ -372,17 +372,17 @@ class Fabric:
         """Seed Python, NumPy and torch; None is 0."""
         return seed_everything(seed, workers, verbose)
 
-    # Within
+    # Internals
 
     def _validate_launched(self) -> None:
-        """Raise RuntimeError where there are to be several ranks, and they do not exist yet."""
+        """Raise RuntimeError if there are several ranks and `launch` was not called."""
         _ = self.core.device
 
     def _size_of(self, ranks: Collective | None) -> int:
         return self.core.world_size if ranks is None else ranks.size
 
     def _ends_with_the_function(self) -> bool:
-        """Whether ranks cannot go on with the lines after `launch`."""
+        """Whether ranks end with the launched function."""
         chosen = self.core._configuration
         if chosen.topology.size == 1 or chosen.world is not None:
             return False
@@ -393,11 +393,11 @@ class Fabric:
             self._hooks.append(optimizer.register_step_post_hook(AfterStep(self)))
 
     def _model_of(self, module: nn.Module | None, optimizer: Optimizer) -> nn.Module:
-        """The prepared module that is meant, or the first whose parameters the optimizer steps."""
+        """The prepared module, or the first one whose parameters the optimizer steps."""
         inner = prepared(module)
         if inner is not None and any(model is inner for model in self._models):
             return inner
-        for known, model in self._stepped:  # a backend may exchange what is in the groups
+        for known, model in self._stepped:  # a backend may replace the parameters in the groups
             if known is optimizer:
                 return model
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -415,14 +415,14 @@ def _starts_at_a_function(launcher: str) -> bool:
 
 
 def _run(core: CoreFabric, fabric: Fabric, function: Callable[..., T], args: Any, kwargs: Any) -> T:
-    """What a rank runs that ends with the function."""
+    """The function of a rank that ends with it."""
     fabric.core = core
     fabric._strategy = fabric._strategy.within(core)
     return function(fabric, *args, **kwargs)
 
 
 def _to_set_up(fabric: Fabric, module: nn.Module) -> nn.Module:
-    """A copy of a prepared module is a module that was not set up."""
+    """Make a copy of a prepared module a module that was not set up."""
     inner = prepared(module)
     return module if inner is None or (inner is not module and fabric.core.is_wrapped(inner)) else inner
 
@@ -434,7 +434,7 @@ def _several(objects: Any) -> Sequence[Any]:
 def _taken(method: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     try:
         parameters = inspect.signature(method).parameters
-    except (TypeError, ValueError):  # of a function that is not Python's
+    except (TypeError, ValueError):  # of a function that is not written in Python
         return kwargs
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return kwargs
@@ -442,7 +442,7 @@ def _taken(method: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]
 
 
 def _tensors(data: Any) -> Any:
-    """Numbers as tensors, in a nest of the same containers."""
+    """Numbers as tensors, in the same containers."""
     if isinstance(data, bool | int | float):
         return torch.tensor(data, dtype=torch.float32 if isinstance(data, float) else torch.int64)
     if isinstance(data, dict):

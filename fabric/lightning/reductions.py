@@ -1,4 +1,4 @@
-"""That library's reductions: their words, torch's `ReduceOp`, and results in the tensors that were given."""
+"""That library's reductions: names, torch's `ReduceOp`, and in-place results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OPERATIONS: tuple[tuple[Any, Word], ...] = (
 
 
 def reduction(operation: Any) -> Word:
-    """The core's word for a reduction.
+    """The core's name of a reduction.
 
     Raises: ValueError: there is no such reduction.
     """

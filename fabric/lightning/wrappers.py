@@ -1,6 +1,6 @@
 """What `setup` returns: `_FabricModule` around a prepared module, and the user's own optimizers.
 
-The wrapper is for code that asks for `model.module` or `isinstance(model, _FabricModule)`. It adds a call, and no name:
+The wrapper is for code with `model.module` or `isinstance(model, _FabricModule)`. It adds a call, and no prefix:
 parameters, buffers and submodules have the names of the user's module.
 """
 
@@ -30,8 +30,8 @@ class _FabricModule(nn.Module):
 
     def __init__(self, forward_module: nn.Module) -> None:
         super().__init__()
-        self._modules["_forward_module"] = forward_module  # for who walks modules; below, for a fast look-up
-        del self.__dict__["training"]  # it is the module's
+        self._modules["_forward_module"] = forward_module  # for `modules()`; below, for a fast look-up
+        del self.__dict__["training"]  # `training` is that of the module
         self.__dict__["_forward_module"] = forward_module
 
     @property
@@ -106,12 +106,12 @@ class _FabricModule(nn.Module):
 
 
 _ITS_OWN = frozenset(vars(nn.Module())) - {"training"}
-"""What `nn.Module` itself sets on an instance: its hooks, and the tables of what it holds."""
+"""The attributes that `nn.Module.__init__` sets: hooks, and the dicts of parameters, buffers and modules."""
 
 
 @final
 class AfterStep:
-    """The hook on a prepared optimizer: calls `on_after_optimizer_step` of the callbacks that have it."""
+    """A step hook of a prepared optimizer: calls `on_after_optimizer_step` of the callbacks that have it."""
 
     def __init__(self, fabric: Fabric) -> None:
         self._fabric = fabric
@@ -127,7 +127,7 @@ class _PreparedOptimizers(type):
 
 
 class _FabricOptimizer(metaclass=_PreparedOptimizers):
-    """For `isinstance`: an optimizer that was set up. What `setup` returns is the user's own."""
+    """For `isinstance`: true for an optimizer that was set up. `setup` returns the user's own."""
 
 
 def is_wrapped(obj: object) -> bool:
@@ -137,13 +137,13 @@ def is_wrapped(obj: object) -> bool:
 
 
 def prepared(module: nn.Module | None) -> nn.Module | None:
-    """What the core knows of a module, wrapped or not, compiled after `setup` or not."""
+    """The module that the core has set up, from a wrapped or compiled one."""
     inner = None if module is None else uncompiled(module)
     return inner._forward_module if isinstance(inner, _FabricModule) else module
 
 
 def unwrap(value: Any) -> Any:
-    """The same containers, every wrapper in them replaced by what it holds, loaders without a position left out."""
+    """The same containers, with wrappers replaced by their modules, and without loaders that have no position."""
     if isinstance(value, nn.Module):
         return prepared(value)
     if isinstance(value, dict):

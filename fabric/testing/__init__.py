@@ -1,4 +1,4 @@
-"""The conformance suite: what holds for every strategy, to be run over one of your own.
+"""The conformance suite that every strategy passes, to be run over a strategy of your own.
 
     import pytest
     from fabric.testing import cases, check
@@ -7,8 +7,8 @@
     def test_my_strategy(case):
         check(MyStrategy(), case, devices=2)
 
-It needs no test runner. What the strategy declares in `lacks` must raise that sentence; everything else must give the
-numbers of one process of plain PyTorch.
+It needs no test runner. A capability in the strategy's `lacks` must raise its error message; every other case must give
+the numbers of one process of plain PyTorch.
 """
 
 from __future__ import annotations

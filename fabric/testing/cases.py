@@ -1,4 +1,4 @@
-"""The cases of the suite: what holds for every strategy, a claim for each."""
+"""The cases of the conformance suite: a loop, and the claim that it tests, for each."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ Body: TypeAlias = Callable[[Loop, Trial], Outcome]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A loop that gives the same over a strategy as in one process of plain PyTorch."""
+    """A loop that returns the same under a strategy as in one process of plain PyTorch."""
 
     name: str
     claim: str
     body: Body
     needs: tuple[Capability, ...] = ()
-    """What the loop asks of the strategy. Where it lacks one of these, the loop raises that sentence."""
+    """The capabilities that the loop needs. If the strategy lacks one of them, the loop raises that message."""
     by_share: bool = False
-    """Each share of the data is computed alone in plain PyTorch too, and gradients are averaged by hand."""
+    """In plain PyTorch, too, each share of the data is computed by a replica, and gradients are averaged."""
 
     def __str__(self) -> str:
         return self.name
 
 
 def cases() -> tuple[Case, ...]:
-    """Every case, the plainest first."""
+    """All cases, the simplest first."""
     return _CASES
 
 

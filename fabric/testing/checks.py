@@ -1,7 +1,7 @@
-"""Run cases over a strategy, and say what was seen.
+"""Run cases over a strategy, and report what was found.
 
-Each launch draws sizes and numbers anew from a seed, which is printed and stands in every failure: passing it draws the
-same again.
+Each launch draws sizes and numbers from a new seed, which is printed and part of every failure; passing it draws the
+same.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from fabric.testing.plain import SCALE, plain
 Seen: TypeAlias = Literal["equal", "raised", "failed"]
 
 # Note [Loops in half precision]
-# Rounded in another order, a loop in half precision goes another way, and how far depends on what was drawn: with
-# weights in float16, clipping and AdamW made between 0.002 and 0.7 of it (15 seeds). So two of them must be as near to
-# each other as two are that are both as near to float32 as the plain one is, or within the tolerance.
+# Rounding in another order makes losses in half precision diverge, by an amount that depends on the drawn numbers: with
+# weights in float16, clipping and AdamW, between 0.002 and 0.7 (15 seeds). So two runs may differ as much as two that
+# both differ from float32 as the plain one does, or by the tolerance.
 
 TOLERANCES: Mapping[str, float] = {
     "64-true": 1e-10,
@@ -40,18 +40,18 @@ TOLERANCES: Mapping[str, float] = {
     "bf16-mixed": 1e-4,
     "16-mixed": 1e-4,
 }
-"""How far numbers may be apart, relative and absolute, by precision."""
+"""Relative and absolute tolerance, by precision."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What was seen of one case."""
+    """The result of one case."""
 
     case: str
     seen: Seen
     words: str = ""
-    """How it failed, or the sentence that was raised."""
+    """How it failed, or the error message that was raised."""
 
 
 def check(
@@ -66,9 +66,9 @@ def check(
 ) -> None:
     """Run one case over a strategy: its numbers are those of one process of plain PyTorch, or it raises as declared.
 
-    It launches `devices` ranks by itself. `tolerance`: relative and absolute; None takes that of the precision.
+    It launches `devices` ranks. `tolerance`: relative and absolute; None: that of the precision.
     `seed`: None draws one, and prints it.
-    Raises: AssertionError: they are not, with the seed; ValueError: the strategy refuses to run so.
+    Raises: AssertionError: neither holds, with the seed; ValueError: the strategy cannot run with these arguments.
     """
     (finding,) = survey(
         strategy,
@@ -93,10 +93,10 @@ def survey(
     tolerance: float | None = None,
     seed: int | None = None,
 ) -> list[Finding]:
-    """Run cases (None: all) over a strategy in one launch, and give what was seen of each, in their order.
+    """Run cases (None: all) over a strategy in one launch, and return the result of each, in their order.
 
-    Where a rank raises what the strategy does not declare, the launch ends; each case is then launched alone, so that
-    one failure hides no other. Arguments and errors as in `check`, but a failure is a finding.
+    If a rank raises an error that the strategy does not declare, the launch ends; each case is then launched
+    separately, so that one failure hides no other. Arguments and errors as in `check`, but failures are returned.
     """
     chosen = list(cases() if these is None else these)
     seed = random.randrange(2**31) if seed is None else seed
@@ -122,12 +122,12 @@ def survey(
 def examine(
     fabric: Fabric, these: Sequence[Case] | None = None, *, seed: int, tolerance: float | None = None
 ) -> list[Finding]:
-    """Run cases (None: all) over a fabric that has been launched, and give what was seen of each, in their order.
+    """Run cases (None: all) over a launched fabric, and return the result of each, in their order.
 
-    For scripts that start in a way of their own, such as `torchrun`. Under a precision that scales losses, pass
-    `Fabric(plugins=...)` a `Precision` whose `init_scale` is 256. Ranks: all call it with the same; what rank 0 gets
-    counts. They need a folder for temporary files that all ranks see.
-    Raises: whatever a case raised that the strategy does not declare.
+    For scripts that are started otherwise, such as by `torchrun`. Under a precision that scales losses, pass
+    `Fabric(plugins=...)` a `Precision` whose `init_scale` is 256. Ranks: all call it, with the same
+    arguments; use the result of rank 0. They need a shared folder for temporary files.
+    Raises: any error of a case that the strategy does not declare.
     """
     trial = draw(fabric, seed)
     limit = TOLERANCES[trial.precision.name] if tolerance is None else tolerance
@@ -139,7 +139,7 @@ def examine(
 
 
 def draw(fabric: Fabric, seed: int) -> Trial:
-    """What the seed draws for this fabric. Ranks: all call it."""
+    """The trial that the seed draws for this fabric. Ranks: all call it."""
     num_shares, batch_size = count_shares(fabric), Sizes.draw(seed).batch_size
     return Trial(
         seed=seed,
@@ -153,7 +153,7 @@ def draw(fabric: Fabric, seed: int) -> Trial:
 
 
 def count_shares(fabric: Fabric) -> int:
-    """Into how many parts the strategy cuts the data. Ranks: all call it."""
+    """The number of shares that the strategy distributes the data over. Ranks: all call it."""
     every = range(fabric.world_size)
     mine = list(fabric.setup_dataloaders(DataLoader(every, batch_size=1)))  # type: ignore[arg-type]
     return fabric.world_size // len(mine)
@@ -193,12 +193,12 @@ def _examine(fabric: Fabric, case: Case, trial: Trial, tolerance: float) -> Find
 
 
 def named(outcome: Outcome) -> dict[str, Any]:
-    """Its fields by name: nothing is copied, as `dataclasses.asdict` would."""
+    """The fields by name, without the copies that `dataclasses.asdict` makes."""
     return {field.name: getattr(outcome, field.name) for field in fields(outcome)}
 
 
 def _distance(one: Any, other: Any) -> float:
-    """The largest difference between the numbers of two nests of the same form."""
+    """The largest difference between the numbers of two nests with the same structure."""
     if isinstance(one, torch.Tensor):
         return float((one.double() - other.double()).abs().max()) if one.numel() else 0.0
     if isinstance(one, float):

@@ -1,6 +1,6 @@
-"""The core of what every collective does, with numbers of every rank drawn from the seed.
+"""The contract of every collective, with numbers of every rank drawn from the seed.
 
-Each rank draws what the others pass as well, and so knows what it must get.
+Each rank also draws what the others pass, and so knows the expected result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _REDUCTIONS: tuple[ReduceOp, ...] = ("sum", "mean", "min", "max", "product")
 
 
 def talk(loop: Loop, trial: Trial) -> Outcome:
-    """Every operation once; AssertionError where one gives something else."""
+    """Run every operation once. AssertionError if a result is wrong."""
     collective = loop.collective
     every = range(collective.size)
     shape = tuple(trial.draw("shape").randint(0, 4) for _ in range(trial.draw("ndim").randrange(4)))
@@ -65,7 +65,7 @@ def _reduced(stacked: Tensor, op: ReduceOp) -> Tensor:
 
 
 def _around(collective: Collective, mine: Tensor) -> Tensor:
-    """What the rank before has, sent in a circle; rank 0 sends first, so that nobody waits for ever."""
+    """Send and receive around a ring; rank 0 sends first, so that there is no deadlock."""
     after, before = (collective.rank + 1) % collective.size, (collective.rank - 1) % collective.size
     if collective.rank == 0:
         collective.send(mine, after)
@@ -76,7 +76,7 @@ def _around(collective: Collective, mine: Tensor) -> Tensor:
 
 
 def _differences(loop: Loop) -> None:
-    """A lone tensor that differs over ranks raises on all of them, and the next call works."""
+    """A single tensor that differs between ranks raises on all of them, and the next call works."""
     rank, size = loop.collective.rank, loop.collective.size
     ones = loop.to_device(torch.ones(3, 4))
     calls: dict[str, Callable[[], Any]] = {
@@ -107,7 +107,7 @@ def _objects(collective: Collective) -> None:
 
 
 def _parts(collective: Collective, mine: Tensor) -> None:
-    """The first ranks talk among themselves."""
+    """The first ranks have a collective of their own."""
     some = range((collective.size + 1) // 2)
     part = collective.split(list(some))
     assert (part is not None) == (collective.rank in some)

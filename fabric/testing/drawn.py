@@ -1,7 +1,7 @@
-"""What the suite trains: models and data of sizes drawn from a seed.
+"""The models and data of the suite, of sizes drawn from a seed.
 
-Sizes are awkward on purpose: odd, prime, and smaller than the number of ranks. Values are drawn from generators of
-their own, so that a model is the same wherever it is made, and torch's own random numbers stay with the user.
+Sizes are odd, prime, and smaller than the number of ranks on purpose. Values are drawn from separate generators, so
+that a model is the same wherever it is constructed, and torch's global generator is not used.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Sizes:
     length: int
     """Tokens in a sample."""
     batch_size: int
-    """Samples that each share of the data brings to a step."""
+    """Samples per step of each share of the data."""
 
     @classmethod
     def draw(cls, seed: int) -> Sizes:
-        """Sizes that follow from the seed."""
+        """Draw sizes from the seed."""
         draw = random.Random(seed)
         return cls(
             vocabulary=draw.randint(5, 13),
@@ -51,14 +51,14 @@ class Sizes:
 
 
 class Block(nn.Module):
-    """A residual block. Its scale has one row, and of that most ranks hold nothing once it is in shards."""
+    """A residual block. Its scale has one row, so that most ranks hold nothing of it if it is sharded."""
 
     mean: Tensor | None
 
     def __init__(self, sizes: Sizes, *, batch_norm: bool) -> None:
         super().__init__()
-        # eps: where all numbers are nearly the same, dividing by their spread would make much of a rounding. A power of
-        # two, for backends may keep it as a float32 (torch_xla 2.9).
+        # eps: if all numbers are nearly equal, dividing by their deviation would amplify rounding errors. A power of
+        # two, because backends may store it as float32 (torch_xla 2.9).
         self.norm = nn.BatchNorm1d(sizes.width, eps=2**-3) if batch_norm else nn.LayerNorm(sizes.width, eps=2**-3)
         self.hidden = nn.Linear(sizes.width, sizes.hidden)
         self.out = nn.Linear(sizes.hidden, sizes.width)
@@ -77,7 +77,7 @@ class Block(nn.Module):
         return x + residual
 
     def reset_parameters(self) -> None:
-        """What `init_module(empty_init=True)` asks of a part with parameters of its own."""
+        """Needed by `init_module(empty_init=True)` in a module with parameters of its own."""
         nn.init.ones_(self.scale)
 
 
@@ -85,8 +85,8 @@ class Net(nn.Module):
     """Tokens to logits: `embed`, `blocks`, `out`.
 
     `tied`: `out` has the weight of `embed`. `frozen`: a layer that is not trained. `spare`: a layer that only
-    `forward(tokens, spare=True)` uses. `batch_norm`: blocks normalise over the batch, and keep statistics: in place,
-    and by another tensor in each forward. `rotary`: positions are in a table, a buffer that backward needs.
+    `forward(tokens, spare=True)` uses. `batch_norm`: blocks normalise over the batch, and update statistics both in
+    place and by assigning new tensors. `rotary`: positions are in a buffer that backward needs.
     """
 
     table: Tensor | None
@@ -128,7 +128,7 @@ class Net(nn.Module):
         return logits
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The loss of a batch, for loops that ask the model for it."""
+        """The loss of a batch, for loops in which the model computes it."""
         return nn.functional.cross_entropy(self(tokens), targets)
 
 
@@ -161,7 +161,7 @@ class Narrow(Layers):
 
 
 class Dropping(Narrow):
-    """A number between 1 and 2, whatever the weights are, dropped or not: 64 times, independently."""
+    """A number between 1 and 2 for all weights, with dropout: 64 times, independently."""
 
     def __init__(self, features_in: int, hidden: int) -> None:
         super().__init__(features_in, hidden)
@@ -176,18 +176,18 @@ class Dropping(Narrow):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One run of a case: what it draws, and what it may assume about the ranks."""
+    """One run of a case: its random choices, and what it may assume about the ranks."""
 
     seed: int
     precision: Precision
     num_shares: int
-    """Parts that the data is cut into. Fewer than ranks, where ranks hold pieces of one model."""
+    """Number of shares of the data. Fewer than ranks if several ranks hold parts of one model."""
     step_size: int
     """Samples of a step, over all shares."""
     batch_size: int
-    """What this loop's loaders are given."""
+    """The batch size of this loop's loaders."""
     least_tail: int
-    """The fewest samples in a last batch that go to all shares."""
+    """The smallest number of samples in a last step that all shares get some of."""
     compiler: str | None = "eager"
     """The backend of `torch.compile`; None: nothing is compiled."""
     lacks: frozenset[Capability] = frozenset()
@@ -197,7 +197,7 @@ class Trial:
         object.__setattr__(self, "sizes", Sizes.draw(self.seed))
 
     def in_one_process(self, num_shares: int = 1) -> Trial:
-        """The same for one process that reads all of the data, and may cut it by hand."""
+        """The same trial for one process that reads all data, and may split it itself."""
         return replace(self, num_shares=num_shares, batch_size=self.step_size, compiler=None)
 
     @property
@@ -206,15 +206,15 @@ class Trial:
         return self.precision.param_dtype
 
     def draw(self, name: str) -> random.Random:
-        """Choices that follow from the seed, others for each name."""
+        """Random choices from the seed, different for each name."""
         return random.Random(f"{self.seed} {name}")
 
     def generator(self, name: str) -> torch.Generator:
-        """Random numbers that follow from the seed, others for each name."""
+        """A generator from the seed, different for each name."""
         return torch.Generator().manual_seed(self.draw(name).getrandbits(32))
 
     def net(self, name: str = "net", **kinds: bool) -> Net:
-        """A net of these kinds (see `Net`); another for each name."""
+        """A net of these kinds (see `Net`), different for each name."""
         return self.filled(Net(self.sizes, **kinds), name)
 
     def layers(self, features_in: int, features_out: int, name: str) -> Layers:
@@ -231,7 +231,7 @@ class Trial:
 
     @torch.no_grad()
     def filled(self, module: M, name: str) -> M:
-        """Give every parameter its values, scales near one."""
+        """Draw the values of every parameter, with scales near one."""
         generator = self.generator(name)
         for parameter_name, parameter in module.named_parameters():
             if parameter.ndim > 1:
@@ -246,7 +246,7 @@ class Trial:
         return make_optimizer([{"params": list(module.parameters())}], word)
 
     def loader(self, num_steps: int = 4, tail: int = 0) -> DataLoader[tuple[Tensor, ...]]:
-        """Shuffled `(tokens, targets, index)`: as many steps over all shares, and `tail` samples more."""
+        """Shuffled `(tokens, targets, index)`, for `steps` steps of all shares and `tail` samples more."""
         total = num_steps * self.step_size + tail
         generator = self.generator("data")
         tokens = torch.randint(self.sizes.vocabulary, (total, self.sizes.length), generator=generator)
@@ -264,5 +264,5 @@ def make_optimizer(groups: list[dict[str, Any]], word: OptimizerWord) -> Optimiz
     if word == "sgd":
         # At 0.1 one seed in 60 diverges, and makes 3e-4 of a difference of 1e-7 within ten steps.
         return SGD(groups, lr=0.02, momentum=0.9)
-    # eps above the noise: Adam divides by gradients, and turns a difference of 1e-8 in a tiny one into a full step
+    # eps above rounding errors: Adam divides by gradients, so a difference of 1e-8 in a tiny one could be a full step
     return AdamW(groups, lr=0.01, eps=1e-3)

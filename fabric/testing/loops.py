@@ -1,6 +1,6 @@
-"""The loops of the suite. Each runs as it stands over a `Fabric` on every rank, and in plain PyTorch.
+"""The loops of the suite. Each runs unchanged over a `Fabric` on every rank, and in plain PyTorch.
 
-What a loop returns must be equal; what it asserts must hold in both.
+What they return must be equal; what they assert must hold in both.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Recipe:
     optimizer: OptimizerWord = "sgd"
     num_steps: int = 5
     kinds: tuple[str, ...] = ()
-    """Of the net: tied, frozen, spare, batch_norm, rotary."""
+    """Kinds of the net: tied, frozen, spare, batch_norm, rotary."""
     groups: bool = False
-    """Two groups of parameters, and a learning rate that falls."""
+    """Two parameter groups, and a decreasing learning rate."""
     accumulate: int = 1
     """Micro-batches per step; gradients are synchronised in the last one."""
     clip: str | None = None
@@ -51,18 +51,18 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What must be equal."""
+    """The results of a loop, which must be equal."""
 
     losses: list[float]
     norms: list[float] = field(default_factory=list)
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    """Of each model for the same input, in evaluation."""
+    """Outputs of each model for the same input, in evaluation."""
     saved: dict[str, Any] = field(default_factory=dict)
-    """What a checkpoint has."""
+    """The state of models and optimizers, as in a checkpoint."""
 
 
 def train(loop: Loop, trial: Trial, recipe: Recipe) -> Outcome:
-    """The usual loop."""
+    """The standard training loop."""
     net = trial.net("net", **dict.fromkeys(recipe.kinds, True))
     model: Any
     if recipe.compile == "before":
@@ -78,7 +78,7 @@ def train(loop: Loop, trial: Trial, recipe: Recipe) -> Outcome:
     called = compiled(trial, model) if recipe.compile == "after" else model
     if recipe.accumulate > 1:
         with suppress(KeyError), loop.no_backward_sync(model):
-            raise KeyError  # whatever ends the block, all is as before
+            raise KeyError  # also if the block raises
     batches = endless(loop.setup_dataloaders(trial.loader()))
     losses, norms = [], []
     for number, (tokens, targets, _) in enumerate(islice(batches, recipe.num_steps * recipe.accumulate), start=1):
@@ -101,7 +101,7 @@ def train(loop: Loop, trial: Trial, recipe: Recipe) -> Outcome:
 
 
 def weighted(loop: Loop, trial: Trial) -> Outcome:
-    """Windows of micro-batches, the last one shorter, of samples that count as often as their weights say, or not."""
+    """Accumulation windows, the last one shorter, of samples with or without weights."""
     net = trial.net()
     model, optimizer = loop.setup(net, trial.optimizer(net, "adamw"))
     draw = trial.draw("windows")
@@ -143,7 +143,7 @@ def repeated_backward(loop: Loop, trial: Trial, scalar: bool = False) -> Outcome
 
 
 def clip(loop: Loop, trial: Trial, model: nn.Module, optimizer: Optimizer, recipe: Recipe) -> list[float]:
-    """Clip as the recipe says; the norm from before, if there is one."""
+    """Clip as the recipe says. Returns the norm from before, if clipping by norm."""
     if recipe.clip == "value":
         loop.clip_gradients(model, optimizer, clip_val=0.01)
     if recipe.clip != "norm":
@@ -157,7 +157,7 @@ def clip(loop: Loop, trial: Trial, model: nn.Module, optimizer: Optimizer, recip
 def dropout(loop: Loop, trial: Trial) -> Outcome:
     """Dropout and noise are independent over ranks that read different data, and the same on those that read the same.
 
-    AssertionError where they are not. They are those of no single process, so no number is compared with one.
+    Raises AssertionError otherwise. No number is compared with one process, which draws differently.
     """
     torch.manual_seed(trial.seed)
     net = trial.dropping()
@@ -174,12 +174,12 @@ def dropout(loop: Loop, trial: Trial) -> Outcome:
             alike = [one == other for one, other in zip(mine, others, strict=True)]
             assert alike == [data == others_data] * 2, f"noise and dropout alike: {alike}; data {data}, {others_data}"
         if number == 1:
-            torch.manual_seed(trial.seed)  # alike on all ranks, until the next batch
+            torch.manual_seed(trial.seed)  # the same on all ranks, until the next batch
     return Outcome(losses=[])
 
 
 def closure(loop: Loop, trial: Trial) -> Outcome:
-    """Each step computes its own loss."""
+    """The optimizer's step is called with a closure that computes the loss."""
     net = trial.net()
     model, optimizer = loop.setup(net, trial.optimizer(net))
     losses = []
@@ -216,7 +216,7 @@ def zero_grad(loop: Loop, trial: Trial) -> Outcome:
 
 
 def discard(loop: Loop, trial: Trial) -> Outcome:
-    """A window of micro-batches is given up, and the next one starts from nothing."""
+    """An accumulation window is discarded, and the next one starts with zero gradients."""
     net = trial.net()
     model, optimizer = loop.setup(net, trial.optimizer(net))
     ways = product((model, optimizer), (True, False))
@@ -234,7 +234,7 @@ def discard(loop: Loop, trial: Trial) -> Outcome:
 
 
 def evaluate_between(loop: Loop, trial: Trial) -> Outcome:
-    """The model is evaluated between backward and step; the next forward has the weights from after the step."""
+    """The model is evaluated between backward and step; the next forward must have the updated weights."""
     net = trial.net()
     model, optimizer = loop.setup(net, trial.optimizer(net))
     losses = []
@@ -252,7 +252,7 @@ def evaluate_between(loop: Loop, trial: Trial) -> Outcome:
 
 
 def not_finite(loop: Loop, trial: Trial) -> Outcome:
-    """Clipping raises where the norm is not finite, unless it is told not to; then training goes on."""
+    """Clipping raises if the norm is not finite, unless `error_if_nonfinite=False`; then training continues."""
     net = trial.net()
     model, optimizer = loop.setup(net, trial.optimizer(net))
     losses = []
@@ -278,7 +278,7 @@ def not_finite(loop: Loop, trial: Trial) -> Outcome:
 
 
 def guarded(loop: Loop, trial: Trial) -> Outcome:
-    """Losses are not finite for one sample in some steps, clipped or not: these steps change nothing on any rank."""
+    """The loss of one sample is not finite in some steps, clipped or not: these steps change nothing on any rank."""
     loop.guard_gradients("skip")
     net = trial.net()
     model, optimizer = loop.setup(net, trial.optimizer(net, "adamw"))
@@ -299,7 +299,7 @@ def guarded(loop: Loop, trial: Trial) -> Outcome:
 
 
 def generator_and_critic(loop: Loop, trial: Trial) -> Outcome:
-    """Two models against each other, an optimizer and a loss each."""
+    """Two adversarial models, each with an optimizer and a loss."""
     width = trial.sizes.width
     generator = trial.layers(width, width, "generator")
     critic = trial.layers(width, 1, "critic")
@@ -358,7 +358,7 @@ def encoder_and_head(loop: Loop, trial: Trial, one_optimizer: bool = False) -> O
 
 
 def temperature(loop: Loop, trial: Trial) -> Outcome:
-    """A temperature with an optimizer of its own, other on each rank, and a shift in a group beside the model's."""
+    """A temperature that has an optimizer and differs between ranks, and a shift in another group of the model's."""
     net = trial.net()
     values = (loop.to_device(torch.full(shape, 0.3, dtype=trial.dtype)) for shape in ((), (2, 1), (1,)))
     temperature, shift, unused = map(nn.Parameter, values)
@@ -389,7 +389,7 @@ def temperature(loop: Loop, trial: Trial) -> Outcome:
 
 
 def two_optimizers(loop: Loop, trial: Trial) -> Outcome:
-    """Matrices and vectors of one model, an optimizer each."""
+    """Two optimizers for the matrices and vectors of one model."""
     net = trial.net()
     matrices, vectors = halves(net)
     model, first, second = loop.setup(
@@ -407,7 +407,7 @@ def two_optimizers(loop: Loop, trial: Trial) -> Outcome:
 
 
 def copies(loop: Loop, trial: Trial) -> Outcome:
-    """A target network that follows the model slowly, an average of its weights, and a copy that is trained on."""
+    """A slowly updated target network, an average of the weights, and a copy that is trained further."""
     net = trial.net()
     model, optimizer = loop.setup(net, trial.optimizer(net))
     average = AveragedModel(model)
@@ -492,7 +492,7 @@ def gathered(loop: Loop, trial: Trial) -> Outcome:
 
 
 def empty(loop: Loop, trial: Trial) -> Outcome:
-    """A model that is made without values, and gets them from a checkpoint before it is trained."""
+    """A model that is constructed without values, and loads a checkpoint before it is trained."""
     with folder(loop) as path:
         loop.save(f"{path}/weights", {"model": trial.net()})
         with loop.init_module(empty_init=True):
@@ -512,7 +512,7 @@ def empty(loop: Loop, trial: Trial) -> Outcome:
 
 
 def go_on(loop: Loop, trial: Trial, with_optimizer: bool) -> Outcome:
-    """Training goes on from a checkpoint that one process of plain PyTorch has saved."""
+    """Training resumes from a checkpoint of one process of plain PyTorch."""
     trained = trial.net()
     before = trial.optimizer(trained, "adamw")
     for _ in range(3):
@@ -530,7 +530,7 @@ def go_on(loop: Loop, trial: Trial, with_optimizer: bool) -> Outcome:
 
 
 def in_memory(loop: Loop, trial: Trial) -> Outcome:
-    """The whole state in memory, on every rank, as plain tensors that later steps leave as they are."""
+    """The unsharded state in memory, on every rank, as plain tensors that later steps do not change."""
     net = trial.net("net", **{kind: True for kind in ("tied", "frozen") if kind not in trial.lacks})
     model, optimizer = loop.setup(net, trial.optimizer(net, "adamw"))
     losses = steps(loop, trial, model, optimizer)
@@ -558,7 +558,7 @@ def _tensors(nest: Any) -> list[Tensor]:
 
 
 def tail(loop: Loop, trial: Trial) -> Outcome:
-    """Batches of different sizes: gradients are those of all samples of a step, and each sample is read once."""
+    """Batches of different sizes: gradients are means over all samples of a step, and each sample is read once."""
     net = trial.net()
     model, optimizer = loop.setup(net, trial.optimizer(net))
     size = trial.draw("tail").randint(trial.least_tail, trial.step_size - 1)
@@ -571,7 +571,7 @@ def tail(loop: Loop, trial: Trial) -> Outcome:
             if num_more == 1:
                 continue
             loss = cross_entropy(model(tokens).to(trial.dtype), targets, reduction="sum")
-            # How many samples the step has, over all shares: ranks that share data count theirs as one.
+            # Samples of the step over all shares: ranks with the same share count once.
             count = loop.all_reduce(torch.tensor(float(len(tokens))), reduce_op="mean") * trial.num_shares
             loop.backward(loss * trial.num_shares / count.item(), model=model)
             losses.append(mean(loop, loss) * trial.num_shares)
@@ -583,7 +583,7 @@ def tail(loop: Loop, trial: Trial) -> Outcome:
 
 
 class _InParts(IterableDataset[tuple[Tensor, ...]]):
-    """Ready batches, of which each share reads its part of each; the first share has two batches that no other has."""
+    """An iterable of batches that differ between shares; the first share has two batches more."""
 
     def __init__(self, batches: list[tuple[Tensor, ...]], share: int = 0, num_shares: int = 1) -> None:
         self.batches, self.share, self.num_shares = batches, share, num_shares
@@ -599,7 +599,7 @@ class _InParts(IterableDataset[tuple[Tensor, ...]]):
 
 
 def uneven_stream(loop: Loop, trial: Trial) -> Outcome:
-    """Two epochs of a stream that has more batches on one rank: all train on what all have, and none waits."""
+    """Two epochs of a stream with more batches on one rank: all ranks train on equally many, without deadlock."""
     net = trial.net()
     model, optimizer = loop.setup(net, trial.optimizer(net))
     tensors = trial.loader(num_steps=3).dataset.tensors  # type: ignore[attr-defined]
@@ -618,13 +618,13 @@ def uneven_stream(loop: Loop, trial: Trial) -> Outcome:
 
 
 def loaders_first(loop: Loop, trial: Trial) -> Outcome:
-    """Setting loaders up draws from no random generator: a model made after them starts from the same weights."""
+    """Setting up loaders draws no random numbers: a model that is constructed afterwards has the same weights."""
     torch.manual_seed(trial.seed)
     random.seed(trial.seed)
     loader = trial.loader()
     shuffled = DataLoader(loader.dataset, loader.batch_size, shuffle=True)
     weighted = DataLoader(loader.dataset, 1, sampler=WeightedRandomSampler([1.0, 2.0, 3.0, 4.0], 2 * trial.step_size))
-    loop.barrier()  # ranks that are threads have one global generator
+    loop.barrier()  # ranks that are threads share one global generator
     for each in (loader, shuffled, weighted):
         loop.setup_dataloaders(each)
     loop.barrier()
@@ -634,7 +634,7 @@ def loaders_first(loop: Loop, trial: Trial) -> Outcome:
 
 
 def contrast(loop: Loop, trial: Trial) -> Outcome:
-    """A loss of each sample against those of all ranks, whose gradients come back."""
+    """A contrastive loss of each sample against those of all ranks, with gradients through the all-gather."""
     net = trial.net()
     model, optimizer = loop.setup(net, trial.optimizer(net))
     losses = []
@@ -674,9 +674,9 @@ def finished(
     norms: Sequence[float] = (),
     inputs: Mapping[str, Tensor] | None = None,
 ) -> Outcome:
-    """What became of the models and optimizers. AssertionError where ranks compute different things with them.
+    """The results of models and optimizers. Raises AssertionError if outputs differ between ranks.
 
-    `inputs`: what each model is evaluated on, where that is not tokens.
+    `inputs`: the inputs of each model's evaluation, if not tokens.
     """
     outputs: dict[str, Tensor] = {}
     with torch.no_grad():
@@ -696,25 +696,25 @@ def finished(
 
 @contextmanager
 def folder(loop: Loop) -> Iterator[str]:
-    """A folder of rank 0, there until all ranks have left the block."""
+    """A temporary folder of rank 0, removed after all ranks have left the context."""
     with TemporaryDirectory() as mine:
         yield str(Path(loop.broadcast(mine)))
         loop.barrier()
 
 
 def compiled(trial: Trial, module: nn.Module) -> Any:
-    """The module through torch's compiler, where the trial has one."""
+    """The module compiled by `torch.compile`, if the trial has a backend."""
     return module if trial.compiler is None else torch.compile(module, backend=trial.compiler)
 
 
 def endless(loader: Iterable[Any]) -> Iterator[Any]:
-    """Epoch after epoch."""
+    """Repeat the batches, epoch after epoch."""
     while True:
         yield from loader
 
 
 def mean(loop: Loop, loss: Tensor) -> float:
-    """The loss over all ranks."""
+    """The mean of the loss over all ranks."""
     return float(loop.all_reduce(loss.detach()).item())
 
 
@@ -725,7 +725,7 @@ def halves(net: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def features(trial: Trial, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Two things to compute with, of `(batch, width)`, that follow from the tokens."""
+    """Two feature tensors of shape `(batch, width)`, computed from the tokens."""
     angles = torch.arange(1, trial.sizes.width + 1, device=tokens.device) * tokens.sum(dim=1, keepdim=True)
     return angles.to(trial.dtype).sin(), angles.to(trial.dtype).cos()
 

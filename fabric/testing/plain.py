@@ -1,8 +1,8 @@
-"""The words of a fabric in one process of plain PyTorch: what every strategy must equal.
+"""The methods of a `Fabric` in one process of plain PyTorch: the reference that every strategy must equal.
 
-Each word is the line of torch that a loop without a fabric has. Where a strategy promises what each share of the data
-computes alone (statistics of BatchNorm, rounding in half precision), there is a copy of the model for each share, in a
-thread, and gradients are averaged by hand. Scaled losses have a constant scale here, one that nothing overflows at.
+Each method is the line of torch that a loop without a fabric has. If each share of the data is computed separately
+(statistics of BatchNorm, rounding in half precision), there is a replica of the model for each share, in a thread, and
+gradients are averaged here. The loss scale is constant, and small enough that nothing overflows.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from fabric.strategies.precision.precision import Precision
 
 T = TypeVar("T")
 SCALE = 2.0**8
-"""Of losses in float16, here and under the strategy. An overflow would skip a step, and that is another run."""
+"""The loss scale in float16, here and under the strategy. An overflow would skip a step, and the runs would differ."""
 
 
 class Loop(Protocol):
-    """What the cases use of a `Fabric`."""
+    """The methods of a `Fabric` that the cases use."""
 
     @property
     def world_size(self) -> int: ...
@@ -75,7 +75,7 @@ class Loop(Protocol):
 
 
 def plain(body: Callable[[Loop], T], precision: Precision, device: torch.device, num_copies: int = 1) -> T:
-    """What `body` gives in one process of plain PyTorch; in `num_copies` threads, what the first gives."""
+    """The result of `body` in one process of plain PyTorch; with `num_copies` threads, that of the first."""
     table = _Table(num_copies)
     loops = [_PlainLoop(table, index, precision, device) for index in range(num_copies)]
     if num_copies == 1:
@@ -90,7 +90,7 @@ def plain(body: Callable[[Loop], T], precision: Precision, device: torch.device,
 
 @final
 class _Table:
-    """Where the threads show each other what they have."""
+    """Exchanges objects between the threads."""
 
     def __init__(self, num_copies: int) -> None:
         self.num_copies = num_copies
@@ -98,15 +98,15 @@ class _Table:
         self._all_here = threading.Barrier(num_copies)
 
     def exchange(self, index: int, mine: T) -> list[T]:
-        """Give every thread what all brought."""
+        """All-gather objects over the threads. All threads call it."""
         self._places[index] = mine
         self._all_here.wait()
         brought = list(self._places)
-        self._all_here.wait()  # nobody brings the next thing before all have taken this one
+        self._all_here.wait()  # before all have read the objects, none writes the next one
         return brought
 
     def leave_on_error(self, body: Callable[[Loop], T], loop: Loop) -> T:
-        """Run `body`; where it fails, the others do not wait for it."""
+        """Run `body`; if it fails, break the barrier so that other threads do not wait."""
         try:
             return body(loop)
         except BaseException:
@@ -116,7 +116,7 @@ class _Table:
 
 @final
 class _PlainLoop:
-    """One thread's words."""
+    """The methods of one thread."""
 
     def __init__(self, table: _Table, index: int, precision: Precision, device: torch.device) -> None:
         self.world_size, self.global_rank, self.is_global_zero = table.num_copies, index, index == 0
@@ -126,12 +126,12 @@ class _PlainLoop:
         self._guarded = False
         self._synced = True
         self._weight = 0.0
-        """Of losses that were not synchronised yet."""
+        """Sum of the weights of backward passes that were not synchronised yet."""
         self._averages: list[tuple[Tensor, int]] = []
-        """Gradients that the last synchronised backward left, and their versions: unscaled, and the same in all."""
+        """Gradients after the last synchronised backward, and their versions: unscaled, and equal in all threads."""
 
     def setup(self, module: nn.Module, *optimizers: Optimizer) -> Any:
-        """Convert and move the model; under mixed precision run its forward under autocast."""
+        """Cast and move the model; in mixed precision its forward runs under autocast."""
         if self._precision.is_mixed:
             module.to(self._device)
             run = torch.autocast(self._device.type, dtype=self._precision.compute_dtype)(module.forward)
@@ -161,7 +161,7 @@ class _PlainLoop:
         return obj.to(self._device) if isinstance(obj, (Tensor, nn.Module)) else obj  # type: ignore[return-value]
 
     def accumulate(self, batches: Iterable[T], num_batches: int, *models: nn.Module) -> Iterator[Iterable[T]]:
-        """Lists of so many, the last one shorter."""
+        """Lists of `number` batches, the last one shorter."""
         remaining = iter(batches)
         while window := list(islice(remaining, num_batches)):
             yield self._window(window)
@@ -172,7 +172,7 @@ class _PlainLoop:
             yield batch
 
     def backward(self, loss: Tensor, *, model: nn.Module | None = None, weight: float | Tensor | None = None) -> None:
-        """Compute gradients, average what all copies have, and divide it by the mean of their weights."""
+        """Compute gradients, average them over all replicas, and divide them by the mean of the weights."""
         self._weight += float(weight or 0)
         self._backward(loss)
         if self._synced and weight is not None:
@@ -265,7 +265,7 @@ class _PlainLoop:
         return model_state if optimizer is None else (model_state, copy.deepcopy(optimizer.state_dict()))
 
     def _is_average(self, gradient: Tensor) -> bool:
-        """Whether nothing was added to a gradient since it was averaged."""
+        """Whether a gradient is unchanged since it was averaged."""
         return any(gradient is average and gradient._version == version for average, version in self._averages)
 
     def _mean(self, mine: Tensor) -> Tensor:
@@ -282,7 +282,7 @@ def _skip_nonfinite(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 @final
 class _PlainAverage:
-    """A moving average, one parameter after the other."""
+    """A moving average, parameter by parameter."""
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         self._module, self._decay = module, decay
@@ -321,7 +321,7 @@ class _PlainAverage:
 
 @final
 class _Cut:
-    """Each batch cut into as many pieces as there are copies, as often as it is iterated."""
+    """Each batch split into as many parts as there are replicas. Can be iterated repeatedly."""
 
     def __init__(self, loader: Iterable[Any], loop: _PlainLoop) -> None:
         self._loader, self._loop = loader, loop

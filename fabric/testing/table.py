@@ -1,4 +1,4 @@
-"""What was seen, as a table for people."""
+"""The results as a text table."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _MARKS = {"equal": "=", "raised": "raises", "failed": "FAILED"}
 
 
 def table(seen: Mapping[str, Sequence[Finding]]) -> list[str]:
-    """Lines: a row for each strategy (whatever the names of the rows are), a column for each case that was not equal
-    everywhere, and below the sentences. `=`: equal to one process of plain PyTorch."""
+    """The lines of a table: a row for each strategy, a column for each case that was not equal everywhere, and the
+    messages below. `=`: equal to one process of plain PyTorch."""
     different = dict.fromkeys(
         finding.case for findings in seen.values() for finding in findings if finding.seen != "equal"
     )

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import inspect
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from fabric.launchers.watch.stack import frames_of, users_line
 from fabric.strategies.collectives.collective import CollectiveError
 
 if TYPE_CHECKING:
@@ -38,7 +40,8 @@ def check_call(collective: Collective, call: str, hint: str = "", *, advice: str
     `call`: a line that names the operation, then a line for each of its operands. `advice`: the last sentence of the
     error, if all ranks called this operation.
     Ranks: all. Cost: one `all_reduce` of two numbers; none in a collective of one. Later calls work after an error.
-    Raises: CollectiveError on every rank: the calls differ; the message has each rank's call.
+    Raises: CollectiveError on every rank: the calls differ; the message has each rank's call, and the line of the
+    program that made it.
     """
     mine = float(hash_of(f"{call}\n{hint}"))
     return check_call_and_sum(collective, call, mine, advice=advice) == mine * collective.size
@@ -57,7 +60,10 @@ def check_call_and_sum(collective: Collective, call: str, number: float = 0.0, *
 
 def difference(collective: Collective, call: str, advice: str = "") -> CollectiveError:
     """The error for ranks whose hashes differ. Ranks: all, each with its own call."""
-    return CollectiveError(_side_by_side(_all_calls(collective, call), advice), rank=collective.rank)
+    line = users_line(frames_of(inspect.currentframe()))
+    gathered = [content.decode().split("\n", 1) for content in all_gather_bytes(collective, f"{line}\n{call}".encode())]
+    calls, lines = [call for _, call in gathered], [line for line, _ in gathered]
+    return CollectiveError(_side_by_side(calls, lines, advice), rank=collective.rank)
 
 
 def all_gather_bytes(collective: Collective, mine: bytes) -> list[bytes]:
@@ -90,21 +96,18 @@ def hash_of(words: str) -> int:
     return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=4).digest(), "little")
 
 
-def _all_calls(collective: Collective, call: str) -> list[str]:
-    return [content.decode() for content in all_gather_bytes(collective, call.encode())]
-
-
-def _side_by_side(calls: list[str], advice: str) -> str:
-    """Each rank's call, without the operands that are equal on all ranks; ranks with equal calls share a paragraph."""
+def _side_by_side(calls: list[str], lines: list[str], advice: str) -> str:
+    """Each rank's call and its line of the program, without the operands that are equal on all ranks; ranks with equal
+    calls from the same line share a paragraph."""
     common = set.intersection(*(set(call.splitlines()[1:]) for call in calls))
-    speakers: dict[str, list[int]] = {}
-    for rank, call in enumerate(calls):
-        speakers.setdefault(call, []).append(rank)
+    speakers: dict[tuple[str, str], list[int]] = {}
+    for rank, call_and_line in enumerate(zip(calls, lines, strict=True)):
+        speakers.setdefault(call_and_line, []).append(rank)
     shown = [f"The {len(calls)} ranks did not make the same call:"]
-    for call, ranks in speakers.items():
+    for (call, line), ranks in speakers.items():
         operation, *things = call.splitlines()
         differing = [thing for thing in things if thing not in common]
-        shown.append(f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {operation}")
+        shown.append(f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {operation}, at {line}")
         shown.extend(f"      {thing}" for thing in differing[:_SHOWN])
         if len(differing) > _SHOWN:
             shown.append(f"      and {len(differing) - _SHOWN} more that not all ranks have")

@@ -1,8 +1,8 @@
-"""One model under ZeRO: how its engine runs backward, clips, and steps when the user's own optimizer is stepped.
+"""One model under ZeRO: backward, clipping, and the steps of the user's own optimizer by DeepSpeed's engine.
 
-The engine is told that no backward is the last of a window. So gradients add up over any number of them, as in plain
-PyTorch; what remains of the reduction happens once, when they are first needed: in `clip_gradients` or in `step()`.
-Reads DeepSpeed's gradient shards where release 0.19 keeps them, for its own clipping knows one norm and one moment.
+For the engine no backward is the last of an accumulation window, so gradients accumulate over any number of them, as in
+plain PyTorch; the rest of the reduction is done once, when they are first needed: in `clip_gradients` or in `step()`.
+Accesses DeepSpeed's gradient shards directly (0.19), because its own clipping supports one norm, and only in `step`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fabric.strategies.torch_internals import disable_dynamo
 
 @final
 class Engine:
-    """A DeepSpeed engine with an optimizer, as the pieces of a `Prepared`."""
+    """A DeepSpeed engine with an optimizer: the functions of a `Prepared`."""
 
     def __init__(
         self, runtime: Runtime, module: nn.Module, engine: Any, stage: int, *, broadcast_buffers: bool
@@ -76,7 +76,7 @@ class Engine:
     # Forward and backward
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method of the module; a backward through its outputs will be the engine's."""
+        """Run a method of the module, so that the engine handles the backward of its outputs."""
         if self.stage == 3 and not self._is_called:
             raise RuntimeError(f"`{getattr(function, '__name__', '?')}` was called directly, and {NOT_GATHERED}")
         self._is_called = False
@@ -92,7 +92,7 @@ class Engine:
         return output
 
     def watch(self) -> Callable[[], None]:
-        """Before a backward: forget which parameters the one before it reached. Gives what to call after it."""
+        """Called before a backward: forgets which parameters the last one reached. Returns a post-backward hook."""
         self._follow_zero_grad()
         self._is_started = False
         self.zero.clear_backward_seen_flag()
@@ -121,7 +121,7 @@ class Engine:
         self._is_called = True
 
     def _starts_backward(self) -> Callable[[Tensor], None]:
-        """For the outputs of one forward: what runs when a backward reaches the first of them."""
+        """The hook on the outputs of one forward; it runs when a backward reaches the first of them."""
         was_run = False
 
         def start(_: Tensor) -> None:
@@ -149,7 +149,7 @@ class Engine:
     # Gradients
 
     def clip_norm(self, _: Optimizer, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-        """Scale the gradients so that their norm over all shards is at most `max_norm`; the norm from before."""
+        """Scale the gradients so that their norm over all shards is at most `max_norm`. Returns the former norm."""
         self._follow_zero_grad()
         shards = self._shards()
         order = float(norm_type)
@@ -181,28 +181,28 @@ class Engine:
         self._show()
 
     def is_finite(self, _: Optimizer) -> bool:
-        """Whether all gradients are finite, on every rank. As clipping does, it closes the window of backwards."""
+        """Whether all gradients are finite on all ranks. Ends the accumulation window, as clipping does."""
         self._follow_zero_grad()
         found = all_finite(self._shards())
         self._show()
         return self.runtime.collective.reduce_boolean_decision(found)
 
     def multiply(self, factor: float | Tensor) -> None:
-        """Multiply each gradient. As clipping does, it closes the window of backwards."""
+        """Multiply each gradient. Ends the accumulation window, as clipping does."""
         self._follow_zero_grad()
         for shard in self._shards():
             shard.mul_(factor.to(shard.device) if isinstance(factor, Tensor) else factor)
         self._show()
 
     def discard(self) -> None:
-        """No gradient is left, and every buffer is zero."""
+        """Discard all gradients, and zero all buffers."""
         if self.stage == 3 or self.zero.cpu_offload:
             for buffer in self._buffers():
                 buffer.zero_()
         self._end_window()
 
     def _end_window(self) -> None:
-        """The next backward overwrites what is in buffers. `_refuse_left_out` lets no other parameter step with it."""
+        """Discard gradients: the next backward overwrites them, and `_refuse_left_out` raises for others."""
         self.shown.drop()
         self.zero.zero_grad(set_to_none=True)
         self.engine.set_gradient_accumulation_boundary(False)

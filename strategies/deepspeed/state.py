@@ -1,8 +1,7 @@
-"""The whole, plain state of a model under ZeRO, and back into shards.
+"""The unsharded state of a model under ZeRO: gather it from shards, and load it into them.
 
-A checkpoint is written from the parts as they lie. To read the whole, one parameter after another is gathered, so a
-rank holds the whole of one at a time, and rank 0 alone keeps them.
-Weights are those of the optimizer, in float32 whatever the model computes in: a resumed run goes on from the same.
+A checkpoint is written from the shards. Unsharded state is gathered one parameter at a time, and only rank 0 keeps it.
+Weights are those of the optimizer, in float32 whatever dtype the model computes in, so that a resumed run has the same.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from fabric.strategies.checkpoint.state import StateAccess
 
 @final
 class ZeroState(StateAccess):
-    """The state of one engine's module and optimizer. `zero`: DeepSpeed's optimizer; None where nothing is trained.
+    """The state of one engine's module and optimizer. `zero`: DeepSpeed's optimizer; None if nothing is trained.
 
-    `groups`: the parameters of the user's optimizer, group by group, as they were before DeepSpeed took them.
-    `written`: called once weights were written.
+    `groups`: the parameters of the user's optimizer, by group, before DeepSpeed replaced them.
+    `written`: called after weights were loaded.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class ZeroState(StateAccess):
         return self._optimizer_state(optimizer, self._placed_shard)
 
     def _optimizer_state(self, optimizer: Optimizer, entry: Callable[[Tensor, str], Any]) -> dict[str, Any]:
-        """`entry`: gives a parameter's part of a flat state."""
+        """`entry`: returns the part of a parameter in a flat state."""
         self._link()
         state: dict[int, dict[str, Any]] = {}
         groups = []
@@ -141,7 +140,7 @@ class ZeroState(StateAccess):
         if sizes != saved_sizes:
             raise ValueError(
                 f"The optimizer has parameter groups of {sizes} parameters, and the checkpoint's has {saved_sizes}. "
-                "Make the optimizer as it was made for the run that was saved."
+                "Make the same parameter groups as in the saved run."
             )
         for group, other in zip(optimizer.param_groups, saved, strict=True):
             group.update({name: value for name, value in other.items() if name != "params"})
@@ -157,7 +156,7 @@ class ZeroState(StateAccess):
                         self._write_shard(parameter, value, key)
 
     def _link(self) -> None:
-        """Let each parameter find its part of the flat states. DeepSpeed does, once, before all groups have states."""
+        """Map each parameter to its part of the flat states. DeepSpeed does so once, before all groups have states."""
         if self.stage != 3:
             self.zero._hp_optimizer_states_linked = False
             self.zero._lazy_init_hp_params_optimizer_state()
@@ -166,7 +165,7 @@ class ZeroState(StateAccess):
         return (parameter for group in self.groups for parameter in group)
 
     def _flats(self) -> Iterable[tuple[Tensor, Sequence[Tensor]]]:
-        """Each flat slice that the optimizer steps, with the parameters that have a part in it."""
+        """Each flat partition that the optimizer steps, with the parameters that have a part in it."""
         if self.stage == 3:
             return list(zip(self.zero.fp32_partitioned_groups_flat, self.zero.fp16_groups, strict=True))
         return list(zip(self.zero.single_partition_of_fp32_groups, self.zero.bit16_groups, strict=True))
@@ -189,7 +188,7 @@ class ZeroState(StateAccess):
     # One tensor
 
     def _placed(self, tensor: Tensor) -> Placed | Tensor:
-        """A tensor of the module, where ranks have parts of it."""
+        """A tensor of the module that may be sharded."""
         if id(tensor) in self.trained:
             return self._placed_shard(tensor, None)
         if not is_sharded(tensor):
@@ -198,7 +197,7 @@ class ZeroState(StateAccess):
         return range_of(_shape_of(tensor), self.world.rank * own.numel(), own, self.world.rank)
 
     def _placed_shard(self, parameter: Tensor, key: str | None) -> Placed:
-        """This rank's part of what is trained: of the weights, or of the optimizer's `key`."""
+        """This rank's shard of the trained weights, or of the optimizer's `key`."""
         from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
         shape, rank = _shape_of(parameter), self.world.rank
@@ -208,7 +207,7 @@ class ZeroState(StateAccess):
             ).flatten()
             return range_of(shape, rank * own.numel(), own, rank)
         mapping = cast(Any, parameter)._hp_mapping
-        if mapping is None:  # all of it is with others
+        if mapping is None:  # this rank has no part of it
             return elsewhere(shape, torch.float32)
         return range_of(shape, mapping.lp_fragment_address.start, mapping.get_hp_fragment(key).flatten(), rank)
 
@@ -216,7 +215,7 @@ class ZeroState(StateAccess):
         return tensor.cpu() if self.world.is_global_zero else torch.empty(0)
 
     def _write_shard(self, parameter: Tensor, value: Tensor, key: str | None) -> None:
-        """Put this rank's part of `value` in place: of the weights, or of the optimizer's `key`."""
+        """Copy this rank's shard of `value` into the weights, or into the optimizer's `key`."""
         from deepspeed.utils import (
             safe_set_full_fp32_param,
             safe_set_full_optimizer_state,
@@ -238,14 +237,14 @@ class ZeroState(StateAccess):
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether DeepSpeed has cut the parameter: at stage 3, or made within `init_module`."""
+    """Whether DeepSpeed has sharded the parameter: at stage 3, or if it was constructed within `init_module`."""
     from deepspeed.runtime.zero.partition_parameters import is_zero_param
 
     return bool(is_zero_param(tensor))
 
 
 def _slice(value: Tensor, size: int, rank: int) -> Tensor:
-    """Part `rank` of a tensor that is cut into parts of `size` elements, the last ones filled up with zeros."""
+    """Shard `rank` of a tensor with shards of `size` elements, the last ones padded with zeros."""
     part = value.flatten()[rank * size : (rank + 1) * size]
     return nn.functional.pad(part, (0, size - part.numel()))
 
@@ -255,17 +254,17 @@ def _is_elementwise(key: str, value: Any, parameter: Tensor) -> bool:
 
 
 def _shape_of(parameter: Tensor) -> tuple[int, ...]:
-    """The shape of the whole parameter."""
+    """The unsharded shape of the parameter."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def _shaped(whole: Tensor, parameter: Tensor) -> Tensor:
-    """In the shape of the parameter: DeepSpeed gives one dimension to what has none."""
+    """`value` in the shape of the parameter: DeepSpeed makes scalars one-dimensional."""
     return whole.view(_shape_of(parameter))
 
 
 def _flat_entries(flat: Tensor, parameters: Sequence[Tensor], entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The entries of a flat slice, its tensors still zero: what the parameters' entries have in common."""
+    """The entries of a flat partition, made from those of its parameters; its tensors are zero."""
     first: dict[str, Any] = {}
     for parameter, own in zip(parameters, entries, strict=True):
         shared = {
@@ -277,7 +276,7 @@ def _flat_entries(flat: Tensor, parameters: Sequence[Tensor], entries: Sequence[
         elif shared.keys() != first.keys() or _steps(shared) != _steps(first):
             raise ValueError(
                 f"The checkpoint's optimizer has taken {_steps(first)} steps for one parameter and {_steps(shared)} "
-                "for another, and DeepSpeed counts once for all of a group. Load it under `strategy='ddp'` or `'fsdp'`."
+                "for another, and DeepSpeed has one step count per group. Load it under `strategy='ddp'` or `'fsdp'`."
             )
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in first.items()}
 
@@ -290,6 +289,6 @@ def _check_names(model: str, own: Iterable[str], content: Iterable[str]) -> None
     missing, unexpected = sorted(set(own) - set(content)), sorted(set(content) - set(own))
     if missing or unexpected:
         raise RuntimeError(
-            f"The checkpoint does not fit `{model}`: it lacks {missing or 'nothing'}, and has besides "
+            f"The checkpoint does not fit `{model}`: it lacks {missing or 'nothing'}, and also has "
             f"{unexpected or 'nothing'}. Pass `strict=False` to load what fits."
         )

@@ -1,12 +1,12 @@
-"""Parameters, gradients and optimizer state in slices, gathered around forward and backward (ZeRO-3), by FairScale.
+"""Fully sharded data parallelism by FairScale (ZeRO-3): parameters are all-gathered for forward and backward.
 
-The first fully sharded module (Baines et al., 2021), for code that relies on it; `fsdp` is its successor. It is kept
-beside the user's module, not around it: parameters stay the same objects, under the same names, and so optimizers
-made before `setup` follow them. Between forwards a parameter is this rank's slice of itself: one dimension, padded to
-equal lengths. `state_dict()` of the module, of its parts and of the optimizers is a collective that gives whole, plain
-tensors, and `load_state_dict` takes those.
+The first fully sharded module (Baines et al., 2021), for code that relies on it; `fsdp` is its successor. Its wrapper
+is kept beside the user's module, not around it: parameters remain the same objects, under the same names, so
+optimizers made before `setup` remain valid. Between forwards a parameter is this rank's shard: one dimension, padded to
+equal lengths. `state_dict()` of the module, of its submodules and of the optimizers is a collective that returns
+unsharded tensors, and `load_state_dict` takes those.
 
-Every forward gathers parameters, so all ranks call it together, evaluations too.
+Every forward all-gathers parameters, so all ranks call it, in evaluations, too.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ from fabric.strategies.undo import undo_all
 @final
 @dataclass(frozen=True, kw_only=True)
 class FairScaleFSDPStrategy(ProcessGroupStrategy):
-    """Fully sharded data parallel, by FairScale: each rank keeps a slice of every parameter."""
+    """Fully sharded data parallelism by FairScale: each rank holds a shard of every parameter."""
 
     in_shards: ClassVar[bool] = True
     wrap: Policy | None = None
-    """The parts whose parameters are gathered when the part runs, and dropped after: classes, or a function that is
-    true of the modules meant. What lies in none is gathered for the whole of forward and backward. None: all is."""
+    """Submodules whose parameters are all-gathered when the submodule runs, and freed afterwards: classes, or a
+    function of a module. Other parameters are gathered for the whole forward and backward. None: all are."""
     reshard_after_forward: bool = True
-    """Parts drop their parameters after forward, and gather them again for backward. False: more memory, fewer
-    messages."""
+    """Free the parameters of `wrap` submodules after forward, and all-gather them again for backward. False: more
+    memory, less communication."""
     bucket_bytes: int = 25 * 2**20
-    """Gradients that travel in one reduce-scatter. Each rank allocates as much during backward, whatever the model."""
+    """Size of the gradients in one reduce-scatter. Each rank allocates as much during backward, for every model."""
     broadcast_buffers: bool = True
-    """Buffers (the statistics of BatchNorm) follow rank 0 after every forward that computes gradients."""
+    """Broadcast buffers (BatchNorm statistics) from rank 0 after each forward that computes gradients."""
 
     def __post_init__(self) -> None:
         check_policy(self.wrap, "wrap")
@@ -135,11 +135,11 @@ _DTYPES = (torch.float32, torch.float16)
 _WHOLE_MATRICES = tuple(
     kind for name in ("Adafactor", "Muon") if (kind := getattr(torch.optim, name, None)) is not None
 )
-"""Optimizers whose step needs a parameter's rows and columns. Muon came with torch 2.9."""
+"""Optimizers whose step needs the unsharded shape of a parameter. Muon is in torch since 2.9."""
 
 
 def owned(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters of an optimizer, each rank's slices. Raises RuntimeError where a gradient is not averaged."""
+    """The shards that an optimizer steps. Raises RuntimeError if a gradient was not averaged."""
     parameters = parameters_of(optimizer)
     if any(map(holds_local, parameters)):
         raise RuntimeError(NOT_AVERAGED.format(optimizer=type(optimizer).__name__))
@@ -147,7 +147,7 @@ def owned(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _refuse_shared(module: nn.Module, parts: Sequence[nn.Module]) -> None:
-    """Raise ValueError where a parameter lies in two parts: it would be gathered for one, and a slice in the other."""
+    """Raise ValueError if a parameter is in two wrapped submodules: it would be gathered for one of them only."""
     owners: dict[Tensor, nn.Module] = {}
     for part in (*reversed(parts), module):
         inner = [other for other in parts if other is not part and any(other is each for each in part.modules())]
@@ -155,13 +155,13 @@ def _refuse_shared(module: nn.Module, parts: Sequence[nn.Module]) -> None:
             owner = owners.setdefault(parameter, part)
             if owner is not part:
                 raise ValueError(
-                    f"`wrap` puts {name!r} of `{type(part).__name__}` and of `{type(owner).__name__}` into two parts, "
-                    "but it is one parameter, tied. Choose parts so that both uses are in the same one."
+                    f"`wrap` puts {name!r} of `{type(part).__name__}` and of `{type(owner).__name__}` into two "
+                    "submodules, but it is one tied parameter. Choose submodules so that both uses are in the same one."
                 )
 
 
 def _own_parameters(part: nn.Module, inner: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Every use of a parameter in a part and not in a part within it."""
+    """The uses of parameters in a wrapped submodule, without those in wrapped submodules of it."""
     hidden = {id(each) for other in inner for each in other.modules()}
     for prefix, each in part.named_modules():
         if id(each) not in hidden:

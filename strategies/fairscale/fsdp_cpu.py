@@ -1,12 +1,12 @@
-"""FairScale's FullyShardedDataParallel on the CPU, where as it is shipped it cannot run.
+"""FairScale's FullyShardedDataParallel on the CPU, which the released class does not support.
 
-Two of its modules are loaded a second time, under names of their own, and see another `torch`: one whose `torch.cuda`
-is `torch.cpu`, which has the same streams with nothing in them. FairScale's own modules, torch and the environment
-stay as they are. What the copies do differently, and why:
+Two of its modules are loaded a second time, under other names, with another `torch`, whose `torch.cuda` is `torch.cpu`:
+that has the same stream functions, which do nothing. FairScale's own modules, torch and the environment are not
+changed. The differences of the copies, and why:
 
 - Streams and `synchronize` are those of the CPU; a CUDA stream cannot be made here.
 - All-gather and reduce-scatter take lists: gloo refuses the flat forms that FairScale prefers.
-- `Tensor.record_stream` has no kernel for the CPU, so the two methods that need it are written anew, without it.
+- `Tensor.record_stream` has no kernel for the CPU, so the two methods that call it are replaced.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch import Tensor
 
 @cache
 def fully_sharded_on_cpu() -> type[Any]:
-    """FairScale's class, able to run on CPU tensors over gloo. The same class at every call."""
+    """FairScale's class for CPU tensors and gloo. Returns the same class at every call."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
-        # FairScale uses it in every step; torch warns of the first use alone.
+        # FairScale uses it in every step; torch warns only of the first use.
         torch.empty(0).storage()  # type: ignore[no-untyped-call]
     bucketer = _copy_of("fairscale.internal.reduce_scatter_bucketer")
     original = _copy_of("fairscale.nn.data_parallel.fully_sharded_data_parallel")
@@ -46,7 +46,7 @@ def fully_sharded_on_cpu() -> type[Any]:
 
         @torch.no_grad()
         def _post_backward_hook(self, param: Tensor, *unused: Any) -> None:
-            """The gradient of a parameter is complete: let go of the whole parameter, and share the gradient out."""
+            """Called when a gradient is complete: frees the unsharded parameter, and reduce-scatters the gradient."""
             self.training_state = post
             gradient = param.grad
             if gradient is None:
@@ -68,7 +68,7 @@ def fully_sharded_on_cpu() -> type[Any]:
 
 
 class _TorchOnCPU(ModuleType):
-    """`torch`, but for `torch.cuda`."""
+    """`torch` with another `torch.cuda`."""
 
     cuda = torch.cpu
 
@@ -77,7 +77,7 @@ class _TorchOnCPU(ModuleType):
 
 
 def _copy_of(name: str) -> Any:
-    """A module of FairScale loaded once more, in the same package, and not to be found by `import`."""
+    """Load a module of FairScale again, in the same package, without adding it to `sys.modules`."""
     found = find_spec(name)
     assert found is not None
     assert found.origin is not None

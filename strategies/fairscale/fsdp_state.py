@@ -1,9 +1,9 @@
-"""Slices of parameters, and whole tensors again: what FairScale's fully sharded module makes of a model's state.
+"""State of a model under FairScale's FullyShardedDataParallel: shard tensors, and gather them.
 
-A slice is one dimension, and equally long on every rank: the last ones are padded with zeros. FairScale notes the
-size of the whole on the parameter, as `_orig_size`. With the hooks of this file `state_dict()` of a module, of its
-parts and of optimizers gives whole tensors, copied to the CPU, on every rank; `load_state_dict` takes them. Ranks: all
-call `state_dict()`; each loads alone. A checkpoint is written from the slices, by `SlicedState`.
+A shard is one-dimensional, and equally long on every rank: the last ones are padded with zeros. FairScale stores the
+unsharded shape on the parameter, as `_orig_size`. With the hooks of this file `state_dict()` of a module, of its
+submodules and of optimizers returns unsharded tensors, copied to the CPU, on every rank; `load_state_dict` takes them.
+Ranks: all call `state_dict()`; each loads by itself. A checkpoint is written from the shards, by `SlicedState`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.gradients.clipping import parameters_of
 
 _NUMBERS = ("step", "mu_product", "mu", "eta")
-"""State of torch's optimizers that is one number, also where the parameter is one."""
+"""State of torch's optimizers that is a scalar for every shape of the parameter."""
 
 
 def holds_local(parameter: Any) -> bool:
-    """Whether the gradient is whole, and was not averaged. Shapes do not tell: `(1,)` is that of a slice as well."""
+    """Whether the gradient is unsharded and not averaged. Its shape may not show it: `(1,)` may be that of a shard."""
     return parameter.grad is not None and getattr(parameter, "_is_local", False)
 
 
 def slice_of(whole: Tensor, rank: int, size: int) -> Tensor:
-    """This rank's slice, in memory of its own."""
+    """This rank's shard, as a copy."""
     flat = whole.detach().reshape(-1)
     length = -(-flat.numel() // size)
     own = flat.new_zeros(length)
@@ -45,20 +45,20 @@ def slice_of(whole: Tensor, rank: int, size: int) -> Tensor:
 
 
 def whole_of(collective: Collective, own: Tensor, shape: torch.Size) -> Tensor:
-    """The whole tensor, on the CPU, from the slices of all ranks. Ranks: all."""
+    """All-gather the unsharded tensor, on the CPU. Ranks: all call it."""
     return collective.all_gather(own.detach()).view(-1)[: shape.numel()].view(shape).to("cpu", copy=True)
 
 
 @final
 class Slices:
-    """How one model's state is shown: whole, or as the slices it is."""
+    """Whether `state_dict()` of one model gathers, or returns shards."""
 
     def __init__(self, collective: Collective) -> None:
         self.collective, self.gathers = collective, True
 
     @contextmanager
     def as_they_are(self) -> Iterator[None]:
-        """Within the context, `state_dict()` of the model returns slices, without communication."""
+        """Within the context, `state_dict()` of the model returns shards, without communication."""
         self.gathers = False
         try:
             yield
@@ -67,7 +67,7 @@ class Slices:
 
 
 def attach_module(slices: Slices, module: nn.Module) -> Callable[[], None]:
-    """Let `state_dict` and `load_state_dict` of a module and its parts deal in whole tensors. Gives what undoes it."""
+    """Make `state_dict` and `load_state_dict` of a module use unsharded tensors. Returns a function that undoes it."""
     collective = slices.collective
     handles: list[RemovableHandle] = []
     for part in module.modules():
@@ -80,9 +80,9 @@ def attach_module(slices: Slices, module: nn.Module) -> Callable[[], None]:
 def attach_optimizer(
     collective: Collective, optimizer: Optimizer, check: Callable[[Optimizer], Any]
 ) -> Callable[[], None]:
-    """Slice the state the optimizer has, and let its `state_dict` and `load_state_dict` deal in whole tensors.
+    """Shard the state of an optimizer, and make its `state_dict` and `load_state_dict` use unsharded tensors.
 
-    `check` looks at the gradients before each step. Returns what undoes it.
+    `check` is called before each step. Returns a function that undoes it.
     """
     rank, size = collective.rank, collective.size
 
@@ -96,7 +96,7 @@ def attach_optimizer(
 
     def slice_all(optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
         indices = chain.from_iterable(group["params"] for group in content["param_groups"])
-        by_index = dict(zip(indices, parameters_of(optimizer), strict=False))  # torch names a difference in length
+        by_index = dict(zip(indices, parameters_of(optimizer), strict=False))  # torch raises for different lengths
         state = {
             index: {name: _sliced_entry(name, value, by_index[index], rank, size) for name, value in entries.items()}
             for index, entries in content["state"].items()
@@ -142,7 +142,7 @@ def _sliced_entry(name: str, value: Any, parameter: Any, rank: int, size: int) -
 
 @final
 class _Hook:
-    """A hook on a module in slices. With it no copy can be made: it would have slices that nobody gathers."""
+    """A hook on a sharded module. It makes copies raise: they would have shards that nothing gathers."""
 
     def __init__(self, function: Callable[..., None], *first: Any) -> None:
         self._function, self._first = function, first
@@ -155,8 +155,8 @@ class _Hook:
 
 
 IN_SLICES = (
-    "A module under `strategy='ddp_fully_sharded'` cannot be copied or pickled: each rank has slices of its "
-    "parameters. Copy it before `fabric.setup`, or load `module.state_dict()`, which is whole, into another."
+    "A module under `strategy='ddp_fully_sharded'` cannot be copied or pickled: each rank has shards of its "
+    "parameters. Copy it before `fabric.setup`, or load `module.state_dict()`, which is unsharded, into another."
 )
 
 
@@ -169,7 +169,7 @@ def _gather(slices: Slices, part: nn.Module, content: dict[str, Any], prefix: st
 
 
 def _tie(module: nn.Module, content: dict[str, Any], prefix: str, _: Any) -> None:
-    """Names of one parameter share one tensor, as they do in a plain module's state."""
+    """All names of a tied parameter have the same tensor, as in a plain module's state."""
     first: dict[Tensor, str] = {}
     for name, parameter in module.named_parameters(prefix=prefix.rstrip("."), remove_duplicate=False):
         if name in content:
@@ -194,7 +194,7 @@ def _slice(
         if whole.shape == parameter._orig_size:
             content[prefix + name] = slice_of(whole, collective.rank, collective.size)
         else:
-            content[prefix + name] = parameter  # so that torch does not speak of slices
+            content[prefix + name] = parameter  # so that torch's errors do not name shapes of shards
             errors.append(
                 f"{prefix + name!r} is {tuple(whole.shape)} in the state, and {tuple(parameter._orig_size)} in the "
                 "module."
@@ -207,7 +207,7 @@ def _in_slices(part: nn.Module) -> Sequence[tuple[str, Any]]:
 
 @final
 class SlicedState(StateAccess):
-    """Each rank writes its slices; read whole, they are gathered one by one, and rank 0 keeps them."""
+    """Writes the shards of each rank. Unsharded tensors are gathered one by one, and rank 0 keeps them."""
 
     def __init__(self, slices: Slices) -> None:
         self._slices, self._collective = slices, slices.collective
@@ -231,7 +231,7 @@ class SlicedState(StateAccess):
         PLAIN.write_optimizer(optimizer, content)
 
     def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
-        self.write_optimizer(optimizer, in_memory(content, mapped=True))  # each rank copies its slices
+        self.write_optimizer(optimizer, in_memory(content, mapped=True))  # each rank copies its shards
 
     def _module_state(self, module: nn.Module, entry: _Entry) -> dict[str, Any]:
         with self._slices.as_they_are():
@@ -267,7 +267,7 @@ class SlicedState(StateAccess):
 
 
 def _ungathered(optimizer: Optimizer) -> dict[str, Any]:
-    """The state of an optimizer with the slices as they are: our hook, which comes later, finds none to gather."""
+    """The state of an optimizer as shards: our hook, which runs later, has none to gather."""
     slices: dict[int, Any] = {}
 
     def take(optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
@@ -283,4 +283,4 @@ def _ungathered(optimizer: Optimizer) -> dict[str, Any]:
 
 
 _Entry: TypeAlias = Callable[[Tensor, torch.Size], Any]
-"""What stands for a tensor in a state, from this rank's slice and the whole's shape."""
+"""The entry of a tensor in a state, from this rank's shard and the unsharded shape."""

@@ -1,18 +1,18 @@
-"""FairScale's wrappers beside the modules they gather parameters for: the engine of `ddp_fully_sharded`.
+"""FairScale's wrappers, which gather parameters of modules that they do not contain: for `ddp_fully_sharded`.
 
 Note [Traps of FairScale closed here]
-- Ranks start from whatever each has: they start from rank 0.
-- The memory of the parameters given to it is freed, also under views of it: they move to memory of their own before.
-- Parameters that changed since they were gathered are used as they were: what was gathered is dropped when they did.
-- A parameter without gradient shifts what others are added to: that raises.
-- `gather_full_optim_state_dict` overwrites state on the CPU, and turns step counts into numbers: not used.
-- A gradient of shape `(1,)` has the shape of its slice, and FairScale takes one that is averaged for one that is not:
-  which of the two it is, is noted on the parameter.
-- A gradient that is averaged is put aside while others are added without synchronisation, and `zero_grad` would miss
+- It does not broadcast initial weights: they are broadcast from rank 0.
+- It frees the memory of the parameters, also under views of it: they are copied before.
+- It uses gathered parameters after their shards have changed: they are freed then, and gathered again.
+- A parameter without a gradient shifts where others are accumulated: that raises.
+- `gather_full_optim_state_dict` overwrites state on the CPU, and makes step counts plain numbers: not used.
+- A gradient of shape `(1,)` has the shape of its shard, so an averaged one is treated as one that is not: a flag on
+  the parameter says which it is.
+- An averaged gradient is stored elsewhere while others accumulate without synchronisation, and `zero_grad` would miss
   it: it is added to those.
-- A second backward after one forward, and a second output, find parameters dropped: they are gathered again.
-- Outputs come back as copies in plain containers: the user's own object is given out.
-- A process group is kept for ever, also after it was destroyed: the present one is passed.
+- In a second backward after one forward, or from a second output, parameters are freed: they are gathered again.
+- Outputs are copied into plain containers: the user's own object is returned.
+- A process group is cached after it was destroyed: the current one is passed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ UNCOMPILABLE = (
 
 @final
 class _Call:
-    """A method of the user's on its way through FairScale, which would copy what it returns."""
+    """A call of a user's method through FairScale, which would copy its result."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs
@@ -55,7 +55,7 @@ class _Call:
 
 @final
 class _Unit(nn.Module):
-    """What FairScale wraps: a module of the user's, and the wrappers of the parts within it."""
+    """The module that FairScale wraps: it holds a module of the user's, and the wrappers of its submodules."""
 
     def __init__(self, module: nn.Module, within: Sequence[nn.Module] = ()) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class _Unit(nn.Module):
 
 @final
 class FairScaleFSDPGradientSync(GradientSync):
-    """One model in slices: FairScale's wrappers, beside the modules they gather parameters for."""
+    """One sharded model: FairScale's wrappers, and the modules whose parameters they gather."""
 
     def __init__(
         self,
@@ -97,11 +97,11 @@ class FairScaleFSDPGradientSync(GradientSync):
             wrapped = {part: wrap(_Unit(part)) for part in reversed(parts)}  # inner before outer
             self.root = wrap(_Unit(module, list(wrapped.values())))
             self.wrappers = (self.root, *wrapped.values())
-            for wrapper in self.wrappers:  # the root first: a part that was called before it would take itself for one
+            for wrapper in self.wrappers:  # the root first: otherwise a submodule that is called first becomes the root
                 wrapper._lazy_init()
         self.names = {parameter: name for name, parameter in module.named_parameters()}
         self.num_running = 0
-        """Forwards under way that have gathered parameters."""
+        """Number of running forwards that have gathered parameters."""
         self.paths = [
             ForwardPath(part, partial(self._through, wrapper), uncompilable=UNCOMPILABLE)
             for part, wrapper in wrapped.items()
@@ -114,7 +114,7 @@ class FairScaleFSDPGradientSync(GradientSync):
             object.__setattr__(part, "forward", _Inner(self, part))
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Around a forward: parameters are gathered before, slices after, and buffers follow rank 0. Ranks: all."""
+        """Run a forward with gathered parameters, and broadcast buffers from rank 0. Ranks: all call it."""
         return self._ordered(function, args, kwargs)
 
     def _forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -139,7 +139,7 @@ class FairScaleFSDPGradientSync(GradientSync):
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:
-        """Within it, a backward leaves whole gradients on the rank that computed them. On exit all is as before."""
+        """Within the context, backward accumulates unsharded gradients of this rank, without communication."""
         before = self.root._require_backward_grad_sync
         for wrapper in self.wrappers:
             wrapper._require_backward_grad_sync = False
@@ -150,7 +150,7 @@ class FairScaleFSDPGradientSync(GradientSync):
                 wrapper._require_backward_grad_sync = before
 
     def watch(self) -> Finish | None:
-        """What is given out raises where a parameter was left out of the backward."""
+        """Returns a post-backward hook that raises if a parameter has no gradient."""
         return all_of(self.order.watch(), self._check if self.root._require_backward_grad_sync else None)
 
     def _check(self) -> None:
@@ -165,7 +165,7 @@ class FairScaleFSDPGradientSync(GradientSync):
             )
 
     def _drop_stale(self) -> None:
-        """Gather parameters anew that were changed since: by a step, by loading, by the user."""
+        """Free gathered parameters that were changed since, by a step, by loading or by the user."""
         versions = [parameter._version for parameter in self.names]
         if versions != self.versions:
             self.versions = versions
@@ -180,7 +180,7 @@ class FairScaleFSDPGradientSync(GradientSync):
         scale_gradients(self.parameters_held(), factor)
 
     def release(self) -> None:
-        """Take our part of each forward off. The parameters stay slices: to put them together takes all ranks."""
+        """Restore the forward of each module. Parameters remain sharded: gathering them is a collective."""
         for path in self.paths:
             path.release()
         self.order.release()
@@ -193,7 +193,7 @@ class FairScaleFSDPGradientSync(GradientSync):
 
 @final
 class _Inner:
-    """`forward` of a submodule with parameters, which are in slices unless a forward of the model has gathered them."""
+    """`forward` of a submodule with parameters. Outside of a forward of the model it raises: they are sharded."""
 
     def __init__(self, slices: FairScaleFSDPGradientSync, part: nn.Module) -> None:
         functools.update_wrapper(self, part.forward)
@@ -202,7 +202,7 @@ class _Inner:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._slices.num_running or torch.compiler.is_compiling():
             return self._forward(*args, **kwargs)
-        if current_graph_task_id() == -1:  # else activation checkpointing computes it again in backward
+        if current_graph_task_id() == -1:  # otherwise activation checkpointing recomputes it in backward
             raise RuntimeError(
                 _BY_ITSELF.format(part=type(self._part).__name__, model=type(self._slices.module).__name__)
             )
@@ -220,7 +220,7 @@ _BY_ITSELF = (
 
 
 def _wrapper(runtime: Runtime, reduced: Callable[[Tensor], None]) -> Callable[..., Any]:
-    """FairScale's class, which tells of each gradient it has reduced, and runs any backward."""
+    """FairScale's class; it also marks reduced gradients, and supports any number of backward passes."""
     import torch.distributed
 
     look_up(FULLY_SHARDED)
@@ -243,11 +243,11 @@ def _wrapper(runtime: Runtime, reduced: Callable[[Tensor], None]) -> Callable[..
             reduced(param)
 
         def _use_full_params(self) -> None:
-            """Before backward. What another backward dropped, or this one from another output, is gathered again."""
+            """Before backward: gather parameters again that another backward, or another output, has freed."""
             self._rebuild_full_params()
 
         def _prep_grads_for_backward(self) -> None:
-            """Before backward. Gradients that are averaged are put aside, each rank's slice."""
+            """Before backward: store averaged gradients, which are shards, elsewhere."""
             for param in self.params:
                 if param.grad is not None and param.grad.shape == param._fp32_shard.shape and not holds_local(param):
                     param._saved_grad_shard = param.grad.data
@@ -255,7 +255,7 @@ def _wrapper(runtime: Runtime, reduced: Callable[[Tensor], None]) -> Callable[..
             super()._prep_grads_for_backward()
 
         def _wait_for_post_backward(self) -> None:
-            """After backward. With several outputs, the last may have left whole parameters behind."""
+            """After backward: free parameters that the last of several outputs may have left gathered."""
             if self._require_backward_grad_sync:
                 self._free_full_params()
                 self._use_fp32_param_shard()
@@ -269,7 +269,7 @@ def _wrapper(runtime: Runtime, reduced: Callable[[Tensor], None]) -> Callable[..
         Sharded,
         process_group=torch.distributed.group.WORLD,
         process_group_reduce_scatter=torch.distributed.group.WORLD,
-        flatten_parameters=False,  # so that parameters stay the user's, each with its group and its requires_grad
+        flatten_parameters=False,  # so that parameters remain the user's objects, each with its group and requires_grad
         compute_dtype=runtime.precision.param_dtype,
         compute_device=runtime.device,
     )
@@ -277,9 +277,9 @@ def _wrapper(runtime: Runtime, reduced: Callable[[Tensor], None]) -> Callable[..
 
 @torch.no_grad()
 def _take_back(parameters: Sequence[Any], rank: int, size: int) -> None:
-    """Add the averages that were put aside to the gradients of this rank.
+    """Add the stored averages to the gradients of this rank.
 
-    Each rank adds its slice alone, so that the sum over the ranks, divided by their number, has it once.
+    Each rank adds only its shard, so that the average over the ranks has it once.
     """
     for parameter in parameters:
         average = vars(parameter).pop("_saved_grad_shard", None)

@@ -1,7 +1,6 @@
-"""What both strategies of FairScale share: whether it is here, how ranks meet, and clipping of gradients in shards.
+"""What both strategies of FairScale share: availability, initial broadcast, and clipping of sharded gradients.
 
-FairScale 0.4.13 is the last release there will be. The private names of it that are used are looked up when it is
-imported first.
+FairScale 0.4.13 is the last release. The private names that are used are checked at its first import.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from fabric.strategies.precision.loss_scaler import LossScaler
 from fabric.strategies.target import Target
 
 Owned = Callable[[Optimizer], list[Tensor]]
-"""The parameters of an optimizer that this rank holds averaged gradients for."""
+"""Returns the parameters of an optimizer for which this rank holds averaged gradients."""
 
 
 def why_not(strategy: str, target: Target) -> str | None:
@@ -72,7 +71,7 @@ def look_up(names: Names) -> None:
 
 @contextmanager
 def root_logger_untouched() -> Iterator[None]:
-    """Within it, `logging.info(...)` of FairScale installs no handler on the root logger, which it would for good."""
+    """Prevent FairScale's `logging.info(...)` from installing a handler on the root logger."""
     handler = logging.NullHandler()
     logging.root.addHandler(handler)
     try:
@@ -100,7 +99,7 @@ def start_alike(collective: Collective, module: nn.Module) -> None:
 
 
 def refuse_optimizers(strategy: str, optimizers: Sequence[Optimizer], refused: Sequence[type[Optimizer]]) -> None:
-    """Raise ValueError for an optimizer that needs more of the gradients than a rank of this strategy has."""
+    """Raise ValueError for an optimizer that needs gradients that are on other ranks."""
     for optimizer in optimizers:
         if isinstance(optimizer, (LBFGS, *refused)):
             raise ValueError(
@@ -120,9 +119,9 @@ def clip_norm(
     collective: Collective,
     scaler: LossScaler | None,
 ) -> Tensor:
-    """Scale gradients of which each rank holds a part, so that the norm of all is at most `max_norm`.
+    """Scale sharded gradients so that the norm over all ranks is at most `max_norm`.
 
-    Ranks: all call it. With a loss scaler, a norm that is not finite skips the coming step, and nothing raises.
+    Ranks: all call it. With a loss scaler, a norm that is not finite skips the next step instead of raising.
     """
     if not norm_type > 0:
         raise ValueError(
@@ -133,7 +132,7 @@ def clip_norm(
         error_if_nonfinite = False
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     dtype = parameters[0].dtype if parameters else torch.float32
-    # In float64 on every rank: one without gradients cannot know the others' dtype, and gloo aborts where they differ.
+    # In float64 on every rank: one without gradients does not know the others' dtype, and gloo aborts if they differ.
     own = torch.nn.utils.get_total_norm(gradients, norm_type).to("cpu", torch.float64)
     total: Tensor = torch.linalg.vector_norm(collective.all_gather(own), norm_type)
     if error_if_nonfinite and not total.isfinite():
@@ -160,16 +159,16 @@ NOT_AVERAGED = (
 )
 
 NEEDS_ALL = (
-    "FairScale pairs the ranks' gradients by their order, so each parameter takes part in every synchronised backward. "
+    "FairScale matches gradients by issue order, so each parameter must be used in every synchronised backward. "
     "Freeze those with `requires_grad_(False)`, or pass `strategy='ddp_find_unused_parameters_true'`."
 )
 LATE = (
-    "FairScale dealt out to the ranks what there was then, and on these they would drift apart. Add layers before "
+    "FairScale has assigned the former ones to ranks, and these would differ between ranks. Add layers before "
     "`fabric.setup`, or pass `strategy='ddp'`."
 )
 UNUSED = "{count} parameters of `{name}` ({some}) got no gradient in this backward, while others did. " + NEEDS_ALL
 
 
 def name_some(names: Sequence[str]) -> str:
-    """The first three names, and whether there are more."""
+    """The first three names, with "..." if there are more."""
     return ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")

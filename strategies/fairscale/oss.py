@@ -1,14 +1,14 @@
-"""One model's parameters dealt out over the ranks: gradients and optimizer state are with a parameter's owner.
+"""One model whose parameters are assigned to ranks: gradients and optimizer state are on a parameter's owner.
 
-The engine of `ddp_sharded`: it drives FairScale's OSS and ShardedDataParallel, and the hooks on the user's optimizer.
+The implementation of `ddp_sharded`, by FairScale's OSS and ShardedDataParallel, and hooks on the user's optimizer.
 
 Note [Traps of FairScale closed here]
 - Reduce buffers lose track of `zero_grad(set_to_none=True)`, torch's default, and train wrongly: none are used.
-- A second backward after one forward is not reduced: reduction is primed before every backward.
-- A gradient that is averaged already is averaged again, hence too small, when another backward adds to it: it is put
-  aside meanwhile.
-- A parameter without gradient shifts the order in which ranks pair theirs: that raises.
-- `OSS.clip_grad_norm` remembers for ever which parameters had gradients at its first call: not used.
+- A second backward after one forward is not reduced: reduction is prepared before every backward.
+- An averaged gradient is averaged again, hence too small, when another backward accumulates into it: it is stored
+  elsewhere meanwhile.
+- A parameter without a gradient shifts the order in which gradients are matched: that raises.
+- `OSS.clip_grad_norm` caches which parameters had gradients at its first call: not used.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fabric.strategies.pytree import map_only_tensors
 
 @final
 class _Forward(nn.Module):
-    """What ShardedDataParallel wraps: it holds the user's module, and calls the method that was asked for."""
+    """The module that ShardedDataParallel wraps: it holds the user's module, and calls the requested method."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class _Forward(nn.Module):
 
 @final
 class FairScaleShardedGradientSync(GradientSync):
-    """Who owns which parameter of one model, and which gradients are averages by now."""
+    """The owner of each parameter of one model, and which gradients are averaged."""
 
     def __init__(
         self, collective: Collective, module: nn.Module, optimizers: Sequence[Optimizer], *, broadcast_buffers: bool
@@ -96,7 +96,7 @@ class FairScaleShardedGradientSync(GradientSync):
     # Around forward and backward
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Around a forward: with gradients it runs through ShardedDataParallel, and buffers follow rank 0."""
+        """Run a forward: through ShardedDataParallel, with buffers broadcast from rank 0, if gradients are computed."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         self.added_parameters.refuse(LATE)
@@ -108,7 +108,7 @@ class FairScaleShardedGradientSync(GradientSync):
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:
-        """Within it, a backward leaves whole gradients on the rank that computed them. On exit all is as before."""
+        """Within the context, backward accumulates gradients of this rank, without communication."""
         before = self.parallel._should_accumulate_grads
         self.parallel._should_accumulate_grads = True
         try:
@@ -117,10 +117,10 @@ class FairScaleShardedGradientSync(GradientSync):
             self.parallel._should_accumulate_grads = before
 
     def watch(self) -> Finish:
-        """Prime the reduction of the coming backward; what is given out looks at what came of it."""
+        """Prepare the reduction of the next backward; returns a post-backward hook that checks its result."""
         self.parallel._clear_counters()
         aside = [(parameter, parameter.grad) for parameter in self.averages if parameter.grad is not None]
-        self.averages = {parameter for parameter, _ in aside}  # the others' were discarded since
+        self.averages = {parameter for parameter, _ in aside}  # those of other owners were discarded since
         for parameter, _ in aside:
             parameter.grad = None
         if self.parallel._should_accumulate_grads:
@@ -132,7 +132,7 @@ class FairScaleShardedGradientSync(GradientSync):
     def _check_synced(self, aside: list[tuple[Tensor, Tensor]]) -> None:
         waiting = self.parallel._grad_to_be_reduced
         reduced = [p for p, waits in zip(self.parallel._trainable_params, waiting, strict=True) if not waits]
-        if reduced and any(waiting):  # said before waiting for messages: another rank may have sent other ones
+        if reduced and any(waiting):  # before waiting for reductions: those of other ranks may be of other parameters
             self.parallel._work_handles.clear()
             missing = [
                 n for p, n in self.names.items() if p in self.owner and p.requires_grad and p not in set(reduced)
@@ -149,12 +149,12 @@ class FairScaleShardedGradientSync(GradientSync):
         for parameter, average in aside:
             if parameter.grad is None:
                 parameter.grad = average
-            else:  # the sum over ranks, divided by their number, is then the average and the mean of what came now
+            else:  # so that the mean over ranks is the former average plus the mean of the new gradients
                 parameter.grad.add_(average, alpha=self.collective.size)
                 self.averages.discard(parameter)
 
     def _follow_trainable(self) -> None:
-        """Reduce the gradients of those parameters that require any now."""
+        """Reduce the gradients of parameters that require gradients now."""
         trainable = [parameter.requires_grad for parameter in self.owner]
         if trainable != self.trainable:
             self.trainable = trainable
@@ -166,7 +166,7 @@ class FairScaleShardedGradientSync(GradientSync):
     # Around the optimizer
 
     def owned(self, optimizer: Optimizer) -> list[Tensor]:
-        """What this rank owns of an optimizer's parameters. Raises RuntimeError where a gradient is not averaged."""
+        """The parameters of an optimizer that this rank owns. Raises RuntimeError if a gradient was not averaged."""
         parameters = parameters_of(optimizer)
         mine = [parameter for parameter in parameters if self.owner.get(parameter) == self.collective.rank]
         if any(p.grad is not None for p in parameters if self.owner.get(p) != self.collective.rank):
@@ -195,7 +195,7 @@ class FairScaleShardedGradientSync(GradientSync):
         if moved:
             raise RuntimeError(
                 f"{len(moved)} parameters of `{type(self.module).__name__}` ({name_some(moved)}) were given other "
-                "memory after `fabric.setup`, and the ranks would no longer hear of their steps. Call `.to(...)`, "
+                "memory after `fabric.setup`, and other ranks would no longer get their updates. Call `.to(...)`, "
                 "`.half()` and the like before `setup`."
             )
         self.owned(optimizer)
@@ -204,7 +204,7 @@ class FairScaleShardedGradientSync(GradientSync):
         self.shards[optimizer]._broadcast_params()
 
     def _gather_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The state of all ranks in torch's own format, as copies on the CPU. Ranks: all."""
+        """The state of all ranks in torch's own format, as copies on the CPU. Ranks: all call it."""
         own = map_only_tensors(lambda tensor: tensor.to("cpu", copy=True), state_dict["state"])
         parts = [
             self.collective.broadcast_object(own if rank == self.collective.rank else None, src=rank)
@@ -228,7 +228,7 @@ class FairScaleShardedGradientSync(GradientSync):
         scale_gradients(self.parameters_held(), factor)
 
     def release(self) -> None:
-        """Take the hooks off, and give each parameter memory of its own again. State stays with its owners."""
+        """Remove the hooks, and give each parameter memory of its own. State stays on its owners."""
         for handle in (*self.handles, *self.parallel._grad_hooks):
             handle.remove()
         for parameter in self.owner:
@@ -237,7 +237,7 @@ class FairScaleShardedGradientSync(GradientSync):
 
 @final
 class _ShardOf:
-    """What OSS takes for the optimizer of this rank's shard: the user's own steps it."""
+    """The optimizer class that OSS constructs for this rank's shard; the user's optimizer does the steps."""
 
     def __init__(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
         self.optimizer = optimizer
@@ -246,7 +246,7 @@ class _ShardOf:
 
 @final
 class NoOwnersGradientSync(GradientSync):
-    """A model without an optimizer has no owners: gradients would stay where they were computed, and that raises."""
+    """A model without an optimizer: its parameters have no owners, so gradients would not be averaged, and raise."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

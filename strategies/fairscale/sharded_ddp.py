@@ -1,9 +1,9 @@
-"""The whole model in every process; gradients and optimizer state of each parameter on one rank only (ZeRO-2).
+"""Data parallelism with the gradients and optimizer state of each parameter on one rank only (ZeRO-2).
 
-FairScale's OSS deals the parameters out, ShardedDataParallel reduces each gradient to its owner during backward (Xu et
-al., 2020; Rajbhandari et al., SC 2020). The optimizer stays the user's own: after a synchronised backward a rank has
-gradients for what it owns and None for the rest, so the optimizer steps, and keeps state for, exactly that; a hook on
-its `step` then gives the new values to all. `optimizer.state_dict()` is a collective that gathers the whole state.
+FairScale's OSS assigns parameters to ranks, ShardedDataParallel reduces each gradient to its owner during backward (Xu
+et al., 2020; Rajbhandari et al., SC 2020). The optimizer is the user's own: after a synchronised backward a rank has
+gradients of the parameters that it owns, and None for others, so the optimizer steps, and has state for, only those; a
+hook on its `step` then broadcasts the new values. `optimizer.state_dict()` is a collective that gathers the state.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from fabric.strategies.target import Target, releases
 @final
 @dataclass(frozen=True, kw_only=True)
 class FairScaleShardedStrategy(ProcessGroupStrategy):
-    """Data parallel, with gradients and optimizer state split over the ranks by whole parameters."""
+    """Data parallelism with gradients and optimizer state distributed over the ranks by parameter."""
 
     in_shards: ClassVar[bool] = True
     broadcast_buffers: bool = True
-    """Buffers (the statistics of BatchNorm) follow rank 0 after every forward that computes gradients."""
+    """Broadcast buffers (BatchNorm statistics) from rank 0 after each forward that computes gradients."""
 
     @property
     def lacks(self) -> Mapping[Capability, str]:
@@ -85,7 +85,7 @@ class FairScaleShardedStrategy(ProcessGroupStrategy):
 
 
 def _refuse_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Raise ValueError where parameters cannot be dealt out: not the module's, in two optimizers, of several dtypes."""
+    """Raise ValueError for parameters that are not the module's, in two optimizers, or of several dtypes."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
     seen: set[Tensor] = set()
     for optimizer in optimizers:
@@ -107,8 +107,8 @@ def _refuse_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> No
         dtypes = sorted({str(parameter.dtype) for parameter in parameters if parameter.requires_grad})
         if len(dtypes) > 1:
             raise ValueError(
-                f"`{word}` holds parameters of {' and '.join(dtypes)}. FairScale lays those of one optimizer side by "
-                "side in memory, which takes one dtype: make an optimizer for each, or pass `strategy='ddp'`."
+                f"`{word}` holds parameters of {' and '.join(dtypes)}. FairScale packs those of one optimizer "
+                "into one buffer, which has one dtype: make an optimizer for each, or pass `strategy='ddp'`."
             )
         seen.update(parameters)
 

@@ -66,7 +66,24 @@ class ManualState(StateAccess):
         module = self._named_by(module)
         return {own_name(module, name): shape for name, shape in self._sharded.shapes(module).items()}
 
+    def place_module(self, module: nn.Module) -> dict[str, Any]:
+        module = self._named_by(module)
+        self._check({f"`{name}`": parameter for name, parameter in own_parameters(module).items()})
+        state = self._sharded.place_module(module)
+        return {own_name(module, name): value for name, value in state.items()}
+
+    def place_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        self._check_states(optimizer)
+        return self._sharded.place_optimizer(optimizer)
+
     def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        self._check_states(optimizer)
+        return self._sharded.read_optimizer(optimizer)
+
+    def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
+        self._sharded.write_optimizer(optimizer, content)
+
+    def _check_states(self, optimizer: Optimizer) -> None:
         self._check(
             {
                 f"`{name}` in the optimizer's state of its parameter {index}": value
@@ -75,10 +92,6 @@ class ManualState(StateAccess):
                 if isinstance(value, Tensor)
             }
         )
-        return self._sharded.read_optimizer(optimizer)
-
-    def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
-        self._sharded.write_optimizer(optimizer, content)
 
     def _named_by(self, module: nn.Module) -> nn.Module:
         if module is not self._returned:

@@ -1,4 +1,4 @@
-"""What exact numbers cost in a step of about 5 ms on two ranks: weights, agreement, positions, and the guard.
+"""What exact numbers cost in a step of about 5 ms on two ranks: weights, agreement, positions, the guard, comparisons.
 
 Variants take turns in the same ranks. Beside the time by the clock stands that of the rank's processor, in which
 waiting for the other rank does not count, and which other programs on the machine change less.
@@ -15,11 +15,13 @@ from typing import Any
 
 import rivals
 import torch
+import torch.distributed as dist
 from timing import Action, Row, in_order, rows
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from fabric import Fabric
+from fabric.replica_check import ReplicaCheck
 
 BATCH, WIDTH, LAYERS, STEPS = 32, 256, 12, 10
 
@@ -52,6 +54,22 @@ def numbers(ours: Fabric) -> list[Row]:
         steps(batches)
         ours.guard_gradients(None)
 
+    def with_message(batches: Iterable[Any]) -> None:
+        number = torch.zeros(1, dtype=torch.float64)
+        for inputs in islice(batches, STEPS):
+            optimizer.zero_grad()
+            work = dist.all_reduce(number, async_op=True)
+            ours.backward(model(inputs).square().mean())
+            work.wait()
+            optimizer.step()
+
+    def compared(batches: Iterable[Any]) -> None:
+        check = ReplicaCheck(ours.collective, every=1)
+        check.add(ours._models[model])
+        detach = check.attach(optimizer, ours._models[model].state)
+        steps(batches)
+        detach()
+
     stream: Any = DataLoader(Endless(), batch_size=None)
     alone = iter(ours.setup_dataloaders(stream, use_distributed_sampler=False))
     agreed = iter(ours.setup_dataloaders(stream, use_distributed_sampler=False, uneven="stop"))
@@ -59,9 +77,11 @@ def numbers(ours: Fabric) -> list[Row]:
     prepared = ours.setup_dataloaders(whole)
     with TemporaryDirectory() as folder:
         races: dict[str, tuple[Action, Action]] = {
+            "raw all_reduce of 8 bytes": (partial(steps, alone), partial(with_message, alone)),
             "weight=": (partial(steps, alone), partial(steps, alone, BATCH)),
             "agreement on uneven data": (partial(steps, alone), partial(steps, agreed)),
             "loader with a state": (partial(steps, plain), partial(steps, prepared)),
+            "check_replicas=1": (partial(steps, prepared), partial(compared, prepared)),
             "guard_gradients": (partial(steps, prepared), partial(guarded, prepared, None)),
             "guard_gradients(keep_in=)": (partial(steps, prepared), partial(guarded, prepared, folder)),
         }

@@ -37,6 +37,11 @@ CONSTRUCTORS: dict[str, Row] = {
     # Options that strategies share
     "launcher": (lambda: two(DDPStrategy(launcher="thread")), ValueError, "Write one of 'auto', 'script', 'fork'"),
     "backend": (lambda: two(FSDPStrategy(backend="glo")), ValueError, "torch.distributed has no backend 'glo'"),
+    "check_replicas": (
+        lambda: Fabric(accelerator="cpu", devices=1, check_replicas=0),
+        ValueError,
+        "`check_replicas=0` is out of range. Write a whole number from 1.",
+    ),
     "timeout": (lambda: two(DDPStrategy(timeout_seconds=-1)), ValueError, "write a number of seconds above 0."),
     "timeout word": (
         lambda: two(FSDPStrategy(timeout_seconds="5")),  # type: ignore[arg-type]

@@ -98,7 +98,7 @@ def test_ranks_without_a_batch_get_the_values_of_the_others() -> None:
     for found in gather(loaders, lambda batch: (batch, 1.0)):
         assert found[0].tolist() == [0, 1]
         assert found[1].tolist() == [1.0, 1.0]
-    with pytest.raises(ValueError, match=r"of a `DataLoader` that has given no rank a batch"):
+    with pytest.raises(ValueError, match=r"of a `DataLoader` that has yielded no batch on any rank"):
         gather(share_out([DataLoader(Stream(0), 4)] * 2, 2, "validate", said=[]), lambda batch: batch)
 
 

@@ -102,7 +102,7 @@ def test_a_kept_step_repeats_the_losses_bit_for_bit_on_its_ranks_and_each_in_one
             assert torch.equal(torch.stack(losses), torch.stack(seen[rank]["losses"]))
     with (
         Fabric(accelerator="cpu", devices=1) as fabric,
-        pytest.raises(ValueError, match=r"2 ranks kept this step.*1\."),
+        pytest.raises(ValueError, match=r"2 ranks saved this step.*1\."),
     ):
         repeated(fabric, path)
 

@@ -50,7 +50,7 @@ def test_weights_changed_while_the_average_is_applied_raise_and_are_put_back(fab
         optimizer.step()
     assert torch.equal(model.weight, before)
     for use in (average.update, lambda: average.applied().__enter__(), lambda: average.load_state_dict({})):
-        with average.applied(), pytest.raises(RuntimeError, match=r"within `average.applied\(\)`. Leave the block"):
+        with average.applied(), pytest.raises(RuntimeError, match=r"within `average.applied\(\)`. Leave that context"):
             use()
 
 
@@ -63,5 +63,5 @@ def test_decays_and_weights_that_it_cannot_average_are_refused(fabric: Fabric) -
         fabric.ema(nn.Linear(2, 1))
     half = fabric.setup(nn.Linear(2, 1).bfloat16())
     half.to(torch.bfloat16)
-    with pytest.raises(ValueError, match=r"parameters in torch.bfloat16: a step .* `precision='bf16-mixed'`"):
+    with pytest.raises(ValueError, match=r"parameters in torch.bfloat16: updates .* `precision='bf16-mixed'`"):
         fabric.ema(half)

@@ -259,7 +259,7 @@ NAMES = ("ddp", "fsdp", "model_parallel", "manual", "ddp_sharded", "ddp_fully_sh
 )
 def test_a_program_with_a_mistake_raises_or_trains_as_it_would_in_one_process(name: str) -> None:
     strategy = (WITH_A_FUNCTION.get((name, 2)) or (lambda: make_strategy(name)))()
-    found = Fabric(accelerator="cpu", devices=2, strategy=strategy).launch(run_all, name)
+    found = Fabric(accelerator="cpu", devices=2, strategy=strategy, check_replicas=1).launch(run_all, name)
     for program in ("no mistake", *CORRECT):
         assert found.get(program, "right") == "right", program
     wrong = {program for program, word in found.items() if word.startswith("wrong")}

@@ -41,7 +41,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @final
 class Meeting:
-    """The table around which the ranks of one `ThreadCollective` sit."""
+    """Exchanges objects between the ranks of one `ThreadCollective`."""
 
     def __init__(self, size: int, timeout_seconds: float = 20.0) -> None:
         self.size = size
@@ -52,15 +52,15 @@ class Meeting:
         self._all_here = threading.Barrier(size)
 
     def exchange(self, rank: int, mine: Any) -> list[Any]:
-        """Give every rank what all ranks brought."""
+        """All-gather objects over the threads. All ranks call it."""
         self._places[rank] = mine
         self._wait(rank)
         brought = list(self._places)
-        self._wait(rank)  # nobody brings the next thing before all have taken this one
+        self._wait(rank)  # before all have read the objects, none writes the next one
         return brought
 
     def leave(self) -> None:
-        """Let the others fail at once, instead of waiting for somebody who will not come."""
+        """Make the others fail at once, instead of waiting for a rank that has failed."""
         self._all_here.abort()
 
     def _wait(self, rank: int) -> None:
@@ -72,7 +72,7 @@ class Meeting:
 
 @final
 class ThreadCollective(CarriesObjects):
-    """Ranks that are threads of one process. `calls` remembers the operations that reached the table, in order."""
+    """Ranks that are threads of one process. `calls`: the operations so far, in order."""
 
     def __init__(self, meeting: Meeting, rank: int, *, is_part: bool = False) -> None:
         self.calls: list[str] = []
@@ -149,9 +149,9 @@ class ThreadCollective(CarriesObjects):
 
 
 def run_threads(size: int, body: Callable[..., R], *args: Any) -> list[R]:
-    """Call `body(collective, *args)` on `size` ranks, and give what they returned, in rank order.
+    """Call `body(collective, *args)` on `size` ranks, and return their results, in rank order.
 
-    Raises what the first rank raised that failed by itself, not because another one left.
+    Raises the error of the first rank that failed by itself, not because another one left.
     """
     meeting = Meeting(size)
     results: list[Any] = [None] * size

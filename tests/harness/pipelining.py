@@ -1,4 +1,4 @@
-"""A small language model that is awkward to cut into stages, and loops that train it: plain, and in a pipeline.
+"""A small language model that is hard to split into stages, and loops that train it: plain, and in a pipeline.
 
 Here and not in a test's own module, so that ranks can import it.
 """
@@ -34,7 +34,7 @@ def tiny_loss_of(outputs: Tensor, target: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """Mixes tokens with those before, and then each by itself. The gate of one number is its own parameter."""
+    """Mixes tokens with earlier ones, then transforms each. Its gate is a parameter of one element."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Parameters and buffers of the root itself, blocks by name, a second input that every stage reads.
 
-    Between the stages goes a tensor that is not contiguous.
+    The tensor that is sent between stages is not contiguous.
     """
 
     def __init__(self, depth: int = 8) -> None:
@@ -98,7 +98,7 @@ def cut_evenly(model: Net, stage: int, num_stages: int) -> Net:
 
 
 class Plain(nn.Module):
-    """The same numbers in one piece: `x + 1/2` once for each stage, as often as the stages of a pipeline add it."""
+    """The unsplit model: adds 1/2 once for each stage, as the stages of a pipeline do."""
 
     def __init__(self, num_stages: int) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Recipe:
     optimizer: str = "sgd"
     accumulate: int = 1
     repeated: bool = False
-    """Whether every backward of a window is synchronised, not the last alone."""
+    """Whether every backward of a window is synchronised, not only the last."""
     clip: dict[str, float] = field(default_factory=dict)
     masked: bool = False
     frozen: bool = False
@@ -218,7 +218,7 @@ def train_plain(recipe: Recipe, num_samples: int, num_stages: int, load: str | N
 def train(
     fabric: Fabric, recipe: Recipe, num_samples: int, shares: int, folder: str, load: str | None = None
 ) -> Run | None:
-    """The same on every rank; the checkpoint that it saves says what became of it. None but on rank 0.
+    """Train on every rank; results are read from the checkpoint that it saves. None on ranks other than 0.
 
     `shares`: how many different parts of the data there are; ranks with the same part are neighbours, or are as far
     apart as there are parts.
@@ -280,7 +280,7 @@ def fabric_with(size: int, strategy: Strategy | Pipeline, precision: Any = "64-t
 
 
 def shard_blocks(model: Net, mesh: Any) -> None:
-    """FSDP2 in each stage."""
+    """Use FSDP2 in each stage."""
     from torch.distributed.fsdp import fully_shard
 
     for block in model.blocks.values():
@@ -289,7 +289,7 @@ def shard_blocks(model: Net, mesh: Any) -> None:
 
 
 def shard_only_blocks(model: Net, mesh: Any) -> None:
-    """The root's own parameters stay whole; replicas of shards average among themselves."""
+    """Use FSDP2 for blocks only; the strategy averages the root's own parameters, and replicas of shards."""
     from torch.distributed.fsdp import fully_shard
 
     for block in model.blocks.values():

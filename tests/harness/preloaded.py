@@ -1,7 +1,7 @@
-"""What ranks of tests import, imported once: by the fork server, which computes nothing, and of which ranks are forks.
+"""Imports what ranks of tests need once, in the fork server, of which ranks are forks. It computes nothing.
 
-`torch.compile` looks through all of its backends when it is first called, a second of imports in each rank. Libraries
-whose strategies import them in a way of their own are left to the ranks: DeepSpeed, FairScale.
+`torch.compile` looks through all of its backends when it is first called, a second of imports in each rank. DeepSpeed
+and FairScale are imported by the ranks, since their strategies control how.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Find and end the processes of a test, by a word in their environment: whatever became of their parents."""
+"""Find and end the processes of a test, by a marker in their environment, even after their parents have ended."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ PATIENCE_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A program under test, and everything that descends from it."""
+    """A program under test, and all its descendants."""
 
     mark: str
     process: subprocess.Popen[str]
 
     def descendants(self) -> dict[int, str]:
-        """Processes that carry the mark and live, the program itself excepted, with their command lines."""
+        """Live processes with the marker, except the program itself, with their command lines."""
         return {pid: words for pid, words in marked(self.mark).items() if pid != self.process.pid}
 
     def wait_for(self, words: str, times: int = 1) -> str:
-        """Read stdout until `words` has come `times` times."""
+        """Read stdout until `words` has occurred `times` times."""
         assert self.process.stdout is not None
         text, deadline = "", time.monotonic() + PATIENCE_SECONDS
         while text.count(words) < times:
@@ -46,7 +46,7 @@ class Program:
 
 
 def marked(mark: str) -> dict[int, str]:
-    """Live processes whose environment holds the mark, with their command lines."""
+    """Live processes whose environment has the marker, with their command lines."""
     found = {}
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
@@ -63,7 +63,7 @@ def marked(mark: str) -> dict[int, str]:
 
 @contextmanager
 def running(arguments: Sequence[str | Path], **environ: str) -> Iterator[Program]:
-    """A Python program in its own session with its output piped; whatever is left of it afterwards is killed."""
+    """A Python program in its own session with its output piped; remaining processes are killed afterwards."""
     mark = uuid.uuid4().hex
     process = template.Popen(
         [sys.executable, *map(str, arguments)],
@@ -88,7 +88,7 @@ def running(arguments: Sequence[str | Path], **environ: str) -> Iterator[Program
 
 
 def all_gone(program: Program, within_seconds: float = 5.0) -> dict[int, str]:
-    """What is left of the program's descendants once they are gone, or once the time is over."""
+    """Wait until the program's descendants have ended, or for the timeout; returns those that are left."""
     deadline = time.monotonic() + within_seconds
     while (left := program.descendants()) and time.monotonic() < deadline:
         os.sched_yield()
@@ -124,7 +124,7 @@ def run(
 def free_port() -> int:
     """A free port, outside the range from which the system hands out ports by itself.
 
-    Processes that search at a time begin far from each other.
+    Processes that search at the same time start at distant ports.
     """
     for port in range(10_000 + 997 * os.getpid() % 19_000, 30_000):
         with socket.socket() as probe:

@@ -1,4 +1,4 @@
-"""A model whose parameters are awkward to cut, and loops that train it: plain, and on every rank of a fabric.
+"""A model whose parameters are hard to shard, and loops that train it: plain, and on every rank of a fabric.
 
 Here and not in a test's own module, so that ranks can import it.
 """
@@ -20,7 +20,7 @@ BATCH_SIZE = 8
 
 
 class Block(nn.Module):
-    """A residual block, to be gathered on its own. Its scale has one row, and most ranks hold nothing of it."""
+    """A residual block, to be wrapped. Its scale has one row, so that most ranks hold nothing of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def train_plain(recipe: Recipe, model: Net | None = None, optimizer: Optimizer |
 
 
 def train(fabric: Fabric, recipe: Recipe, folder: str, load: str | None = None) -> Run | None:
-    """The same on every rank; the checkpoint that it saves says what became of it. None but on rank 0."""
+    """Train on every rank; results are read from the checkpoint that it saves. None on ranks other than 0."""
     model, optimizer = fabric.setup(*make(recipe))
     if load is not None:
         fabric.load(load, {"model": model, "optimizer": optimizer})

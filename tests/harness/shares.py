@@ -1,7 +1,7 @@
 """All shares of one loader in one process: what each rank would read, without the cost of processes.
 
-The ranks are threads that take turns: one runs until it must hear from the others, so that the process's random
-numbers belong to one rank at a time.
+The ranks are threads that take turns: one runs until its next collective, so that one rank at a time uses the global
+random generators.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fabric.strategies.data.loaders import DeviceLoader, Share, Use, process_dat
 
 
 def ranks_by(gather: Callable[[Any], list[Any]], count: int) -> Ranks:
-    """How ranks talk that can give each other what each has."""
+    """The `Ranks` over a function that all-gathers objects."""
     return Ranks(
         size=count,
         broadcast=lambda obj: gather(obj)[0],
@@ -36,7 +36,7 @@ def share_out(
     shares: list[Share] | None = None,
     numbers: list[LoaderNumbers] | None = None,
 ) -> list[DeviceLoader]:
-    """What `process_dataloader` gives each of `count` ranks for `make(rank)` or `make[rank]`.
+    """The results of `process_dataloader` on `count` ranks for `make(rank)` or `make[rank]`.
 
     `said` gets the warnings of rank 0; `shares` are given where ranks have one in common,
     `numbers` where they set up several loaders.
@@ -88,5 +88,5 @@ def read(loaders: list[DeviceLoader]) -> list[list[Any]]:
 
 
 def in_order(shares: list[list[list[int]]]) -> list[int]:
-    """The samples of all ranks, step by step, the ranks side by side."""
+    """The samples of all ranks, step by step, in rank order within a step."""
     return [sample for step in zip(*shares, strict=True) for batch in step for sample in batch]

@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 
 def run_world(size: int, body: Callable[..., R], *args: Any) -> list[R]:
-    """Call `body(world, *args)` on `size` processes, and give what they returned, in rank order.
+    """Call `body(world, *args)` on `size` processes, and return their results, in rank order.
 
     Raises: WorkerError: a rank raised, died, or left without a result.
     """
@@ -34,7 +34,7 @@ def run_world(size: int, body: Callable[..., R], *args: Any) -> list[R]:
 
 @functools.cache
 def preload() -> None:
-    """Let the fork server import what ranks import, for those that a test starts by `fabric.launch(function)`."""
+    """Make the fork server import what ranks need, for tests that call `fabric.launch(function)`."""
     run_world(1, _nothing)
 
 

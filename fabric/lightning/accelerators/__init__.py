@@ -20,6 +20,6 @@ __all__ = [
 
 
 def accelerator_of(name: str) -> Accelerator:
-    """The accelerator of a name, of the class that code asks for with `isinstance`."""
+    """The accelerator of this name, an instance of Lightning Fabric's class name."""
     kinds = {"cpu": CPUAccelerator, "cuda": CUDAAccelerator, "mps": MPSAccelerator, "xla": XLAAccelerator}
     return kinds[name]() if name in kinds else view_of(name)

@@ -1,4 +1,4 @@
-"""A kind of device, as code for Lightning Fabric asks about it."""
+"""A kind of device, with the methods of Lightning Fabric's `Accelerator`."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ class Accelerator:
     """One kind of device. `isinstance` works on it, and it may be passed to `Fabric(accelerator=...)`."""
 
     device_type: str = ""
-    """torch's word."""
+    """The device type of torch, such as "cuda"."""
 
     @classmethod
     def name(cls) -> str:
-        """The word for `Fabric(accelerator=...)`."""
+        """The name for `Fabric(accelerator=...)`."""
         return cls.device_type
 
     @classmethod
     def is_available(cls) -> bool:
-        """Whether this process can use one."""
+        """Whether this process can use a device of this kind."""
         return make_accelerator(cls.device_type).why_unavailable() is None
 
     @classmethod
     def auto_device_count(cls) -> int:
-        """How many there are for `devices="auto"`."""
+        """The number of devices for `devices="auto"`."""
         return make_accelerator(cls.device_type).num_devices()
 
     def setup_device(self, device: torch.device) -> None:
-        """Nothing: the device of a rank is made its current one when it is launched."""
+        """Does nothing: `launch` sets the current device of a rank."""
 
     def teardown(self) -> None:
-        """Nothing: `fabric.close()` gives back what was taken."""
+        """Does nothing: `fabric.close()` releases devices."""
 
 
 def view_of(name: str) -> Accelerator:

@@ -15,12 +15,12 @@ class CUDAAccelerator(Accelerator):
 
 
 def num_cuda_devices() -> int:
-    """How many CUDA devices this process sees; initialises none."""
+    """The number of visible CUDA devices; does not initialise CUDA."""
     return CUDAAccelerator.auto_device_count()
 
 
 def is_cuda_available() -> bool:
-    """Whether this process sees a CUDA device; initialises none."""
+    """Whether there is a visible CUDA device; does not initialise CUDA."""
     return num_cuda_devices() > 0
 
 

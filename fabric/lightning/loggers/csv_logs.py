@@ -1,4 +1,4 @@
-"""`CSVLogger` with the arguments of Lightning Fabric. Each row is on disk once it is logged."""
+"""`CSVLogger` with the arguments of Lightning Fabric. Each row is written at once."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fabric.loggers.directory import next_version
 
 @final
 class CSVLogger(Logger):
-    """Writes `root_dir/name/version_N/metrics.csv`, on rank zero alone.
+    """Writes `root_dir/name/version_N/metrics.csv`, on rank zero only.
 
-    `name=None`: versions are in `root_dir` itself. `version=None`: the next free number, chosen when it is first asked
-    for. `flush_logs_every_n_steps` is kept to in any case, for every row is written at once.
+    `name=None`: versions are in `root_dir` itself. `version=None`: the next free number, chosen when it is first
+    read. Every row is written at once, whatever `flush_logs_every_n_steps` is.
     Raises: ValueError: `flush_logs_every_n_steps` is below 1.
     """
 

@@ -1,4 +1,4 @@
-"""The role of a logger, as Lightning Fabric has it: a base class, for `isinstance` and for loggers of one's own."""
+"""Lightning Fabric's base class of loggers, for `isinstance` and for custom loggers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Logger(ABC):
-    """Takes metrics and settings. Every class with a method `log_metrics` counts as one, loggers of Lightning too."""
+    """Writes metrics and hyperparameters. Any class with `log_metrics` is a subclass, also Lightning's loggers."""
 
     @classmethod
     def __subclasshook__(cls, kind: type) -> Any:
@@ -32,17 +32,17 @@ class Logger(ABC):
 
     @property
     def root_dir(self) -> str | None:
-        """Where all versions are; None where nothing is on disk."""
+        """The folder of all versions; None if nothing is on disk."""
         return None
 
     @property
     def log_dir(self) -> str | None:
-        """Where this version is; None where nothing is on disk."""
+        """The folder of this version; None if nothing is on disk."""
         return None
 
     @property
     def group_separator(self) -> str:
-        """What separates the words of a metric's name."""
+        """The separator in the names of metrics."""
         return "/"
 
     @abstractmethod
@@ -51,21 +51,21 @@ class Logger(ABC):
 
     @abstractmethod
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Write the settings of a run."""
+        """Write the hyperparameters of a run."""
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:  # noqa: B027
-        """Nothing, unless a logger has something to draw a graph with."""
+        """Does nothing, unless a logger supports graphs."""
 
     def save(self) -> None:  # noqa: B027
-        """Write what is not written yet."""
+        """Write buffered metrics."""
 
     def finalize(self, status: str) -> None:
-        """The run is over."""
+        """Called at the end of a run."""
         self.save()
 
 
 def rank_zero_experiment(function: Callable[[Any], T]) -> Callable[[Any], T | _Nothing]:
-    """The property `experiment` on rank zero; elsewhere an object whose every method does nothing."""
+    """The property `experiment` on rank zero; on other ranks an object whose methods do nothing."""
 
     def experiment(self: Any) -> T | _Nothing:
         return function(self) if rank_zero_only.rank == 0 else _Nothing()
@@ -88,7 +88,7 @@ class _Nothing:
 
 
 def prefixed(metrics: Mapping[str, Any], prefix: str, separator: str) -> dict[str, Any]:
-    """The metrics, numbers by name, `prefix` before each name."""
+    """The metrics as numbers by name, with `prefix` before each name."""
     return {
         f"{prefix}{separator}{name}" if prefix else name: value.item() if "item" in dir(value) else value
         for name, value in metrics.items()
@@ -96,5 +96,5 @@ def prefixed(metrics: Mapping[str, Any], prefix: str, separator: str) -> dict[st
 
 
 def settings(params: Any) -> dict[str, Any]:
-    """The settings of a run as a dict, from a mapping or a namespace."""
+    """The hyperparameters as a dict, from a mapping or a namespace."""
     return dict(params) if isinstance(params, Mapping) else dict(vars(params))

@@ -14,7 +14,7 @@ from fabric.loggers.tensorboard import check_installed
 
 @final
 class TensorBoardLogger(Logger):
-    """Writes event files to `root_dir/name/version_N/sub_dir`, on rank zero alone. Needs the extra `loggers`.
+    """Writes event files to `root_dir/name/version_N/sub_dir`, on rank zero only. Needs the extra `loggers`.
 
     Other arguments go to `torch.utils.tensorboard.SummaryWriter`.
     Raises: ModuleNotFoundError: tensorboard is not installed.
@@ -81,7 +81,7 @@ class TensorBoardLogger(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, metrics: Any = None, step: int | None = None, **kwargs: Any) -> None:
-        """TensorBoard's tab "HPARAMS": the settings, and the metrics that are compared over them."""
+        """Write the tab "HPARAMS": hyperparameters, and the metrics that are compared over them."""
         from torch.utils.tensorboard.summary import hparams
 
         compared = metrics if isinstance(metrics, dict) else {"hp_metric": -1 if metrics is None else metrics}

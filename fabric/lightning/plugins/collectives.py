@@ -1,4 +1,4 @@
-"""How ranks talk: `fabric.collective`."""
+"""The collective of all ranks: `fabric.collective`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cluster environments. They are recognised by themselves; passing one says which it has to be."""
+"""Cluster environments. They are detected automatically; passing one requires it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 class LightningEnvironment:
-    """Processes started here, whatever the environment says. Here a launcher's world is the truth."""
+    """Lightning Fabric starts processes itself with it. Here an external launcher always determines the world."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise refuse(

@@ -1,4 +1,4 @@
-"""Plugins that write checkpoints: there are none here."""
+"""Plugins that write checkpoints, which are not supported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fabric.lightning.carry import refuse
 
 
 class CheckpointIO:
-    """How checkpoints are written, in Lightning Fabric. A class of your own raises where it is passed to `Fabric`."""
+    """Lightning Fabric's base class of checkpoint plugins. Passing a custom one to `Fabric` raises."""
 
 
 class TorchCheckpointIO(CheckpointIO):
@@ -20,7 +20,7 @@ class XLACheckpointIO(CheckpointIO):
 
 
 def refuse_checkpoint_io(plugin: Any) -> None:
-    """Raise NotCarriedOverError for a plugin that writes in a way of its own."""
+    """Raise NotCarriedOverError for a custom plugin."""
     if type(plugin) not in (TorchCheckpointIO, XLACheckpointIO):
         raise refuse(
             f"Fabric(plugins={type(plugin).__name__}())",

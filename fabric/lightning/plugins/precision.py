@@ -1,4 +1,4 @@
-"""Precisions: what `fabric.strategy.precision` is, and what may be passed to `Fabric(plugins=...)`."""
+"""Precisions: the classes of `fabric.strategy.precision` and of `Fabric(plugins=...)`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fabric.strategies.precision.precision import Precision as CorePrecision
 
 
 class Precision:
-    """What numbers are made of. `precision`: the word, such as "bf16-mixed"."""
+    """A precision. `precision`: its name, such as "bf16-mixed"."""
 
     precision: str = "32-true"
-    """The word for `Fabric(precision=...)`."""
+    """The name for `Fabric(precision=...)`."""
 
     @property
     def core(self) -> CorePrecision:
-        """The same, for the core."""
+        """The core's precision."""
         return CorePrecision.parse(self.precision)  # type: ignore[arg-type]
 
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -100,7 +100,7 @@ class BitsandbytesPrecision(Precision):
 
 
 def precision_of(core: CorePrecision) -> Precision:
-    """The precision of a core's, of the class that code asks for with `isinstance`."""
+    """The core's precision as an instance of Lightning Fabric's class name."""
     if core.name == "64-true":
         return DoublePrecision()
     if core.name in ("bf16-mixed", "16-mixed"):

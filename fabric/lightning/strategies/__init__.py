@@ -1,4 +1,4 @@
-"""Strategies, with the names and arguments of Lightning Fabric. Each holds one of the core: `strategy.core`."""
+"""Strategies, with the names and arguments of Lightning Fabric. Each has one of the core: `strategy.core`."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ _KINDS: dict[str, type[Strategy]] = {
     "XLAFSDPStrategy": XLAFSDPStrategy,
     "XLAStrategy": XLAStrategy,
 }
-"""By the name of the core's class."""
+"""Classes by the name of the core's class."""
 
 
 def strategy_of(core: CoreStrategy) -> Strategy:
-    """The strategy of a core's, of the class that code asks for with `isinstance`; where there is none, `Strategy`."""
+    """The core's strategy as an instance of Lightning Fabric's class name; `Strategy` if it has none."""
     return _KINDS.get(type(core).__name__, Strategy).holding(core)

@@ -10,9 +10,9 @@ from fabric.strategies.ddp.strategy import DDPStrategy as CoreDDP
 
 
 class DDPStrategy(ParallelStrategy):
-    """The whole model in every process, gradients averaged.
+    """A replica of the model in every process; gradients are averaged.
 
-    `start_method="popen"` takes the fastest way that works: a fork, or the script once more. Options of torch's
+    `start_method="popen"`: fork if that is safe, otherwise start the script again. Options of torch's
     DistributedDataParallel: `bucket_cap_mb`, `find_unused_parameters`, `static_graph`, `gradient_as_bucket_view`,
     `broadcast_buffers`.
     """

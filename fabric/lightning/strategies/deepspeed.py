@@ -1,4 +1,4 @@
-"""`DeepSpeedStrategy`: arguments that say DeepSpeed's dictionary, over the core's, which checks its keys."""
+"""`DeepSpeedStrategy`: arguments that make up DeepSpeed's config, whose keys the core checks."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ _NOWHERE = {
 class DeepSpeedStrategy(ParallelStrategy):
     """ZeRO by DeepSpeed.
 
-    What is said beside the parameters below goes into DeepSpeed's dictionary: `allgather_bucket_size`,
+    Further options that go into DeepSpeed's config: `allgather_bucket_size`,
     `allgather_partitions`, `contiguous_gradients`, `overlap_comm`, `reduce_bucket_size`, `reduce_scatter`,
-    `sub_group_size`; and of the scaling of losses under "16-true": `loss_scale` (0: it adapts), `initial_scale_power`,
-    `loss_scale_window`, `hysteresis`, `min_loss_scale`. What is not said is DeepSpeed's own default.
-    Raises: NotCarriedOverError: an argument that has no counterpart. ValueError: said here and in `config`.
+    `sub_group_size`; and those of loss scaling under "16-true": `loss_scale` (0: dynamic), `initial_scale_power`,
+    `loss_scale_window`, `hysteresis`, `min_loss_scale`. Omitted options have DeepSpeed's defaults.
+    Raises: NotCarriedOverError: an argument without a counterpart. ValueError: an option here and in `config`.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class DeepSpeedStrategy(ParallelStrategy):
 
     @property
     def config(self) -> Any:
-        """DeepSpeed's dictionary, as far as it was said."""
+        """DeepSpeed's config, with the options that were passed."""
         return getattr(self._core, "config", {})
 
 

@@ -1,4 +1,4 @@
-"""`FSDPStrategy`: the arguments of torch's first FSDP, over its second."""
+"""`FSDPStrategy`: the arguments of torch's FSDP1, implemented by FSDP2."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class FSDPStrategy(ParallelStrategy):
     """Every rank holds a shard of parameters, gradients and optimizer state.
 
     `sharding_strategy`: FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD and _HYBRID_SHARD_ZERO2 (a replica on each node, or
-    `device_mesh=(replicas, shards)`), as words or torch's enum. `state_dict_type`: "full".
-    Raises: NotCarriedOverError: an option, or a value, that FSDP2 has no counterpart for.
+    `device_mesh=(replicas, shards)`), as strings or torch's enum. `state_dict_type`: "full".
+    Raises: NotCarriedOverError: an option or a value without a counterpart in FSDP2.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ _HELD: dict[str, tuple[Any, str]] = {
     "sync_module_states": (True, "The weights of rank 0 are what is trained. Leave it out."),
     "forward_prefetch": (False, "Leave it out: FSDP2 gathers the next parameters while the current ones are used."),
 }
-"""Options whose one value is what holds here."""
+"""Options of which one value is supported, since it always holds here."""
 
 
 def _sharding(word: Any, mesh: Any) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _offload(value: Any) -> bool:
 
 
 def _policy(policy: Any) -> Any:
-    """Classes, or a function of a module; torch's `ModuleWrapPolicy` and `size_based_auto_wrap_policy` as that."""
+    """Classes, or a function of a module, from torch's `ModuleWrapPolicy` and `size_based_auto_wrap_policy`, too."""
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 
     if isinstance(policy, ModuleWrapPolicy):

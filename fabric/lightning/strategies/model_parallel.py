@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class ModelParallelStrategy(ParallelStrategy):
-    """A mesh of two axes, over which `parallelize_fn(model, mesh)` lays the model.
+    """A mesh of two axes, over which `parallelize_fn(model, mesh)` parallelises the model.
 
-    A size may be "auto": both, a replica or shard on each node, and its devices along `tensor_parallel`; one, what the
-    other leaves.
+    A size may be "auto". Both: `data_parallel` is the number of nodes, `tensor_parallel` that of devices per node. One:
+    the remaining ranks.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class ModelParallelStrategy(ParallelStrategy):
     def device_mesh(self) -> DeviceMesh | None:
         """The ranks along `data_parallel` and `tensor_parallel`."""
         mesh = self._within.device_mesh
-        is_the_core_s = "_sizes" not in vars(self)  # whose function knows the axes by the core's names
+        is_the_core_s = "_sizes" not in vars(self)  # its function uses the core's names of the axes
         return mesh if mesh is None or is_the_core_s else with_names(mesh)
 
 
 @final
 @dataclass(frozen=True)
 class _WithNames:
-    """The user's function, given the axes under the names that it knows."""
+    """Calls the user's function with that library's names of the axes."""
 
     function: Callable[[Any, DeviceMesh], Any]
 
@@ -75,7 +75,7 @@ class _WithNames:
 
 
 def with_names(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh of two axes over the process groups of the core's mesh. Talks to no rank."""
+    """The mesh of two axes over the process groups of the core's mesh. No communication."""
     from torch.distributed.device_mesh import DeviceMesh
 
     assert mesh.mesh_dim_names is not None

@@ -1,4 +1,4 @@
-"""What the strategies for several processes share: the arguments for processes and their connection."""
+"""What strategies with several processes share: the arguments for processes and process groups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ParallelStrategy(Strategy):
 
     @property
     def num_processes(self) -> int:
-        """How many processes there are on this node."""
+        """The number of processes on this node."""
         return self._within._configuration.topology.num_processes
 
 
@@ -28,9 +28,9 @@ def processes(
     start_method: str = "popen",
     **said: Any,
 ) -> dict[str, Any]:
-    """The core's options for processes. `said`: arguments that belong to `Fabric`; None is not said.
+    """The core's options for processes. `said`: arguments that belong to `Fabric`; None if not passed.
 
-    Raises: ValueError, TypeError: a value is none. NotCarriedOverError: one of `said` has a value.
+    Raises: ValueError, TypeError: a value is not allowed. NotCarriedOverError: one of `said` has a value.
     """
     refuse_said(where, said, ELSEWHERE)
     if start_method not in LAUNCHERS:
@@ -45,7 +45,7 @@ def processes(
 
 
 def unknown(where: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Raise TypeError for an option that there is not."""
+    """Raise TypeError for an unknown option."""
     for name in options:
         if name not in known:
             raise TypeError(

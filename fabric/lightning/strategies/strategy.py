@@ -1,7 +1,7 @@
-"""What every strategy answers, as code for Lightning Fabric asks it.
+"""The attributes that every strategy of Lightning Fabric has.
 
-A strategy holds one of the core, complete from its constructor on. `Fabric` gives out a copy of it that knows the
-fabric, so that `fabric.strategy.root_device` and the like can answer; one that no fabric has answers for none of them.
+A strategy has one of the core, complete after its constructor. `fabric.strategy` is a copy of it that knows the fabric,
+so that it has `root_device` and the like; on a strategy without a fabric these raise.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Strategy:
 
     @classmethod
     def holding(cls: type[S], core: CoreStrategy) -> S:
-        """A strategy of this class for one that the core has made."""
+        """A strategy of this class for one of the core."""
         made = cls.__new__(cls)
         made._core = core
         return made
 
     def within(self: S, fabric: CoreFabric) -> S:
-        """A copy that answers for a fabric."""
+        """A copy that knows a fabric."""
         bound = copy.copy(self)
         bound._core, bound._fabric = fabric.strategy, fabric
         return bound
@@ -53,17 +53,17 @@ class Strategy:
 
     @property
     def precision(self) -> Precision:
-        """What numbers are made of; `strategy.precision.precision` is the word."""
+        """The precision; `strategy.precision.precision` is its name."""
         return precision_of(self._within.precision)
 
     @property
     def root_device(self) -> torch.device:
-        """Where this rank's tensors live."""
+        """The device of this rank."""
         return self._within.device
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are over all nodes, or will be."""
+        """The number of ranks over all nodes. Available before `launch`."""
         return self._within._configuration.topology.size
 
     @property
@@ -88,7 +88,7 @@ class Strategy:
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """The ranks along named axes; None where the strategy has no axes."""
+        """The device mesh; None if the strategy has none."""
         return self._within.device_mesh
 
     def barrier(self, name: str | None = None) -> None:
@@ -96,11 +96,11 @@ class Strategy:
         self._within.barrier(name)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Give every rank the object of rank `src`."""
+        """Broadcast an object from rank `src`. Ranks: all call it."""
         return self._within.broadcast(obj, src)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks decide so, or any."""
+        """Whether the decision is True on all ranks, or on any."""
         return self._within.collective.reduce_boolean_decision(decision, require_all=all)
 
     @property

@@ -10,7 +10,7 @@ from fabric.strategies.xla.replicas import XLAStrategy as CoreXLA
 
 
 class XLAStrategy(ParallelStrategy):
-    """A replica for each XLA device, gradients averaged."""
+    """A replica on each XLA device; gradients are averaged."""
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from fabric.strategies.xla.fsdp import XLAFSDPStrategy as CoreXLAFSDP
 
 
 class XLAFSDPStrategy(ParallelStrategy):
-    """Shards over all XLA devices of a host, by one program: the compiler places them, so no option is left."""
+    """Fully sharded over all XLA devices of a host, by SPMD: the compiler places shards, so there are no options."""
 
     def __init__(self, **kwargs: Any) -> None:
         for name, value in kwargs.items():

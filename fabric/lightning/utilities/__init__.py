@@ -1,4 +1,4 @@
-"""What Lightning Fabric keeps under `utilities`, as far as programs import it."""
+"""The parts of Lightning Fabric's `utilities` that programs import."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What runs on rank zero alone, wherever it is called.
+"""Functions that run on rank zero only.
 
-The rank is read when a function is called: before `launch` it is what the environment says, as in that library.
+The rank is read when a function is called: before `launch` it is that of the environment, as in that library.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _RankZeroOnly:
 
     @property
     def rank(self) -> int:
-        """The rank of this process; 0 where it is no rank."""
+        """The rank of this process, from the environment; 0 outside of a launched job."""
         world = detect_world(os.environ)
         return 0 if world is None else world.rank
 
@@ -37,7 +37,7 @@ class _RankZeroOnly:
 
 
 rank_zero_only = _RankZeroOnly()
-"""A function that does nothing, and gives `default`, on every rank but zero."""
+"""A function that does nothing and returns `default` on ranks other than zero."""
 
 
 class LightningDeprecationWarning(DeprecationWarning):
@@ -46,7 +46,7 @@ class LightningDeprecationWarning(DeprecationWarning):
 
 @rank_zero_only
 def rank_zero_debug(message: object, **kwargs: Any) -> None:
-    """Log for who looks for errors."""
+    """Log at the level DEBUG."""
     _log.debug(message, **kwargs)
 
 
@@ -58,11 +58,11 @@ def rank_zero_info(message: object, **kwargs: Any) -> None:
 
 @rank_zero_only
 def rank_zero_warn(message: Any, stacklevel: int = 4, category: type[Warning] = UserWarning) -> None:
-    """Warn, once for each place in the program."""
+    """Warn, once for each line of code."""
     warnings.warn(message, stacklevel=stacklevel, category=category)
 
 
 @rank_zero_only
 def rank_zero_deprecation(message: Any, stacklevel: int = 5) -> None:
-    """Warn of what will go away."""
+    """Warn of a deprecation."""
     warnings.warn(message, stacklevel=stacklevel, category=LightningDeprecationWarning)

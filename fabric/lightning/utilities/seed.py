@@ -8,10 +8,10 @@ import fabric.seed
 
 
 def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
-    """Seed Python, NumPy and torch, and give the seed back; None is 0. No environment variable is read or written.
+    """Seed Python, NumPy and torch, and return the seed; None is 0. No environment variable is read or written.
 
-    `workers` changes nothing: a DataLoader's workers are seeded from torch's stream and the rank in any case.
-    `verbose`: says so, at the level INFO of the standard logger `fabric`.
+    `workers` has no effect: a DataLoader's workers are always seeded from torch's generator and the rank.
+    `verbose`: logs the seed, at the level INFO of the standard logger `fabric`.
     Raises: ValueError: out of range.
     """
     chosen = fabric.seed.seed_everything(0 if seed is None else int(seed))

@@ -26,7 +26,7 @@ class _Update:
 class Throughput:
     """Batches, samples, items and operations per second, of one device and of all.
 
-    `available_flops`: what one device can do in theory; with it there is `device/mfu`, the used share of that.
+    `available_flops`: the peak of one device; with it there is `device/mfu`, the fraction of it that is used.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Throughput:
     def update(
         self, *, time: float, batches: int, samples: int, lengths: int | None = None, flops: float | None = None
     ) -> None:
-        """Say how much has been done on this device since the beginning; `flops`: since the latest update.
+        """Record the work of this device since the beginning; `flops`: since the latest update.
 
         Raises: ValueError: a count went down, or there are fewer samples than batches.
         """
@@ -66,7 +66,7 @@ class Throughput:
         self._window.append(update)
 
     def compute(self) -> dict[str, float]:
-        """The metrics by name: counts, and what there is per second once the window is full."""
+        """The metrics by name: counts, and rates per second once the window is full."""
         if not self._window:
             return {}
         first, last = self._window[0], self._window[-1]
@@ -92,7 +92,7 @@ class Throughput:
         return metrics
 
     def reset(self) -> None:
-        """Begin again."""
+        """Reset all counts."""
         self._window.clear()
 
 
@@ -105,7 +105,7 @@ class ThroughputMonitor(Throughput):
         self.step = -1
 
     def compute_and_log(self, step: int | None = None, **kwargs: Any) -> dict[str, float]:
-        """Compute the metrics and give them to `fabric.log_dict`."""
+        """Compute the metrics and log them by `fabric.log_dict`."""
         self.step = self.step + 1 if step is None else step
         metrics = self.compute(**kwargs)
         self._fabric.log_dict(metrics, step=self.step)
@@ -117,7 +117,7 @@ def measure_flops(
     forward_fn: Callable[[], torch.Tensor],
     loss_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> int:
-    """Count the floating-point operations of a forward, and of the backward where there is `loss_fn`.
+    """Count the floating-point operations of a forward, and of backward if `loss_fn` is given.
 
     Source: `torch.utils.flop_counter`; on the device "meta" nothing is computed.
     """

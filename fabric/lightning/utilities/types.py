@@ -27,7 +27,7 @@ class Steppable(Protocol):
 
 @runtime_checkable
 class Optimizable(Protocol):
-    """Steps, and has groups of parameters."""
+    """An object with `step` and parameter groups."""
 
     param_groups: list[dict[Any, Any]]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import random
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -187,6 +188,18 @@ def test_a_mean_of_one_number_is_one_message_and_a_hundred_small_tensors_are_two
         ]
 
 
+def call_rank_0_alone(collective: Collective) -> Tensor:
+    return nested.all_reduce(collective, torch.ones(1))
+
+
+def call_all_ranks(collective: Collective) -> Tensor:
+    return nested.all_gather(collective, torch.ones(1))
+
+
+def _line_of(function: Callable[..., Any]) -> str:
+    return f"test_nested.py:{function.__code__.co_firstlineno + 1} in {function.__name__}"
+
+
 def gather_what_differs(collective: Collective) -> list[str]:
     rank = collective.rank
     one = torch.ones(1)
@@ -201,6 +214,7 @@ def gather_what_differs(collective: Collective) -> list[str]:
         lambda: nested.all_gather(collective, [one, one.clone().requires_grad_(rank == 0)], sync_grads=True),
         lambda: collective.split([0, 1] if rank else [0]),
         lambda: nested.all_gather(collective, ["word" if rank else one]),
+        lambda: call_all_ranks(collective) if rank else call_rank_0_alone(collective),
     ]
     messages = []
     for call in calls:
@@ -215,13 +229,13 @@ def gather_what_differs(collective: Collective) -> list[str]:
 def test_ranks_that_differ_each_get_all_calls_side_by_side() -> None:
     for results in run_both(2, gather_what_differs):
         assert results[0] == results[1]
-        first = results[0][0]
+        first = re.sub(r", at \S*test_nested\.py:\d+ in <lambda>$", ", at HERE", results[0][0], flags=re.MULTILINE)
         assert first == (
             "The 2 ranks did not make the same call:\n"
-            "  rank 0: all_gather\n"
+            "  rank 0: all_gather, at HERE\n"
             "      data['x']: float32 (4, 10) on cpu\n"
             "      and 1 as on all ranks\n"
-            "  rank 1: all_gather\n"
+            "  rank 1: all_gather, at HERE\n"
             "      data['x']: float32 (3, 10) on cpu\n"
             "      and 1 as on all ranks\n"
             "No rank has a result. Make all ranks call the same operation, in the same order, on equal shapes and "
@@ -239,7 +253,8 @@ def test_ranks_that_differ_each_get_all_calls_side_by_side() -> None:
             ("rank 0: all_gather of objects", "rank 1: broadcast from rank 0"),
             ("rank 0: all_gather with sync_grads", "data[1]: float32 (1,) on cpu, requires grad"),
             ("rank 0: split([0])", "rank 1: split([0, 1])"),
-            ("rank 0: all_gather\n", "rank 1: all_gather, refused: `data[0]` is a `str`"),
+            ("rank 0: all_gather, at ", "rank 1: all_gather, refused: `data[0]` is a `str`"),
+            (_line_of(call_rank_0_alone), _line_of(call_all_ranks)),
         ]
         for message, (of_first, of_second) in zip(results[0][1:], words, strict=True):
             assert of_first in message

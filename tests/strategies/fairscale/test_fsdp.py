@@ -90,7 +90,7 @@ def test_what_cannot_be_sliced_is_said() -> None:
     said = Fabric(accelerator="cpu", strategy=STRATEGY, devices=2).launch(mistakes)
     assert said is not None
     assert "ValueError: '1.weight' of `Sequential` is of torch.float64" in said["dtypes"]
-    assert "ValueError: `wrap` puts 'two.weight' of `Tied` and of `Sequential` into two parts" in said["tied"]
+    assert "ValueError: `wrap` puts 'two.weight' of `Tied` and of `Sequential` into two submodules" in said["tied"]
     assert "ValueError: `wrap=Conv2d` matches no submodule of the `Tied`" in said["nothing"]
     assert "cannot run `Adafactor`" in said["adafactor"]
     assert "TypeError: A module under `strategy='ddp_fully_sharded'` cannot be copied or pickled" in said["copy"]
