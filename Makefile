@@ -127,13 +127,13 @@ $(CLIENTS)/test.done: $(CLIENTS)/torch.done $(SAYS)
 	touch $@
 
 # CUDA's libraries, 3.7 GB, are what PyPI's torch 2.9 is linked to; nothing here runs them.
-$(XLA)/test.done: tests/xla/constraints.txt tests/xla/cuda_stand_ins.py $(SAYS)
+$(XLA)/test.done: tests/xla/constraints.txt tests/xla/fake_cuda.py $(SAYS)
 	$(PYTHON) -m venv --clear $(XLA)
 	$(XLA)/bin/python $(PIP) --no-deps \
 	    --constraint tests/xla/constraints.txt torch torch-xla
 	$(XLA)/bin/python $(PIP) absl-py filelock fsspec jinja2 networkx numpy \
 	    'pytest>=8' 'pytest-timeout>=2.3' pyyaml requests 'rich>=14.1' 'setuptools>=77' sympy typing-extensions
-	$(XLA)/bin/python tests/xla/cuda_stand_ins.py
+	$(XLA)/bin/python tests/xla/fake_cuda.py
 	$(ALONE) $(XLA)/bin/python $(PIP) --no-deps --no-build-isolation \
 	    --editable .
 	touch $@

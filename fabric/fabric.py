@@ -360,7 +360,7 @@ class Fabric:
         if self._replica_guard is not None and optimizers:
             self._open.callback(self._replica_guard.count_loads(uncompiled(prepared.module)))
         self._models[prepared.module] = prepared
-        runtime.random_streams.has_model = True
+        runtime.rank_rng.has_model = True
         self._optimizers.update(dict.fromkeys(prepared.optimizers, prepared.state))
         self._take_in(strangers, prepared.optimizers, move=move_to_device)
         self._tell_skips(prepared.optimizers)

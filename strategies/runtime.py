@@ -20,7 +20,7 @@ from fabric.strategies.data.uneven import Uneven
 from fabric.strategies.precision.forward_precision import dtype_of_new_tensors
 from fabric.strategies.precision.loss_scaler import LossScaler, loss_scaler_for
 from fabric.strategies.precision.precision import Precision
-from fabric.strategies.random_streams import RandomStreams
+from fabric.strategies.rank_rng import RankRng
 from fabric.strategies.sharding.dtensor import local_part
 
 if TYPE_CHECKING:
@@ -66,12 +66,12 @@ class Runtime:
     """The device mesh, if the strategy has one."""
     loader_numbers: LoaderNumbers = field(default_factory=LoaderNumbers)
     """Numbers loaders that are set up in the same random state, so that they are shuffled differently."""
-    random_streams: RandomStreams = field(default_factory=RandomStreams)
+    rank_rng: RankRng = field(default_factory=RankRng)
     backward: Backward = field(default_factory=Backward)
 
     def draw_apart(self) -> None:
-        """Make ranks that read different data draw different random numbers from here on: see `RandomStreams`."""
-        self.random_streams.differ(self.share)
+        """Make ranks that read different data draw different random numbers from here on: see `RankRng`."""
+        self.rank_rng.diverge(self.share)
 
 
 def open_runtime(

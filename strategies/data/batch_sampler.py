@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from fabric.strategies.data.content import is_torchs
 from fabric.strategies.data.epochs import Epoch, Order, Position
-from fabric.strategies.data.partition import BatchCut, Cut, LeaveOut, SampleCut, TurnCut
+from fabric.strategies.data.partition import BatchCut, Cut, LeaveOut, RoundRobinCut, SampleCut
 from fabric.strategies.data.seeded_dataset import with_seed
 from fabric.strategies.data.share import Share
 
@@ -87,7 +87,7 @@ def index_source(
     are distributed whole, because it decides what is in a batch. Without batching, the items of the sampler are.
     """
     name, items = "sampler", loader.sampler
-    cut: Cut = TurnCut(share=share, uneven=uneven)
+    cut: Cut = RoundRobinCut(share=share, uneven=uneven)
     batches = loader.batch_sampler
     if batches is not None:
         name, items, cut = "batch_sampler", batches, BatchCut(share=share, uneven=uneven)

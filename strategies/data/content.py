@@ -33,38 +33,38 @@ TINY = 1e-4
 def describe(items: Iterable[Any], dataset: object, seed: int) -> dict[str, Any]:
     """What must be equal on all ranks of a map-style loader. The keys are the names that an error shows."""
     return {
-        "dataset": dataset_words(dataset),
+        "dataset": describe_dataset(dataset),
         "sampler": type(items).__qualname__,
         "length": length_of(items),
-        "first indices": order_words(items, dataset, seed),
+        "first indices": describe_order(items, dataset, seed),
     }
 
 
 def describe_stream(dataset: object) -> dict[str, Any]:
     """What must be equal on all ranks of an iterable dataset."""
-    described = {"dataset": dataset_words(dataset), "length": length_of(dataset)}
+    described = {"dataset": describe_dataset(dataset), "length": length_of(dataset)}
     shuffled = huggingface.shuffle_states(dataset) or webdataset.shuffle_states(dataset)
     return described | {SHUFFLED_BY: f"{mix(shuffled):016x}"} if shuffled else described
 
 
-def dataset_words(dataset: object) -> str:
+def describe_dataset(dataset: object) -> str:
     """The type of a dataset, and some of its rows if they can be read without calling user code."""
     name = type(dataset).__qualname__
     if isinstance(dataset, Subset):
-        return f"{name}(indices {_rows(dataset.indices)} of {dataset_words(dataset.dataset)})"
+        return f"{name}(indices {_rows(dataset.indices)} of {describe_dataset(dataset.dataset)})"
     if isinstance(dataset, (ConcatDataset, StackDataset)):
         parts = dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets
-        return f"{name}({', '.join(map(dataset_words, parts))})"
+        return f"{name}({', '.join(map(describe_dataset, parts))})"
     if isinstance(dataset, TensorDataset):
         return f"{name}({', '.join(map(_rows, dataset.tensors))})"
     if huggingface.is_map_style(dataset):
         return f"{name}({_rows(dataset, huggingface.rows)})"
     if huggingface.is_iterable(dataset):
-        return f"{name}({mix([value_words(part) for part in huggingface.sources(dataset)]):016x})"
+        return f"{name}({mix([describe_value(part) for part in huggingface.sources(dataset)]):016x})"
     return f"{name}({_rows(dataset)})" if _is_sequence(dataset) else name
 
 
-def order_words(items: Iterable[Any], dataset: object, seed: int) -> str | None:
+def describe_order(items: Iterable[Any], dataset: object, seed: int) -> str | None:
     """A description of the order of a sampler; None if it cannot be copied (a Python generator).
 
     For samplers of torch and torchdata: their fields, without random states, which `agree_on_seed` broadcasts. For
@@ -83,7 +83,7 @@ def order_words(items: Iterable[Any], dataset: object, seed: int) -> str | None:
     return _shown(first, mix(first))
 
 
-def value_words(value: Any, depth: int = 4) -> str:
+def describe_value(value: Any, depth: int = 4) -> str:
     """A description of a value. Floats by sign and power of two, so that rounding errors do not matter; objects other
     than numbers, strings, tensors and containers by their type."""
     if isinstance(value, (bool, int, range, bytes, type(None))):
@@ -93,18 +93,18 @@ def value_words(value: Any, depth: int = 4) -> str:
     if isinstance(value, float):
         return f"{math.copysign(1, value):.0f}e{math.frexp(value)[1]}" if TINY < abs(value) < math.inf else "0e0"
     if isinstance(value, complex):
-        return value_words([value.real, value.imag])
+        return describe_value([value.real, value.imag])
     if type(value).__module__ == "numpy" and not _is_array(value):
-        return value_words(value.item(), depth - 1) if depth else type(value).__qualname__
+        return describe_value(value.item(), depth - 1) if depth else type(value).__qualname__
     if isinstance(value, Tensor) and (value.is_meta or value.layout is not torch.strided):
         return f"{value.dtype}{tuple(value.shape)}"
     if isinstance(value, Tensor) or _is_array(value):
-        return f"{value.dtype}{tuple(value.shape)}{value_words(value.reshape(-1)[:NUM_SHOWN].tolist(), depth - 1)}"
+        return f"{value.dtype}{tuple(value.shape)}{describe_value(value.reshape(-1)[:NUM_SHOWN].tolist(), depth - 1)}"
     if depth and isinstance(value, Mapping):
-        return str({str(key): value_words(entry, depth - 1) for key, entry in islice(value.items(), NUM_ROWS)})
+        return str({str(key): describe_value(entry, depth - 1) for key, entry in islice(value.items(), NUM_ROWS)})
     if depth and isinstance(value, (list, tuple)):
-        return f"{len(value)}{[value_words(entry, depth - 1) for entry in value[:NUM_ROWS]]}"
-    return dataset_words(value) if huggingface.is_map_style(value) else type(value).__qualname__
+        return f"{len(value)}{[describe_value(entry, depth - 1) for entry in value[:NUM_ROWS]]}"
+    return describe_dataset(value) if huggingface.is_map_style(value) else type(value).__qualname__
 
 
 def _fields(sampler: object) -> list[tuple[str, Any]]:
@@ -124,13 +124,13 @@ def is_torchs(value: object) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    return value_words(value) if not isinstance(value, (list, tuple, range, int, float)) else value
+    return describe_value(value) if not isinstance(value, (list, tuple, range, int, float)) else value
 
 
 def _rows(rows: Any, read: Callable[[Any, list[int]], list[Any]] | None = None) -> str:
     """The number of rows, the first row, and a digest of `NUM_ROWS` evenly spaced rows."""
     places = sorted({place * (len(rows) - 1) // (NUM_ROWS - 1) for place in range(NUM_ROWS)}) if len(rows) else []
-    chosen = [value_words(row) for row in (read(rows, places) if read else [rows[place] for place in places])]
+    chosen = [describe_value(row) for row in (read(rows, places) if read else [rows[place] for place in places])]
     return f"{len(rows)} rows, the first {''.join(chosen[:1])[:80]} ({mix(chosen):016x})"
 
 

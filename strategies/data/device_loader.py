@@ -16,7 +16,7 @@ from fabric.strategies.data.batch_sampler import IndexSource
 from fabric.strategies.data.epochs import Epoch, Order, Position
 from fabric.strategies.data.iterable import SharedStream, without_left_out
 from fabric.strategies.data.loader_check import length_of
-from fabric.strategies.data.rng import put_back
+from fabric.strategies.data.rng import preserved_rngs
 from fabric.strategies.data.share import Share
 from fabric.strategies.data.transfer import Carry, one_by_one
 from fabric.strategies.data.uneven import Agreement
@@ -35,7 +35,7 @@ class Resumable(Protocol):
 
 
 @runtime_checkable
-class Epochal(Protocol):
+class SupportsSetEpoch(Protocol):
     """A sampler, dataset or loader with `set_epoch`."""
 
     def set_epoch(self, epoch: int) -> None: ...
@@ -55,7 +55,7 @@ class Reading:
     """Replaces an iterable dataset."""
     start: WorkerStart | None = None
     """The `worker_init_fn` of `source`, if it has workers."""
-    epochal: tuple[Epochal, ...] = ()
+    epochal: tuple[SupportsSetEpoch, ...] = ()
     """The objects whose `set_epoch` is called when the user calls that of the prepared loader."""
     device: torch.device | None = None
     """Where batches are moved to; None: they are not moved."""
@@ -197,7 +197,7 @@ class DeviceLoader(ABC):
     def _undrawn(self) -> AbstractContextManager[None]:
         # A resumed loader draws its seeds again, which the saved run had drawn when the epoch began: undone, once.
         resumes, self._resumes = self._resumes, False
-        return put_back() if resumes else nullcontext()
+        return preserved_rngs() if resumes else nullcontext()
 
     def _say_reread(self) -> None:
         if not self._said_reread:

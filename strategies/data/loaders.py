@@ -19,13 +19,13 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from fabric.strategies.data.batch_sampler import MAX_CHUNKS, IndexSource, index_source
 from fabric.strategies.data.content import describe, describe_stream
-from fabric.strategies.data.device_loader import DeviceLoader, Epochal, Reading, Resumable, read_as
+from fabric.strategies.data.device_loader import DeviceLoader, Reading, Resumable, SupportsSetEpoch, read_as
 from fabric.strategies.data.dispatch import Dispatched
 from fabric.strategies.data.epochs import Order
 from fabric.strategies.data.hints import advice, loading_of
 from fabric.strategies.data.iterable import Collate, SharedStream, SplitStream, split_stream
 from fabric.strategies.data.loader_check import LoaderNumbers, Ranks, agree_on_loader, agree_on_seed, length_of
-from fabric.strategies.data.partition import Cut, LeaveOut, SampleCut, TurnCut
+from fabric.strategies.data.partition import Cut, LeaveOut, RoundRobinCut, SampleCut
 from fabric.strategies.data.rng import own_rngs
 from fabric.strategies.data.seeded_dataset import SeededDataset
 from fabric.strategies.data.share import Share, Use
@@ -227,7 +227,7 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup
         if isinstance(part, SplitStream):
             return _own_part(loader, part, setup, start)
         setup.report(part)
-    cut: Cut = TurnCut(share=share, uneven=setup.uneven)
+    cut: Cut = RoundRobinCut(share=share, uneven=setup.uneven)
     if batch_size is not None:
         cut = SampleCut(share=share, uneven=setup.uneven, batch_size=batch_size, drop_last=loader.drop_last)
     order = Order(seed, [])
@@ -302,7 +302,7 @@ def _shared_iterable(items: Iterable[Any], setup: _Setup) -> Reading:
 def _as_items(items: Iterable[Any], setup: _Setup) -> Reading:
     """An iterable of batches, distributed round-robin."""
     seed = agree_on_seed([], setup.numbers.next(), setup.ranks).seed
-    cut = TurnCut(share=setup.share, uneven=setup.uneven)
+    cut = RoundRobinCut(share=setup.share, uneven=setup.uneven)
     _refuse(cut, items)
     order = Order(seed, [])
     # Only a list is read ahead: the state of any other iterable must be that of the loop.
@@ -329,15 +329,15 @@ def _copy(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
     return duplicate
 
 
-def _epochal(loader: Iterable[Any], source: Iterable[Any]) -> tuple[Epochal, ...]:
+def _epochal(loader: Iterable[Any], source: Iterable[Any]) -> tuple[SupportsSetEpoch, ...]:
     """The objects whose `set_epoch` is called: the iterated loader, or else the parts of the user's loader."""
-    if isinstance(loader, Epochal):
-        assert isinstance(source, Epochal)
+    if isinstance(loader, SupportsSetEpoch):
+        assert isinstance(source, SupportsSetEpoch)
         return (source,)
     if not isinstance(loader, DataLoader):
         return ()
     parts = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.dataset)
-    return tuple({id(part): part for part in parts if isinstance(part, Epochal)}.values())
+    return tuple({id(part): part for part in parts if isinstance(part, SupportsSetEpoch)}.values())
 
 
 def _refuse(cut: Cut, items: Iterable[Any]) -> None:

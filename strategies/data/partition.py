@@ -2,9 +2,9 @@
 
 There is a class for each kind of items. `SampleCut`: single samples; the ranks' batches of a step, concatenated, are
 the batch of one process with a batch size `count` times as large. `BatchCut`: batches of indices, distributed
-round-robin, the last ones split if necessary. `TurnCut`: items that cannot be split, round-robin. All ranks get the
-same number of batches. If that is impossible, `uneven=True` gives the first ranks one more, and `uneven=False` drops
-the tail and reports how many items it had.
+round-robin, the last ones split if necessary. `RoundRobinCut`: items that cannot be split, round-robin. All ranks get
+the same number of batches. If that is impossible, `uneven=True` gives the first ranks one more, and `uneven=False`
+drops the tail and reports how many items it had.
 
 Note [The tail of an epoch]
 With W ranks and a batch size of B, the last step of n samples may have fewer than B * W. With at least W samples it is
@@ -221,7 +221,7 @@ class BatchCut(Cut):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class TurnCut(Cut):
+class RoundRobinCut(Cut):
     """Items that cannot be split, round-robin."""
 
     @property

@@ -50,7 +50,7 @@ def process_rngs() -> list[Rng]:
 
 
 @contextmanager
-def put_back() -> Iterator[None]:
+def preserved_rngs() -> Iterator[None]:
     """Restore the states of the global generators when the context ends."""
     rngs = process_rngs()
     states = [rng.read() for rng in rngs]

@@ -1,6 +1,9 @@
-"""Saving and loading a model with AdamW's state on two ranks, against what people use today. Files are flushed.
+"""Saving and loading a model with AdamW's state on two ranks, against what people use today.
 
-Every variant saves the same bytes to the same disk. The variants take turns, and a ratio is of one round.
+The variants take turns, and a ratio is of one round. They save the same bytes to the same disk, except
+torch_checkpointing (TC), of which each rank writes all that it has, replicas too. Lightning Fabric (LF) and Accelerate
+(AC) do not flush. The rows "floor" are what the machine needs for the bytes alone: each rank writes and flushes its
+share from memory, or copies from memory as many bytes as it loads.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +23,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from timing import Row, in_order, rows
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fabric import Fabric
 
 MODEL_BYTES = int(os.environ.get("BENCH_MODEL_BYTES", 2**30))
 """Of the weights; AdamW has twice as many."""
-NUM_ROUNDS = 3
+NUM_ROUNDS = int(os.environ.get("BENCH_ROUNDS", 3))
 LOOP_SECONDS = 0.1
+FLOOR = "floor"
 
 
 def checkpoints() -> list[Row]:
@@ -75,9 +81,9 @@ def _race(fabric: Fabric, folder: str, strategy: str) -> list[Row]:
     ]
 
 
-def _keep(times: list[float], turn: int, microseconds: float) -> None:
+def _keep(values: list[float], turn: int, value: float) -> None:
     if turn > 0:  # the first one is no measurement
-        times.append(microseconds)
+        values.append(value)
 
 
 def _background(
@@ -139,6 +145,19 @@ def _savers(fabric: Fabric, state: dict[str, Any], strategy: str) -> dict[str, P
         lambda path: dcp.load(_tensors(model, optimizer), checkpoint_id=path),
     )
     found["ours"] = (lambda path: fabric.save(path, state), lambda path: fabric.load(path, dict(state)))
+    found[FLOOR] = (
+        lambda path: _write_share(fabric, path, model, optimizer, strategy),
+        lambda path: _copy_from_memory(_local_tensors(model, optimizer)),
+    )
+    if "TC" in rivals.installed():
+        manager = rivals.checkpoint_manager()
+        found["TC"] = (
+            lambda path: _manager_save(fabric, manager, path, _tensors(model, optimizer)),
+            lambda path: manager.load(path, {"state": _tensors(model, optimizer)}),
+        )
+    if strategy == "ddp" and "AC" in rivals.installed():
+        accelerator = rivals.accelerated(model, optimizer)
+        found["AC"] = (lambda path: accelerator.save_state(path), lambda path: accelerator.load_state(path))
     if strategy == "ddp" and "LF" in rivals.installed():
         lightning = rivals.lightning("ddp", 2)
         found["LF"] = (
@@ -171,3 +190,43 @@ def _torch_load(path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -
     content = torch.load(path, weights_only=True)
     model.load_state_dict(content["model"])
     optimizer.load_state_dict(content["optimizer"])
+
+
+def _local_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What this rank has of each tensor."""
+    tensors = [each.detach() for each in _tensors(model, optimizer).values()]
+    return [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
+
+
+def _write_share(fabric: Fabric, path: str, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: str) -> None:
+    """Write and flush what this rank has, or of replicas every second tensor."""
+    tensors = _local_tensors(model, optimizer)
+    with open(f"{path}.{fabric.global_rank}", "wb", buffering=0) as file:
+        for tensor in tensors[fabric.global_rank :: fabric.world_size] if strategy == "ddp" else tensors:
+            file.write(tensor.reshape(-1).numpy().data)
+        os.fsync(file.fileno())
+
+
+def _copy_from_memory(tensors: list[torch.Tensor]) -> None:
+    """Copy as many bytes into these tensors, from more memory than the caches hold."""
+    source, taken = _source(), 0
+    for tensor in tensors:
+        if taken + tensor.numel() > source.numel():
+            taken = 0
+        tensor.copy_(source[taken : taken + tensor.numel()].view(tensor.shape))
+        taken += tensor.numel()
+
+
+@cache
+def _source() -> torch.Tensor:
+    return torch.ones(2**26)
+
+
+def _manager_save(fabric: Fabric, manager: Any, path: str, tensors: dict[str, Any]) -> None:
+    if fabric.is_global_zero:  # it replaces no checkpoint
+        shutil.rmtree(path, ignore_errors=True)
+    fabric.barrier()
+    manager.save(path, {"state": tensors})
+    for written in Path(path).rglob(f"*_{fabric.global_rank}.pt"):  # it does not flush
+        with open(written, "rb") as file:
+            os.fsync(file.fileno())

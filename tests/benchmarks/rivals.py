@@ -1,4 +1,4 @@
-"""The two libraries people use today, where they are installed, behind the calls that the benchmarks need."""
+"""The libraries people use today, where they are installed, behind the calls that the benchmarks need."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import warnings
 from typing import Any
 
-RIVALS = {"lightning_fabric": "LF", "accelerate": "AC"}
+RIVALS = {"lightning_fabric": "LF", "accelerate": "AC", "torch_checkpointing": "TC"}
 
 
 def installed() -> list[str]:
@@ -41,3 +41,24 @@ def accelerator() -> Any:
     from accelerate import Accelerator
 
     return Accelerator(cpu=True)
+
+
+def accelerated(model: Any, optimizer: Any) -> Any:
+    """An Accelerator that saves and loads a model and an optimizer, which it does not wrap."""
+    found = accelerator()
+    found.prepare_model(model, evaluation_mode=True)
+    found.prepare_optimizer(optimizer)
+    return found
+
+
+def checkpoint_manager() -> Any:
+    """A manager of torch_checkpointing that saves synchronously: each rank writes a file of what it has.
+
+    Without O_DIRECT, which is its default: with it, unaligned writes fail with EINVAL on ext4 (0.1.1).
+    """
+    from torch_checkpointing import CheckpointManager
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    config = CheckpointManager.Config.with_sync_save()
+    config.storage_config = LocalFileSystemStorageConfig(use_direct_io=False)
+    return config.build()

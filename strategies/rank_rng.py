@@ -23,14 +23,14 @@ restored generator must not be seeded again."""
 
 
 @final
-class RandomStreams:
-    """The random generators of one rank."""
+class RankRng:
+    """Seeds the random generators of one rank, so that they differ between shares of the data."""
 
     def __init__(self) -> None:
         self.has_model = False
         """Whether a model is set up. Batches read before that, to build one, change nothing."""
 
-    def differ(self, share: Share) -> None:
+    def diverge(self, share: Share) -> None:
         """Seed this rank's generators from its share, unless this was done before: that costs 0.2 us."""
         if share.index == 0 or not self.has_model or torch.initial_seed() >> _BITS == _MARK:
             return
