@@ -400,9 +400,9 @@ def work(fabric, how):
         if how == "abort":
             for worker in workers:
                 os.kill(worker.pid, signal.SIGABRT)
-            while True:
-                for loader in loaders:
-                    next(loader)
+            # DataLoader's handler raises here. A batch of a worker that is dying raises ConnectionResetError instead.
+            for worker in workers:
+                worker.join()
         # They die while the report is being made: DataLoader's handler raises once for each loader.
         raise Dying([worker.pid for worker in workers])
     fabric.barrier()
