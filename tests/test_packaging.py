@@ -76,7 +76,19 @@ def test_the_metadata_says_what_it_needs(wheel: zipfile.ZipFile) -> None:
     assert metadata["Requires-Python"] == ">=3.10"
     needed = [one for one in metadata.get_all("Requires-Dist", []) if "extra ==" not in one]
     assert needed == ["torch>=2.9", "rich>=14.1", "cloudpickle>=3.1"]
-    extras = {"bench", "checksums", "deepspeed", "dev", "examples", "fairscale", "horovod", "loggers", "test", "test-stores", "xla"}
+    extras = {
+        "bench",
+        "checksums",
+        "deepspeed",
+        "dev",
+        "examples",
+        "fairscale",
+        "horovod",
+        "loggers",
+        "test",
+        "test-stores",
+        "xla",
+    }
     assert set(metadata.get_all("Provides-Extra", [])) == extras
 
 
