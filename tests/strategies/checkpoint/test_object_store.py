@@ -90,7 +90,7 @@ def test_a_flipped_bit_in_a_bucket_is_found_and_its_tensor_named(bucket: str) ->
     fabric.save(address, {"model": nn.Linear(3, 2)})
     name = next(each for each in storage_of(address).names() if each != NAME)
     damage(f"{address}/{name}", 3)
-    with pytest.raises(CheckpointError, match=r"in or beside /model/weight"):
+    with pytest.raises(CheckpointError, match=r"in or next to /model/weight"):
         fabric.load(address)
     damage(f"{address}/{NAME}", -20)  # within what was saved
     with pytest.raises(CheckpointError, match="damaged"):
