@@ -56,7 +56,9 @@ WAYS = {
     "submodule": lambda model, optimizer: model.first.zero_grad(),
     "submodule, to zero": lambda model, optimizer: model.second.zero_grad(set_to_none=False),
     "every parameter": lambda model, optimizer: [setattr(each, "grad", None) for each in model.parameters()],
-    "every parameter, to zero": lambda model, optimizer: [each.grad.zero_() for each in model.parameters()],
+    "every parameter, to zero": lambda model, optimizer: [
+        each.grad.zero_() for each in model.parameters() if each.grad is not None
+    ],
     "one parameter": lambda model, optimizer: setattr(model.second.bias, "grad", None),
     "both": lambda model, optimizer: (model.first.zero_grad(), model.zero_grad(set_to_none=False)),
 }
