@@ -146,7 +146,7 @@ CONSTRUCTORS: dict[str, Row] = {
         ValueError,
         "`stages` in `zero_optimization` in `DeepSpeedStrategy(config=...)` is no key",
     ),
-    "stage": (lambda: DeepSpeedStrategy(stage=4), ValueError, "ZeRO has the stages 1, 2 and 3, and `4` was asked for."),
+    "stage": (lambda: DeepSpeedStrategy(stage=4), ValueError, "ZeRO has the stages 1, 2 and 3, not 4."),
     # Precisions
     "double under ZeRO": (lambda: two("deepspeed", precision="64-true"), ValueError, "Write one of '32-true'"),
     "float16 under ZeRO": (lambda: two("deepspeed", precision="16-true"), ValueError, "has no float16 there"),
