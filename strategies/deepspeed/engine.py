@@ -560,8 +560,8 @@ _PAIRED = (
     "`strategy='ddp_find_unused_parameters_true'`."
 )
 UNUSED = (
-    "DeepSpeed would step them as if it were zero, with momentum and weight decay, whereas PyTorch does not change such "
-    "parameters. Freeze those that are never used, by `requires_grad_(False)` before `setup`; for those that only some "
+    "DeepSpeed would step them as if it were zero, with momentum and weight decay, whereas PyTorch leaves them "
+    "unchanged. Freeze those that are never used, by `requires_grad_(False)` before `setup`; for those that only some "
     "steps use, keep gradients of zero (`optimizer.zero_grad(set_to_none=False)`). Or pass `strategy='fsdp'` if all "
     "ranks use the same parameters in a step, and `strategy='ddp_find_unused_parameters_true'` if they do not."
 )

@@ -34,24 +34,24 @@ NAMES: Names = {
         "module_forward_pre_hook module_forward_post_hook": "removed when the model is released",
     },
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": {
-        "bit16_groups single_partition_of_fp32_groups params_in_partition get_param_id": "which parameters a shard contains",
+        "bit16_groups single_partition_of_fp32_groups params_in_partition get_param_id": "the parameters of a shard",
         "micro_step_id averaged_gradients all_grad_tensors overflow": "the window of accumulated gradients",
-        "clear_backward_seen_flag finalize_gradient_accumulation_boundary needs_scaler loss_scale": "called for each backward",
+        "clear_backward_seen_flag finalize_gradient_accumulation_boundary needs_scaler loss_scale": "for each backward",
         "ipg_buckets reduce_ipg_grads": "the order in which ranks reduce is compared",
         "_use_compact_grad_partition_buffer _get_compact_grad_partition_slice grad_partition_insertion_offset "
-        "grad_start_offset partition_size real_dp_process_group": "a gradient that the user zeroes is zeroed in its shards",
+        "grad_start_offset partition_size real_dp_process_group": "gradients that the user zeroes are zeroed",
         "cpu_offload accumulated_grads_in_cpu grad_position norm_for_param_grads reset_cpu_buffers "
         "_finalize_cpu_offload_gradient_accumulation _offload_accumulated_param_ids _wait_for_offload_copies "
         "update_offload_overflow_tracker": "offloaded gradients accumulate in place",
         "_hp_mapping": "which part of a parameter is in this rank's shard, and where",
-        "_hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state": "links states that were loaded to parameters",
+        "_hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state": "links states that were loaded",
     },
 }
 STAGE_3: Names = {
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": {
-        "fp16_groups fp32_partitioned_groups_flat": "which parameters a shard contains",
+        "fp16_groups fp32_partitioned_groups_flat": "which shard has which parameter",
         "_get_fp32_grad_state_partition grad_partitions_flat_buffer overflow": "gradients in shards",
-        "clear_backward_seen_flag finalize_gradient_accumulation_boundary needs_scaler loss_scale": "called for each backward",
+        "clear_backward_seen_flag finalize_gradient_accumulation_boundary needs_scaler loss_scale": "for each backward",
         "_offload_boundary_param_ids": "the window of accumulated gradients",
     },
     "deepspeed.runtime.zero.partition_parameters:Init": {

@@ -144,7 +144,7 @@ CONSTRUCTORS: dict[str, Row] = {
     "key within": (
         lambda: DeepSpeedStrategy(config={"zero_optimization": {"stages": 2}}),
         ValueError,
-        "`stages` in `zero_optimization` in `DeepSpeedStrategy(config=...)` is no key",
+        "`stages` in `zero_optimization` in `DeepSpeedStrategy(config=...)` is not a key",
     ),
     "stage": (lambda: DeepSpeedStrategy(stage=4), ValueError, "ZeRO has the stages 1, 2 and 3, not 4."),
     # Precisions

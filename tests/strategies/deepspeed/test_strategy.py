@@ -647,13 +647,13 @@ def test_gradients_that_ranks_computed_in_another_order_are_not_added(
 ) -> None:
     for said in run_world(2, paired, strategy_of(2, offload), names):
         assert words in said, said
-        assert "of different parameters of `Sum`, or in another order" in said
+        assert "of different parameters of `Sum`, or in a different order" in said
 
 
 @pytest.mark.slow
 def test_what_an_engine_cannot_do_raises_with_what_to_write() -> None:
     ranks = run_world(2, refusals)
-    assert ranks[0]["said"].startswith("ZeRO shows `Own` slices of one flat tensor.")
+    assert ranks[0]["said"].startswith("ZeRO passes `Own` slices of one flat tensor.")
     assert "DeepSpeed skipped a step of `Net`: its gradients are not finite." in ranks[0]["skipped"]
     assert ranks[1]["skipped"] == ""
     for found in ranks:
