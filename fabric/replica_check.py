@@ -16,7 +16,7 @@ from typing import Any, final
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fabric.strategies.checkpoint.state import PlainState, ReplicatedState, StateAccess
+from fabric.strategies.checkpoint.state import PlainState, StateAccess
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.digest import numbers_of
@@ -147,11 +147,11 @@ def _coefficient(ranks: tuple[int, ...], rank: int) -> int:
 
 
 def _local(access: StateAccess, size: int) -> StateAccess:
-    return ReplicatedState(size) if isinstance(access, PlainState) else access
+    return PlainState(size) if isinstance(access, PlainState) else access
 
 
 def _tells_holders(access: StateAccess) -> bool:
-    return isinstance(access, PlainState) or type(access).read_module_shards is not StateAccess.read_module_shards
+    return type(access).read_module_shards is not StateAccess.read_module_shards
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -9,3 +9,8 @@ class CheckpointError(RuntimeError):
     def __init__(self, message: str, *, rank: int) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+def sentence_of(problem: BaseException) -> str:
+    """The type and message of an exception, to be sent to other ranks."""
+    return f"{type(problem).__name__}: {problem}"

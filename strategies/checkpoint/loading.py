@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fabric.strategies.checkpoint.checksum import crc32
 from fabric.strategies.checkpoint.chunk import Chunk, Shape, whole
-from fabric.strategies.checkpoint.errors import CheckpointError
+from fabric.strategies.checkpoint.errors import CheckpointError, sentence_of
 from fabric.strategies.checkpoint.manifest import BLOCK_BYTES, NAME, Entry, Manifest, Piece, Table
 from fabric.strategies.checkpoint.saving import Advance, attempt
 from fabric.strategies.checkpoint.storage import Storage, storage_of
@@ -180,7 +180,7 @@ def reading(path: str | os.PathLike[str]) -> Iterator[Storage]:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(_UNREAD.format(rank=0, path=storage.path, why=_what_is_there(storage)), rank=0) from error
     except Exception as error:
-        raise CheckpointError(_UNREAD.format(rank=0, path=storage.path, why=_sentence(error)), rank=0) from error
+        raise CheckpointError(_UNREAD.format(rank=0, path=storage.path, why=sentence_of(error)), rank=0) from error
 
 
 def load(
@@ -208,13 +208,9 @@ def refuse_unread(collective: Collective, storage: Storage, problem: Exception |
     """Raise CheckpointError on every rank if any has a problem. Costs one small all-reduce if none has. Ranks: all."""
     if collective.reduce_boolean_decision(problem is None):
         return
-    sentences = collective.all_gather_object(None if problem is None else _sentence(problem))
+    sentences = collective.all_gather_object(None if problem is None else sentence_of(problem))
     rank, sentence = next((rank, each) for rank, each in enumerate(sentences) if each is not None)
     raise CheckpointError(_UNREAD.format(rank=rank, path=storage.path, why=sentence), rank=rank) from problem
-
-
-def _sentence(problem: Exception) -> str:
-    return f"{type(problem).__name__}: {problem}"
 
 
 def _manifest_of(collective: Collective, storage: Storage) -> bytes:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fabric.strategies.checkpoint.checksum import crc32
 from fabric.strategies.checkpoint.chunk import Chunk
-from fabric.strategies.checkpoint.errors import CheckpointError
+from fabric.strategies.checkpoint.errors import CheckpointError, sentence_of
 from fabric.strategies.checkpoint.manifest import (
     ALIGNMENT_BYTES,
     BLOCK_BYTES,
@@ -253,7 +253,7 @@ def finish(storage: Storage, token: str, num_ranks: int, after_commit: Callable[
         try:
             after_commit()
         except Exception as error:
-            raise CommittedError(_sentence(error)) from error
+            raise CommittedError(sentence_of(error)) from error
 
 
 def commit(storage: Storage, tables: Sequence[str]) -> None:
@@ -276,7 +276,7 @@ def commit(storage: Storage, tables: Sequence[str]) -> None:
         found: list[bytes] = []
         attempt(lambda: found.append(storage.read(NAME)))
         if found == [manifest]:  # replaced, but a power cut may undo it
-            raise CommittedError(_sentence(error)) from error
+            raise CommittedError(sentence_of(error)) from error
         raise
     attempt(partial(remove_leftovers, storage, table.files))  # the next save removes the rest
 
@@ -314,7 +314,9 @@ class Failure:
     def of(cls, problem: Exception, rank: int) -> Failure:
         """From the exception that the rank raised."""
         is_committed = isinstance(problem, CommittedError)
-        return cls(rank=rank, sentence=str(problem) if is_committed else _sentence(problem), is_committed=is_committed)
+        return cls(
+            rank=rank, sentence=str(problem) if is_committed else sentence_of(problem), is_committed=is_committed
+        )
 
     def error(self, storage: Storage) -> CheckpointError:
         """The error that every rank raises."""
@@ -343,10 +345,6 @@ def refuse_together(collective: Collective, storage: Storage, problem: Exception
     if isinstance(problem, TypeError):
         raise problem
     raise failure.error(storage) from problem
-
-
-def _sentence(problem: Exception) -> str:
-    return f"{type(problem).__name__}: {problem}"
 
 
 _UNWRITTEN = "Rank {rank} could not write the checkpoint {path!r}: {why}. What was there before is untouched."

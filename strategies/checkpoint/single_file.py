@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from fabric.strategies.checkpoint.errors import CheckpointError
+from fabric.strategies.checkpoint.errors import CheckpointError, sentence_of
+from fabric.strategies.checkpoint.loading import refuse_unread
 from fabric.strategies.checkpoint.safetensors import weight_map
 from fabric.strategies.checkpoint.saving import attempt
-from fabric.strategies.checkpoint.storage import flush_folder
+from fabric.strategies.checkpoint.storage import flush_folder, storage_of
 from fabric.strategies.collectives.collective import Collective
 
 INDEX_SUFFIX = ".bin.index.json"
@@ -31,7 +32,7 @@ def save(collective: Collective, path: str | os.PathLike[str], state: Any) -> No
     Raises: CheckpointError: on every rank, if rank 0 could not write it.
     """
     error = attempt(lambda: _write(Path(path), state)) if collective.rank == 0 else None
-    sentence = collective.broadcast_object(None if error is None else f"{type(error).__name__}: {error}")
+    sentence = collective.broadcast_object(None if error is None else sentence_of(error))
     if sentence is not None:
         message = (
             f"Rank 0 could not write the checkpoint {str(path)!r}: {sentence}. What was there before is untouched."
@@ -58,12 +59,7 @@ def load(collective: Collective, path: str | os.PathLike[str]) -> Any:
         _refuse_shards(content)
 
     error = attempt(read)
-    sentences = collective.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
-    for rank, sentence in enumerate(sentences):
-        if sentence is not None:
-            raise CheckpointError(
-                f"Rank {rank} could not read the checkpoint {str(path)!r}: {sentence}", rank=rank
-            ) from error
+    refuse_unread(collective, storage_of(path), error)
     return content
 
 

@@ -108,7 +108,14 @@ class StateAccess(ABC):
 
 @final
 class PlainState(StateAccess):
-    """The objects have the whole state themselves; the state of rank 0 is saved."""
+    """The objects have the whole state themselves, on every rank.
+
+    `num_replicas`: the number of ranks whose parameters and optimizer states are equal, so that each saves a part. 1:
+    rank 0 saves them, as it always saves buffers, whose statistics may differ between ranks.
+    """
+
+    def __init__(self, num_replicas: int = 1) -> None:
+        self._replicas = tuple(range(num_replicas))
 
     def read_module(self, module: nn.Module) -> dict[str, Any]:
         return module.state_dict()
@@ -128,51 +135,24 @@ class PlainState(StateAccess):
     def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
         self.write_optimizer(optimizer, filled_optimizer(optimizer, content))
 
-
-@final
-class ReplicatedState(StateAccess):
-    """The state is replicated: each rank writes a part of the parameters and optimizer states.
-
-    Buffers are written by rank 0, because statistics may differ between ranks.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._ranks = tuple(range(size))
-
-    def read_module(self, module: nn.Module) -> dict[str, Any]:
-        return PLAIN.read_module(module)
-
-    def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
-        PLAIN.write_module(module, content, strict=strict)
-
-    def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        return PLAIN.read_optimizer(optimizer)
-
-    def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
-        PLAIN.write_optimizer(optimizer, content)
-
-    def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
-        PLAIN.load_module(module, content, strict=strict)
-
-    def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
-        PLAIN.load_optimizer(optimizer, content)
-
     def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
         state = module.state_dict()
         for name, _ in module.named_parameters(remove_duplicate=False):
-            if isinstance(state.get(name), Tensor):
-                state[name] = replicated(state[name], self._ranks)
+            if name in state:
+                state[name] = self._replicated(state[name])
         return state
 
     def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
         content = optimizer.state_dict()
         states = {
-            index: {
-                name: replicated(each, self._ranks) if isinstance(each, Tensor) else each for name, each in own.items()
-            }
-            for index, own in content["state"].items()
+            index: {name: self._replicated(each) for name, each in entries.items()}
+            for index, entries in content["state"].items()
         }
         return {**content, "state": states}
+
+    def _replicated(self, value: Any) -> Any:
+        is_replicated = len(self._replicas) > 1 and isinstance(value, Tensor)
+        return replicated(value, self._replicas) if is_replicated else value
 
 
 PLAIN = PlainState()

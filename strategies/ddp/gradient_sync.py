@@ -19,6 +19,7 @@ from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.packing import Spec
 from fabric.strategies.ddp.comm_hooks import register
+from fabric.strategies.gradients.call_module import CallModule
 from fabric.strategies.gradients.reducer import end_reducer
 from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
 from fabric.strategies.module.buffers import follow_rank_zero
@@ -28,18 +29,6 @@ if TYPE_CHECKING:
     from fabric.strategies.ddp.strategy import DDPStrategy
 
 _grad = attrgetter("grad")
-
-
-@final
-class _Forward(nn.Module):
-    """The module that DistributedDataParallel wraps: it holds the user's module, and calls the given method."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return function(*args, **kwargs)
 
 
 @final
@@ -122,7 +111,7 @@ class DDPGradientSync(GradientSync):
             end_reducer(self.parallel)
         options = self.options
         self.parallel = DistributedDataParallel(
-            _Forward(self.module),
+            CallModule(self.module),
             bucket_cap_mb=options.bucket_bytes / 2**20,
             find_unused_parameters=options.find_unused_parameters,
             static_graph=options.static_graph,

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fabric.strategies.capabilities import Capability
-from fabric.strategies.checkpoint.state import ReplicatedState
+from fabric.strategies.checkpoint.state import PlainState
 from fabric.strategies.ddp.comm_hooks import CommHook, check, why_not
 from fabric.strategies.ddp.gradient_sync import UNUSED, DDPGradientSync
 from fabric.strategies.ddp.zero1 import OwnersState, deal_out, refuse_whole
@@ -79,7 +79,7 @@ class DDPStrategy(ProcessGroupStrategy):
         sync = DDPGradientSync(self, runtime.collective, module)
         if not shards:
             prepared = replica(runtime, module, optimizers, sync)
-            return replace(prepared, state=ReplicatedState(runtime.world.size))
+            return replace(prepared, state=PlainState(runtime.world.size))
         prepared = replica(runtime, module, optimizers, sync, end=deal_out(runtime.collective, optimizers))
         return replace(prepared, state=OwnersState(runtime.collective))
 

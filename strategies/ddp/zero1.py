@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from fabric.strategies.checkpoint.state import PLAIN, ReplicatedState, StateAccess
+from fabric.strategies.checkpoint.state import PLAIN, PlainState, StateAccess
 from fabric.strategies.checkpoint.tensor_shards import no_shards, replicated
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.packing import Spec, fill_from
@@ -166,7 +166,7 @@ class OwnersState(StateAccess):
         return {"state": states, "param_groups": groups} if self.collective.rank == 0 else {}
 
     def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
-        return ReplicatedState(self.collective.size).read_module_shards(module)
+        return PlainState(self.collective.size).read_module_shards(module)
 
     def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
         parameters = parameters_of(optimizer)

@@ -33,23 +33,12 @@ from fabric.strategies.fairscale.library import (
     name_some,
     root_logger_untouched,
 )
+from fabric.strategies.gradients.call_module import CallModule
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
 from fabric.strategies.module.added_parameters import AddedParameters
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
 from fabric.strategies.pytree import map_only_tensors
-
-
-@final
-class _Forward(nn.Module):
-    """The module that ShardedDataParallel wraps: it holds the user's module, and calls the requested method."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return function(*args, **kwargs)
 
 
 @final
@@ -75,7 +64,7 @@ class FairScaleShardedGradientSync(GradientSync):
                 for optimizer in optimizers
             }
             self.parallel = ShardedDataParallel(
-                _Forward(module),
+                CallModule(module),
                 list(self.shards.values()),
                 broadcast_buffers=False,  # done after forward, so that an evaluation finds equal ones
                 sync_models_at_startup=False,

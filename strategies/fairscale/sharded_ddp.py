@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.capabilities import Capability
-from fabric.strategies.checkpoint.state import ReplicatedState
+from fabric.strategies.checkpoint.state import PlainState
 from fabric.strategies.fairscale.library import (
     NEEDS_ALL,
     clip_norm,
@@ -77,7 +77,7 @@ class FairScaleShardedStrategy(ProcessGroupStrategy):
             replica(runtime, module, optimizers, sync),
             clip_norm=partial(clip_norm, owned=sync.owned, collective=runtime.collective, scaler=runtime.loss_scaler),
             clip_value=partial(clip_value, owned=sync.owned, scaler=runtime.loss_scaler),
-            state=ReplicatedState(runtime.world.size),
+            state=PlainState(runtime.world.size),
         )
 
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:

@@ -129,9 +129,9 @@ class ModelParallelStrategy(ProcessGroupStrategy):
         refuse_cut(inner, "Leave that to `parallelize_fn`, which `setup` calls once they are.")
         unfilled = Unfilled(inner)
         with rebinding(inner, optimizers):
-            place_alike(runtime, inner, optimizers, move=move)
+            place_and_broadcast(runtime, inner, optimizers, move=move)
             result = self._parallelize(runtime, inner)
-            fill_alike(runtime, inner, unfilled)
+            initialize_meta_tensors(runtime, inner, unfilled)
         undo_draws = draw_whole(inner, runtime.device, runtime.collective)
         sync = ModelParallelGradientSync(runtime, inner, unfilled, broadcast_buffers=self.broadcast_buffers)
         path = ForwardPath(inner, with_precision(runtime, sync.forward), sync.mark)
@@ -156,7 +156,7 @@ def mesh_of(runtime: Runtime) -> DeviceMesh:
     return runtime.mesh
 
 
-def place_alike(runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], *, move: bool) -> None:
+def place_and_broadcast(runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], *, move: bool) -> None:
     """Cast the module, move it to the device (`move`), and broadcast it from rank 0, except tensors on meta.
 
     Ranks: all call it, before the module is parallelised.
@@ -172,7 +172,7 @@ def place_alike(runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimi
         follow_rank_zero(runtime.collective, tensors)
 
 
-def fill_alike(runtime: Runtime, module: nn.Module, unfilled: Unfilled) -> None:
+def initialize_meta_tensors(runtime: Runtime, module: nn.Module, unfilled: Unfilled) -> None:
     """Initialise tensors on meta, after the module is parallelised: see `deferred_init.py`. Ranks: all call it."""
     names = [name for name, tensor in _plain_tensors(module).items() if tensor.is_meta]
     for part in in_order_of_apply(module):

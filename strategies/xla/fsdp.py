@@ -5,7 +5,7 @@ The sharding is that of torch_xla's FSDPv2, without its wrapper, which would onl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -14,13 +14,10 @@ from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
-from fabric.strategies.capabilities import Capability
-from fabric.strategies.module.bare_parameters import IN_MODULE
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.strategy import Strategy
-from fabric.strategies.target import Target, releases
+from fabric.strategies.target import Target
 from fabric.strategies.xla.device import place
 from fabric.strategies.xla.spmd import (
     connect_program,
@@ -30,30 +27,16 @@ from fabric.strategies.xla.spmd import (
     prepare_program_optimizers,
     refuse_program,
 )
+from fabric.strategies.xla.torch_xla_strategy import TorchXLAStrategy
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class XLAFSDPStrategy(Strategy):
+class XLAFSDPStrategy(TorchXLAStrategy):
     """Fully sharded over the devices of one host, by one process. `batch_size` is that of all devices together.
 
     SPMD cannot be switched off again in a process: replicas, and a plain XLA device, need another one.
     """
-
-    @property
-    def lacks(self) -> Mapping[Capability, str]:
-        return {"bare_parameters": IN_MODULE}
-
-    @property
-    def marks_steps(self) -> bool:
-        return True
-
-    @property
-    def launchers(self) -> tuple[str, ...]:
-        return ("inline",)
-
-    def look_for_packages(self) -> Mapping[str, str]:
-        return releases("torch_xla")
 
     def refuse(self, target: Target) -> str | None:
         return refuse_program("xla_fsdp", target)

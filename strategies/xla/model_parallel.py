@@ -12,7 +12,7 @@ averaged here, loaders are not distributed, and a sharding cannot change the num
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
@@ -21,9 +21,7 @@ from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
-from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
-from fabric.strategies.module.bare_parameters import IN_MODULE
 from fabric.strategies.module.parameter_rebinding import parameters_by_name
 from fabric.strategies.options import check_function
 from fabric.strategies.precision.precision import Precision
@@ -31,8 +29,7 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.layout import parallelize
 from fabric.strategies.sharding.mesh import Degree, check_written, complete
-from fabric.strategies.strategy import Strategy
-from fabric.strategies.target import Target, releases
+from fabric.strategies.target import Target
 from fabric.strategies.xla.device import place
 from fabric.strategies.xla.spmd import (
     axes_of,
@@ -42,6 +39,7 @@ from fabric.strategies.xla.spmd import (
     prepare_program_optimizers,
     refuse_program,
 )
+from fabric.strategies.xla.torch_xla_strategy import TorchXLAStrategy
 
 MarkingFunction: TypeAlias = Callable[[Any, Any], "nn.Module | None"]
 """`function(model, mesh)`, the mesh a `torch_xla.distributed.spmd.Mesh`. It may return the model, or None."""
@@ -49,7 +47,7 @@ MarkingFunction: TypeAlias = Callable[[Any, Any], "nn.Module | None"]
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class XLAModelParallelStrategy(Strategy):
+class XLAModelParallelStrategy(TorchXLAStrategy):
     """A mesh of all XLA devices of a host, over which `parallelize_fn(model, mesh)` shards a model by `mark_sharding`.
 
     The mesh has the axes "data", "shard" and "tensor", also those of degree 1. A parameter may be sharded along any of
@@ -70,21 +68,6 @@ class XLAModelParallelStrategy(Strategy):
     def __post_init__(self) -> None:
         check_function(self, "parallelize_fn", "parallelize_fn(model, mesh)")
         check_written("XLAModelParallelStrategy", self._written())
-
-    @property
-    def lacks(self) -> Mapping[Capability, str]:
-        return {"bare_parameters": IN_MODULE}
-
-    @property
-    def marks_steps(self) -> bool:
-        return True
-
-    @property
-    def launchers(self) -> tuple[str, ...]:
-        return ("inline",)
-
-    def look_for_packages(self) -> Mapping[str, str]:
-        return releases("torch_xla")
 
     def refuse(self, target: Target) -> str | None:
         if self.parallelize_fn is None:

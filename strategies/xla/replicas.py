@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import ClassVar, final
 
 from torch import nn
 from torch.optim import Optimizer
@@ -18,13 +18,11 @@ from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.collectives.single import SingleDeviceCollective
-from fabric.strategies.module.bare_parameters import IN_MODULE
 from fabric.strategies.module.prepare import replica
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime, open_runtime
-from fabric.strategies.strategy import Strategy
-from fabric.strategies.target import Target, releases
+from fabric.strategies.target import Target
 from fabric.strategies.xla.collective import XLACollective
 from fabric.strategies.xla.device import (
     XLAState,
@@ -36,16 +34,18 @@ from fabric.strategies.xla.device import (
     seed_device,
 )
 from fabric.strategies.xla.gradient_sync import UNUSED, XLAGradientSync
+from fabric.strategies.xla.torch_xla_strategy import TorchXLAStrategy
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class XLAStrategy(Strategy):
+class XLAStrategy(TorchXLAStrategy):
     """Data parallelism over XLA: a replica of the model on each device, with its own share of the data.
 
     `strategy="ddp"` with `accelerator="xla"` selects it.
     """
 
+    launcher_name: ClassVar[str] = "xla"
     timeout_seconds: float = 1800.0
     """How long the ranks wait for each other in `launch`."""
     find_unused_parameters: bool = False
@@ -59,19 +59,7 @@ class XLAStrategy(Strategy):
 
     @property
     def lacks(self) -> Mapping[Capability, str]:
-        always: dict[Capability, str] = {"bare_parameters": IN_MODULE}
-        return always if self.find_unused_parameters else {**always, "unused": UNUSED}
-
-    @property
-    def marks_steps(self) -> bool:
-        return True
-
-    @property
-    def launchers(self) -> tuple[str, ...]:
-        return ("xla",)
-
-    def look_for_packages(self) -> Mapping[str, str]:
-        return releases("torch_xla")
+        return super().lacks if self.find_unused_parameters else {**super().lacks, "unused": UNUSED}
 
     def refuse(self, target: Target) -> str | None:
         sentence = refuse_accelerator("xla", target)

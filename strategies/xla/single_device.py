@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -11,15 +11,12 @@ from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
-from fabric.strategies.capabilities import Capability
 from fabric.strategies.collectives.single import SingleDeviceCollective
-from fabric.strategies.module.bare_parameters import IN_MODULE
 from fabric.strategies.module.prepare import replica
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime, open_runtime
-from fabric.strategies.strategy import Strategy
-from fabric.strategies.target import Target, releases
+from fabric.strategies.target import Target
 from fabric.strategies.xla.device import (
     XLAState,
     marked_batches,
@@ -29,27 +26,13 @@ from fabric.strategies.xla.device import (
     refuse_accelerator,
     seed_device,
 )
+from fabric.strategies.xla.torch_xla_strategy import TorchXLAStrategy
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class SingleDeviceXLAStrategy(Strategy):
+class SingleDeviceXLAStrategy(TorchXLAStrategy):
     """The model on one XLA device, in the calling process, which cannot launch replicas afterwards."""
-
-    @property
-    def lacks(self) -> Mapping[Capability, str]:
-        return {"bare_parameters": IN_MODULE}
-
-    @property
-    def marks_steps(self) -> bool:
-        return True
-
-    @property
-    def launchers(self) -> tuple[str, ...]:
-        return ("inline",)
-
-    def look_for_packages(self) -> Mapping[str, str]:
-        return releases("torch_xla")
 
     def refuse(self, target: Target) -> str | None:
         sentence = refuse_accelerator("single_xla", target)

@@ -106,7 +106,7 @@ class Stages:
         else:
             kind = "outputs" if batch.target is None else "loss"
         for stage in self.stages:
-            stage.follow_mode()
+            stage.copy_mode()
         built = self._built_for(kind, batch)
         with self.runtime.new_tensors:
             return self._train(built.schedule, batch) if kind == "train" else self._evaluate(built, batch)
@@ -118,22 +118,24 @@ class Stages:
 
     def _within_stage(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward of a stage, for one micro-batch."""
-        args = map_only_tensors(_Even.apply, args)
+        args = map_only_tensors(_ContiguousGradient.apply, args)
         with autocast(self.runtime.precision, self.runtime.device):
-            return map_only_tensors(_own_block, function(*args, **kwargs))
+            return map_only_tensors(_contiguous, function(*args, **kwargs))
 
     def _train(self, schedule: Any, batch: _Batch) -> Tensor:
         scaler = self.runtime.loss_scaler
         scale = 1.0 if scaler is None else scaler.scale  # small half-precision gradients must not underflow within
         self.factor = scale / (self.options.num_microbatches if self.options.loss_reduction == "mean" else 1)
         losses: list[Tensor] = []
-        with _set_aside(self.parameters.values()), _unchanged_buffers(self.stages):
+        with _without_gradients(self.parameters.values()), _unchanged_buffers(self.stages):
             self._run(schedule.step, batch, losses)
             gradients = [parameter.grad for parameter in self.parameters.values()]
         if self.options.splits_backward:
-            _refuse_lost(self.options, self.parameters, gradients)
+            _refuse_missing_gradients(self.options, self.parameters, gradients)
         anchor = torch.zeros((), requires_grad=True)  # a stage may have nothing to train
-        loss: Tensor = _Handover.apply(self._total(losses, scale), scale, gradients, anchor, *self.parameters.values())  # type: ignore[no-untyped-call]
+        loss: Tensor = _AttachGradients.apply(
+            self._total(losses, scale), scale, gradients, anchor, *self.parameters.values()
+        )  # type: ignore[no-untyped-call]
         return loss
 
     def _evaluate(self, built: _Built, batch: _Batch) -> Any:
@@ -147,7 +149,7 @@ class Stages:
 
     def _run(self, step: Callable[..., Any], batch: _Batch, losses: list[Tensor] | None) -> Any:
         last = {"target": batch.target, "losses": losses} if self.holds_last and losses is not None else {}
-        with _as_the_user_raised():
+        with _original_errors():
             outputs = step(*(batch.args if self.holds_first else ()), **last, **batch.kwargs)
         for stage in self.stages:
             _reshard(stage.module)
@@ -197,7 +199,7 @@ class Stages:
             scale_grads=False,
         )
         if kind != "train":
-            _leave_out_backwards(schedule)
+            _remove_backwards(schedule)
         return schedule
 
     def _loss(self, outputs: Any, target: Tensor) -> Tensor:
@@ -231,8 +233,9 @@ class Stages:
 
 
 @final
-class _Handover(torch.autograd.Function):
-    """See Note [One autograd node from the loss to the weights]."""
+class _AttachGradients(torch.autograd.Function):
+    """The loss, whose backward returns the gradients of the schedule: Note [One autograd node from the loss to the
+    weights]."""
 
     @staticmethod
     def forward(
@@ -257,15 +260,15 @@ class _Handover(torch.autograd.Function):
         return None, None, None, None, *gradients
 
 
-def _own_block(tensor: Tensor) -> Tensor:
+def _contiguous(tensor: Tensor) -> Tensor:
     """The tensor, or a contiguous copy: gloo sends only contiguous tensors, and a schedule that splits backward
     detaches outputs in place, which raises for views (torch 2.13)."""
-    in_own = tensor.is_contiguous() and not tensor._is_view()
-    return tensor if in_own else tensor.clone(memory_format=torch.contiguous_format)
+    can_be_sent = tensor.is_contiguous() and not tensor._is_view()
+    return tensor if can_be_sent else tensor.clone(memory_format=torch.contiguous_format)
 
 
 @final
-class _Even(torch.autograd.Function):
+class _ContiguousGradient(torch.autograd.Function):
     """Identity that makes the gradient contiguous, which is sent to the stage before."""
 
     @staticmethod
@@ -288,7 +291,7 @@ def _trained(stages: Sequence[Stage]) -> dict[str, nn.Parameter]:
 
 
 @contextmanager
-def _set_aside(parameters: Iterator[nn.Parameter] | Any) -> Iterator[None]:
+def _without_gradients(parameters: Iterator[nn.Parameter] | Any) -> Iterator[None]:
     """Set `.grad` to None within the context, and restore it afterwards."""
     before = [(parameter, parameter.grad) for parameter in parameters]
     for parameter, _ in before:
@@ -372,7 +375,7 @@ def _forward_only(options: Pipeline) -> str:
     return "GPipe" if options.num_stages == options.degree else "LoopedBFS"
 
 
-def _leave_out_backwards(schedule: Any) -> None:
+def _remove_backwards(schedule: Any) -> None:
     """Remove backward from a schedule. torch 2.13 runs its actions without gradients, too, which fails if two
     consecutive stages are on one rank, as in a V."""
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
@@ -387,7 +390,7 @@ _FORWARD = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 
 
 @contextmanager
-def _as_the_user_raised() -> Iterator[None]:
+def _original_errors() -> Iterator[None]:
     """Raise the original error of a stage: torch wraps it, and logs the whole schedule."""
     logger = logging.getLogger("torch.distributed.pipelining.schedules")
     logger.addFilter(_quiet)
@@ -439,11 +442,13 @@ def _refuse_split_backward(options: Pipeline, stages: Sequence[Stage]) -> None:
                 )
 
 
-def _refuse_lost(options: Pipeline, parameters: dict[str, nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
-    lost = [name for name, gradient in zip(parameters, gradients, strict=True) if gradient is None]
-    if lost:
+def _refuse_missing_gradients(
+    options: Pipeline, parameters: dict[str, nn.Parameter], gradients: Sequence[Tensor | None]
+) -> None:
+    missing = [name for name, gradient in zip(parameters, gradients, strict=True) if gradient is None]
+    if missing:
         raise RuntimeError(
-            f"`{lost[0]}` got no gradient: `schedule={options.schedule!r}` loses those of weights that no "
+            f"`{missing[0]}` got no gradient: `schedule={options.schedule!r}` loses those of weights that no "
             "differentiable input reaches, and cannot tell them from weights that are not used. Write "
             "`schedule='Interleaved1F1B'`."
         )

@@ -22,7 +22,13 @@ from fabric.strategies.gradients.clipping import clip_norm
 from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
 from fabric.strategies.model_parallel.pipeline.options import Pipeline
 from fabric.strategies.model_parallel.pipeline.schedule import Stages
-from fabric.strategies.model_parallel.pipeline.split import Stage, cut, drop_others, give_back, take_over
+from fabric.strategies.model_parallel.pipeline.split import (
+    Stage,
+    assign_to_model,
+    assign_to_stages,
+    drop_other_stages,
+    split_model,
+)
 from fabric.strategies.model_parallel.pipeline.state import PipelineState, WholeModel
 from fabric.strategies.module.buffers import follow_rank_zero
 from fabric.strategies.module.changes import Additions
@@ -61,12 +67,12 @@ def pipelined(
     peers = along(runtime.collective, mesh, [axis for axis in mesh.mesh_dim_names if axis != "pipeline"])
     whole = WholeModel(inner, optimizers)
     unfilled = Unfilled(inner)
-    all_stages = cut(inner, options)
+    all_stages = split_model(inner, options)
     stages = [all_stages[index] for index in options.stages_of(line.rank)]
     tensors = [tensor for tensor in (*inner.parameters(), *inner.buffers()) if not tensor.is_meta]
     if runtime.world.size > 1:
         follow_rank_zero(runtime.collective, tensors)
-    drop_others(inner, stages)
+    drop_other_stages(inner, stages)
     whole.leave()
     with rebinding(inner, optimizers):
         was_empty = any(parameter.is_meta for parameter in inner.parameters())
@@ -76,10 +82,10 @@ def pipelined(
         if was_empty and peers.size > 1:
             follow_rank_zero(peers, (*inner.parameters(), *inner.buffers()))
         place(runtime, inner, optimizers, move=move)
-        take_over(stages, inner)
+        assign_to_stages(stages, inner)
         for stage in stages:
             parallelize(stage.module)
-        give_back(stages, inner)
+        assign_to_model(inner, stages)
     sync = PipelineGradientSync(options, runtime, inner, stages, line, peers, mesh.get_group("pipeline"), unfilled)
     path = ForwardPath(inner, sync.forward, _refuse_mark)
     made = prepared(runtime, module, optimizers, sync, path, refuse_copies(inner, IN_STAGES))

@@ -30,25 +30,25 @@ class Stage:
     module: nn.Module
     copies: list[tuple[nn.Module, nn.Module]]
 
-    def follow_mode(self) -> None:
+    def copy_mode(self) -> None:
         """Copy `training` from the user's model."""
         for copy, own in self.copies:
             copy.training = own.training
 
 
-def cut(model: nn.Module, options: Pipeline) -> list[Stage]:
+def split_model(model: nn.Module, options: Pipeline) -> list[Stage]:
     """All stages of a model, which is not changed. They share its tensors.
 
     Raises: ValueError: a parameter or buffer is in no stage, or a parameter in two; TypeError: `split` returned no
     module.
     """
-    split = options.split if callable(options.split) else _at(options.split)
-    stages = [_cut(model, split, index, options.num_stages) for index in range(options.num_stages)]
+    split = options.split if callable(options.split) else _split_at(options.split)
+    stages = [_make_stage(model, split, index, options.num_stages) for index in range(options.num_stages)]
     _check(model, stages)
     return stages
 
 
-def drop_others(model: nn.Module, stages: Sequence[Stage]) -> None:
+def drop_other_stages(model: nn.Module, stages: Sequence[Stage]) -> None:
     """Set the tensors of the user's model to None that are in none of `stages`, those of this rank."""
     kept = {name for stage in stages for name, _ in _tensors(stage.module)}
     for name, _ in list(_tensors(model)):
@@ -56,7 +56,7 @@ def drop_others(model: nn.Module, stages: Sequence[Stage]) -> None:
             _set(model, name, None)
 
 
-def take_over(stages: Sequence[Stage], model: nn.Module) -> None:
+def assign_to_stages(stages: Sequence[Stage], model: nn.Module) -> None:
     """Set the tensors of the stages to those of the user's model, by name."""
     tensors = dict(_tensors(model))
     for stage in stages:
@@ -64,7 +64,7 @@ def take_over(stages: Sequence[Stage], model: nn.Module) -> None:
             _set(stage.module, name, tensors[name])
 
 
-def give_back(stages: Sequence[Stage], model: nn.Module) -> None:
+def assign_to_model(model: nn.Module, stages: Sequence[Stage]) -> None:
     """Set the tensors of the user's model to those of the stages, by name.
 
     Raises: ValueError: a stage has a name that the model does not have.
@@ -93,7 +93,7 @@ def _set(module: nn.Module, name: str, tensor: Tensor | None) -> None:
     (owner._parameters if last in owner._parameters else owner._buffers)[last] = tensor  # type: ignore[assignment]
 
 
-def _cut(model: nn.Module, split: Split, index: int, num_stages: int) -> Stage:
+def _make_stage(model: nn.Module, split: Split, index: int, num_stages: int) -> Stage:
     copies: dict[nn.Module, nn.Module] = {}
     module = split(_copied(model, copies, is_root=True), index, num_stages)
     if not isinstance(module, nn.Module):
@@ -101,7 +101,7 @@ def _cut(model: nn.Module, split: Split, index: int, num_stages: int) -> Stage:
             f"`split(model, {index}, {num_stages})` returned {module!r}. Return the model that it was passed."
         )
     own = {copy: original for original, copy in copies.items()}
-    module = _settled(module, own, set(model.modules()), is_root=True)
+    module = _with_originals(module, own, set(model.modules()), is_root=True)
     return Stage(index, module, [(part, own[part]) for part in module.modules() if part in own])
 
 
@@ -120,7 +120,7 @@ def _copied(module: nn.Module, copies: dict[nn.Module, nn.Module], *, is_root: b
     return copies[module]
 
 
-def _settled(
+def _with_originals(
     module: nn.Module, own: dict[nn.Module, nn.Module], users: set[nn.Module], *, is_root: bool = False
 ) -> nn.Module:
     """Replace copies that were not split by the originals. The root remains a copy, because its forward is wrapped."""
@@ -128,7 +128,7 @@ def _settled(
         return module
     for name, child in list(module._modules.items()):
         if child is not None:
-            module._modules[name] = _settled(child, own, users)
+            module._modules[name] = _with_originals(child, own, users)
     original = own.get(module)
     return original if not is_root and original is not None and _is_whole(module, original) else module
 
@@ -146,7 +146,7 @@ def _is_whole(copy: nn.Module, original: nn.Module) -> bool:
 
 def _check(model: nn.Module, stages: Sequence[Stage]) -> None:
     whole = dict(_tensors(model))
-    homes: dict[int, tuple[int, str]] = {}
+    owners: dict[int, tuple[int, str]] = {}
     seen: set[str] = set()
     for stage in stages:
         for name, tensor in _tensors(stage.module):
@@ -157,12 +157,12 @@ def _check(model: nn.Module, stages: Sequence[Stage]) -> None:
                 )
             seen.add(name)
             if isinstance(tensor, nn.Parameter):
-                home, first = homes.setdefault(id(tensor), (stage.index, name))
-                if home != stage.index and first == name:
-                    raise ValueError(f"`{name}` is in stages {home} and {stage.index}. Let `split` leave it in one.")
-                if home != stage.index:
+                owner, first = owners.setdefault(id(tensor), (stage.index, name))
+                if owner != stage.index and first == name:
+                    raise ValueError(f"`{name}` is in stages {owner} and {stage.index}. Let `split` leave it in one.")
+                if owner != stage.index:
                     raise ValueError(
-                        f"`{first}` and `{name}` are one tied weight, but in stages {home} and {stage.index}, where "
+                        f"`{first}` and `{name}` are one tied weight, but in stages {owner} and {stage.index}, where "
                         "they would be trained separately. Split elsewhere, or untie them."
                     )
     for name in whole:
@@ -170,7 +170,7 @@ def _check(model: nn.Module, stages: Sequence[Stage]) -> None:
             raise ValueError(f"`{name}` is in none of the {len(stages)} stages. Let `split` leave it in one.")
 
 
-def _at(starts: Sequence[str]) -> Split:
+def _split_at(starts: Sequence[str]) -> Split:
     """Split an `nn.Sequential`, and those in it, at the named submodules."""
 
     def split(model: nn.Module, stage: int, num_stages: int) -> nn.Module:

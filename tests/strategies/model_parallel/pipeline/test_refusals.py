@@ -17,7 +17,7 @@ from fabric import Fabric, WorkerError
 from fabric.strategies import ModelParallelStrategy
 from fabric.strategies.collectives.collective import CollectiveError
 from fabric.strategies.model_parallel.pipeline.options import Pipeline
-from fabric.strategies.model_parallel.pipeline.split import cut, drop_others
+from fabric.strategies.model_parallel.pipeline.split import drop_other_stages, split_model
 
 
 @pytest.mark.parametrize(
@@ -83,22 +83,22 @@ def sequence() -> nn.Sequential:
 
 def test_a_sequence_is_cut_where_the_named_parts_begin_and_keeps_its_names() -> None:
     model = sequence()
-    first, second = cut(model, in_two(["blocks.second"]))
+    first, second = split_model(model, in_two(["blocks.second"]))
     assert [name for name, _ in first.module.named_modules()] == ["", "start", "blocks", "blocks.first"]
     assert [name for name, _ in second.module.named_modules()] == ["", "blocks", "blocks.second", "end"]
     assert first.module.get_submodule("blocks.first") is model.blocks.first
     x = torch.randn(3, 2)
     assert torch.equal(second.module(first.module(x)), model(x))
-    drop_others(model, [second])
+    drop_other_stages(model, [second])
     assert list(model.state_dict()) == ["blocks.second.weight", "blocks.second.bias", "end.weight", "end.bias"]
-    whole, _ = cut(sequence(), in_two(["blocks"]))
+    whole, _ = split_model(sequence(), in_two(["blocks"]))
     assert [name for name, _ in whole.module.named_modules()] == ["", "start"]
 
 
 def test_a_part_that_lies_whole_in_a_stage_is_the_users_own_and_one_that_is_cut_is_a_copy() -> None:
     net = Net()
     before = {name: id(part) for name, part in net.named_modules()}
-    first, second = cut(net, in_two(cut_evenly))
+    first, second = split_model(net, in_two(cut_evenly))
     for stage in (first, second):
         for name, part in stage.module.named_modules():
             assert (id(part) == before[name]) == (name not in ("", "blocks")), name
@@ -157,7 +157,7 @@ def test_cuts_that_lose_or_double_or_rename_weights_are_refused(
     make: Callable[[], nn.Module], split: Any, error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        cut(make(), in_two(split))
+        split_model(make(), in_two(split))
 
 
 def test_a_weight_that_is_tied_over_two_stages_is_refused_with_both_names() -> None:
@@ -166,18 +166,18 @@ def test_a_weight_that_is_tied_over_two_stages_is_refused_with_both_names() -> N
     assert isinstance(net.head, nn.Linear)
     net.head.weight = net.embed.weight
     with pytest.raises(ValueError, match=r"`embed.weight` and `head.weight` are one tied weight, but in stages 0 an"):
-        cut(net, in_two(cut_evenly))
+        split_model(net, in_two(cut_evenly))
     model = sequence()
     model.blocks.first.weight = model.start.weight
-    assert len(cut(model, in_two(["blocks.second"]))) == 2  # tied within a stage
+    assert len(split_model(model, in_two(["blocks.second"]))) == 2  # tied within a stage
 
 
 def test_names_of_parts_in_another_order_or_within_each_other_are_refused() -> None:
     options = pipeline(degree=3, num_microbatches=3, split=["end", "blocks"])
     with pytest.raises(ValueError, match=r"but the order in the model is \['blocks', 'end'\]"):
-        cut(sequence(), options)
+        split_model(sequence(), options)
     with pytest.raises(ValueError, match="`split` names 'blocks' and a submodule of it"):
-        cut(sequence(), pipeline(degree=3, num_microbatches=3, split=["blocks", "blocks.second"]))
+        split_model(sequence(), pipeline(degree=3, num_microbatches=3, split=["blocks", "blocks.second"]))
 
 
 class Normed(nn.Sequential):

@@ -1,0 +1,42 @@
+"""What the strategies over XLA share: they need torch_xla, mark steps, and train parameters of modules only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from fabric.strategies.capabilities import Capability
+from fabric.strategies.module.bare_parameters import IN_MODULE
+from fabric.strategies.strategy import Strategy
+from fabric.strategies.target import releases
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchXLAStrategy(Strategy):
+    """A strategy over XLA devices, by torch_xla."""
+
+    launcher_name: ClassVar[str] = "inline"
+    """The one launcher that can start it."""
+
+    @property
+    def lacks(self) -> Mapping[Capability, str]:
+        """Unsupported capabilities. A subclass may add others."""
+        return {"bare_parameters": IN_MODULE}
+
+    @final
+    @property
+    def marks_steps(self) -> bool:
+        """True: XLA runs the operations of a step as one graph."""
+        return True
+
+    @final
+    @property
+    def launchers(self) -> tuple[str, ...]:
+        """The one launcher."""
+        return (self.launcher_name,)
+
+    @final
+    def look_for_packages(self) -> Mapping[str, str]:
+        """The installed release of torch_xla."""
+        return releases("torch_xla")
