@@ -103,7 +103,7 @@ def test_a_part_that_lies_whole_in_a_stage_is_the_users_own_and_one_that_is_cut_
         for name, part in stage.module.named_modules():
             assert (id(part) == before[name]) == (name not in ("", "blocks")), name
     net.eval()
-    first.follow_mode()
+    first.copy_mode()
     assert not any(part.training for part in first.module.modules())
     assert {name: id(part) for name, part in net.named_modules()} == before
     assert net.embed is not None
