@@ -88,6 +88,7 @@ from fabric.strategies.gradients.sync import backward_through
 from fabric.strategies.module.activation_checkpointing import recompute
 from fabric.strategies.module.bare_parameters import BareParameters, outside, refuse_later, refuse_shards
 from fabric.strategies.module.initialization import new_tensors
+from fabric.strategies.module.same_model import refuse_different_models
 from fabric.strategies.precision.forward_precision import autocast
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
@@ -342,12 +343,15 @@ class Fabric:
         random numbers (dropout, noise), and ranks that hold parts of one model draw the same; both follow from the
         seed.
         Raises: ValueError: an object was set up before, or the strategy does not support a parameter of an optimizer.
+        CollectiveError: on every rank, if the names, shapes or dtypes of its tensors differ over ranks (not `manual`).
         """
         check_module(module)
         check_optimizers(*optimizers)
         runtime = self._connected
         self._refuse_twice(module, *optimizers)
         strangers = self._outside(optimizers, module)
+        if self.strategy.sets_up_one_model:
+            refuse_different_models(runtime, module)
         with ExitStack() as stack:  # restores the module if the strategy raises
             stack.callback(recompute(uncompiled(module), self.strategy.activation_checkpointing_policy))
             before = list(uncompiled(module).parameters())

@@ -48,6 +48,12 @@ class Strategy(ABC):
         return False
 
     @property
+    def sets_up_one_model(self) -> bool:
+        """Whether all ranks pass `setup` the same model; then `Fabric.setup` raises if names, shapes or dtypes differ.
+        False where the user's function may make each rank a model of its own."""
+        return True
+
+    @property
     @abstractmethod
     def launchers(self) -> tuple[str, ...]:
         """The launchers that can start it. If there are several, `Fabric(launcher=...)` chooses."""
