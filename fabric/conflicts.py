@@ -195,6 +195,16 @@ def strategy_against_the_launcher(strategy: Strategy, word: str, request: Reques
     return None
 
 
+def debug_against_the_strategy(strategy: Strategy, word: str, request: Request) -> str | None:
+    """Collectives that torch.distributed does not see cannot be compared. One process has none."""
+    if request.debug is None or strategy.uses_process_groups or strategy.launchers == ("inline",):
+        return None
+    return (
+        f"`debug={request.debug!r}` compares the calls of torch.distributed, and `strategy={word}` communicates "
+        "otherwise. Leave `debug` out, or write a strategy over torch.distributed, such as 'ddp' on CPU or CUDA."
+    )
+
+
 def accelerator_against_the_precision(accelerator: Accelerator, precision: Precision) -> str | None:
     """A dtype that the device lacks. Source: Metal has no double; torch raises "doesn't support float64"."""
     if accelerator.name != "mps" or precision.name != "64-true":

@@ -19,6 +19,8 @@ DEFAULT_REPORT_AFTER_SECONDS = 30.0
 """The default of `Fabric(report_after_seconds=...)`."""
 DEFAULT_MAX_RESTARTS = 3
 """The default of `launcher='elastic'`, as in torch's `LaunchConfig`. Not measured."""
+DEBUG_MODES = ("collectives",)
+"""The values of `Fabric(debug=...)`."""
 PRECISIONS = ("64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed", "64", "32", "16", "bf16")
 """The names that `Precision.parse` knows; a test compares the two. Copied, because `Precision` imports torch."""
 
@@ -85,6 +87,14 @@ def read_launcher(value: object, written: str) -> str:
     raise ValueError(_none_of(written, LAUNCHERS))
 
 
+def read_debug(value: object, written: str) -> str:
+    """Parse `debug`."""
+    for word in DEBUG_MODES:
+        if value == word:
+            return word
+    raise ValueError(_none_of(written, DEBUG_MODES))
+
+
 def read_precision_word(value: object, written: str) -> str:
     """Parse the name of a precision, long or short."""
     for word in PRECISIONS:
@@ -135,4 +145,4 @@ def _whole(value: object, written: str, *, low: int, high: int | None = None) ->
 
 
 def _none_of(written: str, words: tuple[str, ...]) -> str:
-    return f"`{written}` is not known. Write one of {', '.join(map(repr, words))}."
+    return f"`{written}` is not known. Write {'one of ' * (len(words) > 1)}{', '.join(map(repr, words))}."

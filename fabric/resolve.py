@@ -21,6 +21,7 @@ from fabric.conflicts import (
     CONFLICTS,
     accelerator_against_the_precision,
     accelerator_against_the_strategy,
+    debug_against_the_strategy,
     describe_world,
     strategy_against_the_launcher,
 )
@@ -78,6 +79,7 @@ def resolve(request: Request, machine: Machine) -> Resolved:
     strategy = variant_for(strategy, found.accelerator.name, word=word)
     strategy = _with_timeout(strategy, word, request)
     _refuse(strategy_against_the_launcher(strategy, word, request, machine))
+    _refuse(debug_against_the_strategy(strategy, word, request))
     _refuse(accelerator_against_the_precision(found.accelerator, request.precision))
     _refuse(accelerator_against_the_strategy(found.accelerator, strategy, word))
     devices = choose_devices(request, machine, found, strategy)

@@ -105,6 +105,7 @@ def _add_run(command: argparse.ArgumentParser) -> None:
         ("timeout-seconds", "S", "how long a collective waits for the other ranks before it raises"),
         ("report-after-seconds", "S", "after how long in one collective to print what each rank does"),
         ("check-replicas", "N", "after how many steps to compare the weights that ranks have in common"),
+        ("debug", "MODE", "collectives: compare each collective over the ranks before it runs"),
     ):
         command.add_argument(f"--{option}", metavar=metavar, help=help_text)
     command.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in `python -m`")

@@ -29,6 +29,7 @@ _CHECKS: Mapping[str, Callable[[object, str], object]] = {
     "timeout_seconds": option_parsing.read_seconds,
     "report_after_seconds": option_parsing.read_seconds,
     "check_replicas": option_parsing.read_count,
+    "debug": option_parsing.read_debug,
 }
 
 

@@ -42,6 +42,7 @@ CONSTRUCTORS: dict[str, Row] = {
         ValueError,
         "`check_replicas=0` is out of range. Write a whole number from 1.",
     ),
+    "debug": (lambda: two("ddp", debug=True), ValueError, "`debug=True` is not known. Write 'collectives'."),
     "timeout": (lambda: two(DDPStrategy(timeout_seconds=-1)), ValueError, "write a number of seconds above 0."),
     "timeout word": (
         lambda: two(FSDPStrategy(timeout_seconds="5")),  # type: ignore[arg-type]
