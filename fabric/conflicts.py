@@ -66,6 +66,21 @@ def place_against_a_foreign_world(request: Request, machine: Machine) -> str | N
     )
 
 
+def output_against_a_foreign_world(request: Request, machine: Machine) -> str | None:
+    """Options for the output of ranks that another launcher has started."""
+    written = f"log_dir={request.log_dir!r}" if request.log_dir is not None else "prefix_output=True"
+    if (
+        machine.world is None
+        or machine.world.launcher in OURS
+        or (request.log_dir is None and not request.prefix_output)
+    ):
+        return None
+    return (
+        f"`{written}` is for ranks that fabric starts, but {describe_world(machine)}, which owns their output. Leave "
+        "it out, and use that launcher's own options, such as `srun --output=rank-%t.log` or `torchrun --log-dir`."
+    )
+
+
 def place_without_nodes(request: Request, machine: Machine) -> str | None:
     """Node rank or address, with one node."""
     written = _place_options(request)
@@ -159,6 +174,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     starting_launcher_inside_a_world,
     nodes_against_the_world,
     place_against_a_foreign_world,
+    output_against_a_foreign_world,
     restarts_by_another,
     restarts_on_several_nodes,
     place_without_nodes,

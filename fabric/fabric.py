@@ -139,6 +139,8 @@ class Fabric:
     `debug`: "collectives" compares each collective over the ranks before it runs, also those of DDP, FSDP and
     DeepSpeed, and one that is started with `async_op=True`. Ranks that differ in operation, shapes, dtypes or line of
     the program raise CollectiveError. Each call then waits for all ranks, and costs an all-reduce of two numbers more.
+    `log_dir`: a folder with one file for each rank, to which its stdout and stderr are copied, and the traceback with
+    which it fails. `prefix_output`: show the rank before each line that it prints. Both need ranks that fabric starts.
     """
 
     def __init__(
@@ -158,6 +160,8 @@ class Fabric:
         report_after_seconds: float = DEFAULT_REPORT_AFTER_SECONDS,
         check_replicas: int | None = None,
         debug: str | None = None,
+        log_dir: str | os.PathLike[str] | None = None,
+        prefix_output: bool = False,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
         request = Request.build(arguments, os.environ)

@@ -7,6 +7,7 @@ refuses a wrong value before anything starts.
 from __future__ import annotations
 
 import math
+import os
 from typing import Literal, TypeAlias
 
 from fabric.launchers.registry import OURS
@@ -85,6 +86,24 @@ def read_launcher(value: object, written: str) -> str:
         if value == word:
             return word
     raise ValueError(_none_of(written, LAUNCHERS))
+
+
+def read_folder(value: object, written: str) -> str:
+    """Parse the path of a folder, which may not exist yet; absolute."""
+    if not isinstance(value, str | os.PathLike) or not isinstance(path := os.fspath(value), str):
+        raise TypeError(f"`{written}` is a `{type(value).__name__}`. Write the path of a folder.")
+    if not path.strip():
+        raise ValueError(f"`{written}` is empty. Leave it out, or write the path of a folder.")
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise ValueError(f"`{written}` is a file. Write the path of a folder; it is created if it is missing.")
+    return os.path.abspath(path)
+
+
+def read_flag(value: object, written: str) -> bool:
+    """Parse True or False; on the command line, an option without a value."""
+    if value not in (True, False, "True"):
+        raise TypeError(f"`{written}` is a `{type(value).__name__}`. Write True or False.")
+    return bool(value)
 
 
 def read_debug(value: object, written: str) -> str:

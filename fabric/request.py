@@ -48,6 +48,9 @@ class Request:
     """None: replicas are not compared."""
     debug: str | None = None
     """None: nothing more than always is compared."""
+    log_dir: str | None = None
+    """None: no files for the output of the ranks."""
+    prefix_output: bool = False
     environment: Environment | None = None
     """A custom cluster environment, from `plugins`."""
     callbacks: tuple[Any, ...] = ()
@@ -196,6 +199,10 @@ def _read_debug(value: object, written: str) -> str | None:
     return None if value is None else option_parsing.read_debug(value, written)
 
 
+def _read_log_dir(value: object, written: str) -> str | None:
+    return None if value is None else option_parsing.read_folder(value, written)
+
+
 _READ: Mapping[str, Callable[[Any, str], Any]] = {
     "accelerator": _read_accelerator,
     "strategy": _read_strategy,
@@ -212,4 +219,6 @@ _READ: Mapping[str, Callable[[Any, str], Any]] = {
     "report_after_seconds": option_parsing.read_seconds,
     "check_replicas": _read_check_replicas,
     "debug": _read_debug,
+    "log_dir": _read_log_dir,
+    "prefix_output": option_parsing.read_flag,
 }

@@ -179,7 +179,7 @@ def _topology(request: Request, machine: Machine, num_processes: int) -> Topolog
     if machine.world is not None:
         return _topology_of(machine.world)
     if request.num_nodes == 1:
-        return Topology(num_processes=num_processes)
+        return Topology(num_processes=num_processes, log_dir=request.log_dir, prefix_output=request.prefix_output)
     rank, address, port = (
         said if said is not None else found
         for said, found in (
@@ -197,6 +197,8 @@ def _topology(request: Request, machine: Machine, num_processes: int) -> Topolog
         node_rank=rank,
         main_address=address,
         main_port=port,
+        log_dir=request.log_dir,
+        prefix_output=request.prefix_output,
     )
 
 
@@ -218,7 +220,7 @@ def _launcher(request: Request, machine: Machine, strategy: Strategy, topology: 
     if request.launcher == "elastic" or request.max_restarts is not None:
         return "elastic"
     if topology.size == 1:
-        return "inline"
+        return request.launcher if topology.redirects_output else "inline"
     if request.launcher != "auto" or set(PER_DEVICE) <= set(strategy.launchers):
         return request.launcher
     own = strategy.launchers[0]

@@ -30,6 +30,8 @@ _CHECKS: Mapping[str, Callable[[object, str], object]] = {
     "report_after_seconds": option_parsing.read_seconds,
     "check_replicas": option_parsing.read_count,
     "debug": option_parsing.read_debug,
+    "log_dir": option_parsing.read_folder,
+    "prefix_output": option_parsing.read_flag,
 }
 
 

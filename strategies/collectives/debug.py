@@ -77,7 +77,7 @@ def compare_collectives() -> Iterator[None]:
     CollectiveError on all ranks of its group, before it runs. Not compared: the operator of a reduction, and calls on
     groups without a backend for the CPU, which fabric does not create.
     """
-    library = torch.library.Library("c10d", "IMPL")
+    library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
     for name, shown in OPERATORS.items():
         library.impl(
             name,
