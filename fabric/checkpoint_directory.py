@@ -8,7 +8,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, final, get_args
 
 from fabric.strategies.checkpoint.background import PendingSave
-from fabric.strategies.checkpoint.retention import Best, Name, best_of, complete_in, names_in, remove_old, remove_torn
+from fabric.strategies.checkpoint.retention import (
+    Best,
+    Name,
+    best_of,
+    complete_in,
+    names_in,
+    remove_incomplete,
+    remove_old,
+)
 from fabric.strategies.checkpoint.storage import storage_of
 
 if TYPE_CHECKING:
@@ -100,5 +108,5 @@ class CheckpointDirectory:
         if not is_rank_zero:
             return ""
         number = max((name.number for name in names_in(self._storage)), default=0) + 1
-        remove_torn(self._storage)
+        remove_incomplete(self._storage)
         return str(Name(number=number, step=step, metric=None if metric is None else float(metric)))

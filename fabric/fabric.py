@@ -59,8 +59,8 @@ from fabric.stop import StopRequest
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint import foreign, loading, run_state, saving
 from fabric.strategies.checkpoint.background import BackgroundSaves, PendingSave
-from fabric.strategies.checkpoint.fit import misfits, table
 from fabric.strategies.checkpoint.loading import in_memory
+from fabric.strategies.checkpoint.mismatches import mismatches, table
 from fabric.strategies.checkpoint.run_state import RunState
 from fabric.strategies.checkpoint.snapshot import snapshot
 from fabric.strategies.checkpoint.state import (
@@ -1177,7 +1177,7 @@ class Fabric:
         self, method: str, path: str | os.PathLike[str], state: Any, content: Any, *, strict: bool
     ) -> None:
         """Raise CheckpointError on every rank if a state does not fit. Ranks: all."""
-        rows = misfits(dict(state), content, self._state_access, self._loader_states)
+        rows = mismatches(dict(state), content, self._state_access, self._loader_states)
         wrong = rows if strict else [row for row in rows if not row.is_left_out]
         problem = ValueError(f"it does not fit, and nothing was loaded.\n{table(wrong)}") if wrong else None
         loading.refuse_unread(self._connected.collective, storage_of(path), problem)

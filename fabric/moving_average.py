@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from fabric.strategies.checkpoint.loading import in_memory
-from fabric.strategies.checkpoint.placed import Placed
-from fabric.strategies.checkpoint.state import PlacedState, uncompiled
+from fabric.strategies.checkpoint.state import ShardedStateful, uncompiled
+from fabric.strategies.checkpoint.tensor_shards import TensorShards
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.sharding.dtensor import local_part
 
 
 @final
-class MovingAverage(PlacedState):
+class MovingAverage(ShardedStateful):
     """The result of `fabric.ema(model, decay)`. It starts from the current weights.
 
     Its state is `{"model": ..., "num_updates": ...}`, with the averages under the names of the model's own state dict,
@@ -84,12 +84,12 @@ class MovingAverage(PlacedState):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that is unsharded on every rank. Ranks: all call it."""
-        self.load_placed(state_dict)
+        self.load_sharded(state_dict)
 
-    def place_state(self) -> dict[str, Any]:
-        return self._read(self._prepared.state.place_module)
+    def sharded_state_dict(self) -> dict[str, Any]:
+        return self._read(self._prepared.state.read_module_shards)
 
-    def load_placed(self, content: Any) -> None:
+    def load_sharded(self, content: Any) -> None:
         self._refuse_applied("load_state_dict")
         own = self._copies()
         try:
@@ -134,9 +134,9 @@ def check_decay(decay: Any) -> float:
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, Placed):
-        parts = tuple((box, part.clone()) for box, part in value.parts)
-        return Placed(value.shape, value.dtype, parts, value.holders)
+    if isinstance(value, TensorShards):
+        shards = tuple((chunk, part.clone()) for chunk, part in value.shards)
+        return TensorShards(value.shape, value.dtype, shards, value.holders)
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 

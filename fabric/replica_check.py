@@ -16,8 +16,8 @@ from typing import Any, final
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fabric.strategies.checkpoint.placed import Placed, on_ranks
 from fabric.strategies.checkpoint.state import PlainState, ReplicatedState, StateAccess
+from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.digest import numbers_of
 from fabric.strategies.gradients.clipping import parameters_of
@@ -86,33 +86,35 @@ class ReplicaCheck:
             if len(held.holders) > 1:
                 parts.update(
                     {
-                        (f"{name}{box.offsets if i else ''}", held.holders): part
-                        for i, (box, part) in enumerate(held.parts)
+                        (f"{name}{chunk.offsets if i else ''}", held.holders): part
+                        for i, (chunk, part) in enumerate(held.shards)
                     }
                 )
         return dict(zip(parts, numbers_of(parts.values()), strict=True))
 
-    def _held(self, models: Iterable[Prepared], optimizer: Optimizer) -> Iterator[tuple[str, Placed]]:
+    def _held(self, models: Iterable[Prepared], optimizer: Optimizer) -> Iterator[tuple[str, TensorShards]]:
         """What this rank holds of the parameters and of the optimizer's states, by names for people."""
         everyone = range(self._collective.size)
         names: dict[int, str] = {}
         for model in models:
             label = f"{type(model.module).__name__}: " if len(self._models) > 1 else ""
-            state = _local(model.state, self._collective.size).place_module(model.module)
+            state = _local(model.state, self._collective.size).read_module_shards(model.module)
             for name, parameter in model.module.named_parameters(remove_duplicate=False):
                 names.setdefault(id(parameter), name)
                 value = state.get(name)
                 if isinstance(value, Tensor):  # not sharded
-                    value = on_ranks(value, everyone)
-                if isinstance(value, Placed):
+                    value = replicated(value, everyone)
+                if isinstance(value, TensorShards):
                     yield f"{label}`{name}`", value
         parameters = parameters_of(optimizer)
-        states = _local(self._access[optimizer], self._collective.size).place_optimizer(optimizer).get("state", {})
+        states = (
+            _local(self._access[optimizer], self._collective.size).read_optimizer_shards(optimizer).get("state", {})
+        )
         for index, entries in states.items():
             known = names.get(id(parameters[index])) if index < len(parameters) else None
             of = f"`{known}`" if known else f"parameter {index}"
             for name, value in entries.items():
-                if isinstance(value, Placed):
+                if isinstance(value, TensorShards):
                     yield f"`{name}` of {of} in `{type(optimizer).__name__}`", value
 
     def _refuse(self, optimizer: Optimizer, digests: _Digests) -> None:
@@ -149,7 +151,7 @@ def _local(access: StateAccess, size: int) -> StateAccess:
 
 
 def _tells_holders(access: StateAccess) -> bool:
-    return isinstance(access, PlainState) or type(access).place_module is not StateAccess.place_module
+    return isinstance(access, PlainState) or type(access).read_module_shards is not StateAccess.read_module_shards
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -39,7 +39,7 @@ def _why_not(start: Start, environ: Mapping[str, str]) -> str | None:
     if start.program is not None and program is None:
         folder = sysconfig.get_path("scripts")
         if shutil.which(start.program, path=folder) is not None:
-            return f"`{start.program}` is beside this Python, but not on PATH: `export PATH={folder}:$PATH`."
+            return f"`{start.program}` is next to this Python, but not on PATH: `export PATH={folder}:$PATH`."
         return f"There is no `{start.program}` on PATH: {start.otherwise.removesuffix('.')}."
     if start.program is None and start.variable is not None:
         return f"`{start.variable}` is not set here: {start.otherwise}."

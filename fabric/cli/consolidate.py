@@ -1,4 +1,4 @@
-"""`fabric consolidate`: export a module of a checkpoint as safetensors, in this one process."""
+"""`fabric consolidate`: export a module of a checkpoint as safetensors, in this process."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 
 def consolidate(parsed: argparse.Namespace) -> int:
-    """Write the files, and print their names. 1: the checkpoint could not be read.
+    """Write the files, and print their names. Returns the exit code: 1 if the checkpoint could not be read.
 
-    Raises: ValueError: a word is none, or names nothing that is in the checkpoint.
+    Raises: ValueError: an option cannot be parsed, or names something that is not in the checkpoint.
     """
     keys = _pattern(parsed.keys)
     try:
@@ -35,10 +35,10 @@ def consolidate(parsed: argparse.Namespace) -> int:
 
 
 def num_bytes(size: str) -> int:
-    """Bytes of a size such as 5GB or 512 MiB. Raises: ValueError: it is none."""
+    """The bytes of a size such as 5GB or 512 MiB. Raises: ValueError: it is not a size."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", size.strip())
     if found is None or found[2].upper() not in _UNITS or float(found[1]) == 0:
-        raise ValueError(f"`--max-shard-size {size}` is no size. Write a number and a unit: 500MB, 5GB, 2GiB.")
+        raise ValueError(f"`--max-shard-size {size}` is not a size. Write a number and a unit: 500MB, 5GB, 2GiB.")
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
@@ -46,4 +46,4 @@ def _pattern(words: str | None) -> re.Pattern[str] | None:
     try:
         return None if words is None else re.compile(words)
     except re.error as error:
-        raise ValueError(f"`--keys {words}` is no regular expression: {error}.") from error
+        raise ValueError(f"`--keys {words}` is not a regular expression: {error}.") from error

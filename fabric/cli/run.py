@@ -53,6 +53,6 @@ def _program(script: str, arguments: list[str], *, is_module: bool) -> ProgramId
     if is_module:
         return ProgramId(arguments=("-m", script, *arguments), main=module_main(script))
     if not os.path.exists(script):
-        raise ValueError(f"`{script}` is no file. Write the path of a script, or `-m` and the name of a module.")
+        raise ValueError(f"`{script}` is not a file. Write the path of a script, or `-m` and the name of a module.")
     main = os.path.join(script, "__main__.py") if os.path.isdir(script) else script
     return ProgramId(arguments=(script, *arguments), main=os.path.realpath(main))

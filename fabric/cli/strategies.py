@@ -72,7 +72,7 @@ def show_strategies(rows: Sequence[Mapping[str, Any]]) -> None:
     def number(sentence: str) -> int:
         return sentences.setdefault(sentence, len(sentences) + 1)
 
-    shown = Table(Column("strategy", no_wrap=True), "precisions", "what a loop cannot have")
+    shown = Table(Column("strategy", no_wrap=True), "precisions", "unsupported")
     for row in rows:
         here = [
             f"{name}: {'all' if len(words) == len(_WORDS) else ', '.join(words)}"
@@ -87,6 +87,6 @@ def show_strategies(rows: Sequence[Mapping[str, Any]]) -> None:
     console.print(shown)
     for sentence, its_number in sentences.items():
         console.print(f"({its_number}) {sentence[0].upper()}{sentence[1:]}", highlight=False, markup=False)
-    console.print("\nWhat a loop may ask:", highlight=False)
+    console.print("\nCapabilities:", highlight=False)
     for word, meaning in CAPABILITIES.items():
         console.print(f"  {word}: {meaning}", highlight=False, markup=False)

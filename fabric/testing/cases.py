@@ -91,7 +91,7 @@ _CASES = (
     ),
     Case(
         name="zero_grad",
-        claim="gradients cleared before or after forward, by the model or the optimizer",
+        claim="gradients cleared before or after forward, by the model, the optimizer or a loop over parameters",
         body=loops.zero_grad,
     ),
     Case(

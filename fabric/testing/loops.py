@@ -196,19 +196,28 @@ def closure(loop: Loop, trial: Trial) -> Outcome:
 
 
 def zero_grad(loop: Loop, trial: Trial) -> Outcome:
-    """Gradients are cleared before and after forward, by the model and by the optimizer, to None and to zero."""
+    """Gradients are cleared before and after forward, by the model, by the optimizer and in a loop over parameters, to
+    None and to zero."""
     net = trial.net()
     model, optimizer = loop.setup(net, trial.optimizer(net))
-    ways = product((False, True), (model, optimizer), (True, False))
+
+    def each_by_hand(set_to_none: bool) -> None:
+        for parameter in model.parameters():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    ways = product((False, True), (model.zero_grad, optimizer.zero_grad, each_by_hand), (True, False))
     losses = []
-    for (tokens, targets, _), (after, owner, set_to_none) in zip(
-        loop.setup_dataloaders(trial.loader(8)), ways, strict=True
+    for (tokens, targets, _), (after, clear, set_to_none) in zip(
+        loop.setup_dataloaders(trial.loader(12)), ways, strict=True
     ):
         if not after:
-            owner.zero_grad(set_to_none=set_to_none)
+            clear(set_to_none=set_to_none)
         loss = cross_entropy(model(tokens).to(trial.dtype), targets)
         if after:
-            owner.zero_grad(set_to_none=set_to_none)
+            clear(set_to_none=set_to_none)
         loop.backward(loss, model=model)
         losses.append(mean(loop, loss))
         optimizer.step()

@@ -1,7 +1,7 @@
-"""CRC-32, by the `isal` package where it is installed.
+"""CRC-32, computed by the `isal` package if it is installed, else by zlib.
 
-It computes the same numbers as zlib with the processor's carry-less multiplication: 10.3 GiB/s against 3.4 on one core
-of an AMD EPYC. With zlib, checksums take as long as the copy when a checkpoint is loaded from the page cache.
+`isal` returns the same numbers with the processor's carry-less multiplication: 10.3 GiB/s against 3.4 on one core of an
+AMD EPYC. With zlib, checksums take as long as the copy when a checkpoint is loaded from the page cache.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fabric.strategies.checkpoint.storage import Buffer
 
 
 class Crc32(Protocol):
-    """`zlib.crc32`, or a function that gives the same numbers."""
+    """`zlib.crc32`, or a function that returns the same numbers."""
 
     def __call__(self, data: Buffer, value: int = 0, /) -> int: ...
 

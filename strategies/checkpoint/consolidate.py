@@ -1,6 +1,6 @@
-"""Export a module of a checkpoint, whoever has saved it, as files of safetensors. One process, and no `Fabric`.
+"""Export a module of a checkpoint as safetensors, whichever strategy saved it. One process, without a `Fabric`.
 
-Tensor by tensor: a rank's pieces are put together as they are written, so memory holds one tensor and mapped pages.
+Tensors are assembled from the pieces of all ranks and written one by one, so memory holds one tensor and mapped pages.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def consolidate(
     adapter: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> list[Path]:
-    """Write a module of the checkpoint `path` as safetensors, under the user's parameter names; gives the files.
+    """Write a module of the checkpoint `path` as safetensors, under the user's parameter names; returns the files.
 
-    `out`: a name that ends in `.safetensors`, for one file; otherwise a folder as `transformers` writes it:
-    `model.safetensors`, or, where that would have more than `max_shard_bytes`, several and an index.
-    `name`: the entry of the state that was saved (`"model"`, `"models/critic"`); may be left out where one module was.
-    `filter`: `(key, tensor) -> bool` chooses tensors; the tensor is on the device "meta". `adapter`: of a `peft` model
-    that adapter alone, under the names that `peft` loads, as `adapter_model.safetensors`.
-    Tied tensors are written once, under the first of their names, and the header notes the others.
-    Memory: the largest tensor. Every byte is verified first.
+    `out`: a file, if it ends in `.safetensors`; otherwise a folder, with the files that `transformers` writes:
+    `model.safetensors`, or several shards and an index if that would have more than `max_shard_bytes`.
+    `name`: the entry of the saved state (`"model"`, `"models/critic"`); may be omitted if only one module was saved.
+    `filter`: `(key, tensor) -> bool` selects tensors; the tensor is on the device "meta". `adapter`: writes only this
+    adapter of a `peft` model, under the names that `peft` loads, as `adapter_model.safetensors`.
+    Tied tensors are written once, under the first of their names; the header lists the other names.
+    Memory: the largest tensor. All bytes are verified first.
     Raises: CheckpointError: there is no complete checkpoint, or it is damaged. ValueError: nothing is left to write, no
     module or several, a value that is no tensor, or `out` has files of another export.
     """
@@ -55,13 +55,16 @@ def consolidate(
     if filter is not None:
         tensors = {key: each for key, each in tensors.items() if filter(key, each.like)}
     if not tensors:
-        raise ValueError(f"Of the entry {chosen!r} of {storage.path!r} no tensor is chosen, so nothing was written.")
+        raise ValueError(
+            f"No tensor of the entry {chosen!r} in {storage.path!r} is selected, so nothing was written. Pass a "
+            "`filter` that selects some, or another `name`."
+        )
     kept, tied = _untied(tensors)
     return _write(Path(out), "model" if adapter is None else "adapter_model", kept, tied, max_shard_bytes)
 
 
 def _modules(content: Any, at: tuple[str, ...] = ()) -> dict[str, Mapping[str, Any]]:
-    """Entries that are the state of a module: tensors by name."""
+    """The entries that are states of modules, with their tensors by name."""
     if not isinstance(content, dict) or "param_groups" in content or at == (run_state.NAME,):
         return {}
     if any(isinstance(each, Stored) for each in content.values()) and at:
@@ -78,36 +81,39 @@ def _chosen(found: Mapping[str, Any], name: str | None, path: str) -> str:
     if name is not None and name in found:
         return name
     there = ", ".join(map(repr, found)) or "none"
-    asked = "`name` is left out" if name is None else f"`name={name!r}`"
-    raise ValueError(f"{asked}, and the modules in {path!r} are: {there}. Pass the `name` of one of them.")
+    asked = "`name` is not given" if name is None else f"`name={name!r}`"
+    raise ValueError(f"{asked}, but the modules in {path!r} are: {there}. Pass the `name` of one of them.")
 
 
 def _tensors(state: Mapping[str, Any], name: str) -> dict[str, Stored]:
     others = [key for key, value in state.items() if not isinstance(value, Stored)]
     if others:
         raise ValueError(
-            f"The entry {name!r} has values that are no tensors, and safetensors keeps none: "
+            f"The entry {name!r} has values that are not tensors, which safetensors cannot store: "
             f"{', '.join(map(repr, others))}. Save the module with a `filter` that leaves them out."
         )
     return dict(state)
 
 
 def _of_adapter(tensors: Mapping[str, Stored], adapter: str) -> dict[str, Stored]:
-    """The tensors of an adapter of peft, under the names that its `get_peft_model_state_dict` gives."""
+    """The tensors of an adapter of peft, under the names that its `get_peft_model_state_dict` returns."""
     found = {}
     for key, stored in tensors.items():
         words = key.split(".")
         if adapter in words:
             found[".".join(word for word in words if word not in (adapter, "modules_to_save"))] = stored
     if not found:
-        raise ValueError(f"No tensor belongs to an adapter {adapter!r}: no key has {f'.{adapter}.'!r} in it.")
+        raise ValueError(
+            f"No tensor belongs to an adapter {adapter!r}: no key contains {f'.{adapter}.'!r}. Pass the adapter's name "
+            "in `peft`, such as 'default'."
+        )
     return found
 
 
 def _untied(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], dict[str, str]]:
-    """Each tensor once, and the other names of tied ones, with the one that stays."""
+    """Each tensor once, and the other names of tied tensors, each with the name that is kept."""
     first: dict[Any, str] = {}
-    tied = {key: kept for key, each in tensors.items() if (kept := first.setdefault(each.place, key)) != key}
+    tied = {key: kept for key, each in tensors.items() if (kept := first.setdefault(each.location, key)) != key}
     return {key: each for key, each in tensors.items() if key not in tied}, tied
 
 
@@ -133,7 +139,7 @@ def _write(
 
 
 def _shards(tensors: Mapping[str, Stored], max_bytes: int) -> Iterator[dict[str, Stored]]:
-    """Tensors in their order, as many to a shard as it may have bytes, and one at least."""
+    """The tensors in order, grouped into shards of at most `max_bytes`, with at least one tensor each."""
     shard: dict[str, Stored] = {}
     size = 0
     for key, stored in tensors.items():
@@ -152,13 +158,13 @@ def _index(shards: Mapping[str, Mapping[str, Stored]]) -> bytes:
 
 
 def _refuse_others(folder: Folder, stem: str, names: list[str]) -> None:
-    """Raise ValueError where a reader would find files of two exports."""
+    """Raise ValueError if the folder contains files of another export."""
     pattern = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
     others = sorted(each for each in folder.names() if pattern.fullmatch(each) and each not in names)
     if len(names) > 1 and others == [stem + INDEX_SUFFIX]:
         return
     if others:
         raise ValueError(
-            f"{folder.path!r} has files of another export, which readers would mix with this one: "
+            f"{folder.path!r} contains files of another export, which readers would mix with this one: "
             f"{', '.join(map(repr, others))}. Remove them, or write to another folder."
         )

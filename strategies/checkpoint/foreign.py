@@ -1,7 +1,4 @@
-"""Files that others have written: `torch.save`, safetensors, single and in shards. Reading runs no code from them.
-
-Ranks: all call `kind_of` and `load`, which agree on what rank 0 sees.
-"""
+"""Files of other libraries: `torch.save` and safetensors, single or in shards. Reading runs no code from them."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ Kind: TypeAlias = Literal["torch", "safetensors"] | None
 
 
 def kind_of(path: str | os.PathLike[str]) -> Kind:
-    """Whose file, or folder of files, this is; None: a checkpoint of ours, or nothing."""
+    """The format of a file, or of the files in a folder; None: a checkpoint of `fabric.save`, or nothing."""
     place = Path(path)
     if place.is_file():
         return "safetensors" if place.name.endswith((SUFFIX, INDEX_SUFFIX)) else "torch"
@@ -32,7 +29,7 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
 
 
 def load(collective: Collective, path: str | os.PathLike[str], kind: Kind) -> Any:
-    """What is in it: tensors on the CPU, or a `Stored` for each. Ranks: all.
+    """The contents: CPU tensors, or a `Stored` for each. Ranks: all call it, with the `kind` that rank 0 found.
 
     Raises: CheckpointError: on every rank, if any could not read it.
     """
@@ -46,7 +43,7 @@ def load(collective: Collective, path: str | os.PathLike[str], kind: Kind) -> An
 
 
 def with_tied(module: nn.Module, content: Any) -> Any:
-    """The state of a module, with each name of a parameter whose other name is there: files of others have one."""
+    """The state of a module with all names of tied parameters, of which other libraries write only one."""
     if not isinstance(content, dict):
         return content
     first: dict[nn.Parameter, str] = {}
@@ -54,7 +51,7 @@ def with_tied(module: nn.Module, content: Any) -> Any:
     for name, parameter in named:
         if name in content:
             first.setdefault(parameter, name)
-    whole = copy(content)  # of its own class, and with its attributes: torch notes versions on a module's state
+    whole = copy(content)  # keeps its class and attributes: torch stores `_metadata` on the state of a module
     for name, parameter in named:
         if parameter in first and name not in content:
             whole[name] = content[first[parameter]]
@@ -62,7 +59,7 @@ def with_tied(module: nn.Module, content: Any) -> Any:
 
 
 def _in_folder(folder: Path) -> list[str]:
-    """Indices of shards, or else files."""
+    """The indices of shards in the folder, or else the files."""
     names = sorted(each.name for each in folder.iterdir())
     return [name for name in names if name.endswith(INDEX_SUFFIX)] or [name for name in names if name.endswith(SUFFIX)]
 
@@ -70,5 +67,5 @@ def _in_folder(folder: Path) -> list[str]:
 def _one_of(folder: Path) -> Path:
     names = _in_folder(folder)
     if len(names) > 1:
-        raise ValueError(f"The folder has {', '.join(map(repr, names))}. Pass the path of one of them.")
+        raise ValueError(f"The folder contains {', '.join(map(repr, names))}. Pass the path of one of them.")
     return folder / names[0]

@@ -1,8 +1,8 @@
-"""Load tensors of a checkpoint straight into the memory of a module or an optimizer.
+"""Load tensors of a checkpoint directly into the memory of a module or an optimizer.
 
-Memory that is allocated for a load costs more time than the copy: its pages are touched for the first time. What
-`filled_module` and `filled_optimizer` give is then loaded by torch as any other state, so its own checks and hooks run;
-it finds the module's own tensors there and copies nothing.
+Allocating memory for a load costs more time than the copy, because its pages are touched for the first time. torch then
+loads the result of `filled_module` or `filled_optimizer` like any other state, with its checks and hooks; copying the
+module's own tensors to themselves costs nothing.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.checkpoint.box import whole
-from fabric.strategies.checkpoint.load_hooks import converts_what_it_loads
+from fabric.strategies.checkpoint.chunk import whole
+from fabric.strategies.checkpoint.load_hooks import has_converting_hook
 from fabric.strategies.checkpoint.loading import Stored, in_memory
 
 
 def filled_module(module: nn.Module, content: Any) -> Any:
-    """`content`, in which tensors that fit are the module's own, with their new values. The others are mapped."""
+    """`content` with the module's own tensors, filled, where shapes match. The others are mapped."""
     if not isinstance(content, dict) or converts(module):
         return in_memory(content, mapped=True)
     own = module.state_dict(keep_vars=True)
-    state = copy(content)  # of its own class, and with its attributes: torch notes versions on a module's state
+    state = copy(content)  # keeps its class and attributes: torch stores `_metadata` on the state of a module
     for name, value in content.items():
         target: Any = own.get(name)
         fits = isinstance(value, Stored) and _is_plain(target) and tuple(target.shape) == value.shape
@@ -32,11 +32,11 @@ def filled_module(module: nn.Module, content: Any) -> Any:
 
 
 def filled_optimizer(optimizer: Optimizer, content: Any) -> Any:
-    """`content`, in which tensors that fit are those of the optimizer's state, with their new values. The others are in
-    memory of their own."""
+    """`content` with the tensors of the optimizer's state, filled, where shapes and dtypes match. The others are in new
+    memory."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     indices = [index for group in content["param_groups"] for index in group["params"]]
-    standing = {index: optimizer.state.get(each, {}) for index, each in zip(indices, parameters, strict=False)}
+    existing = {index: optimizer.state.get(each, {}) for index, each in zip(indices, parameters, strict=False)}
     filled = set[int]()
 
     def fill(value: Any, target: Any) -> Any:
@@ -46,7 +46,7 @@ def filled_optimizer(optimizer: Optimizer, content: Any) -> Any:
         return in_memory(value)
 
     states = {
-        index: {name: fill(value, standing.get(index, {}).get(name)) for name, value in entries.items()}
+        index: {name: fill(value, existing.get(index, {}).get(name)) for name, value in entries.items()}
         if isinstance(entries, dict)
         else in_memory(entries)
         for index, entries in content["state"].items()
@@ -59,7 +59,7 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _is_same_kind(tensor: Any, stored: Stored) -> bool:
-    """Whether an optimizer that loads the stored tensor would have one like this."""
+    """Whether an optimizer that loads the stored tensor would hold one like this."""
     return (
         _is_plain(tensor)
         and (tuple(tensor.shape), tensor.dtype) == (stored.shape, stored.dtype)
@@ -73,9 +73,9 @@ def _fill(target: Tensor, value: Stored) -> Tensor:
 
 
 def converts(module: nn.Module) -> bool:
-    """Whether a part changes a state before it loads it, as one that reads older checkpoints does."""
+    """Whether a submodule may convert a state before it is loaded, as those that read older checkpoints do."""
     return any(
-        converts_what_it_loads(part)
+        has_converting_hook(part)
         or (
             type(part)._load_from_state_dict is not nn.Module._load_from_state_dict
             and not type(part).__module__.startswith("torch.nn.modules")

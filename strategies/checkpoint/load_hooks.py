@@ -1,4 +1,4 @@
-"""Hooks of ours around a module's `load_state_dict`. They observe, and change nothing that is loaded."""
+"""Hooks that observe a module's `load_state_dict`, and change nothing that is loaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 @final
 class LoadObserver:
-    """A hook on the user's module; a copy of the module has one that does nothing."""
+    """A hook on the user's module; in a copy of the module, and in a pickle, it does nothing."""
 
     def __init__(self, notify: Callable[[], None]) -> None:
         self._notify = notify
@@ -31,20 +31,20 @@ def _nothing() -> None:
 
 
 def observe_loads(module: nn.Module, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
-    """Call these around each `load_state_dict` of the module. Returns what undoes it."""
+    """Call `before` and `after` around each `load_state_dict` of the module. Returns a function that removes them."""
     handles = [
         module.register_load_state_dict_pre_hook(LoadObserver(before)),  # type: ignore[no-untyped-call]
         module.register_load_state_dict_post_hook(LoadObserver(after)),  # type: ignore[no-untyped-call]
     ]
 
-    def undo() -> None:
+    def remove() -> None:
         for handle in handles:
             handle.remove()
 
-    return undo
+    return remove
 
 
-def converts_what_it_loads(module: nn.Module) -> bool:
-    """Whether the module itself has a hook of the user's that may change a state before it is loaded."""
+def has_converting_hook(module: nn.Module) -> bool:
+    """Whether the module itself has a hook, not one of ours, that may change a state before it is loaded."""
     hooks = module._load_state_dict_pre_hooks.values()
     return any(not isinstance(getattr(hook, "hook", hook), LoadObserver) for hook in hooks)

@@ -1,6 +1,6 @@
-"""Load: the manifest once, then of each tensor what this rank needs, straight from where the file is mapped.
+"""Load: read the manifest once, then copy what this rank needs of each tensor from memory-mapped files.
 
-Every byte is verified before any object is changed, each rank a share of them.
+All bytes are verified before any object is changed; each rank verifies a share of them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from fabric.strategies.checkpoint.box import Box, Shape, whole
 from fabric.strategies.checkpoint.checksum import crc32
+from fabric.strategies.checkpoint.chunk import Chunk, Shape, whole
 from fabric.strategies.checkpoint.errors import CheckpointError
-from fabric.strategies.checkpoint.manifest import CHUNK_BYTES, NAME, Entry, Manifest, Piece, Table
+from fabric.strategies.checkpoint.manifest import BLOCK_BYTES, NAME, Entry, Manifest, Piece, Table
 from fabric.strategies.checkpoint.saving import Advance, attempt
 from fabric.strategies.checkpoint.storage import Storage, storage_of
 from fabric.strategies.checkpoint.values import DTYPES, decode, keys_of
@@ -31,7 +31,7 @@ from fabric.strategies.collectives.collective import Collective
 
 @final
 class Stored:
-    """A tensor in a checkpoint. Nothing is read before it is asked for."""
+    """A tensor in a checkpoint. Its bytes are not read until they are needed."""
 
     def __init__(self, pointer: str, entry: Entry, bytes_of_file: Callable[[str], Tensor]) -> None:
         self.pointer = pointer
@@ -46,49 +46,49 @@ class Stored:
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     @property
-    def place(self) -> Hashable:
-        """Where its bytes are: the same for tied tensors, which were saved once."""
-        pieces = frozenset(each for each in self._pieces if each.box.numel)
+    def location(self) -> Hashable:
+        """Where its bytes are: equal for tied tensors, which were saved once."""
+        pieces = frozenset(each for each in self._pieces if each.chunk.numel)
         return (self.shape, self.dtype, pieces) if pieces else self.pointer
 
     def whole(self) -> Tensor:
-        """All of it, in memory of its own or mapped: to be copied from."""
+        """The whole tensor, in new memory or mapped: to be copied from."""
         return self.part(whole(self.shape))
 
-    def part(self, box: Box) -> Tensor:
-        """The elements of a box: mapped where one piece has them all, otherwise put together. To be copied from."""
-        covering = next((piece for piece in self._pieces if piece.box.intersection(box) == box), None)
+    def part(self, chunk: Chunk) -> Tensor:
+        """The elements of a chunk: mapped if one piece contains them all, otherwise assembled. To be copied from."""
+        covering = next((piece for piece in self._pieces if piece.chunk.intersection(chunk) == chunk), None)
         if covering is not None:
-            return self._elements(covering)[box.slices_in(covering.box)]
-        made = torch.empty(box.shape, dtype=self.dtype)
-        self.copy_to(made, box)
+            return self._elements(covering)[chunk.slices_in(covering.chunk)]
+        made = torch.empty(chunk.shape, dtype=self.dtype)
+        self.copy_to(made, chunk)
         return made
 
-    def copy_to(self, target: Tensor, box: Box) -> None:
-        """Fill `target` with the elements of a box, straight from where the file is mapped."""
+    def copy_to(self, target: Tensor, chunk: Chunk) -> None:
+        """Fill `target` with the elements of a chunk, copied directly from the mapped files."""
         with torch.no_grad():
             for piece in self._pieces:
-                shared = piece.box.intersection(box)
+                shared = piece.chunk.intersection(chunk)
                 if shared is not None:
-                    target[shared.slices_in(box)].copy_(self._elements(piece)[shared.slices_in(piece.box)])
+                    target[shared.slices_in(chunk)].copy_(self._elements(piece)[shared.slices_in(piece.chunk)])
 
     def _elements(self, piece: Piece) -> Tensor:
-        num_bytes = piece.box.numel * self.dtype.itemsize
+        num_bytes = piece.chunk.numel * self.dtype.itemsize
         content = self._bytes_of_file(piece.file)[piece.offset_bytes : piece.offset_bytes + num_bytes]
-        if piece.offset_bytes % self.dtype.itemsize:  # in a file of others: what is not aligned cannot be used in place
+        if piece.offset_bytes % self.dtype.itemsize:  # files of other libraries may not be aligned
             content = content.clone()
-        return content.view(self.dtype).view(piece.box.shape)
+        return content.view(self.dtype).view(piece.chunk.shape)
 
 
 def in_memory(content: Any, *, mapped: bool = False) -> Any:
-    """A nest with each `Stored` read, whole: into memory of its own, or (`mapped`) to be copied from and forgotten.
+    """A nest with each `Stored` read whole: into new memory, or (`mapped`) mapped, to be copied from and dropped.
 
-    A single number is in memory of its own in any case: optimizers keep the step that they load.
+    A single number is always in new memory, because optimizers keep the step that they load.
     """
     if isinstance(content, Stored):
         return content.whole() if mapped and math.prod(content.shape) > 1 else content.whole().clone()
     if isinstance(content, dict):
-        read = copy(content)  # of its own class, and with its attributes: torch notes versions on a module's state
+        read = copy(content)  # keeps its class and attributes: torch stores `_metadata` on the state of a module
         for key, entry in content.items():
             read[key] = in_memory(entry, mapped=mapped)
         return read
@@ -105,13 +105,13 @@ class Checkpoint:
     storage: Storage
     manifest: Manifest
     bytes_of_file: Callable[[str], Tensor]
-    """Each file is mapped, or read, once."""
+    """Maps each file, or reads it, once."""
 
     @classmethod
     def open(cls, storage: Storage, content: bytes | None = None) -> Checkpoint:
-        """The checkpoint of this folder; `content`: its manifest, if it was read already.
+        """The checkpoint in this folder; `content`: the bytes of its manifest, if they were read already.
 
-        Raises: FileNotFoundError: there is none. ValueError: its manifest cannot be read.
+        Raises: FileNotFoundError: there is no manifest. ValueError: the manifest cannot be read.
         """
         manifest = Manifest.of_bytes(storage.read(NAME) if content is None else content)
         files = manifest.table.files
@@ -119,7 +119,7 @@ class Checkpoint:
         return cls(storage=storage, manifest=manifest, bytes_of_file=bytes_of_file)
 
     def content(self) -> Any:
-        """What was saved, with a `Stored` for each tensor."""
+        """The state that was saved, with a `Stored` for each tensor."""
         stored = {
             pointer: Stored(pointer, entry, self.bytes_of_file)
             for pointer, entry in self.manifest.table.tensors.items()
@@ -137,31 +137,31 @@ class Checkpoint:
         num_shares: int = 1,
         advance: Advance | None = None,
     ) -> None:
-        """Compare the bytes of every tensor with their checksums, or of those within the outermost entries `names`.
+        """Compare bytes with their checksums: of all tensors, or of those within the outermost entries `names`.
 
-        `share`, of `num_shares`: which part of the work. Raises: ValueError: names the first tensor that is damaged.
+        `share`, of `num_shares`: the part of the bytes to verify. Raises: ValueError: names the damaged tensors.
         """
-        chunks = sorted(_chunks_of(self.manifest.table, None if names is None else set(names)))[share::num_shares]
+        blocks = sorted(_blocks_of(self.manifest.table, None if names is None else set(names)))[share::num_shares]
         files = self.manifest.table.files
-        tensors = {name: self.bytes_of_file(name) for name in {name for name, _ in chunks}}
+        tensors = {name: self.bytes_of_file(name) for name in {name for name, _ in blocks}}
 
-        def is_damaged(chunk: tuple[str, int]) -> bool:
-            name, number = chunk
-            content = tensors[name][number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
+        def is_damaged(block: tuple[str, int]) -> bool:
+            name, number = block
+            content = tensors[name][number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
             return crc32(content.numpy().data) != files[name].checksums[number]
 
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # the launcher divides the cores among the ranks
-            for done, (chunk, damaged) in enumerate(zip(chunks, threads.map(is_damaged, chunks), strict=True), 1):
+            for done, (block, damaged) in enumerate(zip(blocks, threads.map(is_damaged, blocks), strict=True), 1):
                 if advance is not None:
-                    advance(done * CHUNK_BYTES, len(chunks) * CHUNK_BYTES)
+                    advance(done * BLOCK_BYTES, len(blocks) * BLOCK_BYTES)
                 if damaged:
-                    raise ValueError(_DAMAGED.format(tensors=", ".join(_tensors_in(self.manifest.table, *chunk))))
+                    raise ValueError(_DAMAGED.format(tensors=", ".join(_tensors_in(self.manifest.table, *block))))
 
 
 def read_checkpoint(path: str | os.PathLike[str], names: Iterable[str] | None = None) -> Any:
-    """What `fabric.save` wrote, as whole tensors on the CPU and plain containers: in one process, without a `Fabric`.
+    """The state that `fabric.save` wrote, as whole CPU tensors and plain containers. One process, without a `Fabric`.
 
-    `names`: the outermost entries wanted; None: all. Runs no code from the files.
+    `names`: the outermost entries to read; None: all. Runs no code from the files.
     Raises: CheckpointError: there is no complete checkpoint, or its bytes are damaged.
     """
     with reading(path) as storage:
@@ -173,7 +173,7 @@ def read_checkpoint(path: str | os.PathLike[str], names: Iterable[str] | None = 
 
 @contextlib.contextmanager
 def reading(path: str | os.PathLike[str]) -> Iterator[Storage]:
-    """Within it, whatever goes wrong in one process is a CheckpointError that says what is at `path`."""
+    """Convert any error within the context to a CheckpointError that describes what is at `path`. One process."""
     storage = storage_of(path)
     try:
         yield storage
@@ -189,7 +189,7 @@ def load(
     names: Iterable[str] | None = None,
     advance: Advance | None = None,
 ) -> Any:
-    """What `save` has made, with a `Stored` for each tensor, once the bytes within `names` (None: all) are verified.
+    """The state that was saved, with a `Stored` for each tensor, after verifying the bytes within `names` (None: all).
 
     Ranks: all call it. Raises: CheckpointError: on every rank, if a rank could not read it, or found it damaged.
     """
@@ -205,7 +205,7 @@ def load(
 
 
 def refuse_unread(collective: Collective, storage: Storage, problem: Exception | None) -> None:
-    """Raise on every rank where any has a problem. One small all-reduce where none has. Ranks: all."""
+    """Raise CheckpointError on every rank if any has a problem. Costs one small all-reduce if none has. Ranks: all."""
     if collective.reduce_boolean_decision(problem is None):
         return
     sentences = collective.all_gather_object(None if problem is None else _sentence(problem))
@@ -218,7 +218,7 @@ def _sentence(problem: Exception) -> str:
 
 
 def _manifest_of(collective: Collective, storage: Storage) -> bytes:
-    """Read once, so that all ranks read the same checkpoint whatever is saved meanwhile."""
+    """The bytes of the manifest, read once, so that all ranks load the same checkpoint even if another is saved."""
     read: list[bytes] = []
     problem = attempt(lambda: read.append(storage.read(NAME))) if collective.rank == 0 else None
     if isinstance(problem, (FileNotFoundError, NotADirectoryError)):
@@ -231,39 +231,39 @@ def _manifest_of(collective: Collective, storage: Storage) -> bytes:
 def _what_is_there(storage: Storage) -> str:
     if Path(storage.path).is_file():
         return (
-            "It is a file, and a checkpoint is a folder. `fabric.load_raw(path, module)` reads a file of `torch.save` "
-            "or safetensors."
+            "It is a file, and a checkpoint is a folder. `fabric.load_raw(path, module)` reads files of `torch.save` "
+            "and safetensors."
         )
     names = storage.names()
     if ".metadata" in names:
         return (
-            "The folder is a checkpoint of `torch.distributed.checkpoint`, which describes itself by a pickle. If you "
-            "trust where it comes from, `python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
-            f"{storage.path} FILE` makes a file that `fabric.load_raw(FILE, module)` reads."
+            "The folder is a checkpoint of `torch.distributed.checkpoint`, whose metadata is a pickle. If you trust "
+            "its source, `python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
+            f"{storage.path} FILE` writes a file that `fabric.load_raw(FILE, module)` reads."
         )
     if names:
-        return f"The folder has no `{NAME}`: the save did not come to its end. Load another checkpoint."
+        return f"The folder has no `{NAME}`: the save was not completed. Load another checkpoint."
     return "There is no such folder."
 
 
-def _chunks_of(table: Table, names: set[str] | None) -> set[tuple[str, int]]:
+def _blocks_of(table: Table, names: set[str] | None) -> set[tuple[str, int]]:
     found = set()
     for pointer, entry in table.tensors.items():
         if names is None or keys_of(pointer)[0] in names:
             for piece in entry.pieces:
-                num_bytes = piece.box.numel * DTYPES[entry.dtype].itemsize
-                last = (piece.offset_bytes + max(num_bytes, 1) - 1) // CHUNK_BYTES
+                num_bytes = piece.chunk.numel * DTYPES[entry.dtype].itemsize
+                last = (piece.offset_bytes + max(num_bytes, 1) - 1) // BLOCK_BYTES
                 if num_bytes:
-                    found |= {(piece.file, number) for number in range(piece.offset_bytes // CHUNK_BYTES, last + 1)}
+                    found |= {(piece.file, number) for number in range(piece.offset_bytes // BLOCK_BYTES, last + 1)}
     return found
 
 
 def _tensors_in(table: Table, file: str, number: int) -> list[str]:
-    """The tensors that have bytes in a chunk."""
+    """The tensors that have bytes in a block."""
     return [
         pointer
         for pointer, entry in table.tensors.items()
-        if any((file, number) in _chunks_of(_only(pointer, entry, piece), None) for piece in entry.pieces)
+        if any((file, number) in _blocks_of(_only(pointer, entry, piece), None) for piece in entry.pieces)
     ]
 
 
@@ -279,6 +279,6 @@ def _insert(found: Any, keys: list[str], tensor: Stored) -> None:
 
 _UNREAD = "Rank {rank} could not read the checkpoint {path!r}: {why}"
 _DAMAGED = (
-    "the bytes on disk are not those that were written (their checksum differs), in or beside {tensors}. Load another "
+    "the bytes on disk are not those that were written (checksum mismatch), in or next to {tensors}. Load another "
     "checkpoint."
 )

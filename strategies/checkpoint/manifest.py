@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: what is in it, where each piece of each tensor lies, and the checksums.
+"""The manifest of a checkpoint: its contents, where each piece of each tensor is stored, and checksums.
 
-A checkpoint is complete exactly if its folder has a manifest. Files that it does not name belong to a save that did not
-come to its end. JSON, so that anything can read it; its own checksum tells a damaged one.
+A checkpoint is complete if and only if its folder has a manifest. Files that the manifest does not name belong to a
+save that was not completed. It is JSON, so that any program can read it, and contains a checksum of itself.
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ from typing import Any, final
 
 import torch
 
-from fabric.strategies.checkpoint.box import Box, Shape
+from fabric.strategies.checkpoint.chunk import Chunk, Shape
 
 NAME = "manifest.json"
 FORMAT = "torchfabric checkpoint"
 VERSION = 1
-CHUNK_BYTES = 4 * 2**20
-"""Each checksum is that of so many bytes of a file: whoever needs a part of a file verifies that part."""
+BLOCK_BYTES = 4 * 2**20
+"""Each checksum covers a block of this many bytes of a file, so that a reader verifies only the parts it needs."""
 ALIGNMENT_BYTES = 64
-"""Every piece begins at a multiple, so that its bytes can be used as numbers where they are mapped."""
+"""Every piece starts at a multiple of this, so that its mapped bytes can be viewed as any dtype."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class File:
-    """The bytes that one rank has written."""
+    """A file with the bytes that one rank wrote."""
 
     num_bytes: int
     checksums: tuple[int, ...]
-    """The CRC-32 of each `CHUNK_BYTES`."""
+    """The CRC-32 of each block."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Some elements of a tensor, row-major, in a file."""
+    """A chunk of a tensor, stored row-major in a file."""
 
     file: str
     offset_bytes: int
-    box: Box
+    chunk: Chunk
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A tensor."""
+    """A tensor and its pieces."""
 
     dtype: str
     shape: Shape
@@ -60,7 +60,7 @@ class Entry:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Files, and the tensors in them by their JSON pointers: those of one rank, or all."""
+    """Files, and the tensors in them by JSON pointer: those of one rank, or of all ranks."""
 
     files: Mapping[str, File]
     tensors: Mapping[str, Entry]
@@ -73,7 +73,7 @@ class Table:
                 pointer: {
                     "dtype": entry.dtype,
                     "shape": entry.shape,
-                    "pieces": [[p.file, p.offset_bytes, p.box.offsets, p.box.shape] for p in entry.pieces],
+                    "pieces": [[p.file, p.offset_bytes, p.chunk.offsets, p.chunk.shape] for p in entry.pieces],
                 }
                 for pointer, entry in self.tensors.items()
             },
@@ -81,7 +81,7 @@ class Table:
 
     @classmethod
     def of_json(cls, content: Mapping[str, Any]) -> Table:
-        """What `to_json` gave."""
+        """From the result of `to_json`."""
         return cls(
             files={
                 name: File(num_bytes=each["num_bytes"], checksums=tuple(each["checksums"]))
@@ -92,7 +92,7 @@ class Table:
                     dtype=each["dtype"],
                     shape=tuple(each["shape"]),
                     pieces=tuple(
-                        Piece(file=file, offset_bytes=offset, box=Box(tuple(offsets), tuple(shape)))
+                        Piece(file=file, offset_bytes=offset, chunk=Chunk(tuple(offsets), tuple(shape)))
                         for file, offset, offsets, shape in each["pieces"]
                     ),
                 )
@@ -104,16 +104,16 @@ class Table:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """All of a checkpoint but the tensors' bytes."""
+    """Everything in a checkpoint except the bytes of tensors."""
 
     values: Any
-    """The state as `values.encode` wrote it, each tensor replaced by a mark."""
+    """The state as `values.encode` wrote it, with a placeholder for each tensor."""
     table: Table
     num_ranks: int
-    """How many have written it."""
+    """The number of ranks that wrote it."""
 
     def to_bytes(self) -> bytes:
-        """The file."""
+        """The contents of the file."""
         content = {
             "made_by": {"torchfabric": _installed(), "torch": str(torch.__version__)},
             "byteorder": sys.byteorder,
@@ -126,24 +126,27 @@ class Manifest:
 
     @classmethod
     def of_bytes(cls, content: bytes) -> Manifest:
-        """What `to_bytes` gave.
+        """From the contents of the file.
 
-        Raises: ValueError: it is none, is damaged, or is of a release or a machine that this one cannot read.
+        Raises: ValueError: it is not a manifest, is damaged, or is of another version or byte order.
         """
         try:
             outer = json.loads(content)
             kind, number, found, inner = (outer[name] for name in ("format", "version", "crc32", "content"))
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"`{NAME}` is damaged, or no manifest of a checkpoint: {error!r}.") from error
+            raise ValueError(f"`{NAME}` is damaged, or is not the manifest of a checkpoint: {error!r}.") from error
         if kind != FORMAT or number != VERSION:
             raise ValueError(
-                f"`{NAME}` says {kind!r}, version {number!r}, and this release of torchfabric reads {FORMAT!r}, "
-                f"version {VERSION}."
+                f"`{NAME}` has the format {kind!r}, version {number!r}, but this release of torchfabric reads "
+                f"{FORMAT!r}, version {VERSION}. Use the release that wrote it."
             )
         if zlib.crc32(_text(inner)) != found:
             raise ValueError(f"`{NAME}` is damaged: its checksum is not {found}.")
         if inner["byteorder"] != sys.byteorder:
-            raise ValueError(f"It was written on a {inner['byteorder']}-endian machine, and this is {sys.byteorder}.")
+            raise ValueError(
+                f"The checkpoint was written on a {inner['byteorder']}-endian machine, and this one is "
+                f"{sys.byteorder}-endian. Read it on one like the former."
+            )
         return cls(values=inner["values"], table=Table.of_json(inner), num_ranks=inner["num_ranks"])
 
 
@@ -159,22 +162,25 @@ def merged(tables: list[Table]) -> Table:
                 if (known.dtype, known.shape) != (entry.dtype, entry.shape):
                     raise ValueError(
                         f"Ranks have different tensors at {pointer}: {known.dtype} of shape {known.shape}, and "
-                        f"{entry.dtype} of shape {entry.shape}."
+                        f"{entry.dtype} of shape {entry.shape}. Save the same state on every rank."
                     )
-                boxes = {piece.box for piece in known.pieces}  # ranks that knew nothing of each other wrote copies
-                new = tuple(piece for piece in entry.pieces if piece.box not in boxes)
+                chunks = {piece.chunk for piece in known.pieces}  # several ranks may have written replicas
+                new = tuple(piece for piece in entry.pieces if piece.chunk not in chunks)
                 entry = Entry(dtype=entry.dtype, shape=entry.shape, pieces=known.pieces + new)
             tensors[pointer] = entry
     return Table(files=files, tensors=tensors)
 
 
 def refuse_gaps(table: Table) -> None:
-    """Raise ValueError where the pieces of a tensor are not all of it: a rank had other names than the rest."""
+    """Raise ValueError if the pieces of a tensor do not cover it, because ranks saved different names."""
     for pointer, entry in table.tensors.items():
         numel = torch.Size(entry.shape).numel()
-        found = sum(piece.box.numel for piece in entry.pieces)
+        found = sum(piece.chunk.numel for piece in entry.pieces)
         if found != numel:
-            raise ValueError(f"The ranks hold {found} of the {numel} elements of the tensor at {pointer}.")
+            raise ValueError(
+                f"The ranks hold {found} of the {numel} elements of the tensor at {pointer}. Save it under the same "
+                "name on every rank."
+            )
 
 
 def _text(content: Any) -> bytes:

@@ -1,8 +1,8 @@
-"""The checkpoints of a run: their names, which of them are complete, and which may go.
+"""The checkpoints of a run: their names, which of them are complete, and which are removed.
 
-What is to be known of a checkpoint is in its name, `000012-step-3000-metric-0.25`, so that one listing tells all. The
-number counts saves and never steps: a run that goes on from an older checkpoint saves newer ones with smaller steps.
-A checkpoint is deleted manifest first: what is left after a kill is no checkpoint, and goes with the next save.
+The name has all metadata, `000012-step-3000-metric-0.25`, so that one listing suffices. The number counts saves, not
+steps: a run that resumes from an older checkpoint saves newer ones with smaller steps. The manifest is removed first:
+if the job is killed then, the rest is an incomplete checkpoint, which the next save removes.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _PATTERN = re.compile(r"(?P<number>\d{6,})(-step-(?P<step>\d+))?(-metric-(?P<met
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Name:
-    """Of one checkpoint."""
+    """The name of one checkpoint."""
 
     number: int
-    """Of the save, from 1."""
+    """Counts saves, from 1."""
     step: int | None
     metric: float | None
 
@@ -36,7 +36,7 @@ class Name:
 
     @classmethod
     def parse(cls, text: str) -> Name | None:
-        """None: a folder of somebody else."""
+        """From the name of a folder; None if it is not the name of a checkpoint."""
         found = _PATTERN.fullmatch(text)
         if found is None:
             return None
@@ -49,18 +49,18 @@ class Name:
 
 
 def names_in(storage: Storage) -> dict[Name, str]:
-    """The checkpoints of this folder, complete or not, oldest first, with the names of their folders."""
+    """The checkpoints in this folder, complete or not, oldest first, with the names of their folders."""
     found = {name: folder for folder in storage.folders() if (name := Name.parse(folder)) is not None}
     return dict(sorted(found.items(), key=lambda each: each[0].number))
 
 
 def complete_in(storage: Storage) -> dict[Name, str]:
-    """Those that can be loaded, oldest first."""
+    """The complete checkpoints in this folder, oldest first."""
     return {name: folder for name, folder in names_in(storage).items() if NAME in storage.inside(folder).names()}
 
 
-def remove_torn(storage: Storage) -> None:
-    """Remove what was left by jobs that died. Called while nothing is written here."""
+def remove_incomplete(storage: Storage) -> None:
+    """Remove the incomplete checkpoints of jobs that died. Called while nothing is being written here."""
     complete = complete_in(storage)
     for name, folder in names_in(storage).items():
         if name not in complete:
@@ -68,7 +68,7 @@ def remove_torn(storage: Storage) -> None:
 
 
 def remove_old(storage: Storage, keep_last: int, keep_best: int, best: Best) -> None:
-    """Remove the complete checkpoints that are neither among the last nor the best."""
+    """Remove the complete checkpoints that are neither among the last `keep_last` nor the best `keep_best`."""
     complete = complete_in(storage)
     kept = {*list(complete)[-keep_last:], *best_of(list(complete), best)[:keep_best]}
     for name, folder in complete.items():
@@ -79,7 +79,7 @@ def remove_old(storage: Storage, keep_last: int, keep_best: int, best: Best) -> 
 
 
 def best_of(names: Sequence[Name], best: Best) -> list[Name]:
-    """Those that have a metric, best first; of equal ones the newer. One that is no number is no better than any."""
+    """Those that have a metric, best first; of equal metrics the newer first. Without those whose metric is NaN."""
     measured = [name for name in names if name.metric is not None and not math.isnan(name.metric)]
     sign = 1 if best == "min" else -1
     return sorted(measured, key=lambda name: (sign * (name.metric or 0.0), -name.number))

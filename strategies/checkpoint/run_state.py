@@ -1,7 +1,7 @@
-"""What a checkpoint has of a run besides the user's objects: generators of every rank, loss scales, schedulers.
+"""What a checkpoint contains of a run besides the user's objects: random generators, loss scales and schedulers.
 
-In a file it stands under one name of ours, beside the names that the user gave. How a file is written is not known
-here. Saving gathers the generators: each rank receives about 10 KB from every other.
+It is one entry of the checkpoint, next to the user's. Knows no file format. Saving gathers the states of the
+generators: each rank receives about 10 KB from every other.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ from typing import Any
 from fabric.strategies.checkpoint.state import Stateful
 
 NAME = "fabric"
-"""The entry of a checkpoint."""
+"""The name of the entry in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """Who has it. `gather`: gives every rank the objects of all ranks; all call it."""
+    """Reads the state of the run, and restores it. `gather`: gives every rank the objects of all ranks; all call it."""
 
     generators: Callable[[], dict[str, Any]]
-    """This rank's states, by name."""
+    """Returns the states of this rank's generators, by name."""
     restore_generators: Callable[[dict[str, Any]], None]
     scalers: Sequence[Stateful]
     schedulers: Sequence[Stateful]
     """Those that the user does not save under names of their own."""
     gather: Callable[[Any], list[Any]]
     share: tuple[int, int]
-    """Which part of the data this rank reads, and of how many. Ranks with the same one draw the same numbers."""
+    """Index of the part of the data that this rank reads, and the number of parts. Ranks with the same part draw the
+    same random numbers."""
     report: Callable[[str], None]
 
     def read(self) -> dict[str, Any]:
-        """The entry. Ranks: all call it."""
+        """The entry to save. Ranks: all call it."""
         return {
             "generators": self.gather({"share": list(self.share), **self.generators()}),
             "scalers": [scaler.state_dict() for scaler in self.scalers],
@@ -40,11 +41,11 @@ class RunState:
         }
 
     def write(self, entry: Mapping[str, Any] | None) -> None:
-        """Go on from the entry; None: the file has none, and that is said."""
+        """Restore the run from the entry; None: the checkpoint has none, which is reported."""
         if entry is None:
             self.report(
-                "The checkpoint has no random generators, loss scales and schedulers, as `fabric.save` writes them: "
-                "those of this run stay as they are, and it does not go on exactly as the one that was saved."
+                "The checkpoint has no states of random generators, loss scales and schedulers, which `fabric.save` "
+                "writes. Those of this run are unchanged, so it does not continue exactly like the run that was saved."
             )
             return
         for kind, objects in (("scalers", self.scalers), ("schedulers", self.schedulers)):
@@ -53,12 +54,12 @@ class RunState:
                     each.load_state_dict(state)
             elif objects:
                 self.report(
-                    f"The checkpoint has {len(entry[kind])} {_WORDS[kind]}, and this run has {len(objects)}: they stay "
-                    "as they are."
+                    f"The checkpoint has {len(entry[kind])} {_WORDS[kind]}, but this run has {len(objects)}: they are "
+                    "unchanged."
                 )
         states = entry["generators"]
-        # Where the data was shared out otherwise, all go on as rank 0 did, and draw apart once they draw.
+        # If the data was partitioned differently, ranks without a state of their own continue from that of rank 0.
         self.restore_generators(next((each for each in states if each["share"] == list(self.share)), states[0]))
 
 
-_WORDS = {"scalers": "loss scales", "schedulers": "schedulers that were given to `setup`"}
+_WORDS = {"scalers": "loss scales", "schedulers": "schedulers that were passed to `setup`"}

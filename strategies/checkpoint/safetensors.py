@@ -1,7 +1,7 @@
 """The safetensors format: the length of a JSON header in 8 bytes, the header, and the tensors' bytes.
 
-Read and written here, and not by the library of that name: it takes all tensors of a file at once, where a file is
-written tensor by tensor here, and mapped and read in part by each rank. Source: https://github.com/huggingface/safetensors
+Not by the library of that name, which takes all tensors of a file at once: here a file is written tensor by tensor, and
+mapped and read in part by each rank. Source: https://github.com/huggingface/safetensors
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fabric.strategies.checkpoint.box import whole
+from fabric.strategies.checkpoint.chunk import whole
 from fabric.strategies.checkpoint.loading import Stored
 from fabric.strategies.checkpoint.manifest import Entry, Piece
 from fabric.strategies.checkpoint.saving import bytes_of
@@ -24,7 +24,7 @@ from fabric.strategies.checkpoint.storage import Folder
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
-"""Of the library: it reads no file with a longer header."""
+"""The limit of the library: it reads no file with a longer header."""
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -48,10 +48,10 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def read(path: Path) -> dict[str, Stored]:
-    """The tensors of a file, or of all files that an index names; nothing but headers is read now.
+    """The tensors of a file, or of all files that an index names. Only headers are read now.
 
-    Names of tied tensors that were left out, but are noted in the header, are there too.
-    Raises: ValueError: a file is damaged, or is none of this format.
+    Includes the names of tied tensors that were omitted and are listed in the header.
+    Raises: ValueError: a file is damaged, or is not safetensors.
     """
     _refuse_big_endian()
     if not path.name.endswith(INDEX_SUFFIX):
@@ -61,15 +61,17 @@ def read(path: Path) -> dict[str, Stored]:
     files = {name: _read_file(path.parent / name) for name in dict.fromkeys(chosen.values())}
     lost = [key for key, name in chosen.items() if key not in files[name][0]]
     if lost:
-        raise ValueError(f"`{path.name}` names tensors that are not in their files: {', '.join(map(repr, lost[:5]))}.")
+        raise ValueError(
+            f"`{path.name}` names tensors that are missing in their files: {', '.join(map(repr, lost[:5]))}."
+        )
     notes = {key: value for _, metadata in files.values() for key, value in metadata.items()}
     return _with_tied({key: files[name][0][key] for key, name in chosen.items()}, notes)
 
 
 def write(folder: Folder, name: str, tensors: Mapping[str, Stored], metadata: Mapping[str, str]) -> None:
-    """Make a file of these tensors, in place of what is there once it is whole. Holds one tensor in memory.
+    """Write these tensors to a file, and replace an existing one once it is complete. Holds one tensor in memory.
 
-    Raises: ValueError: the format has no such dtype.
+    Raises: ValueError: the format does not have a tensor's dtype.
     """
     _refuse_big_endian()
     beside = f".{name}.new"
@@ -79,18 +81,20 @@ def write(folder: Folder, name: str, tensors: Mapping[str, Stored], metadata: Ma
 
 
 def num_bytes_of(stored: Stored) -> int:
-    """Of the whole tensor."""
+    """Size of the whole tensor."""
     return math.prod(stored.shape) * stored.dtype.itemsize
 
 
 def _blocks(tensors: Mapping[str, Stored], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    ordered = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # so that each is aligned
+    ordered = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # so that each tensor is aligned
     start = 0
     for name in ordered:
         stored = tensors[name]
         if stored.dtype not in _NAMES:
-            raise ValueError(f"`{name}` is of {stored.dtype}, for which safetensors has no word. Leave it out.")
+            raise ValueError(
+                f"`{name}` has the dtype {stored.dtype}, which safetensors does not support. Leave it out by `filter`."
+            )
         stop = start + num_bytes_of(stored)
         header[name] = {"dtype": _NAMES[stored.dtype], "shape": list(stored.shape), "data_offsets": [start, stop]}
         start = stop
@@ -102,23 +106,23 @@ def _blocks(tensors: Mapping[str, Stored], metadata: Mapping[str, str]) -> Itera
 
 
 def _read_file(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
-    """The tensors, and what is noted besides."""
+    """The tensors, and the metadata in the header."""
     content = Folder(path.parent).tensor(path.name, path.stat().st_size)
     length = int.from_bytes(content[:8].numpy().tobytes(), "little")
     if content.numel() < 8 or length > min(content.numel() - 8, MAX_HEADER_BYTES):
-        raise ValueError(f"`{path.name}` is damaged, or no file of safetensors: a header of {length} bytes.")
+        raise ValueError(f"`{path.name}` is damaged, or is not a safetensors file: a header of {length} bytes.")
     try:
         header = json.loads(content[8 : 8 + length].numpy().tobytes())
         metadata = dict(header.pop("__metadata__", None) or {})
         entries = {name: _entry(path.name, 8 + length, each) for name, each in header.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"`{path.name}` is damaged, or no file of safetensors: {error!r}.") from error
+        raise ValueError(f"`{path.name}` is damaged, or is not a safetensors file: {error!r}.") from error
     tensors = {name: Stored(name, entry, lambda _: content) for name, entry in entries.items()}
     for name, stored in tensors.items():
         start, stop = header[name]["data_offsets"]
         if not 0 <= start <= stop <= content.numel() - 8 - length or stop - start != num_bytes_of(stored):
             raise ValueError(
-                f"`{path.name}` is damaged: {name!r} is {stored.dtype} of shape {stored.shape}, and its bytes are "
+                f"`{path.name}` is damaged: {name!r} is {stored.dtype} of shape {stored.shape}, but its bytes are "
                 f"[{start}, {stop}) of {content.numel() - 8 - length}."
             )
     return tensors, metadata
@@ -126,29 +130,29 @@ def _read_file(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
 
 def _entry(file: str, base_bytes: int, described: Mapping[str, Any]) -> Entry:
     if described["dtype"] not in _DTYPES:
-        raise ValueError(f"the dtype {described['dtype']!r} is not known")
+        raise ValueError(f"unknown dtype {described['dtype']!r}")
     shape = tuple(map(int, described["shape"]))
-    piece = Piece(file=file, offset_bytes=base_bytes + int(described["data_offsets"][0]), box=whole(shape))
+    piece = Piece(file=file, offset_bytes=base_bytes + int(described["data_offsets"][0]), chunk=whole(shape))
     return Entry(dtype=str(_DTYPES[described["dtype"]]).removeprefix("torch."), shape=shape, pieces=(piece,))
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor, all of them beside the index."""
+    """The file name of each tensor. All files are in the folder of the index."""
     try:
         chosen = dict(json.loads(index.read_bytes())["weight_map"])
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"`{index.name}` is damaged, or no index of shards: {error!r}.") from error
+        raise ValueError(f"`{index.name}` is damaged, or is not an index of shards: {error!r}.") from error
     outside = [name for name in chosen.values() if not isinstance(name, str) or Path(name).name != name]
     if outside:
-        raise ValueError(f"`{index.name}` names a file that is not beside it: {outside[0]!r}.")
+        raise ValueError(f"`{index.name}` names a file outside its folder: {outside[0]!r}.")
     return chosen
 
 
 def _with_tied(tensors: dict[str, Stored], metadata: Mapping[str, str]) -> dict[str, Stored]:
-    """The library notes a name that it left out by the name of the tensor that is the same."""
+    """Add tied tensors under their other names: the library lists each name that it omitted with the one it kept."""
     return {**{name: tensors[kept] for name, kept in metadata.items() if kept in tensors}, **tensors}
 
 
 def _refuse_big_endian() -> None:
     if sys.byteorder != "little":
-        raise ValueError("Files of safetensors are little-endian, and this machine is not.")
+        raise ValueError("safetensors files are little-endian, and this machine is not. Convert them on one that is.")

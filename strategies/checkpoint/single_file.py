@@ -1,7 +1,7 @@
-"""A checkpoint as one file: rank zero writes it, every rank can read it.
+"""A checkpoint as one file of `torch.save`: rank 0 writes it, every rank can read it.
 
-The file is complete or it is not there: it is written beside its place, forced to disk, and renamed. Whatever fails,
-on whichever rank, fails on all of them. Reading runs no code from the file.
+The file appears only when it is complete: it is written under another name, flushed to disk, and renamed. An error on
+one rank is raised on all. Reading runs no code from the file.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,21 @@ import torch
 
 from fabric.strategies.checkpoint.errors import CheckpointError
 from fabric.strategies.checkpoint.safetensors import weight_map
+from fabric.strategies.checkpoint.saving import attempt
+from fabric.strategies.checkpoint.storage import flush_folder
 from fabric.strategies.collectives.collective import Collective
 
 INDEX_SUFFIX = ".bin.index.json"
-"""Of an index as older releases of `transformers` write it beside files of `torch.save`."""
+"""The suffix of an index that older releases of `transformers` write next to shards of `torch.save`."""
 
 
 def save(collective: Collective, path: str | os.PathLike[str], state: Any) -> None:
-    """Write `state` to `path`, replacing what was there only once the new file is whole.
+    """Write `state` to `path`, replacing an existing file once the new one is complete.
 
-    Ranks: all call it, each with the state it has; rank 0's is written. It returns on all once the file is in place.
+    Ranks: all call it; the state of rank 0 is written. It returns on all once the file is complete.
     Raises: CheckpointError: on every rank, if rank 0 could not write it.
     """
-    error = _attempt(lambda: _write(Path(path), state)) if collective.rank == 0 else None
+    error = attempt(lambda: _write(Path(path), state)) if collective.rank == 0 else None
     sentence = collective.broadcast_object(None if error is None else f"{type(error).__name__}: {error}")
     if sentence is not None:
         message = (
@@ -52,11 +53,11 @@ def load(collective: Collective, path: str | os.PathLike[str]) -> Any:
         except Exception as problem:
             if "weights_only" not in str(problem):
                 raise
-            # Without the original, which says how to run the file's code.
+            # Not chained: the original tells how to run the file's code.
             raise ValueError(_NEEDS_CODE.format(what=_global_in(str(problem)))) from None
         _refuse_shards(content)
 
-    error = _attempt(read)
+    error = attempt(read)
     sentences = collective.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
     for rank, sentence in enumerate(sentences):
         if sentence is not None:
@@ -75,13 +76,15 @@ def _read(path: Path) -> Any:
         shard = torch.load(path.parent / name, map_location="cpu", weights_only=True)
         lost = [key for key, file in chosen.items() if file == name and key not in shard]
         if lost:
-            raise ValueError(f"`{path.name}` names tensors that are not in `{name}`: {', '.join(map(repr, lost[:5]))}.")
+            raise ValueError(
+                f"`{path.name}` names tensors that are missing in `{name}`: {', '.join(map(repr, lost[:5]))}."
+            )
         content |= {key: shard[key] for key, file in chosen.items() if file == name}
     return content
 
 
 def _refuse_shards(content: Any, at: str = "") -> None:
-    """Raise ValueError for a file with one rank's shards: every rank would take them for its own."""
+    """Raise ValueError for a file with the shards of one rank: every rank would load them as its own."""
     if isinstance(content, dict):
         for key, entry in content.items():
             _refuse_shards(entry, f"{at}/{key}")
@@ -93,28 +96,20 @@ def _refuse_shards(content: Any, at: str = "") -> None:
 
 
 def _global_in(message: str) -> str:
-    """What the file asks for, as torch names it."""
+    """The object that the file refers to, by torch's error message."""
     found = re.search(r"GLOBAL (\S+)", message)
-    return f"`{found[1]}`" if found else "objects that are no tensors"
+    return f"`{found[1]}`" if found else "objects that are not tensors"
 
 
 _SHARDS = (
-    "The file has a DTensor at {at}, of shape {shape}: of a sharded tensor it has the part of the rank that wrote it. "
-    "Where it was made, let all ranks call `fabric.save(path, {{'model': model}})`, then `fabric.consolidate`."
+    "The file has a DTensor at {at}, of shape {shape}: it contains only the shard of the rank that wrote it. Where the "
+    "file was made, call `fabric.save(path, {{'model': model}})` on all ranks, then `fabric.consolidate`."
 )
 _NEEDS_CODE = (
-    "The file has {what} in it, and reading that would run code from the file, which is not done here. It is damaged, "
-    "planted, or holds more than tensors, numbers, strings, lists and dictionaries. Where it was made, save "
-    "`module.state_dict()` alone, or as safetensors."
+    "The file contains {what}, and reading that would run code from the file, which is refused. The file is damaged, "
+    "malicious, or contains more than tensors, numbers, strings, lists and dictionaries. Where it was made, save only "
+    "`module.state_dict()`, or save it as safetensors."
 )
-
-
-def _attempt(action: Callable[[], None]) -> Exception | None:
-    try:
-        action()
-    except Exception as error:
-        return error
-    return None
 
 
 def _write(path: Path, state: Any) -> None:
@@ -129,14 +124,4 @@ def _write(path: Path, state: Any) -> None:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
-    _force_to_disk(path.parent)
-
-
-def _force_to_disk(folder: Path) -> None:
-    # A rename survives a power cut only once its folder is on disk.
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    flush_folder(path.parent)

@@ -1,4 +1,4 @@
-"""A whole state in memory: plain tensors on the CPU, which share nothing with the model."""
+"""A whole state in memory: plain CPU tensors that share no memory with the model."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 from fabric.strategies.checkpoint.saving import memory_of
 
 _SMALL_BYTES = 2**20
-"""Tensors up to here are copied without asking whose they are."""
+"""Tensors up to this size are always copied."""
 
 
 def snapshot(content: Any, owners: Iterable[nn.Module | Optimizer], local: Callable[[Tensor], Tensor]) -> Any:
-    """A nest of plain containers with each tensor on the CPU, in memory that `owners` have not; tied ones stay one.
+    """A nest of plain containers with each tensor on the CPU, sharing no memory with `owners`; tied tensors stay tied.
 
-    Tensors that a strategy gathered for this call are not copied again. `local`: what this rank holds of a tensor.
+    Tensors that a strategy gathered for this call are not copied again. `local`: returns this rank's part of a tensor.
     """
     held = (local(tensor) for owner in owners for tensor in _tensors_of(owner))
     live = {_storage(tensor) for tensor in held if tensor.device.type == "cpu"}  # XLA's storages have no address
@@ -31,12 +31,12 @@ def _copied(content: Any, live: set[int], known: dict[Any, tuple[Tensor, Tensor]
         if content.device.type == "cpu" and content.nbytes > _SMALL_BYTES and _storage(content) not in live:
             return content.detach()
         key = memory_of(content)
-        if key not in known:  # with the original: while that is there, its place in memory is not another tensor's
+        if key not in known:  # the original is kept, so that no other tensor gets its memory
             own = content.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
             known[key] = (content, own)
         return known[key][1]
     if isinstance(content, dict):
-        made = copy(content)  # of its own class, and with its attributes: torch notes versions on a module's state
+        made = copy(content)  # keeps its class and attributes: torch stores `_metadata` on the state of a module
         for key, entry in content.items():
             made[key] = _copied(entry, live, known)
         return made

@@ -1,8 +1,8 @@
 """The user's objects as plain state, and back.
 
-What a checkpoint holds is plain, whichever strategy wrote it: a module's tensors under its own names, an optimizer's as
-one process of plain PyTorch would have them, by index. So every strategy reads what any other wrote. How a state comes
-out of shards and goes back is the strategy's `StateAccess`.
+A checkpoint contains plain state, whichever strategy wrote it: a module's tensors by name, an optimizer's by index, as
+in one process of plain PyTorch. So every strategy reads what any other wrote. A strategy's `StateAccess` converts
+between shards and plain state.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.in_place import filled_module, filled_optimizer
 from fabric.strategies.checkpoint.loading import in_memory
-from fabric.strategies.checkpoint.placed import Placed, on_ranks
+from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything that gives and takes its state: modules, optimizers, schedulers, loaders, the user's own."""
+    """Any object with a state: modules, optimizers, schedulers, loaders, the user's own."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain containers and tensors."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take the state back."""
+        """Restore the state."""
 
 
-class PlacedState(ABC):
-    """A `Stateful` of which each rank holds a part, as of a model that is distributed. Ranks: all call each method."""
+class ShardedStateful(ABC):
+    """A `Stateful` that is distributed, so that each rank holds shards of it. Ranks: all call each method."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -41,32 +41,31 @@ class PlacedState(ABC):
 
     @abstractmethod
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take the state back, whole on every rank."""
+        """Restore the state, which is whole on every rank."""
 
     @abstractmethod
-    def place_state(self) -> dict[str, Any]:
-        """As `state_dict`, with a `Placed` for each tensor of which other ranks hold a part, or a copy."""
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """As `state_dict`, but with a `TensorShards` for each tensor of which other ranks hold shards or replicas."""
 
     @abstractmethod
-    def load_placed(self, content: Any) -> None:
-        """As `load_state_dict`, of a state with a `Stored` for each tensor."""
+    def load_sharded(self, content: Any) -> None:
+        """As `load_state_dict`, from a state with a `Stored` for each tensor."""
 
 
 class StateAccess(ABC):
-    """How the whole state of modules and optimizers is read, and written back. Ranks: all call each method.
+    """Reads the state of modules and optimizers, and writes it back. Ranks: all call each method.
 
-    What `read_*` gives is what `Module.state_dict()` and `Optimizer.state_dict()` of one plain process would give. Rank
-    0 has it whole; on the other ranks it may be empty, for they may have no room. What `write_*` takes is that, whole,
-    the same on every rank.
+    `read_*` returns what `Module.state_dict()` and `Optimizer.state_dict()` would return in one plain process: whole on
+    rank 0; on other ranks it may be empty, to save memory. `write_*` takes the same, whole and equal on every rank.
     """
 
     @abstractmethod
     def read_module(self, module: nn.Module) -> dict[str, Any]:
-        """The state of a module that was set up, or of a part of it."""
+        """The state of a module that was set up, or of a submodule of it."""
 
     @abstractmethod
     def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
-        """Load it; `strict`: the names must be the same."""
+        """Load the state of a module; `strict`: the names must be the same."""
 
     @abstractmethod
     def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -74,42 +73,42 @@ class StateAccess(ABC):
 
     @abstractmethod
     def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
-        """Load it."""
+        """Load the state of an optimizer."""
 
-    def place_module(self, module: nn.Module) -> dict[str, Any]:
-        """As `read_module`, with a `Placed` for each tensor of which other ranks hold a part, or a copy.
+    def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
+        """As `read_module`, but with a `TensorShards` for each tensor of which other ranks hold shards or replicas.
 
-        Nothing is gathered. A tensor that is not `Placed` is rank 0's, whole.
+        Nothing is gathered. Plain tensors are saved whole, by rank 0.
         """
         return self.read_module(module)
 
-    def place_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        """As `read_optimizer`, in the same way."""
+    def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
+        """As `read_optimizer`, but not gathered: see above."""
         return self.read_optimizer(optimizer)
 
     def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...] | None]:
-        """What the whole state has: the shape of each tensor, None for what is none. No rank talks."""
+        """The shape of each tensor in the whole state, None for other entries. Ranks: each on its own."""
         return {
             name: tuple(value.shape) if isinstance(value, Tensor) else None
             for name, value in module.state_dict(keep_vars=True).items()
         }
 
     def group_sizes(self, optimizer: Optimizer) -> list[int]:
-        """How many parameters each group has in the whole state. No rank talks."""
+        """The number of parameters of each group in the whole state. Ranks: each on its own."""
         return [len(group["params"]) for group in optimizer.param_groups]
 
     def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
-        """As `write_module`, of a state with a `Stored` for each tensor."""
+        """As `write_module`, from a state with a `Stored` for each tensor."""
         self.write_module(module, in_memory(content, mapped=True), strict=strict)
 
     def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
-        """As `write_optimizer`, in the same way."""
+        """As `write_optimizer`, from a state with a `Stored` for each tensor."""
         self.write_optimizer(optimizer, in_memory(content))
 
 
 @final
 class PlainState(StateAccess):
-    """Every rank has the whole state in the objects themselves."""
+    """The objects have the whole state themselves; the state of rank 0 is saved."""
 
     def read_module(self, module: nn.Module) -> dict[str, Any]:
         return module.state_dict()
@@ -132,9 +131,9 @@ class PlainState(StateAccess):
 
 @final
 class ReplicatedState(StateAccess):
-    """Every rank has the whole state, the same as all: each writes a part of the parameters and optimizer states.
+    """The state is replicated: each rank writes a part of the parameters and optimizer states.
 
-    Buffers are those of rank 0: statistics may differ from rank to rank.
+    Buffers are written by rank 0, because statistics may differ between ranks.
     """
 
     def __init__(self, size: int) -> None:
@@ -158,18 +157,18 @@ class ReplicatedState(StateAccess):
     def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
         PLAIN.load_optimizer(optimizer, content)
 
-    def place_module(self, module: nn.Module) -> dict[str, Any]:
+    def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
         state = module.state_dict()
         for name, _ in module.named_parameters(remove_duplicate=False):
             if isinstance(state.get(name), Tensor):
-                state[name] = on_ranks(state[name], self._ranks)
+                state[name] = replicated(state[name], self._ranks)
         return state
 
-    def place_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+    def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
         content = optimizer.state_dict()
         states = {
             index: {
-                name: on_ranks(each, self._ranks) if isinstance(each, Tensor) else each for name, each in own.items()
+                name: replicated(each, self._ranks) if isinstance(each, Tensor) else each for name, each in own.items()
             }
             for index, own in content["state"].items()
         }
@@ -178,37 +177,37 @@ class ReplicatedState(StateAccess):
 
 PLAIN = PlainState()
 FindAccess: TypeAlias = Callable[[nn.Module | Optimizer], StateAccess]
-"""Gives the access of a module or an optimizer: that of its strategy if it was set up, else `PLAIN`."""
+"""Returns the access to a module or an optimizer: that of its strategy if it was set up, else `PLAIN`."""
 
 
 def plain(_: nn.Module | Optimizer) -> StateAccess:
-    """Nothing was set up."""
+    """The access if nothing was set up."""
     return PLAIN
 
 
 SKIPPED = object()
-"""Read from a loader that has no state: a checkpoint leaves it out."""
+"""The state of a loader without a state, which is left out of checkpoints."""
 
 
 class LoaderAccess(ABC):
-    """How the state of data loaders is read, and written back. Ranks: all call each method."""
+    """Reads the state of data loaders, and writes it back. Ranks: all call each method."""
 
     @abstractmethod
     def is_loader(self, obj: object) -> bool:
-        """Whether this is a data loader, prepared or not, with a state or without."""
+        """Whether this is a data loader, prepared or not, with or without a state."""
 
     @abstractmethod
     def read(self, name: str, loader: Any) -> Any:
-        """The loader's state, or `SKIPPED`; `name`: under which it is saved."""
+        """The loader's state, or `SKIPPED`; `name`: the entry in the state to save."""
 
     @abstractmethod
     def write(self, name: str, loader: Any, content: Any) -> None:
-        """Load it. Called for a loader without a state, too, which the checkpoint has left out."""
+        """Load it; `content` is `SKIPPED` if the checkpoint has none."""
 
 
 @final
-class AnyOther(LoaderAccess):
-    """Data loaders are like any other object."""
+class NoLoaders(LoaderAccess):
+    """Treats data loaders like any other object."""
 
     def is_loader(self, obj: object) -> bool:
         return False
@@ -220,7 +219,7 @@ class AnyOther(LoaderAccess):
         raise AssertionError
 
 
-NO_LOADERS = AnyOther()
+NO_LOADERS = NoLoaders()
 
 
 def state_of(
@@ -231,20 +230,20 @@ def state_of(
     *,
     gathered: bool = True,
 ) -> dict[str, Any]:
-    """Replace each stateful object of `state` by its state; `keep` chooses, per name, which entries stay.
+    """`state` with each stateful object replaced by its state; `keep` selects entries of it, by the object's name.
 
-    Loaders that have no state are left out; in a list, None takes their place. `gathered`: rank 0 gets the whole of
-    models and optimizers; otherwise each rank what it holds, as `Placed`.
-    Ranks: all call it, each with the same names.
-    Raises: ValueError: `keep` has a name that `state` has not. TypeError: `keep` names something that is no mapping.
+    Loaders without a state are left out; in a list, they are None. `gathered`: rank 0 gets whole models and optimizers;
+    otherwise each rank gets its shards, as `TensorShards`.
+    Ranks: all call it with the same names.
+    Raises: ValueError: `keep` has a name that is not in `state`. TypeError: `keep` names an object without entries.
     """
     for name in keep or {}:
         if name not in state:
             raise ValueError(
-                f"`filter` has {name!r}, but the state has {', '.join(map(repr, state))}. Filter what is saved."
+                f"`filter` has {name!r}, but the state has {', '.join(map(repr, state))}. Use one of these names."
             )
-    reading = _Reading(access, loaders, gathered)
-    read = {name: reading.plain(name, value) for name, value in state.items()}
+    reader = _Reader(access, loaders, gathered)
+    read = {name: reader.read(name, value) for name, value in state.items()}
     return {name: _kept(name, value, (keep or {}).get(name)) for name, value in read.items() if value is not SKIPPED}
 
 
@@ -256,46 +255,44 @@ def restore(
     access: FindAccess = plain,
     loaders: LoaderAccess = NO_LOADERS,
 ) -> dict[str, Any]:
-    """Give `content` back to the objects of `state`, in place; what `state` does not name is returned.
+    """Load `content` into the objects of `state`, in place; returns the entries that `state` does not name.
 
-    Stateful objects load their part, wherever in nested dictionaries and lists; other entries are replaced.
-    Raises: KeyError: `strict`, and `content` lacks a name, which may be that of a loader without a state.
+    Stateful objects, also in nested dictionaries and lists, load their state; other entries are replaced.
+    Raises: KeyError: `strict`, and `content` lacks a name, except those of loaders without a state.
     """
     missing = [name for name, value in state.items() if name not in content and not _is_stateless(value, loaders)]
     if strict and missing:
         raise KeyError(
-            f"The checkpoint has {', '.join(map(repr, content))}, and lacks {', '.join(map(repr, missing))}. "
+            f"The checkpoint has {', '.join(map(repr, content))}, but not {', '.join(map(repr, missing))}. "
             "Leave it out of the state to load, or pass `strict=False`."
         )
     for name in state:
         if name in content or _is_stateless(state[name], loaders):
             found = content.get(name, SKIPPED)
-            state[name] = _given_back(name, state[name], found, strict=strict, access=access, loaders=loaders)
+            state[name] = _restored(name, state[name], found, strict=strict, access=access, loaders=loaders)
     return {name: in_memory(value) for name, value in content.items() if name not in state}
 
 
 def load_into(target: Stateful, content: dict[str, Any], *, strict: bool, access: FindAccess = plain) -> None:
-    """Load `content` into one object; `strict` matters to modules alone."""
+    """Load `content` into one object; `strict` applies only to modules."""
     if isinstance(target, nn.Module):
         module = uncompiled(target)
         access(module).load_module(module, content, strict=strict)
     elif isinstance(target, Optimizer):
         access(target).load_optimizer(target, content)
-    elif isinstance(target, PlacedState):
-        target.load_placed(content)
+    elif isinstance(target, ShardedStateful):
+        target.load_sharded(content)
     else:
         target.load_state_dict(in_memory(content))
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """The module within what `torch.compile(module)` returned: its names carry no prefix."""
+    """The module itself, of the result of `torch.compile(module)`, whose names have a prefix."""
     return module._modules.get("_orig_mod") or module
 
 
-def _given_back(
-    name: str, target: Any, content: Any, *, strict: bool, access: FindAccess, loaders: LoaderAccess
-) -> Any:
-    """What stands in the place of `target` once `content` is loaded: itself, where it took its state."""
+def _restored(name: str, target: Any, content: Any, *, strict: bool, access: FindAccess, loaders: LoaderAccess) -> Any:
+    """The value that replaces `target` after `content` is loaded: itself, if it is an object that loads its state."""
     if loaders.is_loader(target):
         loaders.write(name, target, in_memory(content))
         return target
@@ -309,10 +306,10 @@ def _given_back(
         return target
     if isinstance(content, (list, tuple)) and len(content) == len(target):
         pairs = zip(target, content, strict=True)
-        return [_given_back(name, each, part, strict=strict, access=access, loaders=loaders) for each, part in pairs]
+        return [_restored(name, each, part, strict=strict, access=access, loaders=loaders) for each, part in pairs]
     there = f"{len(content)} entries" if isinstance(content, (list, tuple)) else f"a `{type(content).__name__}`"
     raise ValueError(
-        f"`state[{name!r}]` is a `{type(target).__name__}` of {len(target)} entries, and the checkpoint has {there} "
+        f"`state[{name!r}]` is a `{type(target).__name__}` of {len(target)} entries, but the checkpoint has {there} "
         "there. Load into as many objects as were saved."
     )
 
@@ -330,32 +327,32 @@ def _is_stateless(value: Any, loaders: LoaderAccess) -> bool:
 
 
 @final
-class _Reading:
-    """One pass over a state."""
+class _Reader:
+    """Reads the state of all objects in a nest."""
 
     def __init__(self, access: FindAccess, loaders: LoaderAccess, gathered: bool) -> None:
         self.access, self.loaders, self.gathered = access, loaders, gathered
 
-    def plain(self, name: str, value: Any) -> Any:
-        """The state of an object, and of all in a nest."""
+    def read(self, name: str, value: Any) -> Any:
+        """The state of an object, or a nest with the states of all objects in it."""
         if isinstance(value, nn.Module):
             module = uncompiled(value)
             access = self.access(module)
-            return access.read_module(module) if self.gathered else access.place_module(module)
+            return access.read_module(module) if self.gathered else access.read_module_shards(module)
         if isinstance(value, Optimizer):
             access = self.access(value)
-            return access.read_optimizer(value) if self.gathered else access.place_optimizer(value)
+            return access.read_optimizer(value) if self.gathered else access.read_optimizer_shards(value)
         if self.loaders.is_loader(value):
             return self.loaders.read(name, value)
-        if isinstance(value, PlacedState) and not self.gathered:
-            return value.place_state()
+        if isinstance(value, ShardedStateful) and not self.gathered:
+            return value.sharded_state_dict()
         if isinstance(value, Stateful):
             return value.state_dict()
         if isinstance(value, dict):
-            read = {key: self.plain(str(key), entry) for key, entry in value.items()}
+            read = {key: self.read(str(key), entry) for key, entry in value.items()}
             return {key: entry for key, entry in read.items() if entry is not SKIPPED}
         if isinstance(value, (list, tuple)):
-            entries = [self.plain(name, entry) for entry in value]
+            entries = [self.read(name, entry) for entry in value]
             kept = [None if entry is SKIPPED else entry for entry in entries]
             return tuple(kept) if type(value) is tuple else kept
         return value
@@ -366,11 +363,12 @@ def _kept(name: str, value: Any, choose: Callable[[str, Any], bool] | None) -> A
         return value
     if not isinstance(value, Mapping):
         raise TypeError(
-            f"`filter[{name!r}]` chooses entries of a mapping, but `state[{name!r}]` is a `{type(value).__name__}`."
+            f"`filter[{name!r}]` selects entries of a mapping, but `state[{name!r}]` is a `{type(value).__name__}`. "
+            "Leave it out of `filter`."
         )
     return {key: entry for key, entry in value.items() if choose(key, _shown(entry))}
 
 
 def _shown(entry: Any) -> Any:
-    """What a filter sees: of a tensor that lies in parts, one of its shape and dtype without values."""
-    return entry.like if isinstance(entry, Placed) else entry
+    """What a filter receives: of a sharded tensor, the whole on the device "meta"."""
+    return entry.like if isinstance(entry, TensorShards) else entry

@@ -1,7 +1,7 @@
-"""Where the files of one checkpoint are: a folder on a disk, or whatever fsspec reaches.
+"""The files of one checkpoint, in a folder on a disk, or in any file system of fsspec.
 
-A file appears whole or not at all under its name, and what `write` and `commit` have returned from survives a crash of
-the process; on a local disk, which is flushed, also that of the machine. An object store decides about the latter.
+After `write` or `commit` has returned, the file survives a crash of the process; on a local disk, which is flushed,
+also a crash of the machine. In an object store, that depends on the store.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ class Storage(ABC):
     @property
     @abstractmethod
     def path(self) -> str:
-        """As the user wrote it."""
+        """The path that the user wrote."""
 
     @abstractmethod
     def write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True) -> None:
-        """Make a new file of these bytes. `is_flushed=False`: it is needed no longer than the save goes on."""
+        """Write a new file. `is_flushed=False`: it is needed only during the save, so it is not flushed to disk."""
 
     @abstractmethod
     def commit(self, name: str, content: bytes) -> None:
-        """Replace a file, or make it, in one moment: every reader finds the old one or the new one, whole."""
+        """Create or replace a file atomically: a reader finds the old content or the new, never a part."""
 
     @abstractmethod
     def read(self, name: str) -> bytes:
-        """All of a small file. Raises FileNotFoundError."""
+        """The contents of a small file. Raises: FileNotFoundError."""
 
     @abstractmethod
     def tensor(self, name: str, num_bytes: int) -> Tensor:
-        """A file of this length as one tensor of bytes, read where it is used. Writing to it changes no file.
+        """A file of this length as a tensor of bytes, mapped if possible. Writing to the tensor changes no file.
 
         Raises: ValueError: the file has another length.
         """
 
     @abstractmethod
     def names(self) -> Sequence[str]:
-        """Of all files; none where there is no such folder."""
+        """The names of all files; none if the folder does not exist."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Delete a file; nothing where it is gone already."""
+        """Delete a file, if it exists."""
 
     @abstractmethod
     def folders(self) -> Sequence[str]:
-        """The names of the folders in this one; none where there is no such folder."""
+        """The names of the folders in this one; none if it does not exist."""
 
     @abstractmethod
     def inside(self, folder: str) -> Storage:
@@ -68,18 +68,18 @@ class Storage(ABC):
 
     @abstractmethod
     def discard(self) -> None:
-        """Delete the folder with its files. What is in the way of that raises OSError."""
+        """Delete the folder with its contents. Raises: OSError: it could not be deleted."""
 
 
 def storage_of(path: str | os.PathLike[str]) -> Storage:
-    """A folder; or, for an address with `://`, what fsspec finds there."""
+    """The storage at a path; an address with `://` is opened by fsspec."""
     text = os.fspath(path)
     return Remote(text) if "://" in text else Folder(Path(text))
 
 
 @final
 class Folder(Storage):
-    """A folder of a file system that all ranks see."""
+    """A folder in a file system that all ranks share."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -91,7 +91,7 @@ class Folder(Storage):
     def write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True) -> None:
         self._write(name, blocks, is_flushed=is_flushed)
         if is_flushed:
-            _flush(self._folder)
+            flush_folder(self._folder)
 
     def _write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ class Folder(Storage):
             raise
 
     def _space(self) -> str:
-        """What is known of the limit that was met, now that the file has been removed again."""
+        """The limits of the disk, after the incomplete file was removed."""
         disk = shutil.disk_usage(self._folder)
         said = f"{self.path!r} is on a disk of {disk.total / 1e6:.1f} MB with {disk.free / 1e6:.1f} MB free"
         if sys.platform != "win32":
@@ -124,7 +124,7 @@ class Folder(Storage):
         self.remove(beside)
         self._write(beside, [content])
         (self._folder / beside).replace(self._folder / name)
-        _flush(self._folder)
+        flush_folder(self._folder)
 
     def read(self, name: str) -> bytes:
         return (self._folder / name).read_bytes()
@@ -133,7 +133,7 @@ class Folder(Storage):
         with open(self._folder / name, "rb") as file:
             found = os.fstat(file.fileno()).st_size
             if found != num_bytes:
-                raise ValueError(f"`{name}` has {found} bytes, and {num_bytes} were written.")
+                raise ValueError(f"`{name}` has {found} bytes, but {num_bytes} were written.")
             if num_bytes == 0:
                 return torch.empty(0, dtype=torch.uint8)
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -194,7 +194,7 @@ class Remote(Storage):
     def tensor(self, name: str, num_bytes: int) -> Tensor:
         content = bytearray(self._system.cat_file(self._at(name)))
         if len(content) != num_bytes:
-            raise ValueError(f"`{name}` has {len(content)} bytes, and {num_bytes} were written.")
+            raise ValueError(f"`{name}` has {len(content)} bytes, but {num_bytes} were written.")
         return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
     def names(self) -> Sequence[str]:
@@ -234,8 +234,8 @@ def _write_all(handle: int, block: memoryview) -> None:
         block = block[os.write(handle, block) :]
 
 
-def _flush(folder: Path) -> None:
-    # A new name survives a power cut only once its folder is on disk.
+def flush_folder(folder: Path) -> None:
+    """Flush the names in a folder to disk: without that, a power cut may undo a rename."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)
         try:

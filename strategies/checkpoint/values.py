@@ -1,8 +1,8 @@
-"""Plain values as JSON, and back: loading runs no code, for a value is one of the kinds listed here or it is not saved.
+"""Plain values as JSON, and back. Loading runs no code, because only the types listed here can be saved.
 
-Kept exactly: None, bool, int, float (inf and nan too), str, bytes, complex; lists, tuples, dictionaries with any of
-these as keys, sets; `torch.Size`, dtypes and devices; paths; NumPy's numbers and arrays; the `_metadata` of a module's
-state. What JSON has no word for is an object with one key that begins with "$".
+Preserved exactly: None, bool, int, float (with inf and nan), str, bytes, complex; lists, tuples, dictionaries with any
+of these as keys, sets; `torch.Size`, dtypes and devices; paths; NumPy scalars and arrays; the `_metadata` of a module's
+state. Types that JSON lacks are written as objects whose first key starts with "$".
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor
 
 Json: TypeAlias = Any
 Keep: TypeAlias = Callable[[str, Any], Json]
-"""`(pointer, tensor)`: takes a tensor of the state, and gives what stands for it."""
+"""`(pointer, tensor)`: stores a tensor of the state, and returns its placeholder in the JSON."""
 Find: TypeAlias = Callable[[str], Any]
-"""`(pointer)`: the `Stored` of the tensor that was kept under it."""
+"""`(pointer)`: returns the `Stored` of the tensor with this pointer."""
 
 DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
@@ -37,9 +37,9 @@ def keys_of(pointer: str) -> list[str]:
 
 
 def encode(value: Any, keep: Keep, is_kept: Callable[[Any], bool], at: str = "") -> Json:
-    """Write a nest of plain values as JSON, and hand each leaf for which `is_kept` holds to `keep`.
+    """A nest of plain values as JSON, with each leaf for which `is_kept` holds replaced by what `keep` returns.
 
-    Raises: TypeError: a value is of no kind that a checkpoint keeps; names where it stands.
+    Raises: TypeError: a value cannot be saved; names its position.
     """
     if is_kept(value):
         return keep(at, value)
@@ -58,7 +58,7 @@ def encode(value: Any, keep: Keep, is_kept: Callable[[Any], bool], at: str = "")
 
 
 def decode(json: Json, find: Find, at: str = "") -> Any:
-    """The nest that `encode` wrote, its tensors given by `find`."""
+    """The nest that `encode` wrote, with tensors from `find`."""
     if isinstance(json, list):
         return _entries(json, lambda index, entry: decode(entry, find, pointer(at, index)))
     if not isinstance(json, dict):
@@ -67,7 +67,9 @@ def decode(json: Json, find: Find, at: str = "") -> Any:
     if not name.startswith("$"):
         return {key: decode(entry, find, pointer(at, key)) for key, entry in json.items()}
     if name not in _READERS:
-        raise ValueError(f"{at or '/'} is a value of the kind {name!r}, which this release does not know.")
+        raise ValueError(
+            f"The value at {at or '/'} has the type {name!r}, which this release cannot read. Use a newer one."
+        )
     return _READERS[name](json, lambda key, entry: decode(entry, find, pointer(at, key)), lambda: find(at))
 
 
@@ -90,11 +92,11 @@ def _ordered(value: OrderedDict[Any, Any], inner: Inner) -> Json:
 
 
 def _entries(value: Sequence[Any], inner: Inner) -> list[Any]:
-    return list(value) if _is_whole(value) else [inner(index, entry) for index, entry in enumerate(value)]
+    return list(value) if _are_integers(value) else [inner(index, entry) for index, entry in enumerate(value)]
 
 
-def _is_whole(value: Sequence[Any]) -> bool:
-    """Whether all entries are whole numbers, as the 625 of the generator of Python are, of each rank."""
+def _are_integers(value: Sequence[Any]) -> bool:
+    """Whether all entries are integers. A shortcut for the state of Python's generator: 625 integers from each rank."""
     return all(type(entry) is int for entry in value)
 
 
@@ -171,19 +173,20 @@ def _path(text: str) -> Any:
 
 
 def _numpy(value: Any, keep: Callable[[Tensor], Json], at: str) -> Json:
-    """A number or an array of NumPy. Its dtype is one that torch has, or has bytes of."""
+    """A NumPy scalar or array of numbers."""
     import numpy
 
     if isinstance(value, numpy.generic) and value.dtype.kind in "biufc":
         return {"$scalar": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
     if isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
-        keep(torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8))  # NumPy has dtypes that torch has not
+        # As bytes, because torch lacks some of NumPy's dtypes.
+        keep(torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8))
         return {"$array": value.dtype.str, "shape": list(value.shape)}
     raise TypeError(_NO_VALUE.format(at=at or "/", kind=f"numpy.{type(value).__qualname__} of {value.dtype}"))
 
 
 _NO_VALUE = (
-    "The state has a `{kind}` at {at}, and a checkpoint keeps none: reading one back would run code from the file. "
-    "Save an object that has `state_dict` and `load_state_dict`, or its contents as numbers, strings, tensors, lists "
-    "and dictionaries."
+    "The state has a `{kind}` at {at}, which cannot be saved: reading it back would run code from the file. Save an "
+    "object that has `state_dict` and `load_state_dict`, or its contents as numbers, strings, tensors, lists and "
+    "dictionaries."
 )

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from fabric.strategies.checkpoint.placed import elsewhere, on_ranks
 from fabric.strategies.checkpoint.state import PLAIN, ReplicatedState, StateAccess
+from fabric.strategies.checkpoint.tensor_shards import no_shards, replicated
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.packing import Spec, fill_from
 from fabric.strategies.gradients.clipping import parameters_of
@@ -152,7 +152,7 @@ class OwnersState(StateAccess):
         PLAIN.load_optimizer(optimizer, content)
 
     def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Rank 0 has it whole, on the CPU."""
+        """The whole state, on the CPU of rank 0."""
         parameters, state = parameters_of(optimizer), optimizer.state
         held = self.collective.all_gather_object([i for i, p in enumerate(parameters) if p in state])
         owner = {index: rank for rank, indices in enumerate(held) for index in indices}
@@ -165,44 +165,44 @@ class OwnersState(StateAccess):
         groups = [{**group, "params": [place[one] for one in group["params"]]} for group in optimizer.param_groups]
         return {"state": states, "param_groups": groups} if self.collective.rank == 0 else {}
 
-    def place_module(self, module: nn.Module) -> dict[str, Any]:
-        return ReplicatedState(self.collective.size).place_module(module)
+    def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
+        return ReplicatedState(self.collective.size).read_module_shards(module)
 
-    def place_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+    def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
         parameters = parameters_of(optimizer)
         mine = {index: optimizer.state[each] for index, each in enumerate(parameters) if each in optimizer.state}
         others = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
         place = {parameter: index for index, parameter in enumerate(parameters)}
         groups = [{**group, "params": [place[one] for one in group["params"]]} for group in optimizer.param_groups]
-        return {"state": {**others, **placed_by_owner(self.collective, mine)}, "param_groups": groups}
+        return {"state": {**others, **shards_by_owner(self.collective, mine)}, "param_groups": groups}
 
     def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
         PLAIN.write_optimizer(optimizer, content)
 
 
-def placed_by_owner(collective: Collective, mine: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The states of all parameters, each rank's own with its tensors, of the others what they are. Ranks: all.
+def shards_by_owner(collective: Collective, mine: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The states of all parameters: this rank's with their tensors, those of other ranks without. Ranks: all.
 
     Cost: each rank receives shapes and dtypes, about 100 bytes for each tensor.
     """
-    told = collective.all_gather_object(
+    described = collective.all_gather_object(
         {
             index: {name: Spec.of(each) if isinstance(each, Tensor) else each for name, each in entries.items()}
             for index, entries in mine.items()
         }
     )
     whole: dict[int, dict[str, Any]] = {}
-    for rank, owned in enumerate(told):
+    for rank, owned in enumerate(described):
         for index, entries in owned.items():
             source = mine[index] if rank == collective.rank else entries
-            whole[index] = {name: _placed(value, rank) for name, value in source.items()}
+            whole[index] = {name: _shards(value, rank) for name, value in source.items()}
     return dict(sorted(whole.items()))
 
 
-def _placed(value: Any, rank: int) -> Any:
+def _shards(value: Any, rank: int) -> Any:
     if isinstance(value, Spec):
-        return elsewhere(value.shape, value.dtype)
-    return on_ranks(value, (rank,)) if isinstance(value, Tensor) else value
+        return no_shards(value.shape, value.dtype)
+    return replicated(value, (rank,)) if isinstance(value, Tensor) else value
 
 
 def _on_cpu(value: Any) -> Any:

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.checkpoint.loading import in_memory
-from fabric.strategies.checkpoint.placed import Placed, elsewhere, range_of
 from fabric.strategies.checkpoint.state import StateAccess
+from fabric.strategies.checkpoint.tensor_shards import TensorShards, flat_shard, no_shards
 
 
 @final
@@ -65,13 +65,13 @@ class ZeroState(StateAccess):
     def group_sizes(self, optimizer: Optimizer) -> list[int]:
         return [len(group) for group in self.groups]
 
-    def place_module(self, module: nn.Module) -> dict[str, Any]:
-        seen: dict[int, Placed | Tensor] = {}  # tied weights are one tensor in the file as well
+    def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
+        seen: dict[int, TensorShards | Tensor] = {}  # tied weights are one tensor in the file as well
         state = module.state_dict(keep_vars=True)
         for name, value in state.items():
             if isinstance(value, Tensor):
                 if id(value) not in seen:
-                    seen[id(value)] = self._placed(value)
+                    seen[id(value)] = self._shards(value)
                 state[name] = seen[id(value)]
         return state
 
@@ -112,8 +112,8 @@ class ZeroState(StateAccess):
     def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         return self._optimizer_state(optimizer, self._read_entry)
 
-    def place_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._optimizer_state(optimizer, self._placed_shard)
+    def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._optimizer_state(optimizer, self._trained_shards)
 
     def _optimizer_state(self, optimizer: Optimizer, entry: Callable[[Tensor, str], Any]) -> dict[str, Any]:
         """`entry`: returns the part of a parameter in a flat state."""
@@ -187,16 +187,16 @@ class ZeroState(StateAccess):
 
     # One tensor
 
-    def _placed(self, tensor: Tensor) -> Placed | Tensor:
+    def _shards(self, tensor: Tensor) -> TensorShards | Tensor:
         """A tensor of the module that may be sharded."""
         if id(tensor) in self.trained:
-            return self._placed_shard(tensor, None)
+            return self._trained_shards(tensor, None)
         if not is_sharded(tensor):
             return tensor.detach()
         own = cast(Any, tensor).ds_tensor.flatten()
-        return range_of(_shape_of(tensor), self.world.rank * own.numel(), own, self.world.rank)
+        return flat_shard(_shape_of(tensor), self.world.rank * own.numel(), own, self.world.rank)
 
-    def _placed_shard(self, parameter: Tensor, key: str | None) -> Placed:
+    def _trained_shards(self, parameter: Tensor, key: str | None) -> TensorShards:
         """This rank's shard of the trained weights, or of the optimizer's `key`."""
         from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
@@ -205,11 +205,11 @@ class ZeroState(StateAccess):
             own = (
                 safe_get_local_fp32_param(parameter) if key is None else safe_get_local_optimizer_state(parameter, key)
             ).flatten()
-            return range_of(shape, rank * own.numel(), own, rank)
+            return flat_shard(shape, rank * own.numel(), own, rank)
         mapping = cast(Any, parameter)._hp_mapping
         if mapping is None:  # this rank has no part of it
-            return elsewhere(shape, torch.float32)
-        return range_of(shape, mapping.lp_fragment_address.start, mapping.get_hp_fragment(key).flatten(), rank)
+            return no_shards(shape, torch.float32)
+        return flat_shard(shape, mapping.lp_fragment_address.start, mapping.get_hp_fragment(key).flatten(), rank)
 
     def _keep(self, tensor: Tensor) -> Tensor:
         return tensor.cpu() if self.world.is_global_zero else torch.empty(0)

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.checkpoint.loading import in_memory
-from fabric.strategies.checkpoint.placed import Placed, range_of
 from fabric.strategies.checkpoint.state import PLAIN, StateAccess
+from fabric.strategies.checkpoint.tensor_shards import TensorShards, flat_shard
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.gradients.clipping import parameters_of
 
@@ -215,8 +215,8 @@ class SlicedState(StateAccess):
     def read_module(self, module: nn.Module) -> dict[str, Any]:
         return self._module_state(module, self._kept)
 
-    def place_module(self, module: nn.Module) -> dict[str, Any]:
-        return self._module_state(module, self._placed)
+    def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
+        return self._module_state(module, self._shards)
 
     def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
         PLAIN.write_module(module, content, strict=strict)
@@ -224,8 +224,8 @@ class SlicedState(StateAccess):
     def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         return self._optimizer_state(optimizer, self._kept)
 
-    def place_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._optimizer_state(optimizer, self._placed)
+    def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._optimizer_state(optimizer, self._shards)
 
     def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
         PLAIN.write_optimizer(optimizer, content)
@@ -262,8 +262,8 @@ class SlicedState(StateAccess):
         whole = self._collective.all_gather(own.detach()).view(-1)[: shape.numel()].view(shape)
         return whole.to("cpu", copy=True) if self._collective.rank == 0 else torch.empty(0)
 
-    def _placed(self, own: Tensor, shape: torch.Size) -> Placed:
-        return range_of(shape, self._collective.rank * own.numel(), own.detach(), self._collective.rank)
+    def _shards(self, own: Tensor, shape: torch.Size) -> TensorShards:
+        return flat_shard(shape, self._collective.rank * own.numel(), own.detach(), self._collective.rank)
 
 
 def _ungathered(optimizer: Optimizer) -> dict[str, Any]:

@@ -64,7 +64,8 @@ class FSDPGradientSync(GradientSync):
             self._sync(before)
 
     def watch(self) -> Finish | None:
-        return all_of(self.order.watch(), self.same.watch(), self.gathered.watch())
+        find_unreduced = self.gathered.watch()  # first: it may clear gradients
+        return all_of(self.order.watch(), self.same.watch(), find_unreduced)
 
     def parameters_held(self) -> Iterable[Tensor]:
         return self.parameters

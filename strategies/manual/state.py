@@ -66,15 +66,15 @@ class ManualState(StateAccess):
         module = self._named_by(module)
         return {own_name(module, name): shape for name, shape in self._sharded.shapes(module).items()}
 
-    def place_module(self, module: nn.Module) -> dict[str, Any]:
+    def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
         module = self._named_by(module)
         self._check({f"`{name}`": parameter for name, parameter in own_parameters(module).items()})
-        state = self._sharded.place_module(module)
+        state = self._sharded.read_module_shards(module)
         return {own_name(module, name): value for name, value in state.items()}
 
-    def place_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+    def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
         self._check_states(optimizer)
-        return self._sharded.place_optimizer(optimizer)
+        return self._sharded.read_optimizer_shards(optimizer)
 
     def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         self._check_states(optimizer)

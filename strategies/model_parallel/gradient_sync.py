@@ -48,7 +48,8 @@ class ModelParallelGradientSync(GradientSync):
         return self.averaging.unsynced()
 
     def watch(self) -> Finish | None:
-        return all_of(self.order.watch(), self.same.watch(), self.averaging.watch(), self.gathered.watch())
+        find_unreduced = self.gathered.watch()  # first: it may clear gradients
+        return all_of(self.order.watch(), self.same.watch(), self.averaging.watch(), find_unreduced)
 
     def parameters_held(self) -> Iterable[Tensor]:
         return self.averaging.parameters

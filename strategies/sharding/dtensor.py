@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.checkpoint.box import Box
+from fabric.strategies.checkpoint.chunk import Chunk
 from fabric.strategies.checkpoint.loading import Stored, in_memory
-from fabric.strategies.checkpoint.placed import Placed
 from fabric.strategies.checkpoint.state import StateAccess
+from fabric.strategies.checkpoint.tensor_shards import TensorShards
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -79,17 +79,17 @@ def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     return made.to(like.device).clone()  # a copy: a view would keep the whole alive
 
 
-def shard_state(name: str, value: Any, parameter: Tensor, standing: Any = None) -> Any:
+def shard_state(name: str, value: Any, parameter: Tensor, existing: Any = None) -> Any:
     """Shard one entry of an optimizer's state like its parameter.
 
-    `standing`: the optimizer's present value, if any. Raises ValueError if neither determines the layout.
+    `existing`: the optimizer's present value, if any. Raises ValueError if neither determines the layout.
     """
     if not isinstance(value, Tensor) or as_sharded(value) is not None or as_sharded(parameter) is None:
         return value
     if value.shape == parameter.shape:
         return shard_like(value, parameter)
-    if as_sharded(standing) is not None and standing.shape == value.shape:
-        return shard_like(value, standing)
+    if as_sharded(existing) is not None and existing.shape == value.shape:
+        return shard_like(value, existing)
     if value.numel() == 1:  # a step count
         return value
     raise ValueError(
@@ -128,16 +128,16 @@ class ShardedState(StateAccess):
     def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
         self.write_module(module, content, strict=strict)
 
-    def place_module(self, module: nn.Module) -> dict[str, Any]:
+    def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
         state = module.state_dict()
         for name, value in state.items():
-            state[name] = placed(value)
+            state[name] = tensor_shards(value)
         return state
 
-    def place_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+    def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
         content = optimizer.state_dict()
         states = {
-            index: {name: placed(value) for name, value in entries.items()}
+            index: {name: tensor_shards(value) for name, value in entries.items()}
             for index, entries in sorted(content["state"].items())
         }
         return {**content, "state": states}
@@ -149,8 +149,8 @@ class ShardedState(StateAccess):
         states = {}
         for index, entries in content["state"].items():
             parameter: Any = by_index.get(index)
-            standing = optimizer.state.get(parameter, {})
-            states[index] = {name: _filled(value, parameter, standing.get(name)) for name, value in entries.items()}
+            existing = optimizer.state.get(parameter, {})
+            states[index] = {name: _filled(value, parameter, existing.get(name)) for name, value in entries.items()}
         self.write_optimizer(optimizer, {**in_memory({**content, "state": {}}), "state": states})
 
     def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -180,40 +180,37 @@ class ShardedState(StateAccess):
         return gathered.detach().to("cpu") if self.keeps else torch.empty(0)
 
 
-def placed(value: Any) -> Any:
-    """A shard as `Placed`; whatever else as it is.
-
-    Raises: NotImplementedError: it is a sum still to be taken, or cut in a way that is no box.
-    """
+def tensor_shards(value: Any) -> Any:
+    """A DTensor as `TensorShards`; other values unchanged."""
     sharded = as_sharded(value)
     if sharded is None:
         return value
-    box, holders = _place(sharded)
+    chunk, holders = _local_chunk(sharded)
     local = local_part(sharded.detach())
-    assert tuple(local.shape) == box.shape, f"{tuple(local.shape)} is not {box}"
-    parts = ((box, local),) if local.numel() else ()
-    return Placed(tuple(sharded.shape), sharded.dtype, parts, holders)
+    assert tuple(local.shape) == chunk.shape, f"{tuple(local.shape)} is not {chunk}"
+    shards = ((chunk, local),) if local.numel() else ()
+    return TensorShards(tuple(sharded.shape), sharded.dtype, shards, holders)
 
 
-def _place(sharded: DTensor) -> tuple[Box, tuple[int, ...]]:
-    """Which box of the tensor this rank holds, and which ranks hold the same."""
+def _local_chunk(sharded: DTensor) -> tuple[Chunk, tuple[int, ...]]:
+    """The chunk of the tensor that this rank holds, and the ranks that hold the same."""
     mesh, placements = sharded.device_mesh, sharded.placements
     here = mesh.get_coordinate()
     assert here is not None
     offsets, shape = [0] * sharded.ndim, list(sharded.shape)
-    # What `fully_shard` makes of a tensor that is cut already denies that it is a shard: it was cut last.
+    # `fully_shard` of a tensor that is sharded already makes a placement whose `is_shard` is False: it shards last.
     cuts = sorted(
         (axis for axis, each in enumerate(placements) if not each.is_replicate()),
         key=lambda axis: (not placements[axis].is_shard(), axis),
     )
     for axis in cuts:
         dim = placements[axis].dim  # type: ignore[attr-defined]
-        size = -(-shape[dim] // mesh.size(axis))  # as `torch.chunk` cuts
+        size = -(-shape[dim] // mesh.size(axis))  # as `torch.chunk` splits
         start = min(here[axis] * size, shape[dim])
         offsets[dim] += start
         shape[dim] = min(size, shape[dim] - start)
     same = tuple(slice(None) if each.is_replicate() else at for each, at in zip(placements, here, strict=True))
-    return Box(tuple(offsets), tuple(shape)), tuple(sorted(mesh.mesh[same].reshape(-1).tolist()))
+    return Chunk(tuple(offsets), tuple(shape)), tuple(sorted(mesh.mesh[same].reshape(-1).tolist()))
 
 
 def _stored_like(value: Any, like: Any) -> Any:
@@ -226,23 +223,23 @@ def _stored_like(value: Any, like: Any) -> Any:
         return value.whole()
     from torch.distributed.tensor import DTensor
 
-    local = value.part(_place(sharded)[0]).to(local_part(like).device)
+    local = value.part(_local_chunk(sharded)[0]).to(local_part(like).device)
     return DTensor.from_local(
         local, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
     )
 
 
-def _filled(value: Any, parameter: Any, standing: Any) -> Any:
-    """An entry of an optimizer's state: `standing` with the stored values, where that is like them.
+def _filled(value: Any, parameter: Any, existing: Any) -> Any:
+    """An entry of an optimizer's state: `existing`, filled with the stored values, if shape, dtype and layout match.
 
-    A new tensor otherwise, because an optimizer keeps those of the state that it loads.
+    A new tensor otherwise, because an optimizer keeps the tensors of the state that it loads.
     """
-    own = as_sharded(standing)
+    own = as_sharded(existing)
     if isinstance(value, Stored) and own is not None and _has_layout_of(own, parameter):
         local = own.to_local()
         if (tuple(own.shape), own.dtype) == (value.shape, value.dtype) and local.is_contiguous():
-            value.copy_to(local, _place(own)[0])
-            return standing
+            value.copy_to(local, _local_chunk(own)[0])
+            return existing
     found = _stored_like(value, parameter)
     return found.clone() if isinstance(found, Tensor) else found
 
@@ -252,5 +249,5 @@ def _has_layout_of(tensor: DTensor, like: Any) -> bool:
     return other is not None and (tensor.device_mesh, tensor.placements) == (other.device_mesh, other.placements)
 
 
-def _laid_out(entries: dict[str, Any], parameter: Tensor, standing: dict[str, Any]) -> dict[str, Any]:
-    return {name: shard_state(name, value, parameter, standing.get(name)) for name, value in entries.items()}
+def _laid_out(entries: dict[str, Any], parameter: Tensor, existing: dict[str, Any]) -> dict[str, Any]:
+    return {name: shard_state(name, value, parameter, existing.get(name)) for name, value in entries.items()}

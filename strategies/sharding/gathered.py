@@ -3,7 +3,8 @@
 # Note [Gathered after forward]
 The root's parameters stay gathered after forward, because backward needs them first. Until then `parameters()` returns
 the gathered copies, while optimizers hold the shards. With `fully_shard` alone (torch 2.13)
-- `model.zero_grad()` between forward and backward does not clear the gradients of the shards: here it does;
+- `model.zero_grad()` and `parameter.grad = None` between forward and backward do not clear the gradients of the shards:
+  here they do. Meanwhile a copy whose shard has a gradient has a placeholder for it, which computing with raises;
 - after backward, forward, step, another forward uses the weights from before the step: here they are gathered
   again if a shard has changed;
 - after an evaluation `parameters()` returns copies, and writing to them changes nothing: here a forward without
@@ -23,7 +24,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.hooks import RemovableHandle
 
+from fabric.strategies.gradients.in_shards import InShards
 from fabric.strategies.module.copies import Hook
 from fabric.strategies.module.forward import leave_uncompiled
 from fabric.strategies.sharding.dtensor import as_sharded, user_class
@@ -52,6 +56,8 @@ class Gathered:
         self._gathered: list[_Unit] = []
         self._versions: list[tuple[int, int]] = []
         self._unreduced: list[tuple[Any, Tensor, int]] = []
+        self._shown: list[tuple[Any, Tensor, int]] = []
+        self._first_use: RemovableHandle | None = None
         self._parts: list[nn.Module] = []
         self._hooks: list[Any] = []
         self._module = module
@@ -94,6 +100,7 @@ class Gathered:
         """See `GradientSync.watch`."""
         if not self._units:
             return None
+        self._take()
         self._drop_discarded()
         return self._find_unreduced
 
@@ -106,7 +113,8 @@ class Gathered:
                 _clear(each.sharded_param, set_to_none=set_to_none)
 
     def release(self) -> None:
-        """Remove our hooks."""
+        """Remove our hooks and placeholders."""
+        self._take()
         for hook in self._hooks:
             hook.remove()
         for part in self._parts:
@@ -118,6 +126,7 @@ class Gathered:
         if self._depth > 1:
             return
         self._refuse_replaced()
+        self._take()
         self._drop_discarded()
         kept = self._kept()
         if kept and _versions(kept) != self._versions:
@@ -144,6 +153,7 @@ class Gathered:
                     each[0].reshard()
         else:
             self._versions = _versions(kept)
+            self._show(kept)
 
     def _refuse_replaced(self) -> None:
         """Raise RuntimeError if a parameter was replaced: `fully_shard` puts its own back before it runs.
@@ -162,6 +172,37 @@ class Gathered:
             if names:
                 some = ", ".join(map(repr, names[:5]))
                 raise RuntimeError(_REPLACED.format(model=user_class(self._module).__name__, names=some))
+
+    def _show(self, kept: list[_Unit]) -> None:
+        """Give gathered copies a gradient that is zeroed for that of their shard, until it is taken back."""
+        for each in _params(kept):
+            copy = each.unsharded_param
+            if each.sharded_param.grad is not None:
+                if copy.grad is None:
+                    copy.grad = InShards(copy, _READ)
+                self._shown.append((each, copy.grad, copy.grad._version))
+        copies = [each.unsharded_param for each, _, _ in self._shown if each.unsharded_param.requires_grad]
+        if copies:  # a backward that is not ours takes them when it computes the first of these gradients
+            self._first_use = register_multi_grad_hook(copies, lambda _: self._take(), mode="any")
+
+    def _take(self) -> None:
+        """Take the placeholders back, and clear the gradients of shards whose copies' gradients were cleared."""
+        if not self._shown:
+            return
+        if self._first_use is not None:
+            self._first_use.remove()
+        shown, self._shown = self._shown, []
+        for each, gradient, version in shown:
+            copy, now = each._unsharded_param, each._unsharded_param.grad
+            if isinstance(now, InShards):
+                copy.grad = None
+            if now is None:
+                each.sharded_param.grad = each.unsharded_accumulated_grad = None
+            elif now is not gradient:
+                raise RuntimeError(_ASSIGNED)
+            elif now.is_zeroed if isinstance(now, InShards) else now._version != version and not now.any():
+                _clear(each.sharded_param, set_to_none=False)
+                each.unsharded_accumulated_grad = None
 
     def _kept(self) -> list[_Unit]:
         """The units that are gathered now."""
@@ -228,6 +269,15 @@ _LOST = (
 )
 
 
+_READ = (
+    "that `fully_shard` keeps in shards over the ranks: between forward and backward `parameter.grad` has no values. "
+    "For the norm, call `fabric.clip_gradients(model, optimizer, max_norm=...)`; read gradients after backward."
+)
+_ASSIGNED = (
+    "A parameter was given another gradient by assignment to `grad` between forward and backward, and `fully_shard` "
+    "would step with the one it keeps in shards. Assign it after backward, or change the loss. `None` discards the "
+    "gradient."
+)
 _REPLACED = (
     "Parameters of `{model}` were replaced after `fabric.setup`, and `fully_shard` would run with those from before: "
     "{names}. Replace and parametrize before `setup`; to give other values, copy them in place (`parameter.copy_(...)` "

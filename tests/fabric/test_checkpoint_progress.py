@@ -12,7 +12,7 @@ from rich.console import Console
 from fabric import Fabric
 from fabric.checkpoint_progress import checkpoint_progress
 from fabric.strategies.checkpoint.loading import load
-from fabric.strategies.checkpoint.manifest import CHUNK_BYTES
+from fabric.strategies.checkpoint.manifest import BLOCK_BYTES
 from fabric.strategies.checkpoint.saving import save
 from fabric.strategies.checkpoint.storage import Folder
 
@@ -38,7 +38,7 @@ def test_a_bar_is_shown_on_a_terminal_after_its_time(
 
 
 def test_a_save_and_a_load_tell_their_bytes_up_to_the_last(tmp_path: Path) -> None:
-    tensors = {"a": torch.zeros(CHUNK_BYTES + 1000, dtype=torch.uint8), "b": torch.ones(1000)}
+    tensors = {"a": torch.zeros(BLOCK_BYTES + 1000, dtype=torch.uint8), "b": torch.ones(1000)}
     with Fabric(accelerator="cpu", devices=1) as fabric:
         told: list[tuple[int, int]] = []
         save(fabric.collective, Folder(tmp_path / "saved"), tensors, advance=lambda *each: told.append(each))
@@ -48,4 +48,4 @@ def test_a_save_and_a_load_tell_their_bytes_up_to_the_last(tmp_path: Path) -> No
         assert len(told) > 2
         told.clear()
         load(fabric.collective, Folder(tmp_path / "saved"), advance=lambda *each: told.append(each))
-        assert told == [(CHUNK_BYTES, 2 * CHUNK_BYTES), (2 * CHUNK_BYTES, 2 * CHUNK_BYTES)]
+        assert told == [(BLOCK_BYTES, 2 * BLOCK_BYTES), (2 * BLOCK_BYTES, 2 * BLOCK_BYTES)]

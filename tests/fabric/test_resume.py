@@ -133,7 +133,7 @@ def test_a_file_without_the_state_of_a_run_leaves_it_as_it_is_and_that_is_said(
     with caplog.at_level(logging.WARNING, "fabric"):
         fabric.load(tmp_path / "file", {"model": state["model"], "optimizer": state["optimizer"]})
     assert torch.equal(torch.get_rng_state(), before)
-    assert "The checkpoint has no random generators, loss scales and schedulers" in caplog.text
+    assert "The checkpoint has no states of random generators, loss scales and schedulers" in caplog.text
 
 
 def test_plain_values_are_saved_as_they_are_and_our_name_is_refused(fabric: Fabric, tmp_path: Path) -> None:

@@ -31,5 +31,5 @@ def test_what_is_installed_runs_and_what_is_not_on_path_is_found_beside_python()
     elsewhere = {row["name"]: row["why_not"] for row in doctor(path="")["clusters"]}
     for name, program in (("torchelastic", "torchrun"), ("mpi", "mpirun"), ("horovod", "horovodrun")):
         assert elsewhere[name] == (
-            f"`{program}` is beside this Python, but not on PATH: `export PATH={scripts}:$PATH`."
+            f"`{program}` is next to this Python, but not on PATH: `export PATH={scripts}:$PATH`."
         )

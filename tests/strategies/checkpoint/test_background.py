@@ -20,8 +20,8 @@ from torch import nn
 from fabric import CheckpointError, Fabric, WorkerError, read_checkpoint
 from fabric.strategies.checkpoint.background import BackgroundSaves
 from fabric.strategies.checkpoint.manifest import NAME
-from fabric.strategies.checkpoint.placed import on_ranks
 from fabric.strategies.checkpoint.storage import Buffer, Folder
+from fabric.strategies.checkpoint.tensor_shards import replicated
 
 
 def test_a_checkpoint_has_the_state_of_the_call_and_not_of_the_step_after(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ class Gated:
 def save_with_a_slow_rank(collective: ThreadCollective, folder: str, gate: threading.Event) -> None:
     saves, opened = BackgroundSaves(collective), threading.Event()
     opened.set()
-    state = {"x": on_ranks(torch.arange(10), (0, 1)), "rank": collective.rank}
+    state = {"x": replicated(torch.arange(10), (0, 1)), "rank": collective.rank}
     after: list[bool] = []
     storage = Gated(folder, gate if collective.rank == 1 else opened)
     pending = saves.start(storage, state, lambda: after.append((Path(folder) / NAME).exists()))
@@ -94,9 +94,9 @@ def test_the_loop_goes_on_while_a_rank_writes_and_the_last_one_completes_the_che
 def save_with_a_failing_rank(collective: ThreadCollective, folder: str) -> str:
     saves, opened = BackgroundSaves(collective), threading.Event()
     opened.set()
-    state = {"x": on_ranks(torch.arange(10), range(3))}
+    state = {"x": replicated(torch.arange(10), range(3))}
     saves.start(Gated(folder, opened), state).wait()
-    saves.start(Gated(folder, opened if collective.rank != 1 else None), {"x": on_ranks(torch.ones(10), range(3))})
+    saves.start(Gated(folder, opened if collective.rank != 1 else None), {"x": replicated(torch.ones(10), range(3))})
     with pytest.raises(CheckpointError) as raised:
         saves.finish()
     assert raised.value.rank == 1
@@ -114,7 +114,7 @@ def test_a_rank_that_fails_in_the_background_raises_on_all_and_leaves_the_last_c
 
 def test_a_value_that_no_checkpoint_keeps_is_refused_by_the_call_itself(tmp_path: Path) -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
-    with pytest.raises(TypeError, match="at /x, and a checkpoint keeps none"):
+    with pytest.raises(TypeError, match="at /x, which cannot be saved"):
         fabric.save(tmp_path / "saved", {"x": object()}, blocking=False)
     fabric.save(tmp_path / "saved", {"x": 1}, blocking=False)
     fabric.close()
@@ -125,7 +125,7 @@ def test_what_was_to_follow_a_save_and_failed_leaves_the_checkpoint(tmp_path: Pa
     fabric = Fabric(accelerator="cpu", devices=1)
     for blocking in (True, False):
         path = tmp_path / str(blocking)
-        with pytest.raises(CheckpointError, match="is complete, but on rank 0 what was to follow failed: ZeroDivision"):
+        with pytest.raises(CheckpointError, match="is complete, but a step after that failed on rank 0: ZeroDivision"):
             fabric.save(path, {"x": torch.ones(3)}, blocking=blocking, after_commit=lambda: 1 / 0).wait()
         assert read_checkpoint(path)["x"].sum() == 3
     fabric.close()

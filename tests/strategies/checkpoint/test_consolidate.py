@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from fabric import CheckpointError, Fabric, consolidate
 from fabric.cli import main
-from fabric.strategies.checkpoint.box import Box
-from fabric.strategies.checkpoint.placed import Placed, on_ranks
+from fabric.strategies.checkpoint.chunk import Chunk
 from fabric.strategies.checkpoint.saving import commit, plan, write
 from fabric.strategies.checkpoint.storage import Folder
+from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
 
 
 class Tied(nn.Module):
@@ -42,13 +42,13 @@ def save_in_halves(path: Path, state: dict[str, dict[str, Tensor]]) -> None:
     commit(storage, ["t.0.json", "t.1.json"])
 
 
-def _half(tensor: Tensor, rank: int) -> Placed:
+def _half(tensor: Tensor, rank: int) -> TensorShards:
     if tensor.ndim == 0 or tensor.numel() == 0:
-        return on_ranks(tensor, (0, 1))
+        return replicated(tensor, (0, 1))
     rows = tensor.chunk(2)[rank]
     start = rank * tensor.chunk(2)[0].shape[0]
-    box = Box((start, *(0 for _ in tensor.shape[1:])), tuple(rows.shape))
-    return Placed(tuple(tensor.shape), tensor.dtype, ((box, rows),), (rank,))
+    chunk = Chunk((start, *(0 for _ in tensor.shape[1:])), tuple(rows.shape))
+    return TensorShards(tuple(tensor.shape), tensor.dtype, ((chunk, rows),), (rank,))
 
 
 def test_one_file_is_what_the_library_of_safetensors_loads_tied_weights_included(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_shards_and_their_index_have_each_tensor_once_and_load_again(tmp_path: P
         with torch.no_grad():
             other.layer.weight.zero_()
     fabric.close()
-    with pytest.raises(ValueError, match=r"has files of another export.*'model-00001-of-00002.safetensors'"):
+    with pytest.raises(ValueError, match=r"contains files of another export.*'model-00001-of-00002.safetensors'"):
         consolidate(tmp_path / "saved", tmp_path / "out")
 
 
@@ -123,9 +123,9 @@ def test_the_command_chooses_a_module_and_keys_and_says_what_there_is(
     found = safetensors.torch.load_file(out)
     torch.testing.assert_close(found, {"bias": models["models"]["two"].bias.detach()})
     for words, sentence in (
-        (["--keys", "("], "is no regular expression"),
+        (["--keys", "("], "is not a regular expression"),
         (["--keys", "none"], "nothing was written"),
-        (["--max-shard-size", "5 cats"], "is no size"),
+        (["--max-shard-size", "5 cats"], "is not a size"),
     ):
         assert main(["consolidate", saved, out, "--name", "models/one", *words]) == 2
         assert sentence in capsys.readouterr().err
@@ -142,9 +142,9 @@ def test_what_safetensors_cannot_keep_is_refused_by_its_name(tmp_path: Path) -> 
     fabric.save(tmp_path / "saved", {"model": Extra(2, 2)})
     fabric.save(tmp_path / "complex", {"model": {"x": torch.ones(2, dtype=torch.complex128)}})
     fabric.close()
-    with pytest.raises(ValueError, match=r"has values that are no tensors.*'_extra_state'"):
+    with pytest.raises(ValueError, match=r"has values that are not tensors.*'_extra_state'"):
         consolidate(tmp_path / "saved", tmp_path / "x.safetensors")
-    with pytest.raises(ValueError, match=r"`x` is of torch\.complex128"):
+    with pytest.raises(ValueError, match=r"`x` has the dtype torch\.complex128"):
         consolidate(tmp_path / "complex", tmp_path / "x.safetensors")
     assert not (tmp_path / "x.safetensors").exists()
 
@@ -153,5 +153,5 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
     save_in_halves(tmp_path / "saved", {"model": {"weight": torch.ones(100)}})
     file = next((tmp_path / "saved").glob("*.bin"))
     file.write_bytes(b"\x01" + file.read_bytes()[1:])
-    with pytest.raises(CheckpointError, match=r"checksum differs\), in or beside /model/weight"):
+    with pytest.raises(CheckpointError, match=r"checksum mismatch\), in or next to /model/weight"):
         consolidate(tmp_path / "saved", tmp_path / "x.safetensors")

@@ -14,8 +14,8 @@ from torch import nn
 from fabric import CheckpointDirectory, CheckpointError, Fabric, read_checkpoint
 from fabric.strategies.checkpoint import loading, saving
 from fabric.strategies.checkpoint.manifest import NAME
-from fabric.strategies.checkpoint.placed import on_ranks
 from fabric.strategies.checkpoint.storage import storage_of
+from fabric.strategies.checkpoint.tensor_shards import replicated
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
@@ -47,14 +47,14 @@ def damage(address: str, flipped: int) -> None:
 
 
 def save_from_a_rank(collective: ThreadCollective, address: str) -> None:
-    state = {"x": on_ranks(torch.arange(6.0).view(3, 2), (0, 1)), "rank": collective.rank}
+    state = {"x": replicated(torch.arange(6.0).view(3, 2), (0, 1)), "rank": collective.rank}
     for _ in range(2):
         saving.save(collective, storage_of(address), state)
     found = loading.load(collective, storage_of(address))
     assert torch.equal(found["x"].whole(), torch.arange(6.0).view(3, 2))
     part = torch.zeros(4) if collective.rank == 0 else torch.zeros(4).to_sparse()
     with pytest.raises(CheckpointError, match="Rank 1 could not write the checkpoint") as raised:
-        saving.save(collective, storage_of(address), {"x": on_ranks(part, (0, 1))})
+        saving.save(collective, storage_of(address), {"x": replicated(part, (0, 1))})
     assert raised.value.rank == 1
 
 
@@ -90,7 +90,7 @@ def test_a_flipped_bit_in_a_bucket_is_found_and_its_tensor_named(bucket: str) ->
     fabric.save(address, {"model": nn.Linear(3, 2)})
     name = next(each for each in storage_of(address).names() if each != NAME)
     damage(f"{address}/{name}", 3)
-    with pytest.raises(CheckpointError, match=r"in or beside /model/weight"):
+    with pytest.raises(CheckpointError, match=r"in or next to /model/weight"):
         fabric.load(address)
     damage(f"{address}/{NAME}", -20)  # within what was saved
     with pytest.raises(CheckpointError, match="damaged"):

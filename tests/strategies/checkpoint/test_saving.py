@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from fabric import CheckpointError, Fabric, read_checkpoint
-from fabric.strategies.checkpoint.box import Box, boxes_of_range, whole
 from fabric.strategies.checkpoint.checksum import crc32
-from fabric.strategies.checkpoint.manifest import CHUNK_BYTES, NAME
-from fabric.strategies.checkpoint.placed import Placed, on_ranks
+from fabric.strategies.checkpoint.chunk import Chunk, chunks_of_range, whole
+from fabric.strategies.checkpoint.manifest import BLOCK_BYTES, NAME
 from fabric.strategies.checkpoint.saving import commit, plan, save, write
 from fabric.strategies.checkpoint.storage import Folder, storage_of
+from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
 from fabric.strategies.collectives.single import SingleDeviceCollective
 
 
@@ -82,7 +82,7 @@ def _again(folder: Path, state: dict[str, Any]) -> Any:
 
 
 def test_a_value_that_only_code_could_make_again_is_refused_by_its_place(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"a `functools.partial` at /deep/0/it, and a checkpoint keeps none"):
+    with pytest.raises(TypeError, match=r"a `functools.partial` at /deep/0/it, which cannot be saved"):
         save_here(tmp_path / "saved", {"deep": [{"it": __import__("functools").partial(print)}]})
     assert not (tmp_path / "saved" / NAME).exists()
 
@@ -97,24 +97,24 @@ def test_boxes_of_a_range_are_its_elements_in_order(shape: tuple[int, ...]) -> N
     numbers = torch.arange(math.prod(shape)).reshape(shape)
     for start in range(numbers.numel() + 1):
         for stop in range(start, numbers.numel() + 1):
-            boxes = list(boxes_of_range(shape, start, stop))
-            found = [numbers[box.slices_in(whole(shape))].reshape(-1) for box in boxes]
+            chunks = list(chunks_of_range(shape, start, stop))
+            found = [numbers[chunk.slices_in(whole(shape))].reshape(-1) for chunk in chunks]
             assert torch.cat([*found, numbers.new_empty(0)]).tolist() == list(range(start, stop))
-            assert len(boxes) <= max(1, 2 * len(shape) - 1)
+            assert len(chunks) <= max(1, 2 * len(shape) - 1)
 
 
-def cut(tensor: Tensor, generator: random.Random) -> list[tuple[Box, Tensor]]:
-    """The tensor in boxes of random sizes along random dims."""
+def cut(tensor: Tensor, generator: random.Random) -> list[tuple[Chunk, Tensor]]:
+    """The tensor in chunks of random sizes along random dims."""
     pieces = [(whole(tensor.shape), tensor)]
     for _ in range(generator.randrange(4)):
-        box, part = pieces.pop(generator.randrange(len(pieces)))
+        chunk, part = pieces.pop(generator.randrange(len(pieces)))
         dim = generator.randrange(part.ndim)
         at = generator.randrange(part.shape[dim] + 1)
         for start, stop in ((0, at), (at, part.shape[dim])):
-            offsets = list(box.offsets)
+            offsets = list(chunk.offsets)
             offsets[dim] += start
             half = part.narrow(dim, start, stop - start)
-            pieces.append((Box(tuple(offsets), tuple(half.shape)), half))
+            pieces.append((Chunk(tuple(offsets), tuple(half.shape)), half))
     return pieces
 
 
@@ -127,8 +127,8 @@ def test_a_tensor_cut_in_any_boxes_over_any_ranks_is_read_whole_and_in_part(tmp_
         size, parts = generator.randrange(1, 4), cut(tensor, generator)
         storage = Folder(tmp_path / str(trial))
         for rank in range(size):
-            own = tuple((box, part) for box, part in parts[rank::size] if part.numel())
-            state = {"x": Placed(tuple(tensor.shape), tensor.dtype, own, (rank,))}
+            own = tuple((chunk, part) for chunk, part in parts[rank::size] if part.numel())
+            state = {"x": TensorShards(tuple(tensor.shape), tensor.dtype, own, (rank,))}
             write(storage, plan(state, rank, "t"))
         commit(storage, [f"t.{rank}.json" for rank in range(size)])
         assert torch.equal(read_checkpoint(storage.path)["x"], tensor)
@@ -136,7 +136,7 @@ def test_a_tensor_cut_in_any_boxes_over_any_ranks_is_read_whole_and_in_part(tmp_
 
 def test_replicated_tensors_are_written_once_and_dealt_out_by_bytes_and_tied_ones_are_one(tmp_path: Path) -> None:
     tensors = [torch.rand(100, 100), torch.rand(1000), torch.rand(3), torch.rand(50, 20)]
-    state = {f"{number}": on_ranks(tensor, range(3)) for number, tensor in enumerate([*tensors, tensors[0]])}
+    state = {f"{number}": replicated(tensor, range(3)) for number, tensor in enumerate([*tensors, tensors[0]])}
     storage = Folder(tmp_path / "saved")
     for rank in range(3):
         write(storage, plan(state, rank, "t"))
@@ -156,12 +156,12 @@ def test_a_flipped_bit_is_found_and_the_tensor_named_before_anything_is_loaded(t
     fabric.save(path, {"model": model})
     (file,) = path.glob("*.bin")
     content = bytearray(file.read_bytes())
-    content[CHUNK_BYTES + 1000] ^= 4
+    content[BLOCK_BYTES + 1000] ^= 4
     file.write_bytes(content)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with torch.no_grad():
         model[0].weight.zero_()
-    with pytest.raises(CheckpointError, match=r"checksum differs\), in or beside .*/model/1.weight"):
+    with pytest.raises(CheckpointError, match=r"checksum mismatch\), in or next to .*/model/1.weight"):
         fabric.load(path, {"model": model})
     assert not model[0].weight.any()
     assert torch.equal(model[1].weight, before["1.weight"])
@@ -184,7 +184,7 @@ def test_a_file_cut_short_is_found(tmp_path: Path) -> None:
     save_here(tmp_path / "saved", {"x": torch.ones(1000)})
     (file,) = (tmp_path / "saved").glob("*.bin")
     os.truncate(file, 2000)
-    with pytest.raises(CheckpointError, match="has 2000 bytes, and 4000 were written"):
+    with pytest.raises(CheckpointError, match="has 2000 bytes, but 4000 were written"):
         read_checkpoint(tmp_path / "saved")
 
 
@@ -192,7 +192,7 @@ def test_no_checkpoint_at_all_and_a_torn_one_are_told_apart(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match="There is no such folder"):
         read_checkpoint(tmp_path / "none")
     write(Folder(tmp_path / "torn"), plan({"x": torch.ones(3)}, 0, "t"))
-    with pytest.raises(CheckpointError, match="the save did not come to its end"):
+    with pytest.raises(CheckpointError, match="the save was not completed"):
         read_checkpoint(tmp_path / "torn")
 
 

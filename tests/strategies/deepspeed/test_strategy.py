@@ -390,7 +390,7 @@ def test_a_checkpoint_that_does_not_fit_raises_with_what_differs(tmp_path: Path)
         assert missing_2 == missing_3
         words = " ".join(missing_2.split())
         assert "model: branch.bias (" in words
-        assert "model: weight not there (2, 2) model: bias not there (2,)" in words
+        assert "model: weight missing (2, 2) model: bias missing (2,)" in words
         assert groups_2 == groups_3
         assert "groups of [5, 2] parameters groups of [2]" in " ".join(groups_2.split())
 

@@ -1,4 +1,4 @@
-"""`zero_grad` under DeepSpeed and FairScale does what it does in plain PyTorch, whoever calls it, and whenever."""
+"""Gradients that are kept in shards are zeroed as in plain PyTorch, whoever zeroes them, and whenever."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fabric import Fabric
 from fabric.strategies.deepspeed.strategy import DeepSpeedStrategy
 from fabric.strategies.fairscale.fsdp import FairScaleFSDPStrategy
 from fabric.strategies.fairscale.sharded_ddp import FairScaleShardedStrategy
+from fabric.strategies.fsdp.strategy import FSDPStrategy
 from fabric.strategies.strategy import Strategy
 
 
@@ -37,7 +38,7 @@ class Plain:
     def setup(self, *objects: Any) -> Any:
         return objects
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, **_: Any) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def no_backward_sync(self, model: nn.Module) -> Any:
@@ -55,6 +56,9 @@ WAYS = {
     "submodule": lambda model, optimizer: model.first.zero_grad(),
     "submodule, to zero": lambda model, optimizer: model.second.zero_grad(set_to_none=False),
     "every parameter": lambda model, optimizer: [setattr(each, "grad", None) for each in model.parameters()],
+    "every parameter, to zero": lambda model, optimizer: [
+        each.grad.zero_() for each in model.parameters() if each.grad is not None
+    ],
     "one parameter": lambda model, optimizer: setattr(model.second.bias, "grad", None),
     "both": lambda model, optimizer: (model.first.zero_grad(), model.zero_grad(set_to_none=False)),
 }
@@ -134,12 +138,51 @@ def train(fabric: Any) -> Any:
         DeepSpeedStrategy(stage=3, config={"zero_optimization": {"stage3_param_persistence_threshold": 0}}),
         FairScaleShardedStrategy(),
         FairScaleFSDPStrategy(),
+        FSDPStrategy(),
+        FSDPStrategy(auto_wrap_policy={nn.Linear}, reshard_after_forward=False),
     ],
     ids=repr,
 )
 def test_gradients_are_zeroed_as_in_plain_pytorch(strategy: Strategy) -> None:
     found = Fabric(accelerator="cpu", strategy=strategy, devices=2).launch(train)
     torch.testing.assert_close(found, train(Plain()), rtol=1e-5, atol=1e-5)
+
+
+def zeroed_before_a_backward_of_torch(fabric: Any) -> Tensor:
+    """As above, in every way between forward and backward, where `loss.backward()` is the user's own."""
+    torch.manual_seed(0)
+    net = Net()
+    model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=0.02))
+    for number, zero_grad in enumerate(WAYS.values()):
+        loss_of(fabric, model, 2 * number).backward()  # type: ignore[no-untyped-call]
+        loss = loss_of(fabric, model, 2 * number + 1)
+        zero_grad(model, optimizer)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return output_of(model)
+
+
+def read_and_assigned(fabric: Fabric) -> list[str]:
+    """What is raised where a gradient is read or replaced between forward and backward."""
+    found = []
+    net = Net()
+    model, _ = fabric.setup(net, SGD(net.parameters(), lr=0.1))
+    fabric.backward(loss_of(fabric, model, 0))
+    loss = loss_of(fabric, model, 1)
+    found.append(words_of(nn.utils.clip_grad_norm_, model.parameters(), 1.0))
+    model.second.bias.grad = torch.zeros_like(model.second.bias)
+    found.append(words_of(fabric.backward, loss))
+    return found
+
+
+@pytest.mark.slow
+def test_fully_shard_zeroes_before_a_backward_of_torch_and_raises_where_gradients_are_read_too_early() -> None:
+    with Fabric(accelerator="cpu", strategy="fsdp", devices=2) as fabric:
+        found, (read, assigned) = fabric.launch(lambda f: (zeroed_before_a_backward_of_torch(f), read_and_assigned(f)))
+    torch.testing.assert_close(found, zeroed_before_a_backward_of_torch(Plain()), rtol=1e-5, atol=1e-5)
+    assert read.startswith("`aten.")
+    assert "between forward and backward `parameter.grad` has no values" in read
+    assert "by assignment to `grad` between forward and backward" in assigned
 
 
 def misused(fabric: Fabric) -> list[str]:

@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits the objects that it is loaded into: all differences at once, before any is changed."""
+"""Compare a checkpoint with the objects that it is loaded into: all mismatches at once, before anything is changed."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _MAX_ROWS = 50
 
 @final
 @dataclass(frozen=True, slots=True)
-class Misfit:
-    """One line of the table."""
+class Mismatch:
+    """One row of the table."""
 
     entry: str
     here: str
-    """What the object that is loaded into has there."""
+    """What the object that is loaded into has."""
     there: str
     """What the checkpoint has."""
     is_left_out: bool
-    """Whether `strict=False` loads the rest; otherwise nothing can be loaded."""
+    """Whether `strict=False` skips the entry; otherwise the load fails even then."""
 
 
-def misfits(target: Any, content: Any, access: FindAccess, loaders: LoaderAccess, at: str = "") -> list[Misfit]:
-    """All that does not fit, in the order of the objects. No rank talks."""
+def mismatches(target: Any, content: Any, access: FindAccess, loaders: LoaderAccess, at: str = "") -> list[Mismatch]:
+    """All mismatches, in the order of the objects. Ranks: each on its own."""
     if isinstance(target, nn.Module):
         return list(_of_module(uncompiled(target), content, access, at))
     if isinstance(target, Optimizer):
@@ -42,18 +42,18 @@ def misfits(target: Any, content: Any, access: FindAccess, loaders: LoaderAccess
         for key, each in target.items():
             inner = f"{at}/{key}" if at else str(key)
             if key in content:
-                found += misfits(each, content[key], access, loaders, inner)
+                found += mismatches(each, content[key], access, loaders, inner)
             elif not (loaders.is_loader(each) and not isinstance(each, Stateful)):
-                found.append(Misfit(inner, f"`{type(each).__name__}`", "missing", True))
+                found.append(Mismatch(inner, f"`{type(each).__name__}`", "missing", True))
         return found
     if isinstance(target, (list, tuple)) and isinstance(content, (list, tuple)) and len(target) == len(content):
         pairs = enumerate(zip(target, content, strict=True))
-        return [row for n, (each, part) in pairs for row in misfits(each, part, access, loaders, f"{at}/{n}")]
+        return [row for n, (each, part) in pairs for row in mismatches(each, part, access, loaders, f"{at}/{n}")]
     return []
 
 
-def table(rows: list[Misfit]) -> str:
-    """The rows in columns, below each other."""
+def table(rows: list[Mismatch]) -> str:
+    """The rows as text, in aligned columns."""
     shown = [("", "to load into", "in the checkpoint"), *((row.entry, row.here, row.there) for row in rows[:_MAX_ROWS])]
     widths = [max(len(row[column]) for row in shown) for column in range(2)]
     lines = [f"  {entry:<{widths[0]}}  {here:<{widths[1]}}  {there}" for entry, here, there in shown]
@@ -62,33 +62,33 @@ def table(rows: list[Misfit]) -> str:
     return "\n".join(lines)
 
 
-def _of_module(module: nn.Module, content: Any, access: FindAccess, at: str) -> Iterator[Misfit]:
+def _of_module(module: nn.Module, content: Any, access: FindAccess, at: str) -> Iterator[Mismatch]:
     if not isinstance(content, dict):
-        yield Misfit(at, f"`{type(module).__name__}`", f"`{type(content).__name__}`", False)
+        yield Mismatch(at, f"`{type(module).__name__}`", f"`{type(content).__name__}`", False)
         return
-    if converts(module):  # it may take other names and shapes; torch compares what comes of them
+    if converts(module):  # it may convert other names and shapes; torch checks the result
         return
     shapes = access(module).shapes(module)
     for name, shape in shapes.items():
         if name not in content:
-            if not name.endswith("num_batches_tracked"):  # which torch adds to states from before it had that
-                yield Misfit(f"{at}: {name}", _said(shape), "missing", True)
+            if not name.endswith("num_batches_tracked"):  # torch adds it to states of older releases
+                yield Mismatch(f"{at}: {name}", _said(shape), "missing", True)
         elif _shape(content[name]) not in (shape, None):
-            yield Misfit(f"{at}: {name}", _said(shape), _said(_shape(content[name])), False)
+            yield Mismatch(f"{at}: {name}", _said(shape), _said(_shape(content[name])), False)
     for name in content:
         if name not in shapes:
-            yield Misfit(f"{at}: {name}", "not there", _said(_shape(content[name])), True)
+            yield Mismatch(f"{at}: {name}", "missing", _said(_shape(content[name])), True)
 
 
-def _of_optimizer(optimizer: Optimizer, content: Any, access: FindAccess, at: str) -> Iterator[Misfit]:
+def _of_optimizer(optimizer: Optimizer, content: Any, access: FindAccess, at: str) -> Iterator[Mismatch]:
     kind = f"`{type(optimizer).__name__}`"
     if not isinstance(content, dict) or "param_groups" not in content:
-        yield Misfit(at, kind, f"no state of an optimizer, a `{type(content).__name__}`", False)
+        yield Mismatch(at, kind, f"not the state of an optimizer, but a `{type(content).__name__}`", False)
         return
     here = access(optimizer).group_sizes(optimizer)
     there = [len(group["params"]) for group in content["param_groups"]]
     if here != there:
-        yield Misfit(at, f"{kind}, groups of {here} parameters", f"groups of {there}", False)
+        yield Mismatch(at, f"{kind}, groups of {here} parameters", f"groups of {there}", False)
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
@@ -97,4 +97,4 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 
 def _said(shape: tuple[int, ...] | None) -> str:
-    return "no tensor" if shape is None else str(shape)
+    return "not a tensor" if shape is None else str(shape)

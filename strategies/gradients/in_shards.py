@@ -1,0 +1,54 @@
+"""A placeholder in `parameter.grad` for a gradient that is kept in shards, elsewhere.
+
+It shows whether the gradient was zeroed, by `zero_grad` of a model, of a submodule or of an optimizer, or, where it is
+gone, by `parameter.grad = None`. Without it there would be nothing to zero. Computing with a placeholder raises; None
+would be skipped silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor
+
+from fabric.strategies.pytree import tensors_in
+from fabric.strategies.torch_internals import disabled_torch_function_impl
+
+
+@final
+class InShards(Tensor):
+    """A gradient without values. Records when it is zeroed; any other operation raises RuntimeError."""
+
+    is_zeroed: bool
+    why: str
+
+    @staticmethod
+    def __new__(cls, parameter: Tensor, why: str) -> InShards:
+        """Of the shape, dtype and device of the parameter. `why`: how the error of other operations goes on."""
+        made: InShards = Tensor._make_wrapper_subclass(
+            cls, parameter.size(), dtype=parameter.dtype, device=parameter.device
+        )
+        made.is_zeroed, made.why = False, why
+        return made
+
+    __torch_function__: ClassVar[Any] = disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Record that gradients were zeroed."""
+        if operator is torch.ops.aten.zero_.default:
+            args[0].is_zeroed = True
+            return args[0]
+        if operator is torch.ops.aten._foreach_zero_.default:
+            for gradient in args[0]:
+                gradient.zero_()
+            return None
+        why = next((each.why for each in tensors_in((args, kwargs)) if isinstance(each, InShards)), "")
+        raise RuntimeError(f"`{operator}` of a gradient {why}")
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"<gradient of shape {tuple(self.shape)}, in shards>"
