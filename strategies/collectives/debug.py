@@ -12,8 +12,8 @@ for groups that exist already.
 
 from __future__ import annotations
 
+import inspect
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -96,7 +97,8 @@ def _kernel(operator: Any, shown: _Operator) -> Callable[..., Any]:
     names = [argument.name for argument in operator._schema.arguments]
 
     def compare(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        caller = sys._getframe().f_back  # None if C++ calls in a thread of its own
+        here = inspect.currentframe()
+        caller = here.f_back if here is not None else None  # None if C++ calls in a thread of its own
         if caller is None or caller.f_code is not _MESSAGE:
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             _compare(ProcessGroup.unbox(given["process_group"]), shown, given, caller)
@@ -105,13 +107,12 @@ def _kernel(operator: Any, shown: _Operator) -> Callable[..., Any]:
     return compare
 
 
-_CPU = torch.device("cpu")
 _MESSAGE = TorchCollective.add_numbers.__code__
 """Sends the message of a comparison, which is a collective, too."""
 
 
 def _compare(group: ProcessGroup, shown: _Operator, given: Mapping[str, Any], caller: FrameType | None) -> None:
-    if group.size() == 1 or is_comparing() or _CPU not in group._device_types:
+    if group.size() == 1 or is_comparing() or "cpu:" not in dist.get_backend_config(group):
         return
     operands = [words for name in shown.arguments for words in _operands(name, given[name], shown)]
     call = "\n".join([shown.words, *operands])
