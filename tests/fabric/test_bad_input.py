@@ -148,9 +148,9 @@ CONSTRUCTORS: dict[str, Row] = {
     "key within": (
         lambda: DeepSpeedStrategy(config={"zero_optimization": {"stages": 2}}),
         ValueError,
-        "`stages` in `zero_optimization` in `DeepSpeedStrategy(config=...)` is no key",
+        "`stages` in `zero_optimization` in `DeepSpeedStrategy(config=...)` is not a key",
     ),
-    "stage": (lambda: DeepSpeedStrategy(stage=4), ValueError, "ZeRO has the stages 1, 2 and 3, and `4` was asked for."),
+    "stage": (lambda: DeepSpeedStrategy(stage=4), ValueError, "ZeRO has the stages 1, 2 and 3, not 4."),
     # Precisions
     "double under ZeRO": (lambda: two("deepspeed", precision="64-true"), ValueError, "Write one of '32-true'"),
     "float16 under ZeRO": (lambda: two("deepspeed", precision="16-true"), ValueError, "has no float16 there"),
