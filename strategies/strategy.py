@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -33,6 +33,8 @@ from fabric.strategies.target import Target
 class Strategy(ABC):
     """How a model is distributed over devices; defines its launchers, its collective and its data-loader hooks."""
 
+    uses_process_groups: ClassVar[bool] = False
+    """Whether its collectives are those of torch.distributed."""
     activation_checkpointing_policy: Policy | None = None
     """Submodules whose activations are recomputed in backward instead of stored: classes, or a function of a module.
     `Fabric.setup` applies it, in the same way for every strategy."""

@@ -26,7 +26,7 @@ def core_arguments(
     for plugin in plugins:
         if isinstance(plugin, CheckpointIO):
             refuse_checkpoint_io(plugin)
-    said_precisions = [plugin.core for plugin in plugins if isinstance(plugin, Precision)]
+    precisions = [plugin.core for plugin in plugins if isinstance(plugin, Precision)]
     if isinstance(precision, Precision):
         precision = precision.core
     if precision is None:
@@ -37,13 +37,13 @@ def core_arguments(
         "devices": devices,
         "num_nodes": num_nodes,
         "precision": precision,
-        "plugins": [*said_precisions, *(each for each in plugins if not isinstance(each, Precision | CheckpointIO))],
+        "plugins": [*precisions, *(each for each in plugins if not isinstance(each, Precision | CheckpointIO))],
         "callbacks": callbacks,
     }
 
 
 def _strategy(word: Any) -> Any:
-    """Replace that library's names of defaults by the plain name."""
+    """The core's name of a strategy: without the suffix for an option that is the default."""
     return word.removesuffix("_find_unused_parameters_false") if isinstance(word, str) else word
 
 

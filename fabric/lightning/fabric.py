@@ -22,10 +22,10 @@ from fabric.fabric import Fabric as CoreFabric
 from fabric.launchers.rank.program import is_interactive
 from fabric.launchers.registry import LAUNCHERS
 from fabric.lightning.accelerators import Accelerator, accelerator_of
-from fabric.lightning.carry import refuse
 from fabric.lightning.connector import core_arguments
 from fabric.lightning.reductions import in_place, reduction
 from fabric.lightning.strategies import Strategy, strategy_of
+from fabric.lightning.unsupported import unsupported
 from fabric.lightning.utilities.seed import seed_everything
 from fabric.lightning.wrappers import AfterStep, _FabricModule, is_wrapped, prepared, unwrap
 from fabric.strategies.checkpoint import single_file
@@ -35,10 +35,10 @@ T = TypeVar("T")
 
 
 class Fabric:
-    """Runs a PyTorch loop that was written for Lightning Fabric. Methods that only the core has work, too.
+    """Runs a PyTorch loop that was written for Lightning Fabric. Other methods of the core can be called, too.
 
-    Arguments are that library's; `core_options` are further ones of `fabric.Fabric` (`launcher`, `deterministic`, ...).
-    `precision=None` is "32-true". `accelerator="gpu"` is the available kind of GPU, and "tpu" is "xla".
+    Arguments are that library's; `core_options` are others of `fabric.Fabric` (`launcher`, `deterministic`, ...).
+    `precision=None` is "32-true". `accelerator="gpu"` is the type of GPU that is available, and "tpu" is "xla".
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Fabric:
 
     @property
     def accelerator(self) -> Accelerator:
-        """The kind of device."""
+        """The accelerator."""
         return accelerator_of(self.core.accelerator.name)
 
     @property
@@ -154,13 +154,13 @@ class Fabric:
             )
         if not inspect.signature(function).parameters:
             raise TypeError(
-                f"`fabric.launch({function.__qualname__})`: the function takes no argument, and is given the fabric. "
+                f"`fabric.launch({function.__qualname__})`: the function takes no argument, but is passed the fabric. "
                 f"Write `def {function.__qualname__}(fabric)`."
             )
         if self._launched:
             return function(self, *args, **kwargs)
         self._launched = True
-        if self._ends_with_the_function():
+        if self._ranks_end_with_function():
             return self.core.launch(_run, self, function, args, kwargs)
         self.core.launch()
         return function(self, *args, **kwargs)
@@ -235,8 +235,8 @@ class Fabric:
         return self.core.init_tensor()
 
     def sharded_model(self) -> AbstractContextManager[None]:
-        """Not carried over: a former name of `init_module`."""
-        raise refuse("fabric.sharded_model()", "Write `fabric.init_module()`.")
+        """Not supported: a former name of `init_module`."""
+        raise unsupported("fabric.sharded_model()", "Write `fabric.init_module()`.")
 
     def to_device(self, obj: T) -> T:
         """Move a module (in place) or a nest of tensors to this rank's device."""
@@ -327,7 +327,7 @@ class Fabric:
         *,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load a file of `save` into the objects of `state`, in place; returns its other entries."""
+        """Load a file into the objects of `state`, in place; returns the entries that `state` does not name."""
         _check_weights_only("load", weights_only)
         if state is None:
             return self.core.load(path, None, strict)
@@ -364,8 +364,8 @@ class Fabric:
         """Call a method of every callback that has it, with the keyword arguments that it accepts."""
         for callback in self._callbacks:
             method = getattr(callback, hook_name, None)
-            taken = _taken(method, kwargs) if callable(method) else kwargs
-            call([callback], hook_name, *args, **taken)
+            accepted = _accepted(method, kwargs) if callable(method) else kwargs
+            call([callback], hook_name, *args, **accepted)
 
     @staticmethod
     def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
@@ -381,12 +381,12 @@ class Fabric:
     def _size_of(self, ranks: Collective | None) -> int:
         return self.core.world_size if ranks is None else ranks.size
 
-    def _ends_with_the_function(self) -> bool:
-        """Whether ranks end with the launched function."""
+    def _ranks_end_with_function(self) -> bool:
+        """Whether the ranks end when the launched function returns."""
         chosen = self.core._configuration
         if chosen.topology.size == 1 or chosen.world is not None:
             return False
-        return is_interactive() or _starts_at_a_function(chosen.launcher) or "script" not in chosen.strategy.launchers
+        return is_interactive() or _needs_function(chosen.launcher) or "script" not in chosen.strategy.launchers
 
     def _watch(self, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:
@@ -405,24 +405,24 @@ class Fabric:
             if any(id(parameter) in stepped for parameter in model.parameters()):
                 return model
         raise ValueError(
-            f"`clip_gradients`: the `{type(optimizer).__name__}` steps no parameter of a model that was set up. Pass "
-            "the model and the optimizer to `fabric.setup`."
+            f"`clip_gradients`: the `{type(optimizer).__name__}` has no parameter of a model that was set up. Pass the "
+            "model and the optimizer to `fabric.setup`."
         )
 
 
-def _starts_at_a_function(launcher: str) -> bool:
+def _needs_function(launcher: str) -> bool:
     return launcher in LAUNCHERS and LAUNCHERS[launcher].needs_function
 
 
 def _run(core: CoreFabric, fabric: Fabric, function: Callable[..., T], args: Any, kwargs: Any) -> T:
-    """The function of a rank that ends with it."""
+    """What a rank runs that ends with the function."""
     fabric.core = core
     fabric._strategy = fabric._strategy.within(core)
     return function(fabric, *args, **kwargs)
 
 
 def _to_set_up(fabric: Fabric, module: nn.Module) -> nn.Module:
-    """Make a copy of a prepared module a module that was not set up."""
+    """The module to set up: of a copy of a prepared module, the inner module."""
     inner = prepared(module)
     return module if inner is None or (inner is not module and fabric.core.is_wrapped(inner)) else inner
 
@@ -431,10 +431,10 @@ def _several(objects: Any) -> Sequence[Any]:
     return () if objects is None else objects if isinstance(objects, list | tuple) else (objects,)
 
 
-def _taken(method: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _accepted(method: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     try:
         parameters = inspect.signature(method).parameters
-    except (TypeError, ValueError):  # of a function that is not written in Python
+    except (TypeError, ValueError):  # it is not written in Python
         return kwargs
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return kwargs
@@ -442,7 +442,7 @@ def _taken(method: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]
 
 
 def _tensors(data: Any) -> Any:
-    """Numbers as tensors, in the same containers."""
+    """The same nest, with numbers converted to tensors."""
     if isinstance(data, bool | int | float):
         return torch.tensor(data, dtype=torch.float32 if isinstance(data, float) else torch.int64)
     if isinstance(data, dict):
@@ -455,7 +455,7 @@ def _tensors(data: Any) -> Any:
 def _collective(group: Any) -> Collective | None:
     if group is None or isinstance(group, Collective):
         return group
-    raise refuse(
+    raise unsupported(
         f"group={group!r}",
         "Leave it out for all ranks, or pass `fabric.collective.split([0, 1])`, which all ranks call.",
     )
@@ -473,8 +473,8 @@ def _unwrapped(method: str, state: Any) -> dict[str, Any]:
 
 def _check_weights_only(method: str, weights_only: bool | None) -> None:
     if weights_only is False:
-        raise refuse(
+        raise unsupported(
             f"fabric.{method}(weights_only=False)",
-            "Leave it out: a checkpoint that `fabric.save` wrote needs no pickled objects. For a file of another's, "
-            "call `torch.load(path, weights_only=False)` and `load_state_dict` yourself.",
+            "Leave it out: a checkpoint of `fabric.save` contains no pickled objects. For a file that was written "
+            "otherwise, call `torch.load(path, weights_only=False)` and `load_state_dict` yourself.",
         )

@@ -42,7 +42,7 @@ def reduction(operation: Any) -> Word:
         for one, word in _OPERATIONS:
             if operation == one:
                 return word
-    raise ValueError(f"`reduce_op={operation!r}` is no reduction. Write one of {', '.join(map(repr, _WORDS))}.")
+    raise ValueError(f"`reduce_op={operation!r}` is not a reduction. Write one of {', '.join(map(repr, _WORDS))}.")
 
 
 def in_place(nest: Any, operation: Word, size: int, reduce: Callable[[Any], Any]) -> Any:
@@ -57,8 +57,8 @@ def in_place(nest: Any, operation: Word, size: int, reduce: Callable[[Any], Any]
     for tensor in given:
         if operation == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
             raise TypeError(
-                f"`all_reduce(..., reduce_op='mean')` of a tensor of {tensor.dtype}: it is reduced in place, and holds "
-                "no fractions. Pass `tensor.float()`, or write `reduce_op='sum'`."
+                f"`all_reduce(..., reduce_op='mean')` of a tensor of {tensor.dtype}: it is reduced in place, and "
+                "cannot hold fractions. Pass `tensor.float()`, or write `reduce_op='sum'`."
             )
     results: list[Tensor] = []
     map_tensors(lambda path, tensor: results.append(tensor), reduce(nest))

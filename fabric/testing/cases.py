@@ -9,7 +9,7 @@ from typing import TypeAlias, final
 
 from fabric.strategies.capabilities import Capability
 from fabric.testing import loops
-from fabric.testing.collectives import talk
+from fabric.testing.collectives import run_operations
 from fabric.testing.drawn import Trial
 from fabric.testing.loops import Outcome, Recipe, train
 from fabric.testing.plain import Loop
@@ -47,16 +47,16 @@ def _trained(name: str, claim: str, *needs: Capability, by_share: bool = False, 
 _CASES = (
     _trained("sgd", "ten steps of SGD with momentum", num_steps=10),
     _trained("adamw", "ten steps of AdamW", num_steps=10, optimizer="adamw"),
-    _trained("groups", "two groups of parameters, a schedule of learning rates", groups=True, optimizer="adamw"),
-    _trained("accumulate", "windows of three micro-batches", "accumulate", accumulate=3),
+    _trained("groups", "two parameter groups, with a learning-rate schedule", groups=True, optimizer="adamw"),
+    _trained("accumulate", "gradient accumulation over three micro-batches", "accumulate", accumulate=3),
     Case(
         name="repeated_backward",
-        claim="several synchronised backwards before a step, parameters down to one element",
+        claim="several synchronised backwards before a step, with parameters of down to one element",
         body=loops.repeated_backward,
     ),
     Case(
         name="scalars",
-        claim="a parameter without dimensions",
+        claim="a 0-dim parameter",
         body=partial(loops.repeated_backward, scalar=True),
         needs=("scalars",),
     ),
@@ -64,7 +64,7 @@ _CASES = (
     _trained("clip_value", "gradients clipped by value", "clip_value", clip="value"),
     _trained(
         "accumulate_and_clip",
-        "windows of two micro-batches, then clipped by norm",
+        "gradient accumulation over two micro-batches, then clipping by norm",
         "accumulate",
         "clip_norm",
         accumulate=2,
@@ -73,13 +73,13 @@ _CASES = (
     ),
     Case(
         name="weights",
-        claim="windows of micro-batches whose losses have weights, clipped by norm",
+        claim="gradient accumulation of losses with `weight=`, then clipping by norm",
         body=loops.weighted,
         needs=("accumulate", "clip_norm"),
     ),
     Case(
         name="not_finite",
-        claim="a norm that is not finite raises where that is asked for",
+        claim="clipping raises if the norm is not finite, unless that is disabled",
         body=loops.not_finite,
         needs=("clip_norm",),
     ),
@@ -91,12 +91,12 @@ _CASES = (
     ),
     Case(
         name="zero_grad",
-        claim="gradients cleared before or after forward, by the model, the optimizer or a loop over parameters",
+        claim="`zero_grad` before or after forward, of the model, of the optimizer, or in a loop over parameters",
         body=loops.zero_grad,
     ),
     Case(
         name="discard",
-        claim="a window of micro-batches whose gradients are cleared before its end",
+        claim="gradients discarded within an accumulation window",
         body=loops.discard,
         needs=("accumulate",),
     ),
@@ -106,11 +106,15 @@ _CASES = (
         body=loops.evaluate_between,
         needs=("evaluate",),
     ),
-    Case(name="dropout", claim="dropout and noise on each share of the data, after one seed", body=loops.dropout),
+    Case(
+        name="dropout", claim="dropout and noise differ between shares of the data, after one seed", body=loops.dropout
+    ),
     Case(name="closure", claim="steps with a closure", body=loops.closure, needs=("closure",)),
-    _trained("tied", "an embedding tied to the output", "tied", kinds=("tied",), optimizer="adamw"),
+    _trained(
+        "tied", "an embedding whose weight is tied to the output layer", "tied", kinds=("tied",), optimizer="adamw"
+    ),
     _trained("frozen", "a layer that is not trained", "frozen", kinds=("frozen",), groups=True),
-    _trained("buffers", "BatchNorm over each share", "buffers", by_share=True, kinds=("batch_norm",)),
+    _trained("buffers", "BatchNorm over each share of the data", "buffers", by_share=True, kinds=("batch_norm",)),
     Case(
         name="copies",
         claim="a target network and an average of weights, copied from a prepared model",
@@ -123,9 +127,9 @@ _CASES = (
         body=loops.moving_average,
         needs=("ema",),
     ),
-    _trained("unused", "a layer that takes no part in every second step", "unused", kinds=("spare",)),
-    _trained("methods", "a loss from a method of the model", "methods", by_method=True),
-    _trained("later_optimizers", "an optimizer made after setup", "later_optimizers", later=True),
+    _trained("unused", "a layer that is unused in every second step", "unused", kinds=("spare",)),
+    _trained("methods", "a loss computed by another method of the model than forward", "methods", by_method=True),
+    _trained("later_optimizers", "an optimizer constructed after setup", "later_optimizers", later=True),
     Case(
         name="several_optimizers",
         claim="two optimizers of one model",
@@ -152,46 +156,56 @@ _CASES = (
     ),
     Case(
         name="bare_parameters",
-        claim="a temperature and a scale that are in no module, clipped and accumulated",
-        body=loops.temperature,
+        claim="parameters that are in no module, with gradient accumulation and clipping",
+        body=loops.bare_parameters,
         needs=("bare_parameters", "accumulate", "clip_norm", "several_optimizers"),
     ),
-    _trained("compile", "compiled after setup", "compile", compile="after", kinds=("rotary",)),
-    _trained("compile_before", "compiled before setup", "compile_before", compile="before", kinds=("rotary",)),
-    Case(name="evaluate", claim="a model without optimizer", body=loops.evaluate, needs=("evaluate",)),
+    _trained("compile", "`torch.compile` after setup", "compile", compile="after", kinds=("rotary",)),
+    _trained("compile_before", "`torch.compile` before setup", "compile_before", compile="before", kinds=("rotary",)),
+    Case(name="evaluate", claim="evaluation of a model without an optimizer", body=loops.evaluate, needs=("evaluate",)),
     Case(
         name="gather_for_metrics",
-        claim="values of each sample and token of an evaluation, once and in order",
-        body=loops.gathered,
+        claim="values of each sample and token in an evaluation, once and in order",
+        body=loops.gather_values,
         needs=("evaluate", "uneven"),
     ),
-    Case(name="empty_init", claim="a model made without values", body=loops.empty, needs=("empty_init", "load")),
+    Case(
+        name="empty_init",
+        claim="a model constructed without values, which then loads a checkpoint",
+        body=loops.empty,
+        needs=("empty_init", "load"),
+    ),
     Case(
         name="load",
         claim="weights from a checkpoint of plain PyTorch",
-        body=partial(loops.go_on, with_optimizer=False),
+        body=partial(loops.resume, with_optimizer=False),
         needs=("load",),
     ),
     Case(
         name="optimizer_state",
         claim="weights and moments from a checkpoint of plain PyTorch",
-        body=partial(loops.go_on, with_optimizer=True),
+        body=partial(loops.resume, with_optimizer=True),
         needs=("load", "optimizer_state"),
     ),
     Case(
         name="state_dict",
-        claim="the whole state in memory, on every rank, as plain PyTorch has it",
+        claim="the unsharded state in memory, on every rank, as in plain PyTorch",
         body=loops.in_memory,
         needs=("save",),
     ),
-    Case(name="uneven", claim="a last batch that is smaller", body=loops.tail, needs=("uneven",)),
+    Case(name="uneven", claim="a smaller last batch", body=loops.uneven_batches, needs=("uneven",)),
     Case(name="uneven_stream", claim="a stream with more batches on one rank", body=loops.uneven_stream),
-    Case(name="loaders_first", claim="numbers drawn after loaders were set up", body=loops.loaders_first),
+    Case(name="loaders_first", claim="random numbers drawn after loaders were set up", body=loops.loaders_first),
     Case(
         name="gather_gradients",
         claim="a loss over the outputs of all ranks",
-        body=loops.contrast,
+        body=loops.contrastive,
         needs=("gather_gradients",),
     ),
-    Case(name="collective", claim="every operation of the strategy's collective", body=talk, needs=("talk",)),
+    Case(
+        name="collective",
+        claim="every operation of the strategy's collective",
+        body=run_operations,
+        needs=("collective",),
+    ),
 )

@@ -1,4 +1,4 @@
-"""Run cases over a strategy, and report what was found.
+"""Run cases over a strategy, and return a finding for each.
 
 Each launch draws sizes and numbers from a new seed, which is printed and part of every failure; passing it draws the
 same.
@@ -25,7 +25,7 @@ from fabric.testing.drawn import Sizes, Trial
 from fabric.testing.loops import Outcome
 from fabric.testing.plain import SCALE, plain
 
-Seen: TypeAlias = Literal["equal", "raised", "failed"]
+Result: TypeAlias = Literal["equal", "raised", "failed"]
 
 # Note [Loops in half precision]
 # Rounding in another order makes losses in half precision diverge, by an amount that depends on the drawn numbers: with
@@ -49,9 +49,9 @@ class Finding:
     """The result of one case."""
 
     case: str
-    seen: Seen
-    words: str = ""
-    """How it failed, or the error message that was raised."""
+    result: Result
+    message: str = ""
+    """The failure, or the error message that was raised as declared."""
 
 
 def check(
@@ -79,8 +79,8 @@ def check(
         tolerance=tolerance,
         seed=seed,
     )
-    if finding.seen == "failed":
-        raise AssertionError(f"{case.name} ({case.claim}) over {strategy!r}, {devices} devices: {finding.words}")
+    if finding.result == "failed":
+        raise AssertionError(f"{case.name} ({case.claim}) over {strategy!r}, {devices} devices: {finding.message}")
 
 
 def survey(
@@ -111,7 +111,7 @@ def survey(
         try:
             return launch([case])[0]
         except WorkerError as error:
-            return Finding(case=case.name, seen="failed", words=f"seed {seed}: {error}")
+            return Finding(case=case.name, result="failed", message=f"seed {seed}: {error}")
 
     if len(chosen) > 1:
         with suppress(WorkerError):
@@ -124,7 +124,7 @@ def examine(
 ) -> list[Finding]:
     """Run cases (None: all) over a launched fabric, and return the result of each, in their order.
 
-    For scripts that are started otherwise, such as by `torchrun`. Under a precision that scales losses, pass
+    For scripts that are started by an external launcher, such as `torchrun`. Under a precision that scales losses, pass
     `Fabric(plugins=...)` a `Precision` whose `init_scale` is 256. Ranks: all call it, with the same
     arguments; use the result of rank 0. They need a shared folder for temporary files.
     Raises: any error of a case that the strategy does not declare.
@@ -166,18 +166,18 @@ def _examine(fabric: Fabric, case: Case, trial: Trial, tolerance: float) -> Find
     except Exception as error:
         for sentence in sentences:
             if sentence in str(error):
-                return Finding(case=case.name, seen="raised", words=sentence)
+                return Finding(case=case.name, result="raised", message=sentence)
         raise
-    if sentences and fabric.world_size > 1:  # alone, many strategies can all the same
-        words = f"seed {trial.seed}: the strategy declares {sentences[0]!r}, and nothing was raised"
-        return Finding(case=case.name, seen="failed", words=words)
+    if sentences and fabric.world_size > 1:  # with one rank, many strategies support it anyway
+        message = f"seed {trial.seed}: the strategy declares {sentences[0]!r}, but nothing was raised"
+        return Finding(case=case.name, result="failed", message=message)
     if not fabric.is_global_zero:
-        return Finding(case=case.name, seen="equal")
+        return Finding(case=case.name, result="equal")
     by_share = case.by_share or trial.precision.compute_dtype not in (torch.float32, torch.float64)
     num_copies = trial.num_shares if by_share else 1
     alone = trial.in_one_process(num_copies)
     device = fabric.device
-    if fabric.accelerator.is_recorded:  # there, a loop that marks no steps is not how PyTorch is meant to be used
+    if fabric.accelerator.is_recorded:  # plain PyTorch would have to mark steps there
         device = torch.device("cpu")
         found = move(found, device)
     expected = plain(lambda loop: case.body(loop, alone), trial.precision, device, num_copies)
@@ -188,8 +188,8 @@ def _examine(fabric: Fabric, case: Case, trial: Trial, tolerance: float) -> Find
     try:
         torch.testing.assert_close(named(found), named(expected), rtol=tolerance, atol=tolerance)
     except AssertionError as error:
-        return Finding(case=case.name, seen="failed", words=f"seed {trial.seed}, {trial.sizes}: {error}")
-    return Finding(case=case.name, seen="equal")
+        return Finding(case=case.name, result="failed", message=f"seed {trial.seed}, {trial.sizes}: {error}")
+    return Finding(case=case.name, result="equal")
 
 
 def named(outcome: Outcome) -> dict[str, Any]:

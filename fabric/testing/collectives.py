@@ -19,25 +19,25 @@ from fabric.testing.plain import Loop
 _REDUCTIONS: tuple[ReduceOp, ...] = ("sum", "mean", "min", "max", "product")
 
 
-def talk(loop: Loop, trial: Trial) -> Outcome:
-    """Run every operation once. AssertionError if a result is wrong."""
+def run_operations(loop: Loop, trial: Trial) -> Outcome:
+    """Run every operation once. Raises AssertionError if a result is wrong."""
     collective = loop.collective
     every = range(collective.size)
     shape = tuple(trial.draw("shape").randint(0, 4) for _ in range(trial.draw("ndim").randrange(4)))
 
-    def brought(rank: int, *more: int) -> Tensor:
+    def drawn(rank: int, *more: int) -> Tensor:
         numbers = torch.randint(1, 4, (*more, *shape), generator=trial.generator(f"rank {rank}"))
         return loop.to_device(numbers.to(torch.float32))
 
-    mine, stacked = brought(collective.rank), torch.stack([brought(rank) for rank in every])
+    mine, stacked = drawn(collective.rank), torch.stack([drawn(rank) for rank in every])
     for name, pieces in {
         "all_gather": (collective.all_gather(mine), stacked),
         **{f"all_reduce {op}": (collective.all_reduce(mine, op), _reduced(stacked, op)) for op in _REDUCTIONS},
         **{f"broadcast from {rank}": (collective.broadcast(mine, rank), stacked[rank]) for rank in every},
     }.items():
         _equal(name, *pieces)
-    slices = torch.stack([brought(rank, collective.size) for rank in every])
-    own = brought(collective.rank, collective.size)
+    slices = torch.stack([drawn(rank, collective.size) for rank in every])
+    own = drawn(collective.rank, collective.size)
     _equal("reduce_scatter", collective.reduce_scatter(own, "sum"), slices.sum(dim=0)[collective.rank])
     _equal("all_to_all", collective.all_to_all(own), slices[:, collective.rank])
     _equal("what was passed", own, slices[collective.rank])
@@ -47,9 +47,9 @@ def talk(loop: Loop, trial: Trial) -> Outcome:
     _objects(collective)
     _parts(collective, mine)
     for voters in (0, 1, collective.size):
-        said = collective.rank < voters
-        assert collective.reduce_boolean_decision(said) is (voters == collective.size)
-        assert collective.reduce_boolean_decision(said, require_all=False) is (voters > 0)
+        decision = collective.rank < voters
+        assert collective.reduce_boolean_decision(decision) is (voters == collective.size)
+        assert collective.reduce_boolean_decision(decision, require_all=False) is (voters > 0)
     collective.barrier()
     return Outcome(losses=[])
 
@@ -87,12 +87,14 @@ def _differences(loop: Loop) -> None:
         "all_reduce of one number": lambda: loop.all_reduce(torch.tensor(1.0) if rank else torch.ones(2)),
     }
     for name, call in calls.items():
-        told = ""
+        message = ""
         try:
             call()
         except CollectiveError as error:
-            told = str(error)
-        assert "did not make the same call" in told, f"{name} that differ over ranks: {told or 'raises nothing'}"
+            message = str(error)
+        assert "did not make the same call" in message, (
+            f"{name} that differ between ranks: {message or 'nothing was raised'}"
+        )
     for one in (torch.tensor(float(rank)), loop.to_device(torch.tensor(float(rank)))):
         _equal("all_reduce of one number", loop.all_reduce(one), one.new_tensor((size - 1) / 2))
 
@@ -107,7 +109,7 @@ def _objects(collective: Collective) -> None:
 
 
 def _parts(collective: Collective, mine: Tensor) -> None:
-    """The first ranks have a collective of their own."""
+    """The first half of the ranks split off a collective."""
     some = range((collective.size + 1) // 2)
     part = collective.split(list(some))
     assert (part is not None) == (collective.rank in some)
@@ -117,6 +119,6 @@ def _parts(collective: Collective, mine: Tensor) -> None:
 
 
 def _equal(name: str, got: Tensor, expected: Tensor) -> None:
-    assert got.shape == expected.shape, f"{name} gives a shape of {tuple(got.shape)}, not {tuple(expected.shape)}"
-    assert got.dtype == expected.dtype, f"{name} gives {got.dtype}, not {expected.dtype}"
-    assert got.tolist() == expected.tolist(), f"{name} gives {got.tolist()}, not {expected.tolist()}"
+    assert got.shape == expected.shape, f"{name} returns the shape {tuple(got.shape)}, not {tuple(expected.shape)}"
+    assert got.dtype == expected.dtype, f"{name} returns {got.dtype}, not {expected.dtype}"
+    assert got.tolist() == expected.tolist(), f"{name} returns {got.tolist()}, not {expected.tolist()}"

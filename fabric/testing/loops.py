@@ -143,7 +143,7 @@ def repeated_backward(loop: Loop, trial: Trial, scalar: bool = False) -> Outcome
 
 
 def clip(loop: Loop, trial: Trial, model: nn.Module, optimizer: Optimizer, recipe: Recipe) -> list[float]:
-    """Clip as the recipe says. Returns the norm from before, if clipping by norm."""
+    """Clip as the recipe says. Returns the norm before clipping, if clipping by norm."""
     if recipe.clip == "value":
         loop.clip_gradients(model, optimizer, clip_val=0.01)
     if recipe.clip != "norm":
@@ -274,7 +274,7 @@ def not_finite(loop: Loop, trial: Trial) -> Outcome:
             except RuntimeError:
                 pass
             else:
-                raise AssertionError("`error_if_nonfinite=True`, and nothing was raised")
+                raise AssertionError("`error_if_nonfinite=True`, but nothing was raised")
         elif number == 1:
             norm = loop.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
             assert norm is not None
@@ -366,8 +366,8 @@ def encoder_and_head(loop: Loop, trial: Trial, one_optimizer: bool = False) -> O
     return finished(loop, trial, {"encoder": encoder, "head": head}, optimizers, losses, inputs=inputs)
 
 
-def temperature(loop: Loop, trial: Trial) -> Outcome:
-    """A temperature that has an optimizer and differs between ranks, and a shift in another group of the model's."""
+def bare_parameters(loop: Loop, trial: Trial) -> Outcome:
+    """A temperature with its own optimizer, different on each rank; a shift in a group of the model's optimizer."""
     net = trial.net()
     values = (loop.to_device(torch.full(shape, 0.3, dtype=trial.dtype)) for shape in ((), (2, 1), (1,)))
     temperature, shift, unused = map(nn.Parameter, values)
@@ -482,7 +482,7 @@ def evaluate(loop: Loop, trial: Trial) -> Outcome:
     return finished(loop, trial, {"model": model}, {}, losses)
 
 
-def gathered(loop: Loop, trial: Trial) -> Outcome:
+def gather_values(loop: Loop, trial: Trial) -> Outcome:
     """Values of each sample and of each token, from all ranks, of an epoch whose last batches are smaller."""
     model = loop.setup_module(trial.net()).eval()
     size = trial.draw("tail").randint(trial.least_tail, trial.step_size - 1)
@@ -514,13 +514,13 @@ def empty(loop: Loop, trial: Trial) -> Outcome:
             if "no values yet" not in str(error):
                 raise
         else:
-            assert output.isfinite().all(), "a model without values, and nothing was raised"
+            assert output.isfinite().all(), "a model without values, but nothing was raised"
         loop.load(f"{path}/weights", {"model": model})
     losses = steps(loop, trial, model, optimizer)
     return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
 
 
-def go_on(loop: Loop, trial: Trial, with_optimizer: bool) -> Outcome:
+def resume(loop: Loop, trial: Trial, with_optimizer: bool) -> Outcome:
     """Training resumes from a checkpoint of one process of plain PyTorch."""
     trained = trial.net()
     before = trial.optimizer(trained, "adamw")
@@ -553,7 +553,7 @@ def in_memory(loop: Loop, trial: Trial) -> Outcome:
     losses += steps(loop, trial, model, optimizer)
     for one, other in ((before, content), ({}, alone)):
         for tensor in _tensors(other):
-            assert type(tensor) is Tensor, f"{type(tensor).__name__} is no plain tensor"
+            assert type(tensor) is Tensor, f"{type(tensor).__name__} is not a plain tensor"
             assert tensor.device.type == "cpu"
         assert not one or all(map(torch.equal, _tensors(one), _tensors(other))), "later steps changed the copy"
     return Outcome(losses=losses, saved={"model": content[0], "optimizer": content[1]})
@@ -566,7 +566,7 @@ def _tensors(nest: Any) -> list[Tensor]:
     return [tensor for each in inner for tensor in _tensors(each)]
 
 
-def tail(loop: Loop, trial: Trial) -> Outcome:
+def uneven_batches(loop: Loop, trial: Trial) -> Outcome:
     """Batches of different sizes: gradients are means over all samples of a step, and each sample is read once."""
     net = trial.net()
     model, optimizer = loop.setup(net, trial.optimizer(net))
@@ -587,7 +587,7 @@ def tail(loop: Loop, trial: Trial) -> Outcome:
             optimizer.step()
             optimizer.zero_grad()
         times = loop.all_reduce(seen, reduce_op="mean") * trial.num_shares
-        assert times.allclose(torch.ones_like(times)), f"samples were read so often: {times.tolist()}"
+        assert times.allclose(torch.ones_like(times)), f"not every sample was read once: {times.tolist()}"
     return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
 
 
@@ -642,7 +642,7 @@ def loaders_first(loop: Loop, trial: Trial) -> Outcome:
     return Outcome(losses=[*drawn, *torch.rand(3, generator=loader.generator).tolist()])
 
 
-def contrast(loop: Loop, trial: Trial) -> Outcome:
+def contrastive(loop: Loop, trial: Trial) -> Outcome:
     """A contrastive loss of each sample against those of all ranks, with gradients through the all-gather."""
     net = trial.net()
     model, optimizer = loop.setup(net, trial.optimizer(net))
@@ -659,11 +659,11 @@ def contrast(loop: Loop, trial: Trial) -> Outcome:
     return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
 
 
-# What the loops share
+# Shared by the loops
 
 
 def steps(loop: Loop, trial: Trial, model: nn.Module, optimizer: Optimizer) -> list[float]:
-    """One epoch; the losses."""
+    """Train for one epoch. Returns the losses."""
     losses = []
     for tokens, targets, _ in loop.setup_dataloaders(trial.loader()):
         loss = cross_entropy(model(tokens).to(trial.dtype), targets)

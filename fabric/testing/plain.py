@@ -1,6 +1,6 @@
 """The methods of a `Fabric` in one process of plain PyTorch: the reference that every strategy must equal.
 
-Each method is the line of torch that a loop without a fabric has. If each share of the data is computed separately
+Each method is the line of torch that a plain loop would have. If each share of the data is computed separately
 (statistics of BatchNorm, rounding in half precision), there is a replica of the model for each share, in a thread, and
 gradients are averaged here. The loss scale is constant, and small enough that nothing overflows.
 """
@@ -76,7 +76,7 @@ class Loop(Protocol):
 
 def plain(body: Callable[[Loop], T], precision: Precision, device: torch.device, num_copies: int = 1) -> T:
     """The result of `body` in one process of plain PyTorch; with `num_copies` threads, that of the first."""
-    table = _Table(num_copies)
+    table = _Exchange(num_copies)
     loops = [_PlainLoop(table, index, precision, device) for index in range(num_copies)]
     if num_copies == 1:
         return body(loops[0])
@@ -89,7 +89,7 @@ def plain(body: Callable[[Loop], T], precision: Precision, device: torch.device,
 
 
 @final
-class _Table:
+class _Exchange:
     """Exchanges objects between the threads."""
 
     def __init__(self, num_copies: int) -> None:
@@ -101,9 +101,9 @@ class _Table:
         """All-gather objects over the threads. All threads call it."""
         self._places[index] = mine
         self._all_here.wait()
-        brought = list(self._places)
-        self._all_here.wait()  # before all have read the objects, none writes the next one
-        return brought
+        received = list(self._places)
+        self._all_here.wait()  # no thread writes the next object before all have read these
+        return received
 
     def leave_on_error(self, body: Callable[[Loop], T], loop: Loop) -> T:
         """Run `body`; if it fails, break the barrier so that other threads do not wait."""
@@ -118,7 +118,7 @@ class _Table:
 class _PlainLoop:
     """The methods of one thread."""
 
-    def __init__(self, table: _Table, index: int, precision: Precision, device: torch.device) -> None:
+    def __init__(self, table: _Exchange, index: int, precision: Precision, device: torch.device) -> None:
         self.world_size, self.global_rank, self.is_global_zero = table.num_copies, index, index == 0
         self._table, self._precision, self._device = table, precision, device
         self.collective: Collective = SingleDeviceCollective()
@@ -152,7 +152,7 @@ class _PlainLoop:
 
     def setup_dataloaders(self, *loaders: Iterable[Any]) -> Any:
         (loader,) = loaders
-        return _Cut(loader, self)
+        return _Split(loader, self)
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
         return nullcontext()
@@ -320,7 +320,7 @@ class _PlainAverage:
 
 
 @final
-class _Cut:
+class _Split:
     """Each batch split into as many parts as there are replicas. Can be iterated repeatedly."""
 
     def __init__(self, loader: Iterable[Any], loop: _PlainLoop) -> None:

@@ -36,7 +36,7 @@ def refuse_setup(
     for optimizer in optimizers:
         if "optimizer" in config:
             raise ValueError(
-                f"`setup` was given a `{type(optimizer).__name__}`, and DeepSpeed's configuration names "
+                f"`setup` was given a `{type(optimizer).__name__}`, but DeepSpeed's configuration names "
                 f"{config['optimizer'].get('type')!r}. Leave one out."
             )
         own = {id(parameter) for parameter in module.parameters()}
@@ -44,8 +44,8 @@ def refuse_setup(
         if foreign:
             raise ValueError(
                 f"The `{type(optimizer).__name__}` holds {len(foreign)} parameters (the first of shape "
-                f"{tuple(foreign[0].shape)}) that are not those of `{name}`. Make it from `model.parameters()` of "
-                "the very model that is passed to `setup`, after anything that replaces them."
+                f"{tuple(foreign[0].shape)}) that `{name}` does not have. Make it from `model.parameters()` of the "
+                "model that is passed to `setup`, after anything that replaces them."
             )
         for kind in type(optimizer).__mro__:
             refuse_by_name(kind.__name__, "`setup`")
@@ -54,11 +54,11 @@ def refuse_setup(
 
 
 COMPILED = (
-    "`setup(torch.compile(model))` at ZeRO stage 3: DeepSpeed's hooks gather the weights around each part of the model "
-    "as it was before. Compile what `setup` returns, or use stage 2."
+    "`setup(torch.compile(model))` at ZeRO stage 3: DeepSpeed's hooks gather the weights around each submodule, and a "
+    "model that was compiled before does not run them. Compile what `setup` returns, or use stage 2."
 )
 LATER = (
-    "`setup_optimizers` under `strategy='deepspeed'`: an engine is made of a model and its optimizer at once. Call "
+    "`setup_optimizers` under `strategy='deepspeed'`: DeepSpeed sets up a model and its optimizer together. Call "
     "`fabric.setup(model, optimizer)`."
 )
 ONE_OPTIMIZER = (
@@ -66,6 +66,6 @@ ONE_OPTIMIZER = (
     "with its own."
 )
 _FLAT = (
-    "ZeRO shows `{name}` slices of one flat tensor. That is right for an optimizer that updates each element by "
-    "itself, and wrong, without an error, for one that looks at whole tensors or their shapes."
+    "ZeRO passes `{name}` slices of one flat tensor. That is right for an optimizer that updates each element "
+    "independently, and silently wrong for one that uses whole tensors or their shapes."
 )

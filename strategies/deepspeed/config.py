@@ -71,9 +71,9 @@ FABRIC_KEYS: Mapping[str, str] = {
     "managed_gradient_accumulation": "Accumulate with `fabric.no_backward_sync`",
     "scheduler": "Make a scheduler from the optimizer that `setup` returns, and step it in the loop",
     "torch_autocast": "Pass `Fabric(precision='bf16-mixed')`",
-    "train_batch_size": "The loader's batch size says it",
-    "zero_allow_untested_optimizer": "Any optimizer that updates each element by itself is allowed",
-    "zero_force_ds_cpu_optimizer": "The optimizer passed to `setup` is taken, offloaded or not",
+    "train_batch_size": "The batch size of the loader sets it",
+    "zero_allow_untested_optimizer": "Any optimizer that updates each element independently is allowed",
+    "zero_force_ds_cpu_optimizer": "The optimizer passed to `setup` is used, offloaded or not",
 }
 """Keys that the fabric sets itself, each with what to use instead."""
 
@@ -96,7 +96,7 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
     else:
         where = "`DeepSpeedStrategy(config=...)`"
     if not isinstance(config, Mapping):
-        raise TypeError(f"{where} holds a `{type(config).__name__}`, and DeepSpeed's configuration is a dictionary.")
+        raise TypeError(f"{where} is a `{type(config).__name__}`, but DeepSpeed's configuration is a dictionary.")
     _check_keys(config, KEYS, where)
     zero = _section(config, "zero_optimization", where)
     _check_keys(zero, ZERO_KEYS, f"`zero_optimization` in {where}")
@@ -105,14 +105,14 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
         _check_keys(section, OFFLOAD_KEYS, f"`{name}` in {where}")
         if section.get("device", "none") not in ("none", "cpu"):
             raise ValueError(
-                f"`{name}` in {where} has `device={section['device']!r}`, and parameters, gradients and optimizer "
-                "states are offloaded to main memory alone. Write 'cpu', or leave it out."
+                f"`{name}` in {where} has `device={section['device']!r}`, but parameters, gradients and optimizer "
+                "states can only be offloaded to main memory. Write 'cpu', or leave it out."
             )
     optimizer = _section(config, "optimizer", where)
     _check_keys(optimizer, ("type", "params"), f"`optimizer` in {where}")
     refuse_by_name(str(optimizer.get("type", "")), where)
     _check_keys(_section(config, "fp16", where), _FP16_KEYS, f"`fp16` in {where}")
-    return json.loads(json.dumps(config))  # type: ignore[no-any-return]  # a copy, and nothing but JSON's types
+    return json.loads(json.dumps(config))  # type: ignore[no-any-return]  # a copy, of JSON's types
 
 
 def choose_stage(stage: int | None, config: Mapping[str, Any]) -> int:
@@ -120,13 +120,13 @@ def choose_stage(stage: int | None, config: Mapping[str, Any]) -> int:
     said = config.get("zero_optimization", {}).get("stage")
     if stage is not None and said is not None:
         raise ValueError(
-            f"`stage={stage}` and `config={{'zero_optimization': {{'stage': {said}}}}}` both say the ZeRO stage. "
+            f"`stage={stage}` and `config={{'zero_optimization': {{'stage': {said}}}}}` both set the ZeRO stage. "
             "Leave one out."
         )
     chosen = 2 if stage is None and said is None else said if stage is None else stage
     if chosen not in (1, 2, 3):
         raise ValueError(
-            f"ZeRO has the stages 1, 2 and 3, and `{chosen!r}` was asked for. "
+            f"ZeRO has the stages 1, 2 and 3, not {chosen!r}. "
             "Stage 0, the whole model on every rank, is `strategy='ddp'`."
         )
     return int(chosen)
@@ -136,7 +136,7 @@ def choose_offload(name: str, wanted: bool, option: str, config: Mapping[str, An
     """The section `name` of `zero_optimization`, from either the option or the dictionary; both raise."""
     said = config.get("zero_optimization", {}).get(name)
     if wanted and said is not None:
-        raise ValueError(f"`{option}=True` and `{name}` in the configuration say the same twice. Leave one out.")
+        raise ValueError(f"`{option}=True` and `{name}` in the configuration set the same option. Leave one out.")
     return {name: said} if said is not None else {name: {"device": "cpu", "pin_memory": False}} if wanted else {}
 
 
@@ -145,7 +145,7 @@ def engine_config(
 ) -> dict[str, Any]:
     """The configuration for `deepspeed.initialize`: the checked dictionary, and the keys that the fabric sets."""
     return {
-        "train_micro_batch_size_per_gpu": 1,  # DeepSpeed counts samples with it, for its reports alone
+        "train_micro_batch_size_per_gpu": 1,  # DeepSpeed uses it only to report samples
         "gradient_accumulation_steps": 1,
         "zero_allow_untested_optimizer": True,
         **{key: value for key, value in config.items() if key != "fp16"},
@@ -167,14 +167,14 @@ def refuse_by_name(name: str, where: str) -> None:
     """Raise ValueError if an optimizer of this name cannot work on slices of a flat tensor."""
     if name == "Adagrad":
         raise ValueError(
-            f"`{name}` in {where}: DeepSpeed puts an object of its own in its place, which `optimizer.step()` and "
-            "learning-rate schedulers would never reach. Use Adam, AdamW, RMSprop or SGD."
+            f"`{name}` in {where}: DeepSpeed replaces it by another object, which `optimizer.step()` and learning-rate "
+            "schedulers would not reach. Use Adam, AdamW, RMSprop or SGD."
         )
     if name in NOT_ELEMENTWISE:
         raise ValueError(
-            f"`{name}` in {where} looks at whole tensors, and ZeRO gives an optimizer slices of one flat tensor: it "
-            "would compute something else. Use one that updates each element by itself (SGD, Adam, AdamW, RMSprop), "
-            "or `strategy='ddp'`."
+            f"`{name}` in {where} uses whole tensors, but ZeRO passes an optimizer slices of one flat tensor, so the "
+            "results would differ. Use one that updates each element independently (SGD, Adam, AdamW, RMSprop), or "
+            "`strategy='ddp'`."
         )
 
 
@@ -199,15 +199,15 @@ def _from_file(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"`DeepSpeedStrategy(config={str(path)!r})`: {error.strerror}. Name a JSON file.") from error
+        raise ValueError(f"`DeepSpeedStrategy(config={str(path)!r})`: {error.strerror}. Pass a JSON file.") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"`DeepSpeedStrategy(config={str(path)!r})`: the file is no JSON: {error}.") from error
+        raise ValueError(f"`DeepSpeedStrategy(config={str(path)!r})`: the file is not JSON: {error}.") from error
 
 
 def _section(config: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
     section = config.get(name, {})
     if not isinstance(section, Mapping):
-        raise TypeError(f"`{name}` in {where} is `{section!r}`, and a dictionary is expected there.")
+        raise TypeError(f"`{name}` in {where} is `{section!r}`. Write a dictionary.")
     return section
 
 
@@ -215,10 +215,10 @@ def _check_keys(section: Mapping[str, Any], known: Iterable[str], where: str) ->
     known = tuple(known)
     for key in section:
         if key in FABRIC_KEYS:
-            raise ValueError(f"`{key}` in {where} is the fabric's to decide. {FABRIC_KEYS[key]}.")
+            raise ValueError(f"`{key}` in {where} is set by the fabric. {FABRIC_KEYS[key]}.")
         if key not in known:
             near = "".join(f"Did you mean {match!r}? " for match in get_close_matches(str(key), known, n=1))
             raise ValueError(
-                f"`{key}` in {where} is no key that the fabric passes to DeepSpeed. {near}"
+                f"`{key}` in {where} is not a key that the fabric passes to DeepSpeed. {near}"
                 f"Write one of {', '.join(map(repr, known))}."
             )

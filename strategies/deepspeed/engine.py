@@ -1,8 +1,9 @@
 """One model under ZeRO: backward, clipping, and the steps of the user's own optimizer by DeepSpeed's engine.
 
-For the engine no backward is the last of an accumulation window, so gradients accumulate over any number of them, as in
-plain PyTorch; the rest of the reduction is done once, when they are first needed: in `clip_gradients` or in `step()`.
-Accesses DeepSpeed's gradient shards directly (0.19), because its own clipping supports one norm, and only in `step`.
+The engine is never told that a backward is the last of an accumulation window, so gradients accumulate over any number
+of them, as in plain PyTorch; the reduction is completed once, when gradients are first needed: in `clip_gradients` or
+`step()`. Accesses DeepSpeed's gradient shards directly (0.19), because its own clipping supports only one norm, and
+runs only in `step`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.collectives.packing import Spec
-from fabric.strategies.deepspeed.gradients import Shown
+from fabric.strategies.deepspeed.gradients import Placeholders
 from fabric.strategies.deepspeed.library import STAGE_3, look_up
 from fabric.strategies.module.added_parameters import AddedParameters
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
@@ -49,17 +50,17 @@ class Engine:
         self.order = ExecutionOrder(runtime, module, gathered_parts(module) if stage == 3 else ())
         self._has_gradients = self._is_reduced = self._is_called = self._is_started = False
         names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
-        self.shown = Shown(names)
+        self.placeholders = Placeholders(names)
         self.added_parameters = AddedParameters(module, unfrozen=True, frozen=stage == 3)
         self._reached: set[Tensor] = set()
-        self._added_up: set[Tensor] = set()  # since the window began
+        self._accumulated: set[Tensor] = set()  # in this accumulation window
         self._stepped: set[Tensor] = set()
         self._hooks: list[RemovableHandle] = [
             module.register_forward_pre_hook(Hook(self._enter), prepend=True),
             *(each.register_post_accumulate_grad_hook(self._reached_by_backward) for each in self.trained),  # type: ignore[no-untyped-call]
         ]
         self._places: dict[Tensor, tuple[int, int]] = {}
-        self._gradients: dict[Tensor, tuple[Tensor | None, int]] = {}  # at stage 1, as the last backward left them
+        self._gradients: dict[Tensor, tuple[Tensor | None, int]] = {}  # at stage 1, after the last backward
         self.engine.set_gradient_accumulation_boundary(False)
         if stage == 3:
             self._step_from_accumulated()
@@ -79,7 +80,7 @@ class Engine:
         """Run a method of the module, so that the engine handles the backward of its outputs."""
         is_called, self._is_called = self._is_called, False
         if not is_called and self.stage == 3:
-            raise RuntimeError(f"`{getattr(function, '__name__', '?')}` was called directly, and {NOT_GATHERED}")
+            raise RuntimeError(f"`{getattr(function, '__name__', '?')}` was called directly, but {NOT_GATHERED}")
         if not is_called and torch.is_grad_enabled():
             self.added_parameters.refuse(NEVER_TRAINED)
         output = function(*args, **kwargs)
@@ -92,7 +93,7 @@ class Engine:
         return output
 
     def watch(self) -> Callable[[], None]:
-        """Called before a backward: forgets which parameters the last one reached. Returns a post-backward hook."""
+        """Called before a backward. Returns a post-backward hook."""
         self._follow_zero_grad()
         self._is_started = False
         self.zero.clear_backward_seen_flag()
@@ -101,7 +102,7 @@ class Engine:
         def finish() -> None:
             if check is not None:
                 check()
-            self._show()
+            self._set_placeholders()
 
         return finish
 
@@ -109,12 +110,14 @@ class Engine:
         if not self.runtime.backward.is_running:
             raise RuntimeError(_PLAIN_BACKWARD.format(name=type(self.module).__name__))
         if not self._is_started:
-            raise RuntimeError(_PAST_FORWARD.format(name=self.shown.names[parameter], model=type(self.module).__name__))
+            raise RuntimeError(
+                _PAST_FORWARD.format(name=self.placeholders.names[parameter], model=type(self.module).__name__)
+            )
         if self.stage == 1:
             gradient = parameter.grad
             self._gradients[parameter] = (gradient, -1 if gradient is None else gradient._version)
         self._reached.add(parameter)
-        self._added_up.add(parameter)
+        self._accumulated.add(parameter)
 
     @disable_dynamo
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -123,7 +126,7 @@ class Engine:
         self._is_called = True
 
     def _starts_backward(self) -> Callable[[Tensor], None]:
-        """The hook on the outputs of one forward; it runs when a backward reaches the first of them."""
+        """A hook for the outputs of one forward; it starts the engine's backward when the first of them is reached."""
         was_run = False
 
         def start(_: Tensor) -> None:
@@ -141,8 +144,8 @@ class Engine:
         if self._is_reduced:
             raise RuntimeError(
                 f"A backward of `{type(self.module).__name__}` between `clip_gradients`, or a synchronised "
-                "`backward(weight=...)`, and `optimizer.step()`: under DeepSpeed, both close the window of accumulated "
-                "gradients. Clip after the last backward, and run those before it within `fabric.accumulate` or "
+                "`backward(weight=...)`, and `optimizer.step()`: under DeepSpeed, both end the accumulation window. "
+                "Clip after the last backward, and run those before it within `fabric.accumulate` or "
                 "`no_backward_sync`."
             )
         self._has_gradients = True
@@ -166,12 +169,12 @@ class Engine:
         if not total.isfinite() and error_if_nonfinite and not self.zero.needs_scaler():
             raise RuntimeError(
                 f"The gradients of `{type(self.module).__name__}` have a norm (order {order:g}) of {total.item()}, so "
-                "they cannot be clipped. Pass `error_if_nonfinite=False` to go on: DeepSpeed then skips the step."
+                "they cannot be clipped. Pass `error_if_nonfinite=False` to continue: DeepSpeed then skips the step."
             )
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for shard in shards:
             shard.mul_(factor.to(shard.device))
-        self._show()
+        self._set_placeholders()
         return total
 
     def clip_value(self, _: Optimizer, clip_val: float) -> None:
@@ -180,13 +183,13 @@ class Engine:
         bound = clip_val * float(self.zero.loss_scale)
         for shard in self._shards():
             shard.clamp_(-bound, bound)
-        self._show()
+        self._set_placeholders()
 
     def is_finite(self, _: Optimizer) -> bool:
         """Whether all gradients are finite on all ranks. Ends the accumulation window, as clipping does."""
         self._follow_zero_grad()
         found = all_finite(self._shards())
-        self._show()
+        self._set_placeholders()
         return self.runtime.collective.reduce_boolean_decision(found)
 
     def multiply(self, factor: float | Tensor) -> None:
@@ -194,7 +197,7 @@ class Engine:
         self._follow_zero_grad()
         for shard in self._shards():
             shard.mul_(factor.to(shard.device) if isinstance(factor, Tensor) else factor)
-        self._show()
+        self._set_placeholders()
 
     def discard(self) -> None:
         """Discard all gradients, and zero all buffers."""
@@ -204,8 +207,8 @@ class Engine:
         self._end_window()
 
     def _end_window(self) -> None:
-        """Discard gradients: the next backward overwrites them, and `_refuse_left_out` raises for others."""
-        self.shown.drop()
+        """Discard gradients: the next backward overwrites them, and `_refuse_missing` raises for the others."""
+        self.placeholders.drop()
         self.zero.zero_grad(set_to_none=True)
         self.engine.set_gradient_accumulation_boundary(False)
         if self.stage == 3:
@@ -218,19 +221,19 @@ class Engine:
                 self.zero._offload_accumulated_param_ids = set()
                 self.zero.reset_cpu_buffers()
         self._has_gradients = self._is_reduced = False
-        self._added_up = set()
+        self._accumulated = set()
         self._gradients = {}
 
     def _follow_zero_grad(self) -> None:
-        """Discard the gradients that the user has zeroed otherwise than by the optimizer since the last backward."""
+        """Discard the gradients that the user has zeroed since the last backward, not through the optimizer."""
         if not self._has_gradients:
             return
         if self._are_in_parameters():
             self._refuse_changed_gradients()
-        gone = [each for each in self._added_up if each.grad is None]
+        gone = [each for each in self._accumulated if each.grad is None]
         zeroed: list[Tensor] = []
         if not self._are_in_parameters():
-            gone, zeroed = self.shown.take()
+            gone, zeroed = self.placeholders.take()
         if not gone and not zeroed:
             return
         if len(gone) == len(self._reached):
@@ -240,29 +243,29 @@ class Engine:
         if self._is_reduced:
             raise RuntimeError(_CLIPPED.format(name=type(self.module).__name__, count=len(gone) + len(zeroed)))
         self._reached.difference_update(gone)
-        self._added_up.difference_update(gone)
+        self._accumulated.difference_update(gone)
         if not self._are_in_parameters():
             for parameter in (*gone, *zeroed):
                 self._zero(parameter)
 
     def _refuse_changed_gradients(self) -> None:
-        """Raise RuntimeError where gradients were changed by hand that are not reduced yet, but for zeroing them."""
+        """Raise RuntimeError if the user changed gradients that are not reduced yet, other than by zeroing them."""
         for parameter, (known, version) in self._gradients.items():
             gradient = parameter.grad
             if gradient is None or (gradient is known and gradient._version == version):
                 continue
             if gradient.count_nonzero():
-                raise RuntimeError(_CHANGED_GRADIENT.format(name=self.shown.names[parameter]))
+                raise RuntimeError(_CHANGED_GRADIENT.format(name=self.placeholders.names[parameter]))
 
     def refuse_changed_weights(self) -> None:
-        """Raise RuntimeError where weights were changed by hand since the last step or load."""
+        """Raise RuntimeError if the user changed weights since the last step or load."""
         versions = [parameter._version for parameter in self.trained]
         if versions != self._versions and (self.stage == 3 or not self._are_as_trained()):
             changed = (p for p, now, then in zip(self.trained, versions, self._versions, strict=True) if now != then)
-            raise RuntimeError(_CHANGED_WEIGHT.format(name=self.shown.names[next(changed)]))
+            raise RuntimeError(_CHANGED_WEIGHT.format(name=self.placeholders.names[next(changed)]))
 
     def _are_as_trained(self) -> bool:
-        """Whether this rank's shards of the weights are those that DeepSpeed trains: a change was undone."""
+        """Whether this rank's shards of the weights equal those that DeepSpeed trains, because a change was undone."""
         shards = zip(
             self.zero.parallel_partitioned_bit16_groups, self.zero.single_partition_of_fp32_groups, strict=True
         )
@@ -279,10 +282,10 @@ class Engine:
         """Whether gradients accumulate in `parameter.grad`, as in plain PyTorch."""
         return self.stage == 1 and not self._is_reduced
 
-    def _show(self) -> None:
+    def _set_placeholders(self) -> None:
         """Set placeholders for gradients that DeepSpeed moved out of the parameters, so that `zero_grad` finds them."""
         if self._has_gradients and not self._are_in_parameters():
-            self.shown.show(self._reached)
+            self.placeholders.set(self._reached)
 
     def _zero(self, parameter: Tensor) -> None:
         """Zero this rank's part of an accumulated gradient."""
@@ -379,7 +382,7 @@ class Engine:
         """Average the accumulated gradients, once per window."""
         if self._is_reduced:
             return
-        self._refuse_left_out()
+        self._refuse_missing()
         self.engine.set_gradient_accumulation_boundary(True)
         if self.stage == 1:
             self.engine.allreduce_gradients()
@@ -387,14 +390,14 @@ class Engine:
             self.zero.finalize_gradient_accumulation_boundary()
         self._is_reduced = True
 
-    def _refuse_left_out(self) -> None:
+    def _refuse_missing(self) -> None:
         """Raise RuntimeError if a parameter has no gradient on this rank: plain PyTorch would not update it.
 
         Without a message: where other ranks have one, release 0.19 reduces messages of different lengths, and aborts.
         """
         left = set(self.trained) - self._reached
         if left:
-            names = [name for parameter, name in self.shown.names.items() if parameter in left]
+            names = [name for parameter, name in self.placeholders.names.items() if parameter in left]
             some = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
             raise RuntimeError(
                 f"{len(names)} parameters of `{type(self.module).__name__}` ({some}) got no gradient since the "
@@ -404,7 +407,7 @@ class Engine:
     # Steps
 
     def step(self) -> None:
-        """Step all shards, and give every rank the new weights. Without a gradient it does nothing, as in PyTorch."""
+        """Step all shards, and all-gather the new weights. Does nothing without gradients, as in PyTorch."""
         self._follow_zero_grad()
         if not self._has_gradients:
             return
@@ -440,7 +443,7 @@ class Engine:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            self_._opt_called = True  # type: ignore[attr-defined]  # for schedulers: the order of steps was right
+            self_._opt_called = True  # type: ignore[attr-defined]  # schedulers check it, to warn about a wrong order of steps
             running = True
             try:
                 self.step()
@@ -471,7 +474,7 @@ class Engine:
         optimizer.__dict__.update(ours)
 
         def undo() -> None:
-            del optimizer.param_groups[num_groups:]  # DeepSpeed looks for shards of all there are
+            del optimizer.param_groups[num_groups:]  # DeepSpeed looks for the shards of every group
             for name, value in given.items():
                 del optimizer.__dict__[name]
                 if value is not None:
@@ -480,8 +483,8 @@ class Engine:
         return undo
 
     def release(self) -> None:
-        """Take DeepSpeed's hooks off the module, and ours."""
-        self.shown.drop()
+        """Remove the hooks of DeepSpeed and of this class from the module."""
+        self.placeholders.drop()
         self.order.release()
         for hook in self._hooks:
             hook.remove()
@@ -509,62 +512,62 @@ def gathered_parts(module: nn.Module) -> list[nn.Module]:
 
 
 def close(engine: Any) -> None:
-    """Take the hooks of an engine off its module."""
+    """Remove the hooks of an engine from its module, and destroy it."""
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
     engine.destroy()
 
 
 _PLAIN_BACKWARD = (
-    "`loss.backward()` of a `{name}`: under DeepSpeed its engine reduces the gradients, and is told of a backward by "
+    "`loss.backward()` was called on a loss of `{name}`, but DeepSpeed reduces gradients only in "
     "`fabric.backward(loss)`. Call that."
 )
 _PAST_FORWARD = (
-    "A gradient reached `{name}` of `{model}` in a backward that did not start from what the model returned: a "
-    "submodule was called by itself, or the loss is in an object whose tensors cannot be found. Under DeepSpeed its "
-    "gradients would not be reduced. Call the model itself, or let a method of it compute the loss, which "
-    "`model.mark_forward_method('name')` names (stages 1 and 2)."
+    "A gradient reached `{name}` of `{model}` in a backward that did not start from the model's outputs: a submodule "
+    "was called directly, or the loss is in an object whose tensors cannot be found. DeepSpeed would not reduce its "
+    "gradients. Call the model itself, or compute the loss in a method of it, after "
+    "`model.mark_forward_method('name')` (stages 1 and 2)."
 )
 _CHANGED_GRADIENT = (
-    "The gradient of `{name}` was changed after `fabric.backward`, and under DeepSpeed it is this rank's own until the "
-    "step: a norm of it is not that of the reduced one. To clip, call `fabric.clip_gradients`; change the loss "
+    "The gradient of `{name}` was changed after `fabric.backward`, but DeepSpeed reduces it only in the step: until "
+    "then it has the values, and the norm, of this rank alone. To clip, call `fabric.clip_gradients`; change the loss "
     "instead of gradients, or use `strategy='ddp'`."
 )
 _CHANGED_WEIGHT = (
-    "`{name}` was changed after `fabric.setup`, by `load_state_dict` or in place, and DeepSpeed trains a copy of the "
-    "weights that it keeps in shards: the step would undo the change. Change weights before `fabric.setup`, or load "
-    "them by `fabric.load` or `fabric.load_raw`, which write the copy, too; or use `strategy='ddp'`."
+    "`{name}` was changed after `fabric.setup`, by `load_state_dict` or in place, but DeepSpeed trains a copy of the "
+    "weights that it keeps in shards, so the step would undo the change. Change weights before `fabric.setup`, or load "
+    "them by `fabric.load` or `fabric.load_raw`, which also write the copy; or use `strategy='ddp'`."
 )
 _RUN_TWICE = (
     "A second backward through one forward of `{name}`: at ZeRO stage 3 the weights were released after the first. Add "
     "the losses and call `fabric.backward` once, or use stage 2."
 )
 NEVER_TRAINED = (
-    "DeepSpeed trains the shards that it cut then, and these would never move. Before `fabric.setup`, add all layers, "
-    "and let all that is ever to be trained require gradients; or set up the model again in a new `Fabric`, or pass "
-    "`strategy='ddp'`."
+    "DeepSpeed trains the shards that it made then, so these would not be trained. Before `fabric.setup`, add all "
+    "layers, and call `requires_grad_()` on all parameters that are ever trained; or set up the model again in a new "
+    "`Fabric`, or pass `strategy='ddp'`."
 )
 LATE_GROUP = (
-    "A parameter group was added to `{optimizer}` after `fabric.setup`: DeepSpeed steps the shards that it cut then, "
-    "and this group would never be trained. Add it before `fabric.setup`, with `lr=0` for as long as it is not to "
-    "move; or set up the model again in a new `Fabric`, or pass `strategy='ddp'`."
+    "A parameter group was added to `{optimizer}` after `fabric.setup`: DeepSpeed steps the shards that it made then, "
+    "so this group would not be trained. Add it before `fabric.setup`, with `lr=0` until it is to be trained; or set "
+    "up the model again in a new `Fabric`, or pass `strategy='ddp'`."
 )
 _CLIPPED = (
     "{count} gradients of `{name}` were zeroed between `clip_gradients` and `optimizer.step()`, and others were not. "
-    "Under DeepSpeed, clipping closes the window of accumulated gradients: zero some before clipping, or all after it."
+    "Under DeepSpeed, clipping ends the accumulation window: zero some before clipping, or all after it."
 )
 _PAIRED = (
-    "Ranks computed gradients of different parameters of `{name}`, or in another order, and DeepSpeed adds up those "
-    "at one place. Use the same parameters in the same order on every rank, or pass "
+    "Ranks computed gradients of different parameters of `{name}`, or in a different order, and DeepSpeed adds "
+    "gradients by their position. Use the same parameters in the same order on every rank, or pass "
     "`strategy='ddp_find_unused_parameters_true'`."
 )
 UNUSED = (
-    "DeepSpeed would step them as if it were zero: momentum and weight decay would go on, where PyTorch leaves such "
-    "parameters alone. Freeze what is never used with `requires_grad_(False)` before `setup`; for what some steps "
-    "leave out, keep gradients of zero (`optimizer.zero_grad(set_to_none=False)`). Or pass `strategy='fsdp'`, where "
-    "all ranks use the same parameters in a step, and `strategy='ddp_find_unused_parameters_true'`, where they differ."
+    "DeepSpeed would step them as if it were zero, with momentum and weight decay, whereas PyTorch leaves them "
+    "unchanged. Freeze those that are never used, by `requires_grad_(False)` before `setup`; for those that only some "
+    "steps use, keep gradients of zero (`optimizer.zero_grad(set_to_none=False)`). Or pass `strategy='fsdp'` if all "
+    "ranks use the same parameters in a step, and `strategy='ddp_find_unused_parameters_true'` if they do not."
 )
 NOT_GATHERED = (
-    "at ZeRO stage 3 the weights are gathered around `forward` alone. Call the model itself, and let its `forward` "
-    "call the method; or use stage 2, which keeps the weights whole."
+    "at ZeRO stage 3 the weights are gathered only around `forward`. Call the model itself, and call the method in its "
+    "`forward`; or use stage 2, which does not shard the weights."
 )

@@ -15,30 +15,30 @@ from fabric.strategies.gradients.in_shards import InShards
 
 
 @final
-class Shown:
+class Placeholders:
     """The placeholders in the parameters of one model."""
 
     def __init__(self, names: Mapping[Tensor, str]) -> None:
         self.names = names
         self._made: dict[Tensor, InShards] = {}
-        self._shown: list[Tensor] = []
+        self._parameters: list[Tensor] = []
 
-    def show(self, parameters: Iterable[Tensor]) -> None:
+    def set(self, parameters: Iterable[Tensor]) -> None:
         """Set a placeholder as the gradient of each parameter."""
-        self._shown = list(parameters)
-        for parameter in self._shown:
+        self._parameters = list(parameters)
+        for parameter in self._parameters:
             try:
                 parameter.grad = self._made[parameter]
-            except (KeyError, RuntimeError):  # a first gradient, or one of a parameter that was whole and is in shards
+            except (KeyError, RuntimeError):  # none was made, or the parameter was not sharded then
                 parameter.grad = self._made[parameter] = InShards(parameter, _READ)
 
     def take(self) -> tuple[list[Tensor], list[Tensor]]:
         """Remove the placeholders. Returns the parameters whose gradient was set to None, and those with a zeroed one.
 
-        Raises: RuntimeError: one was given another gradient.
+        Raises: RuntimeError: another gradient was assigned to a parameter.
         """
         gone, zeroed = [], []
-        for parameter in self._shown:
+        for parameter in self._parameters:
             gradient, made = parameter.grad, self._made[parameter]
             if gradient is None:
                 gone.append(parameter)
@@ -50,11 +50,11 @@ class Shown:
         return gone, zeroed
 
     def drop(self) -> None:
-        """Remove the placeholders, whatever was done to them."""
-        for parameter in self._shown:
+        """Remove the placeholders, also those that were zeroed."""
+        for parameter in self._parameters:
             parameter.grad = None
             self._made[parameter].is_zeroed = False
-        self._shown = []
+        self._parameters = []
 
 
 _READ = (
@@ -62,6 +62,6 @@ _READ = (
     "call `fabric.clip_gradients(model, optimizer, max_norm=...)`; to read gradients, use `strategy='ddp'`."
 )
 _ASSIGNED = (
-    "`{name}` was given another gradient by assignment to `grad`, and DeepSpeed would step with the one it keeps in "
-    "shards. Change the loss instead, or use `strategy='ddp'`. `None` discards the gradient."
+    "Another gradient was assigned to `{name}.grad`, but DeepSpeed would step with the one that it keeps in shards. "
+    "Change the loss instead, or use `strategy='ddp'`. `None` discards the gradient."
 )

@@ -23,41 +23,41 @@ from fabric.launchers.private_names import Names, require
 from fabric.launchers.world import World
 
 NAMES: Names = {
-    "deepspeed": {"ops": "`__compatible_ops__`: keeps the extension for inference from being compiled"},
-    "deepspeed.utils.groups": {"_release_process_group_references": "the process groups of an earlier world"},
-    "deepspeed.comm.comm": {"cdb": "whose functions of torch are deprecated, and replaced here"},
-    "deepspeed.runtime.compiler": {"compile": "keeps Muon's functions from being compiled at import"},
+    "deepspeed": {"ops": "`__compatible_ops__`: prevents compiling the extension for inference"},
+    "deepspeed.utils.groups": {"_release_process_group_references": "drops the process groups of an earlier world"},
+    "deepspeed.comm.comm": {"cdb": "its functions of torch are deprecated, and replaced here"},
+    "deepspeed.runtime.compiler": {"compile": "prevents compiling Muon's functions at import"},
     "deepspeed.runtime.engine:DeepSpeedEngine": {
-        "_backward_prologue": "starts a backward; `engine.backward` is not for a loss that other models share",
+        "_backward_prologue": "starts a backward; `engine.backward` cannot be used if several models share a loss",
         "allreduce_gradients": "reduces once per window, at stage 1",
-        "basic_optimizer": "the optimizer within the one of ZeRO",
-        "module_forward_pre_hook module_forward_post_hook": "taken off the module when the strategy is released",
+        "basic_optimizer": "the user's optimizer, inside that of ZeRO",
+        "module_forward_pre_hook module_forward_post_hook": "removed when the model is released",
     },
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": {
-        "bit16_groups single_partition_of_fp32_groups params_in_partition get_param_id": "which shard has what",
+        "bit16_groups single_partition_of_fp32_groups params_in_partition get_param_id": "the parameters of a shard",
         "micro_step_id averaged_gradients all_grad_tensors overflow": "the window of accumulated gradients",
-        "clear_backward_seen_flag finalize_gradient_accumulation_boundary needs_scaler loss_scale": "each backward",
+        "clear_backward_seen_flag finalize_gradient_accumulation_boundary needs_scaler loss_scale": "for each backward",
         "ipg_buckets reduce_ipg_grads": "the order in which ranks reduce is compared",
         "_use_compact_grad_partition_buffer _get_compact_grad_partition_slice grad_partition_insertion_offset "
-        "grad_start_offset partition_size real_dp_process_group": "a gradient that the user zeroes is zeroed in shards",
+        "grad_start_offset partition_size real_dp_process_group": "gradients that the user zeroes are zeroed",
         "cpu_offload accumulated_grads_in_cpu grad_position norm_for_param_grads reset_cpu_buffers "
         "_finalize_cpu_offload_gradient_accumulation _offload_accumulated_param_ids _wait_for_offload_copies "
         "update_offload_overflow_tracker": "offloaded gradients accumulate in place",
         "_hp_mapping": "which part of a parameter is in this rank's shard, and where",
-        "_hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state": "states that are loaded are found again",
+        "_hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state": "links states that were loaded",
     },
 }
 STAGE_3: Names = {
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": {
-        "fp16_groups fp32_partitioned_groups_flat": "which shard has what",
+        "fp16_groups fp32_partitioned_groups_flat": "which shard has which parameter",
         "_get_fp32_grad_state_partition grad_partitions_flat_buffer overflow": "gradients in shards",
-        "clear_backward_seen_flag finalize_gradient_accumulation_boundary needs_scaler loss_scale": "each backward",
+        "clear_backward_seen_flag finalize_gradient_accumulation_boundary needs_scaler loss_scale": "for each backward",
         "_offload_boundary_param_ids": "the window of accumulated gradients",
     },
     "deepspeed.runtime.zero.partition_parameters:Init": {
-        "ds_tensor ds_shape": "the shard of a parameter, and its whole shape",
+        "ds_tensor ds_shape": "the shard of a parameter, and its unsharded shape",
     },
-    "deepspeed.runtime.zero.partition_parameters": {"is_zero_param": "whether a parameter is in shards"},
+    "deepspeed.runtime.zero.partition_parameters": {"is_zero_param": "whether a parameter is sharded"},
 }
 """Private names, and others that DeepSpeed does not document."""
 
@@ -81,26 +81,26 @@ def why_not(found: str | None) -> str | None:
 
 
 def look_up(names: Names) -> None:
-    """Raise ImportError where this DeepSpeed lacks one of the private names. Imports what owns them."""
+    """Raise ImportError if DeepSpeed lacks one of the private names. Imports their modules."""
     require("deepspeed", f"{RELEASES}.8", names)
 
 
 def join(world: World, device_type: str) -> None:
-    """Let DeepSpeed use the process group that the ranks have met in. Ranks: all call it, once per world."""
-    with undisturbed(world, device_type) as deepspeed:
+    """Let DeepSpeed use the default process group. Ranks: all call it, once per world."""
+    with with_environment(world, device_type) as deepspeed:
         from deepspeed.utils import groups
 
         look_up(NAMES)
         groups._release_process_group_references()  # of an earlier world in this process
         operators = deepspeed.ops.__compatible_ops__
         built = operators.get("deepspeed_shm_comm")
-        operators["deepspeed_shm_comm"] = False  # for inference alone; it would be compiled here
+        operators["deepspeed_shm_comm"] = False  # only used for inference; it would be compiled here
         try:
             deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         finally:
             operators["deepspeed_shm_comm"] = built
         _import_muon()
-        # The names that DeepSpeed takes are deprecated in torch 2.13, and warn at every call.
+        # The functions that DeepSpeed uses are deprecated in torch 2.13, and warn at every call.
         backend = deepspeed.comm.comm.cdb
         if hasattr(dist, "all_gather_single"):
             backend.all_gather_function = dist.all_gather_single
@@ -108,10 +108,10 @@ def join(world: World, device_type: str) -> None:
 
 
 def _import_muon() -> None:
-    """Let the functions of DeepSpeed's own Muon be compiled where they are first called.
+    """Import DeepSpeed's Muon so that its functions are compiled at their first call.
 
-    It compiles them where it defines them, and looks at Muon whatever the optimizer is: that imports torch's compilers,
-    two seconds in every rank (0.19).
+    DeepSpeed compiles them when it imports Muon, which it does for every optimizer: that imports torch's compilers,
+    two seconds on every rank (0.19).
     """
     from deepspeed.runtime import compiler
 
@@ -132,21 +132,21 @@ def _import_muon() -> None:
 
 
 @contextmanager
-def undisturbed(world: World, device_type: str) -> Iterator[Any]:
-    """Gives the module `deepspeed`. It finds the environment it looks for; afterwards the environment is as before."""
+def with_environment(world: World, device_type: str) -> Iterator[Any]:
+    """Yield the module `deepspeed`, with the environment variables that it reads. Restores the environment."""
     before = dict(os.environ)
-    meeting = world.rendezvous
+    rendezvous = world.rendezvous
     os.environ.update(
         DS_ACCELERATOR=device_type,
         RANK=str(world.rank),
         WORLD_SIZE=str(world.size),
         LOCAL_RANK=str(world.local_rank),
-        MASTER_ADDR="127.0.0.1" if meeting is None else meeting.address,
-        MASTER_PORT="0" if meeting is None else str(meeting.port),
+        MASTER_ADDR="127.0.0.1" if rendezvous is None else rendezvous.address,
+        MASTER_PORT="0" if rendezvous is None else str(rendezvous.port),
     )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of what it imports of torch
+            warnings.simplefilter("ignore", DeprecationWarning)  # for what it imports from torch
             import deepspeed
             from deepspeed.accelerator import get_accelerator
 
@@ -154,8 +154,8 @@ def undisturbed(world: World, device_type: str) -> Iterator[Any]:
             name = get_accelerator().device_name()
             if name != device_type:
                 raise RuntimeError(
-                    f"DeepSpeed runs on one kind of device per process: it has used {name!r} here, and "
-                    f"{device_type!r} is asked for now. Start a process of its own for each."
+                    f"DeepSpeed supports one device type per process: this one has used {name!r}, and "
+                    f"{device_type!r} was requested. Use a process for each."
                 )
             yield deepspeed
     finally:
@@ -178,7 +178,7 @@ def local_rank(world: World) -> Iterator[None]:
 
 
 def _to_stderr() -> None:
-    """Log to stderr, since stdout is the user's, and errors only: DeepSpeed warns of every 'untested' optimizer."""
+    """Log to stderr, because stdout is the user's, and only errors: DeepSpeed warns about 'untested' optimizers."""
     logger = logging.getLogger("DeepSpeed")
     logger.setLevel(max(logger.level, logging.ERROR))
     for handler in logger.handlers:

@@ -13,7 +13,7 @@ class LossScale:
         self._scaler = scaler
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
+        """The scale, and the steps since its last overflow."""
         scaler = self._scaler
         good_steps = scaler.cur_iter - scaler.last_overflow_iter - 1
         return {"scale": float(scaler.cur_scale), "good_steps": good_steps, "hysteresis": scaler.cur_hysteresis}

@@ -2,8 +2,8 @@
 
 The compiler caches by code object, and stops compiling a function that has been compiled eight times
 (`recompile_limit`). DeepSpeed's hooks gather weights around each submodule and end the graph there, so each submodule's
-forward is compiled by itself, for its own shapes. All `nn.Linear` share one code: with three shapes of weights, two
-batch sizes and an evaluation the ninth would run uncompiled.
+forward is compiled by itself, for its own shapes. All `nn.Linear` share one code object: with three shapes of weights,
+two batch sizes and an evaluation, the ninth variant would run uncompiled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 def own_code(module: nn.Module) -> Callable[[], None]:
     """Give each submodule a `forward` with its own copy of the code object. Returns a function that undoes it.
 
-    A `forward` that is an attribute of the instance, or is no Python function, is left alone.
+    A `forward` that is an attribute of the instance, or not a Python function, is unchanged.
     """
     given: list[tuple[nn.Module, MethodType]] = []
     for part in module.modules():

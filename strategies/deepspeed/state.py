@@ -100,7 +100,10 @@ class ZeroState(StateAccess):
 
         shape = _shape_of(tensor)
         if tuple(value.shape) != shape:
-            raise RuntimeError(f"`{name}` has the shape {shape}, and the checkpoint's {tuple(value.shape)}.")
+            raise RuntimeError(
+                f"`{name}` has the shape {shape}, but {tuple(value.shape)} in the checkpoint. Load into a model of the "
+                "same shapes."
+            )
         if self.stage == 3:
             with torch.no_grad(), GatheredParameters([tensor], modifier_rank=0, enabled=is_sharded(tensor)):
                 tensor.copy_(value)
@@ -139,7 +142,7 @@ class ZeroState(StateAccess):
         sizes, saved_sizes = [len(group) for group in self.groups], [len(group["params"]) for group in saved]
         if sizes != saved_sizes:
             raise ValueError(
-                f"The optimizer has parameter groups of {sizes} parameters, and the checkpoint's has {saved_sizes}. "
+                f"The optimizer has parameter groups of {sizes} parameters, but that in the checkpoint {saved_sizes}. "
                 "Make the same parameter groups as in the saved run."
             )
         for group, other in zip(optimizer.param_groups, saved, strict=True):
@@ -207,7 +210,7 @@ class ZeroState(StateAccess):
             ).flatten()
             return flat_shard(shape, rank * own.numel(), own, rank)
         mapping = cast(Any, parameter)._hp_mapping
-        if mapping is None:  # this rank has no part of it
+        if mapping is None:  # this rank has no shard of it
             return no_shards(shape, torch.float32)
         return flat_shard(shape, mapping.lp_fragment_address.start, mapping.get_hp_fragment(key).flatten(), rank)
 
@@ -259,7 +262,7 @@ def _shape_of(parameter: Tensor) -> tuple[int, ...]:
 
 
 def _shaped(whole: Tensor, parameter: Tensor) -> Tensor:
-    """`value` in the shape of the parameter: DeepSpeed makes scalars one-dimensional."""
+    """`whole` in the shape of the parameter: DeepSpeed makes scalars one-dimensional."""
     return whole.view(_shape_of(parameter))
 
 
@@ -276,7 +279,7 @@ def _flat_entries(flat: Tensor, parameters: Sequence[Tensor], entries: Sequence[
         elif shared.keys() != first.keys() or _steps(shared) != _steps(first):
             raise ValueError(
                 f"The checkpoint's optimizer has taken {_steps(first)} steps for one parameter and {_steps(shared)} "
-                "for another, and DeepSpeed has one step count per group. Load it under `strategy='ddp'` or `'fsdp'`."
+                "for another, but DeepSpeed has one step count per group. Load it under `strategy='ddp'` or `'fsdp'`."
             )
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in first.items()}
 
@@ -289,6 +292,6 @@ def _check_names(model: str, own: Iterable[str], content: Iterable[str]) -> None
     missing, unexpected = sorted(set(own) - set(content)), sorted(set(content) - set(own))
     if missing or unexpected:
         raise RuntimeError(
-            f"The checkpoint does not fit `{model}`: it lacks {missing or 'nothing'}, and also has "
-            f"{unexpected or 'nothing'}. Pass `strict=False` to load what fits."
+            f"The checkpoint does not match `{model}`: missing are {missing or 'none'}, unexpected are "
+            f"{unexpected or 'none'}. Pass `strict=False` to load the others."
         )

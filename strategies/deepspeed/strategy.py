@@ -29,7 +29,7 @@ from fabric.strategies.deepspeed.config import (
 )
 from fabric.strategies.deepspeed.engine import NOT_GATHERED, UNUSED, Engine, close, remember
 from fabric.strategies.deepspeed.gradient_sync import DeepSpeedGradientSync, UntrainedGradientSync
-from fabric.strategies.deepspeed.library import join, local_rank, undisturbed, why_not
+from fabric.strategies.deepspeed.library import join, local_rank, why_not, with_environment
 from fabric.strategies.deepspeed.loss_scale import LossScale
 from fabric.strategies.deepspeed.own_code import own_code
 from fabric.strategies.deepspeed.state import ZeroState, is_sharded
@@ -66,20 +66,20 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None
     """DeepSpeed's configuration: a dictionary, or a JSON file, read when the strategy is created. Keys are checked."""
     broadcast_buffers: bool = True
-    """Buffers (the statistics of BatchNorm) follow rank 0 after every forward that computes gradients."""
+    """Broadcast buffers (BatchNorm statistics) from rank 0 after each forward that computes gradients."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "config", read_config(self.config))
         stage, offload = self._stage, self._offload
         if stage != 3 and offload.get("offload_param", {}).get("device", "none") != "none":
             raise ValueError(
-                f"Parameters can be offloaded where they are sharded: at stage 3, and this is stage {stage}. "
-                "Write `stage=3`, or offload the optimizer alone."
+                f"Parameters can be offloaded only if they are sharded, at stage 3, and this is stage {stage}. "
+                "Write `stage=3`, or offload only the optimizer."
             )
         if stage == 1 and self._zero.get("overlap_comm"):
             raise ValueError(
-                "`overlap_comm` at stage 1: the gradients of a window are averaged once, in `step()`, when there is no "
-                "backward left to overlap with. Leave it out, or write `stage=2`."
+                "`overlap_comm` at stage 1: the gradients of a window are averaged once, in `step()`, when no backward "
+                "is running that could overlap. Leave it out, or write `stage=2`."
             )
 
     @property
@@ -116,7 +116,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             )
         if "fp16" in self._config and precision.name != "16-true":
             return (
-                f"`fp16` in DeepSpeed's configuration is for `precision='16-true'`, and the precision is "
+                f"`fp16` in DeepSpeed's configuration is for `precision='16-true'`, but the precision is "
                 f"{precision.name!r}. Leave one out."
             )
         return None
@@ -128,8 +128,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         """At stage 3 each parameter is sharded as soon as it is created, with rank 0's values."""
         if self._stage != 3:
             return new_tensors(runtime.device, runtime.precision, empty=empty)
-        with undisturbed(runtime.world, runtime.device.type) as deepspeed:
-            # Without `dtype`: where there is no float16, release 0.19 takes any dtype that is named for bfloat16.
+        with with_environment(runtime.world, runtime.device.type) as deepspeed:
+            # Without `dtype`: on a device without float16, release 0.19 uses bfloat16 for any dtype that is passed.
             return deepspeed.zero.Init(  # type: ignore[no-any-return]
                 config_dict_or_path=self._engine_config(runtime), mem_efficient_linear=False
             )
@@ -156,7 +156,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             runtime.world, self._stage, engine.optimizer, groups or [pieces.trained], pieces.remember_weights
         )
         if self._stage != 3:  # at stage 3 the weights stay sharded and need DeepSpeed's attributes
-            stack.callback(_give_back, optimizer, state.groups, forget)
+            stack.callback(_restore, optimizer, state.groups, forget)
         sync = DeepSpeedGradientSync(pieces)
         stack.callback(sync.release)
         if self._stage == 3:
@@ -212,7 +212,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         if not any(is_sharded(parameter) for parameter in module.parameters()):
             place(runtime, module, (), move=move)
         with (
-            undisturbed(runtime.world, runtime.device.type) as deepspeed,
+            with_environment(runtime.world, runtime.device.type) as deepspeed,
             own_hooks(module),
             _scalars_broadcast(runtime, module, self._stage),
         ):
@@ -226,7 +226,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         if self._stage == 3:
             refuse_copies(module, _IN_SHARDS)
         else:
-            refuse_pickles(module, _UNPICKLABLE)  # `_give_back` undoes it
+            refuse_pickles(module, _UNPICKLABLE)  # `_restore` undoes it
         return engine
 
     def _untrained(self, runtime: Runtime, module: nn.Module, move: bool, stack: ExitStack) -> Prepared:
@@ -262,14 +262,14 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
 @contextmanager
 def _scalars_broadcast(runtime: Runtime, module: nn.Module, stage: int) -> Iterator[None]:
-    """Within it, DeepSpeed 0.19 can set up parameters without dimensions, such as CLIP's `logit_scale`.
+    """Let DeepSpeed 0.19 set up 0-dim parameters, such as CLIP's `logit_scale`.
 
     It broadcasts each parameter as bytes, and torch cannot view a 0-dimensional tensor as bytes. Ranks: all.
     """
     scalars: list[Any] = [parameter for parameter in module.parameters() if parameter.ndim == 0]
     follow_rank_zero(runtime.collective, scalars)
     for parameter in scalars:
-        parameter.ds_optim_param = True  # where it keeps whole parameters, it does not broadcast these
+        parameter.ds_optim_param = True  # excludes it from broadcasts at stages 1 and 2
         if stage == 3:
             parameter.data = parameter.data.view(1)
     try:
@@ -283,7 +283,7 @@ def _scalars_broadcast(runtime: Runtime, module: nn.Module, stage: int) -> Itera
                     parameter.data = parameter.data.view(())
 
 
-def _give_back(optimizer: Optimizer, groups: Sequence[Sequence[torch.Tensor]], forget: Callable[[], None]) -> None:
+def _restore(optimizer: Optimizer, groups: Sequence[Sequence[torch.Tensor]], forget: Callable[[], None]) -> None:
     """Restore parameters and optimizer. Optimizer states are dropped, because no rank has them whole."""
     forget()
     for group, parameters in zip(optimizer.param_groups, groups, strict=True):
@@ -292,20 +292,19 @@ def _give_back(optimizer: Optimizer, groups: Sequence[Sequence[torch.Tensor]], f
 
 
 _IN_ENGINE = (
-    "`fabric.ema(model)` with `strategy='deepspeed'`: the weights that count are those of DeepSpeed's optimizer, and "
-    "an average cannot take their place. Pass `strategy='fsdp'`."
+    "`fabric.ema(model)` with `strategy='deepspeed'`: DeepSpeed's optimizer keeps the weights that it trains, and an "
+    "average cannot replace them. Pass `strategy='fsdp'`."
 )
 _IN_SHARDS = (
-    "Stage 3 keeps the parameters of a prepared module in shards, so it cannot be copied or pickled: this rank has a "
-    "part of each. Copy the module before it is set up; `fabric.save` and `fabric.load` carry weights from one to the "
-    "other. For a target network or an average of weights that follows every step, pass "
-    "`strategy='deepspeed_stage_2'` or 'fsdp'."
+    "Stage 3 shards the parameters of a prepared module, so it cannot be copied or pickled on one rank. Copy the "
+    "module before it is set up; `fabric.save` and `fabric.load` transfer weights from one to the other. For a target "
+    "network or an average of weights that is updated in every step, pass `strategy='deepspeed_stage_2'` or 'fsdp'."
 )
 _UNPICKLABLE = (
     "The parameters of a prepared module refer to DeepSpeed's process groups, so it cannot be pickled. Pickle a copy, "
     "`copy.deepcopy(model)`, or write `fabric.save(path, {'model': model})`."
 )
 _NO_OPTIMIZER = (
-    "`{name}` was set up without an optimizer, to be evaluated: under `strategy='deepspeed'` its gradients would have "
-    "no engine. Call `fabric.setup(model, optimizer)`."
+    "`{name}` was set up without an optimizer, for evaluation: under `strategy='deepspeed'` no engine would reduce its "
+    "gradients. Call `fabric.setup(model, optimizer)`."
 )

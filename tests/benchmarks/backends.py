@@ -129,7 +129,7 @@ def deepspeed_engine(stage: int, **offload: Any) -> Callable[[Fabric, Size], Ste
     """`deepspeed.initialize`, `engine.backward` and `engine.step`."""
 
     def make(fabric: Fabric, size: Size) -> Step:
-        from fabric.strategies.deepspeed.library import undisturbed
+        from fabric.strategies.deepspeed.library import with_environment
 
         model, optimizer = size.make()
         config = {
@@ -138,7 +138,7 @@ def deepspeed_engine(stage: int, **offload: Any) -> Callable[[Fabric, Size], Ste
             "zero_force_ds_cpu_optimizer": False,  # as the strategy has it: the user's own optimizer steps
             "zero_allow_untested_optimizer": True,
         }
-        with undisturbed(fabric._connected.world, "cpu") as deepspeed:
+        with with_environment(fabric._connected.world, "cpu") as deepspeed:
             engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
         loss_of = size.loss()
 

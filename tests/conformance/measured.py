@@ -25,7 +25,7 @@ def measured_rows() -> list[Row]:
 
 def table(seen: Mapping[str, Sequence[Finding]]) -> str:
     """A row for each case, a column for each strategy: `=` equal, `raises`, `-` not run."""
-    marks = {name: {each.case: each.seen for each in findings} for name, findings in seen.items()}
+    marks = {name: {each.case: each.result for each in findings} for name, findings in seen.items()}
     words = {"equal": "=", "raised": "raises", "failed": "FAILED"}
     lines = [" | ".join(["case", "one process does", *(f"`{name}`" for name in seen)])]
     lines.append("|".join(["---"] * (len(seen) + 2)))
@@ -39,7 +39,7 @@ def declared(row: Row) -> list[Finding]:
     """What the strategy declares about each case that the row runs."""
     lacks = row.make().lacks if row.size > 1 else {}
     return [
-        Finding(case=case.name, seen="raised" if any(need in lacks for need in case.needs) else "equal")
+        Finding(case=case.name, result="raised" if any(need in lacks for need in case.needs) else "equal")
         for case in row.chosen()
     ]
 
@@ -55,7 +55,7 @@ def main() -> None:
     seen = {}
     for row in measured_rows():
         findings = survey(row.make(), row.chosen(), devices=row.size, precision=row.precision, tolerance=row.tolerance)
-        failures = [f"{row}, {each.case}: {each.words}" for each in findings if each.seen == "failed"]
+        failures = [f"{row}, {each.case}: {each.message}" for each in findings if each.result == "failed"]
         if failures:
             raise SystemExit("\n".join(failures))
         print(row, "done", flush=True)

@@ -19,4 +19,4 @@ def test_numbers_on_one_device_are_those_of_plain_pytorch(strategy: str, precisi
     names = MOST if precision == "32-true" else FEW
     chosen = [case for case in cases() if case.name in names]
     findings = survey(strategy, chosen, devices=1, precision=precision, accelerator=device.type)
-    assert not [finding for finding in findings if finding.seen == "failed"]
+    assert not [finding for finding in findings if finding.result == "failed"]

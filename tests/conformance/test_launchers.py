@@ -21,7 +21,7 @@ fabric.launch()
 from fabric.testing import cases, examine
 
 findings = examine(fabric, [case for case in cases() if case.name in ("sgd", "adamw", "load")], seed=int(seed))
-fabric.print([(finding.case, finding.seen, finding.words) for finding in findings])
+fabric.print([(finding.case, finding.result, finding.message) for finding in findings])
 """
 
 

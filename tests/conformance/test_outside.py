@@ -124,7 +124,7 @@ def test_a_wrong_strategy_fails_and_a_right_one_passes(tmp_path: Path) -> None:
     }, said
     for words in (
         r"sgd \(ten steps of SGD with momentum\) over 'outside_summed', 2 devices: seed \d+, Sizes",
-        r"the strategy declares 'The outside strategy clips no values. Pass `max_norm`.', and nothing was raised",
+        r"the strategy declares 'The outside strategy clips no values. Pass `max_norm`.', but nothing was raised",
         r"ValueError: The outside strategy clips no values.",
     ):
         assert re.search(words, said), f"{words!r} is not in:\n{said}"

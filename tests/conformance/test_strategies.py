@@ -27,7 +27,7 @@ Show = Callable[[str, list[Finding]], None]
 
 
 def refuse_failures(row: Row, findings: list[Finding]) -> None:
-    failures = [f"{row}, {finding.case}: {finding.words}" for finding in findings if finding.seen == "failed"]
+    failures = [f"{row}, {finding.case}: {finding.message}" for finding in findings if finding.result == "failed"]
     assert not failures, "\n".join(failures)
 
 

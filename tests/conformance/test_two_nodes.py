@@ -28,7 +28,7 @@ fabric.launch()
 from fabric.testing import cases, examine
 
 findings = examine(fabric, [case for case in cases() if case.name in ("sgd", "load")], seed=int(sys.argv[2]))
-seen = {finding.case: finding.seen + finding.words for finding in findings}
+seen = {finding.case: finding.result + finding.message for finding in findings}
 places = fabric.all_gather({"node": fabric.node_rank, "local": fabric.local_rank, "rank": fabric.global_rank})
 fabric.save(sys.argv[1], {"seen": seen, "places": places})
 fabric.close()

@@ -42,6 +42,10 @@ CONSTRUCTORS: dict[str, Row] = {
         ValueError,
         "`check_replicas=0` is out of range. Write a whole number from 1.",
     ),
+    "debug": (lambda: two("ddp", debug=True), ValueError, "`debug=True` is not known. Write 'collectives'."),
+    "log_dir": (lambda: two("ddp", log_dir=__file__), ValueError, "is a file. Write the path of a folder"),
+    "log_dir number": (lambda: two("ddp", log_dir=3), TypeError, "`log_dir=3` is a `int`. Write the path of a folder."),
+    "prefix_output": (lambda: two("ddp", prefix_output="no"), TypeError, "`prefix_output='no'` is a `str`."),
     "timeout": (lambda: two(DDPStrategy(timeout_seconds=-1)), ValueError, "write a number of seconds above 0."),
     "timeout word": (
         lambda: two(FSDPStrategy(timeout_seconds="5")),  # type: ignore[arg-type]
@@ -144,9 +148,9 @@ CONSTRUCTORS: dict[str, Row] = {
     "key within": (
         lambda: DeepSpeedStrategy(config={"zero_optimization": {"stages": 2}}),
         ValueError,
-        "`stages` in `zero_optimization` in `DeepSpeedStrategy(config=...)` is no key",
+        "`stages` in `zero_optimization` in `DeepSpeedStrategy(config=...)` is not a key",
     ),
-    "stage": (lambda: DeepSpeedStrategy(stage=4), ValueError, "ZeRO has the stages 1, 2 and 3, and `4` was asked for."),
+    "stage": (lambda: DeepSpeedStrategy(stage=4), ValueError, "ZeRO has the stages 1, 2 and 3, not 4."),
     # Precisions
     "double under ZeRO": (lambda: two("deepspeed", precision="64-true"), ValueError, "Write one of '32-true'"),
     "float16 under ZeRO": (lambda: two("deepspeed", precision="16-true"), ValueError, "has no float16 there"),

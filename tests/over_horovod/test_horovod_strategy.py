@@ -28,7 +28,7 @@ def test_the_numbers_are_those_of_one_process(size: int, precision: str) -> None
         some = [case for case in some if not case.name.startswith("compile")]
     findings = survey(HorovodStrategy(timeout_seconds=60), some, devices=size, precision=precision)  # type: ignore[arg-type]
     assert len(findings) == len(some) > 3
-    assert not [finding for finding in findings if finding.seen != "equal"]
+    assert not [finding for finding in findings if finding.result != "equal"]
 
 
 def ranks(size: int = 2, **options: Any) -> Fabric:

@@ -29,7 +29,7 @@ from fabric.testing.checks import examine
 size, seed = map(int, sys.argv[1:])
 spec = torch_xla._XLAC._get_xla_sharding_spec
 fabric = Fabric(accelerator="xla", strategy="xla_fsdp", devices=size)
-seen = {"cases": {f.case: [f.seen, f.words] for f in fabric.launch(examine, list(cases()), seed=seed)}}
+seen = {"cases": {f.case: [f.result, f.message] for f in fabric.launch(examine, list(cases()), seed=seed)}}
 
 fabric = Fabric(accelerator="xla", strategy="xla_fsdp", devices=size)
 model = torch.nn.Linear(6, 8 * size)

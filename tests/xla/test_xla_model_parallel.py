@@ -69,7 +69,7 @@ def parts_of(tensor):
 
 for name, degrees in meshes.items():
     fabric = fabric_with(lay_out, **degrees)
-    found = seen[name] = {"cases": {f.case: [f.seen, f.words] for f in examine(fabric, some, seed=seed)}}
+    found = seen[name] = {"cases": {f.case: [f.result, f.message] for f in examine(fabric, some, seed=seed)}}
     model = torch.nn.Linear(8, 8)
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     (batch,) = fabric.setup_dataloaders([torch.ones(4, 8)])

@@ -65,28 +65,28 @@ def alone() -> dict[str, Finding]:
 @pytest.mark.parametrize("case", OF_REPLICAS, ids=str)
 def test_replicas_give_the_numbers_of_one_process(of_replicas: dict[str, Finding], case: Case) -> None:
     expected = "raised" if {"unused", "bare_parameters"}.intersection(case.needs) else "equal"
-    assert of_replicas[case.name].seen == expected, of_replicas[case.name]
+    assert of_replicas[case.name].result == expected, of_replicas[case.name]
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_one_device_gives_the_numbers_of_plain_pytorch(alone: dict[str, Finding], case: Case) -> None:
-    assert alone[case.name].seen == "equal", alone[case.name]
+    assert alone[case.name].result == "equal", alone[case.name]
 
 
 def test_parameters_that_some_steps_leave_out_are_zero_there_where_that_is_asked_for() -> None:
     some = [case for case in cases() if "unused" in case.needs]
     seen = findings(by_ddp(find_unused_parameters=True), some)
-    assert {finding.seen for finding in seen.values()} == {"equal"}, seen
+    assert {finding.result for finding in seen.values()} == {"equal"}, seen
 
 
 @pytest.mark.parametrize("strategy", ["ddp", by_ddp()], ids=["alone", "replicas"])
 def test_ddp_on_xla_gives_the_numbers_of_one_process(strategy: str | XLAStrategy) -> None:
     seen = findings(strategy, [case for case in cases() if case.name in IN_FEW])
-    assert {finding.seen for finding in seen.values()} == {"equal"}, seen
+    assert {finding.result for finding in seen.values()} == {"equal"}, seen
 
 
 @pytest.mark.parametrize("precision", ["64-true", "32-true", *TOLERANCES])
 def test_every_precision_gives_its_numbers(precision: str) -> None:
     some = [case for case in cases() if case.name in IN_FEW]
     seen = findings(XLAStrategy(cpu_replicas=True), some, precision)
-    assert {finding.seen for finding in seen.values()} == {"equal"}, seen
+    assert {finding.result for finding in seen.values()} == {"equal"}, seen

@@ -11,7 +11,7 @@ from fabric.launchers.environments.mpi import MPIEnvironment as MPIEnvironment
 from fabric.launchers.environments.slurm import SlurmEnvironment as SLURMEnvironment
 from fabric.launchers.environments.torchelastic import TorchElasticEnvironment as TorchElasticEnvironment
 from fabric.launchers.environments.xla import XLAEnvironment as XLAEnvironment
-from fabric.lightning.carry import refuse
+from fabric.lightning.unsupported import unsupported
 
 __all__ = [
     "ClusterEnvironment",
@@ -29,7 +29,7 @@ class LightningEnvironment:
     """Lightning Fabric starts processes itself with it. Here an external launcher always determines the world."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise refuse(
+        raise unsupported(
             "LightningEnvironment()",
             "Leave it out: without an external launcher the ranks are started here. Within a job whose variables are "
             "to be ignored, unset them for the program: `env -u SLURM_PROCID -u SLURM_STEP_ID python train.py`.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fabric.lightning.carry import refuse
+from fabric.lightning.unsupported import unsupported
 
 
 class CheckpointIO:
@@ -12,17 +12,17 @@ class CheckpointIO:
 
 
 class TorchCheckpointIO(CheckpointIO):
-    """What `fabric.save` does in any case."""
+    """Accepted, and ignored: `fabric.save` always writes with torch."""
 
 
 class XLACheckpointIO(CheckpointIO):
-    """What `fabric.save` does in any case."""
+    """Accepted, and ignored: `fabric.save` always writes with torch."""
 
 
 def refuse_checkpoint_io(plugin: Any) -> None:
-    """Raise NotCarriedOverError for a custom plugin."""
+    """Raise UnsupportedError for a custom plugin."""
     if type(plugin) not in (TorchCheckpointIO, XLACheckpointIO):
-        raise refuse(
+        raise unsupported(
             f"Fabric(plugins={type(plugin).__name__}())",
             "Call it yourself on rank 0 with the state dicts: `plugin.save_checkpoint(...)`.",
         )

@@ -7,7 +7,7 @@ from typing import Any, final
 
 import torch
 
-from fabric.lightning.carry import refuse
+from fabric.lightning.unsupported import unsupported
 from fabric.strategies.precision.forward_precision import autocast
 from fabric.strategies.precision.precision import Precision as CorePrecision
 
@@ -44,24 +44,24 @@ class HalfPrecision(Precision):
 
 
 class MixedPrecision(Precision):
-    """bf16-mixed or 16-mixed. `scaler` is not carried over."""
+    """bf16-mixed or 16-mixed. `scaler` is not supported."""
 
     def __init__(self, precision: str, device: str | None = None, scaler: Any = None) -> None:
         if scaler is not None:
-            raise refuse(
+            raise unsupported(
                 "MixedPrecision(scaler=...)",
                 "Pass `dataclasses.replace(fabric.strategies.Precision.parse('16-mixed'), init_scale=2.0**10)` to "
-                "`Fabric(precision=...)` for another first factor.",
+                "`Fabric(precision=...)` for another initial scale.",
             )
         self.precision = _one_of(precision, ("bf16-mixed", "16-mixed"), "MixedPrecision")
 
 
 class FSDPPrecision(Precision):
-    """The precision under FSDP: `precision` alone; `scaler` is not carried over."""
+    """The precision under FSDP: `precision` alone; `scaler` is not supported."""
 
     def __init__(self, precision: str, scaler: Any = None) -> None:
         if scaler is not None:
-            raise refuse("FSDPPrecision(scaler=...)", "Leave it out: '16-mixed' scales losses by itself.")
+            raise unsupported("FSDPPrecision(scaler=...)", "Leave it out: '16-mixed' scales losses automatically.")
         self.precision = CorePrecision.parse(precision).name  # type: ignore[arg-type]
 
 
@@ -80,20 +80,20 @@ class XLAPrecision(Precision):
 
 
 class TransformerEnginePrecision(Precision):
-    """Not carried over."""
+    """Not supported."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise refuse(
+        raise unsupported(
             "TransformerEnginePrecision(...)",
             "Write `precision='bf16-mixed'`, or put Transformer Engine's modules into the model yourself.",
         )
 
 
 class BitsandbytesPrecision(Precision):
-    """Not carried over."""
+    """Not supported."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise refuse(
+        raise unsupported(
             "BitsandbytesPrecision(...)",
             "Put `bitsandbytes.nn.Linear4bit` into the model before `fabric.setup`, or write `precision='bf16-true'`.",
         )

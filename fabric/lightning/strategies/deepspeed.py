@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from fabric.lightning.carry import refuse, refuse_said
 from fabric.lightning.strategies.parallel import ParallelStrategy, processes
+from fabric.lightning.unsupported import refuse_arguments, unsupported
 from fabric.strategies.deepspeed.config import read_config
 from fabric.strategies.deepspeed.strategy import DeepSpeedStrategy as CoreDeepSpeed
 
@@ -20,18 +20,18 @@ _ZERO = {
     "sub_group_size": "sub_group_size",
 }
 _FP16 = ("hysteresis", "initial_scale_power", "loss_scale", "loss_scale_window", "min_loss_scale")
-_NOWHERE = {
-    "remote_device": "Leave it out: `fabric.init_module(empty_init=True)` makes no values.",
-    "load_full_weights": "Leave it out: checkpoints hold whole weights.",
-    "logging_batch_size_per_gpu": "Leave it out: it served DeepSpeed's own logs alone.",
+_INSTEAD = {
+    "remote_device": "Leave it out, and construct the model within `fabric.init_module(empty_init=True)`.",
+    "load_full_weights": "Leave it out: checkpoints contain unsharded weights.",
+    "logging_batch_size_per_gpu": "Leave it out: it only affects DeepSpeed's logs.",
     "logging_level": "Call `logging.getLogger('DeepSpeed').setLevel(level)`.",
     "exclude_frozen_parameters": "Pass `filter` to `fabric.save`.",
-    "nvme_path": "States are offloaded to main memory alone.",
-    "block_size": "States are offloaded to main memory alone.",
-    "queue_depth": "States are offloaded to main memory alone.",
-    "single_submit": "States are offloaded to main memory alone.",
-    "overlap_events": "States are offloaded to main memory alone.",
-    "thread_count": "States are offloaded to main memory alone.",
+    "nvme_path": "Leave it out: states can only be offloaded to main memory.",
+    "block_size": "Leave it out: states can only be offloaded to main memory.",
+    "queue_depth": "Leave it out: states can only be offloaded to main memory.",
+    "single_submit": "Leave it out: states can only be offloaded to main memory.",
+    "overlap_events": "Leave it out: states can only be offloaded to main memory.",
+    "thread_count": "Leave it out: states can only be offloaded to main memory.",
     "partition_activations": "Recompute activations with `torch.utils.checkpoint` in the model.",
     "cpu_checkpointing": "Recompute activations with `torch.utils.checkpoint` in the model.",
     "contiguous_memory_optimization": "Recompute activations with `torch.utils.checkpoint` in the model.",
@@ -46,7 +46,7 @@ class DeepSpeedStrategy(ParallelStrategy):
     `allgather_partitions`, `contiguous_gradients`, `overlap_comm`, `reduce_bucket_size`, `reduce_scatter`,
     `sub_group_size`; and those of loss scaling under "16-true": `loss_scale` (0: dynamic), `initial_scale_power`,
     `loss_scale_window`, `hysteresis`, `min_loss_scale`. Omitted options have DeepSpeed's defaults.
-    Raises: NotCarriedOverError: an argument without a counterpart. ValueError: an option here and in `config`.
+    Raises: UnsupportedError: an argument without a counterpart. ValueError: an option here and in `config`.
     """
 
     def __init__(
@@ -78,19 +78,21 @@ class DeepSpeedStrategy(ParallelStrategy):
             cluster_environment=cluster_environment,
             precision=precision,
         )
-        refuse_said("DeepSpeedStrategy", kwargs, _NOWHERE)
+        refuse_arguments("DeepSpeedStrategy", kwargs, _INSTEAD)
         if not zero_optimization or stage == 0:
-            raise refuse("DeepSpeedStrategy(zero_optimization=False)", "Write `strategy='ddp'`, which is that.")
+            raise unsupported(
+                "DeepSpeedStrategy(zero_optimization=False)", "Write `strategy='ddp'`, which is the same."
+            )
         if not zero_allow_untested_optimizer:
-            raise refuse(
+            raise unsupported(
                 "DeepSpeedStrategy(zero_allow_untested_optimizer=False)",
-                "Leave it out: every optimizer that updates each element by itself is allowed.",
+                "Leave it out: every optimizer that updates each element independently is allowed.",
             )
         for name, device in (("params", offload_params_device), ("optimizer", offload_optimizer_device)):
             if device != "cpu":
-                raise refuse(f"DeepSpeedStrategy(offload_{name}_device={device!r})", "Write 'cpu', main memory.")
+                raise unsupported(f"DeepSpeedStrategy(offload_{name}_device={device!r})", "Write 'cpu', main memory.")
         if pin_memory:
-            raise refuse(
+            raise unsupported(
                 "DeepSpeedStrategy(pin_memory=True)",
                 "Write it into DeepSpeed's dictionary: `config={'zero_optimization': {'offload_optimizer': {'device': "
                 "'cpu', 'pin_memory': True}}}`.",
@@ -125,7 +127,7 @@ def _merged(config: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
         twice = sorted(set(values) & set(config.get(section, {})))
         if twice:
             raise ValueError(
-                f"`DeepSpeedStrategy({twice[0]}={values[twice[0]]!r})`, and `config[{section!r}][{twice[0]!r}]` is "
+                f"`DeepSpeedStrategy({twice[0]}={values[twice[0]]!r})`, but `config[{section!r}][{twice[0]!r}]` is "
                 f"{config[section][twice[0]]!r}. Leave one of them out."
             )
     filled = {section: {**config.get(section, {}), **values} for section, values in sections.items() if values}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fabric.lightning.carry import ELSEWHERE, refuse_said
 from fabric.lightning.strategies.parallel import ParallelStrategy
+from fabric.lightning.unsupported import FABRIC_ARGUMENTS, refuse_arguments
 from fabric.strategies.dp import DataParallelStrategy as CoreDataParallel
 
 
@@ -16,5 +16,7 @@ class DataParallelStrategy(ParallelStrategy):
         self, accelerator: Any = None, parallel_devices: Any = None, checkpoint_io: Any = None, precision: Any = None
     ) -> None:
         said = {"accelerator": accelerator, "parallel_devices": parallel_devices}
-        refuse_said("DataParallelStrategy", {**said, "checkpoint_io": checkpoint_io, "precision": precision}, ELSEWHERE)
+        refuse_arguments(
+            "DataParallelStrategy", {**said, "checkpoint_io": checkpoint_io, "precision": precision}, FABRIC_ARGUMENTS
+        )
         self._core = CoreDataParallel()

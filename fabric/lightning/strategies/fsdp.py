@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from fabric.lightning.carry import refuse
 from fabric.lightning.strategies.parallel import ParallelStrategy, processes, unknown
+from fabric.lightning.unsupported import unsupported
 from fabric.strategies.fsdp.strategy import FSDPStrategy as CoreFSDP
 
 
@@ -15,7 +15,7 @@ class FSDPStrategy(ParallelStrategy):
 
     `sharding_strategy`: FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD and _HYBRID_SHARD_ZERO2 (a replica on each node, or
     `device_mesh=(replicas, shards)`), as strings or torch's enum. `state_dict_type`: "full".
-    Raises: NotCarriedOverError: an option or a value without a counterpart in FSDP2.
+    Raises: UnsupportedError: an option or a value without a counterpart in FSDP2.
     """
 
     def __init__(
@@ -46,10 +46,12 @@ class FSDPStrategy(ParallelStrategy):
             precision=precision,
         )
         if mixed_precision is not None:
-            raise refuse("FSDPStrategy(mixed_precision=...)", "Write `Fabric(precision='bf16-mixed')`, or 'bf16-true'.")
+            raise unsupported(
+                "FSDPStrategy(mixed_precision=...)", "Write `Fabric(precision='bf16-mixed')`, or 'bf16-true'."
+            )
         if activation_checkpointing is not None and activation_checkpointing_policy is not None:
             raise ValueError(
-                "`activation_checkpointing` and `activation_checkpointing_policy` say the same twice. Leave the first "
+                "`activation_checkpointing` and `activation_checkpointing_policy` set the same option. Leave the first "
                 "out."
             )
         _check_state_dict_type(state_dict_type)
@@ -72,58 +74,62 @@ _SHARDING: dict[str, dict[str, Any]] = {
     "HYBRID_SHARD": {"device_mesh": "nodes"},
     "_HYBRID_SHARD_ZERO2": {"device_mesh": "nodes", "reshard_after_forward": False},
 }
-_HELD: dict[str, tuple[Any, str]] = {
-    "limit_all_gathers": (True, "FSDP2 needs no limit: it frees gathered parameters before the next are gathered."),
+_FIXED: dict[str, tuple[Any, str]] = {
+    "limit_all_gathers": (
+        True,
+        "FSDP2 needs no limit: it frees gathered parameters before it gathers the next. Leave it out.",
+    ),
     "use_orig_params": (True, "FSDP2 keeps the user's parameters. Leave it out."),
-    "sync_module_states": (True, "The weights of rank 0 are what is trained. Leave it out."),
+    "sync_module_states": (True, "Weights are always broadcast from rank 0. Leave it out."),
     "forward_prefetch": (False, "Leave it out: FSDP2 gathers the next parameters while the current ones are used."),
 }
-"""Options of which one value is supported, since it always holds here."""
+"""Options with only one supported value, each with the error for others."""
 
 
 def _sharding(word: Any, mesh: Any) -> dict[str, Any]:
     name = word.upper() if isinstance(word, str) else word.name
     if name == "NO_SHARD":
-        raise refuse("FSDPStrategy(sharding_strategy='NO_SHARD')", "Write `strategy='ddp'`, which is that.")
+        raise unsupported("FSDPStrategy(sharding_strategy='NO_SHARD')", "Write `strategy='ddp'`, which is the same.")
     if name not in _SHARDING:
         raise ValueError(f"`FSDPStrategy(sharding_strategy={word!r})`: write one of {', '.join(map(repr, _SHARDING))}.")
     options = dict(_SHARDING[name])
     if mesh is None:
         return options
     if not isinstance(mesh, tuple):
-        raise refuse(
+        raise unsupported(
             "FSDPStrategy(device_mesh=DeviceMesh(...))",
-            "Write the numbers, `device_mesh=(replicas, shards)`: the mesh is made once the ranks exist.",
+            "Write the sizes, `device_mesh=(replicas, shards)`: the mesh is created after launch.",
         )
     if "device_mesh" not in options:
         raise ValueError(
-            f"`FSDPStrategy(sharding_strategy={word!r}, device_mesh={mesh})`: replicas and shards are a hybrid. Write "
-            "`sharding_strategy='HYBRID_SHARD'`, or leave `device_mesh` out."
+            f"`FSDPStrategy(sharding_strategy={word!r}, device_mesh={mesh})`: only a hybrid strategy has replicas and "
+            "shards. Write `sharding_strategy='HYBRID_SHARD'`, or leave `device_mesh` out."
         )
     return {**options, "device_mesh": mesh}
 
 
 def _check_state_dict_type(word: str | None) -> None:
     if word == "sharded":
-        raise refuse(
+        raise unsupported(
             "FSDPStrategy(state_dict_type='sharded')",
-            "Leave it out, or write 'full': `fabric.save` writes one file with whole tensors, which every strategy and "
-            "number of ranks loads. For files of shards call `torch.distributed.checkpoint` on `model.state_dict()`.",
+            "Leave it out, or write 'full': `fabric.save` writes one file with unsharded tensors, which every strategy "
+            "loads with any number of ranks. For sharded files call `torch.distributed.checkpoint` on "
+            "`model.state_dict()`.",
         )
     if word not in (None, "full"):
         raise ValueError(f"`FSDPStrategy(state_dict_type={word!r})`: write 'full', or leave it out.")
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    unknown("FSDPStrategy", options, {**_HELD, "backward_prefetch": None})
+    unknown("FSDPStrategy", options, {**_FIXED, "backward_prefetch": None})
     for name, value in options.items():
         if name == "backward_prefetch":
             if value is not None and value.name != "BACKWARD_PRE":
-                raise refuse(
+                raise unsupported(
                     f"FSDPStrategy(backward_prefetch={value})", "Leave it out: FSDP2 gathers before the backward."
                 )
-        elif bool(value) is not _HELD[name][0]:
-            raise refuse(f"FSDPStrategy({name}={value!r})", _HELD[name][1])
+        elif bool(value) is not _FIXED[name][0]:
+            raise unsupported(f"FSDPStrategy({name}={value!r})", _FIXED[name][1])
 
 
 def _offload(value: Any) -> bool:
@@ -131,7 +137,7 @@ def _offload(value: Any) -> bool:
 
 
 def _policy(policy: Any) -> Any:
-    """Classes, or a function of a module, from torch's `ModuleWrapPolicy` and `size_based_auto_wrap_policy`, too."""
+    """The core's policy: classes, also of torch's `ModuleWrapPolicy` and `transformer_auto_wrap_policy`."""
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 
     if isinstance(policy, ModuleWrapPolicy):
@@ -141,8 +147,8 @@ def _policy(policy: Any) -> Any:
         return words["transformer_layer_cls"]
     if policy is None or isinstance(policy, (type, set, frozenset, list, tuple)):
         return policy
-    raise refuse(
+    raise unsupported(
         f"auto_wrap_policy={policy!r}",
-        "Write the classes of the submodules, `auto_wrap_policy={Block}`. A function `(module) -> bool` is for "
-        "`fabric.strategies.FSDPStrategy`, which `Fabric(strategy=...)` takes, too.",
+        "Write the classes of the submodules, `auto_wrap_policy={Block}`. For a function `(module) -> bool`, pass "
+        "`fabric.strategies.FSDPStrategy` to `Fabric(strategy=...)`.",
     )

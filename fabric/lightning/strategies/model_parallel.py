@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, final
 
 from torch import nn
 
-from fabric.lightning.carry import refuse
 from fabric.lightning.strategies.parallel import ParallelStrategy, processes
+from fabric.lightning.unsupported import unsupported
 from fabric.strategies.model_parallel.strategy import ModelParallelStrategy as CoreModelParallel
 from fabric.strategies.strategy import Strategy as CoreStrategy
 
@@ -35,7 +35,7 @@ class ModelParallelStrategy(ParallelStrategy):
         timeout: timedelta | None = None,
     ) -> None:
         if save_distributed_checkpoint:
-            raise refuse(
+            raise unsupported(
                 "ModelParallelStrategy(save_distributed_checkpoint=True)",
                 "Leave it out: `fabric.save` writes one file with whole tensors, which every strategy and number of "
                 "ranks loads.",

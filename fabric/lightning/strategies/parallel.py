@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from fabric.lightning.carry import ELSEWHERE, refuse_said
 from fabric.lightning.strategies.strategy import Strategy
+from fabric.lightning.unsupported import FABRIC_ARGUMENTS, refuse_arguments
 
 LAUNCHERS = {"popen": "auto", "spawn": "spawn", "fork": "fork", "forkserver": "forkserver"}
 
@@ -30,9 +30,9 @@ def processes(
 ) -> dict[str, Any]:
     """The core's options for processes. `said`: arguments that belong to `Fabric`; None if not passed.
 
-    Raises: ValueError, TypeError: a value is not allowed. NotCarriedOverError: one of `said` has a value.
+    Raises: ValueError, TypeError: a value is not allowed. UnsupportedError: one of `said` has a value.
     """
-    refuse_said(where, said, ELSEWHERE)
+    refuse_arguments(where, said, FABRIC_ARGUMENTS)
     if start_method not in LAUNCHERS:
         raise ValueError(f"`{where}(start_method={start_method!r})`: write one of {', '.join(map(repr, LAUNCHERS))}.")
     if timeout is not None and not isinstance(timeout, timedelta):

@@ -41,14 +41,14 @@ class Strategy:
         return made
 
     def within(self: S, fabric: CoreFabric) -> S:
-        """A copy that knows a fabric."""
+        """A copy that is bound to a fabric."""
         bound = copy.copy(self)
         bound._core, bound._fabric = fabric.strategy, fabric
         return bound
 
     @property
     def accelerator(self) -> Accelerator:
-        """The kind of device."""
+        """The accelerator."""
         return accelerator_of(self._within.accelerator.name)
 
     @property
@@ -107,7 +107,7 @@ class Strategy:
     def _within(self) -> CoreFabric:
         if self._fabric is None:
             raise RuntimeError(
-                f"This `{type(self).__name__}` was passed to no `Fabric` yet, and knows no rank and no device. Ask "
+                f"This `{type(self).__name__}` was not passed to a `Fabric`, so it has no rank and no device. Use "
                 "`fabric.strategy`."
             )
         return self._fabric

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fabric.lightning.carry import ELSEWHERE, refuse, refuse_said
 from fabric.lightning.strategies.parallel import ParallelStrategy
+from fabric.lightning.unsupported import FABRIC_ARGUMENTS, refuse_arguments, unsupported
 from fabric.strategies.xla.replicas import XLAStrategy as CoreXLA
 
 
@@ -21,7 +21,9 @@ class XLAStrategy(ParallelStrategy):
         sync_module_states: bool = True,
     ) -> None:
         said = {"accelerator": accelerator, "parallel_devices": parallel_devices, "checkpoint_io": checkpoint_io}
-        refuse_said("XLAStrategy", {**said, "precision": precision}, ELSEWHERE)
+        refuse_arguments("XLAStrategy", {**said, "precision": precision}, FABRIC_ARGUMENTS)
         if not sync_module_states:
-            raise refuse("XLAStrategy(sync_module_states=False)", "The weights of rank 0 are what is trained.")
+            raise unsupported(
+                "XLAStrategy(sync_module_states=False)", "Leave it out: weights are always broadcast from rank 0."
+            )
         self._core = CoreXLA()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fabric.lightning.carry import refuse
 from fabric.lightning.strategies.parallel import ParallelStrategy
+from fabric.lightning.unsupported import unsupported
 from fabric.strategies.xla.fsdp import XLAFSDPStrategy as CoreXLAFSDP
 
 
@@ -15,5 +15,5 @@ class XLAFSDPStrategy(ParallelStrategy):
     def __init__(self, **kwargs: Any) -> None:
         for name, value in kwargs.items():
             if value is not None:
-                raise refuse(f"XLAFSDPStrategy({name}={value!r})", "Leave it out: the compiler places the shards.")
+                raise unsupported(f"XLAFSDPStrategy({name}={value!r})", "Leave it out: the compiler places the shards.")
         self._core = CoreXLAFSDP()

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStr
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from fabric.lightning import Fabric
-from fabric.lightning.carry import NotCarriedOverError
 from fabric.lightning.plugins import BitsandbytesPrecision, CheckpointIO, TransformerEnginePrecision
 from fabric.lightning.plugins.environments import LightningEnvironment, SLURMEnvironment
 from fabric.lightning.strategies import (
@@ -28,6 +27,7 @@ from fabric.lightning.strategies import (
     XLAStrategy,
     strategy_of,
 )
+from fabric.lightning.unsupported import UnsupportedError
 from fabric.strategies import ModelParallelStrategy as CoreModelParallel
 from fabric.strategies import available_strategies
 from fabric.strategies.registry import make_strategy
@@ -106,23 +106,23 @@ def test_arguments_become_the_options_of_the_core(strategy: Strategy, options: d
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (DDPStrategy, {"precision": 16}, r"`DDPStrategy\(precision=16\)` .* Pass it to `Fabric\(precision=\.\.\.\)`"),
     (DDPStrategy, {"parallel_devices": [0]}, "Pass the indices of the devices"),
-    (DDPStrategy, {"checkpoint_io": 1}, "one file, whole or not at all"),
+    (DDPStrategy, {"checkpoint_io": 1}, "one file, atomically"),
     (DataParallelStrategy, {"accelerator": "cuda"}, r"Pass it to `Fabric\(accelerator=\.\.\.\)`"),
     (SingleDeviceStrategy, {"device": "cuda:1"}, r"`Fabric\(accelerator='cuda', devices=\[1\]\)`"),
     (FSDPStrategy, {"state_dict_type": "sharded"}, "Leave it out, or write 'full'"),
     (FSDPStrategy, {"sharding_strategy": "NO_SHARD"}, "Write `strategy='ddp'`"),
     (FSDPStrategy, {"limit_all_gathers": False}, "FSDP2 needs no limit"),
-    (FSDPStrategy, {"sync_module_states": False}, "The weights of rank 0"),
+    (FSDPStrategy, {"sync_module_states": False}, "Weights are always broadcast from rank 0"),
     (FSDPStrategy, {"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, "gathers before the backward"),
     (FSDPStrategy, {"mixed_precision": MixedPrecision()}, r"`Fabric\(precision='bf16-mixed'\)`"),
     (FSDPStrategy, {"auto_wrap_policy": size_based_auto_wrap_policy}, r"`auto_wrap_policy=\{Block\}`"),
     (FSDPStrategy, {"device_mesh": object(), "sharding_strategy": "HYBRID_SHARD"}, r"\(replicas, shards\)"),
     (ModelParallelStrategy, {"parallelize_fn": print, "save_distributed_checkpoint": True}, "one file with whole"),
-    (DeepSpeedStrategy, {"remote_device": "cpu"}, "makes no values"),
+    (DeepSpeedStrategy, {"remote_device": "cpu"}, r"construct the model within `fabric\.init_module"),
     (DeepSpeedStrategy, {"zero_optimization": False}, "Write `strategy='ddp'`"),
     (DeepSpeedStrategy, {"offload_params_device": "nvme"}, "Write 'cpu', main memory"),
     (DeepSpeedStrategy, {"pin_memory": True}, "Write it into DeepSpeed's dictionary"),
-    (XLAStrategy, {"sync_module_states": False}, "The weights of rank 0"),
+    (XLAStrategy, {"sync_module_states": False}, "weights are always broadcast from rank 0"),
     (XLAFSDPStrategy, {"auto_wrap_policy": {nn.Linear}}, "the compiler places the shards"),
     (BitsandbytesPrecision, {"mode": "nf4"}, r"`bitsandbytes\.nn\.Linear4bit`"),
     (TransformerEnginePrecision, {}, "Write `precision='bf16-mixed'`"),
@@ -132,9 +132,9 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("kind", "arguments", "words"), REFUSED)
 def test_what_has_no_counterpart_says_what_to_write(kind: Any, arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(NotCarriedOverError, match=words) as caught:
+    with pytest.raises(UnsupportedError, match=words) as caught:
         kind(**arguments)
-    assert "is not carried over from Lightning Fabric." in str(caught.value)
+    assert "of Lightning Fabric is not supported." in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_what_has_no_counterpart_says_what_to_write(kind: Any, arguments: dict[s
             DeepSpeedStrategy,
             {"loss_scale": 1.0, "config": {"fp16": {"loss_scale": 2.0}}},
             ValueError,
-            r"`DeepSpeedStrategy\(loss_scale=1\.0\)`, and `config\['fp16'\]\['loss_scale'\]` is 2\.0\. Leave one",
+            r"`DeepSpeedStrategy\(loss_scale=1\.0\)`, but `config\['fp16'\]\['loss_scale'\]` is 2\.0\. Leave one",
         ),
     ],
 )
@@ -185,7 +185,7 @@ def test_plugins_for_checkpoints_are_refused_and_environments_are_asked() -> Non
     class Mine(CheckpointIO):
         """Writes in a way of its own."""
 
-    with pytest.raises(NotCarriedOverError, match=r"`plugin\.save_checkpoint\(\.\.\.\)`"):
+    with pytest.raises(UnsupportedError, match=r"`plugin\.save_checkpoint\(\.\.\.\)`"):
         Fabric("cpu", plugins=[Mine()])
     with pytest.raises(ValueError, match=re.escape("`plugins` holds the cluster environment 'slurm'")):
         Fabric("cpu", plugins=SLURMEnvironment())

@@ -24,20 +24,23 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"config": {"gradient_clipping": 1.0}}, "Call `fabric.clip_gradients(model, optimizer, max_norm=...)`"),
     ({"config": {"gradient_accumulation_steps": 4}}, "Accumulate with `fabric.no_backward_sync`."),
     ({"config": {"bf16": {"enabled": True}}}, "Pass `Fabric(precision='bf16-true')`."),
-    ({"config": {"train_batch_size": 8}}, "The loader's batch size says it."),
+    ({"config": {"train_batch_size": 8}}, "The batch size of the loader sets it."),
     ({"config": {"scheduler": {"type": "WarmupLR"}}}, "Make a scheduler from the optimizer that `setup` returns"),
     ({"config": {"optimizer": {"type": "Adam", "lr": 1.0}}}, "`lr` in `optimizer` in `DeepSpeedStrategy(config=...)`"),
-    ({"config": {"optimizer": {"type": "Muon"}}}, "`Muon` in `DeepSpeedStrategy(config=...)` looks at whole tensors"),
-    ({"config": {"optimizer": {"type": "Adagrad"}}}, "DeepSpeed puts an object of its own in its place"),
-    ({"config": {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}}, "offloaded to main memory alone"),
+    ({"config": {"optimizer": {"type": "Muon"}}}, "`Muon` in `DeepSpeedStrategy(config=...)` uses whole tensors"),
+    ({"config": {"optimizer": {"type": "Adagrad"}}}, "DeepSpeed replaces it by another object"),
+    (
+        {"config": {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}},
+        "can only be offloaded to main memory",
+    ),
     ({"config": {"zero_optimization": {"offload_optimizer": {"pinned": True}}}}, "`pinned` in `offload_optimizer` in"),
-    ({"stage": 3, "config": {"zero_optimization": {"stage": 2}}}, "both say the ZeRO stage. Leave one out."),
+    ({"stage": 3, "config": {"zero_optimization": {"stage": 2}}}, "both set the ZeRO stage. Leave one out."),
     ({"stage": 0}, "the whole model on every rank, is `strategy='ddp'`"),
-    ({"stage": 4}, "ZeRO has the stages 1, 2 and 3, and `4` was asked for."),
+    ({"stage": 4}, "ZeRO has the stages 1, 2 and 3, not 4."),
     ({"stage": 2, "offload_parameters": True}, "at stage 3, and this is stage 2. Write `stage=3`"),
     (
         {"offload_optimizer": True, "config": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}},
-        "`offload_optimizer=True` and `offload_optimizer` in the configuration say the same twice.",
+        "`offload_optimizer=True` and `offload_optimizer` in the configuration set the same option.",
     ),
     ({"stage": 1, "config": {"zero_optimization": {"overlap_comm": True}}}, "`overlap_comm` at stage 1"),
     ({"config": "/nowhere/ds.json"}, "`DeepSpeedStrategy(config='/nowhere/ds.json')`: No such file or directory."),
@@ -51,7 +54,7 @@ def test_options_that_cannot_be_honoured_raise_where_they_are_written(options: d
 
 
 @pytest.mark.parametrize(
-    ("config", "what"), [([1], "holds a `list`"), ({"optimizer": "Adam"}, "is `'Adam'`, and a dict")]
+    ("config", "what"), [([1], "is a `list`"), ({"optimizer": "Adam"}, "is `'Adam'`. Write a dict")]
 )
 def test_what_is_no_dictionary_is_a_type_error(config: Any, what: str) -> None:
     with pytest.raises(TypeError, match=re.escape(what)):
@@ -64,7 +67,7 @@ def test_a_file_is_read_when_the_strategy_is_made_and_checked_as_a_dictionary_is
     strategy = DeepSpeedStrategy(config=path)
     path.write_text("{")
     assert strategy == DeepSpeedStrategy(config={"zero_optimization": {"stage": 3, "reduce_bucket_size": 10}})
-    with pytest.raises(ValueError, match="the file is no JSON"):
+    with pytest.raises(ValueError, match="the file is not JSON"):
         DeepSpeedStrategy(config=path)
 
 

@@ -456,13 +456,13 @@ def test_other_precisions_optimizers_and_evaluation(tmp_path: Path) -> None:
     for step in range(4):
         one_step(Plain(), alone, optimizer, step)
     torch.testing.assert_close(found["its own optimizer"], dict(alone.state_dict()), rtol=1e-5, atol=1e-5)
-    assert "was given a `SGD`, and DeepSpeed's configuration names 'AdamW'. Leave one out." in found["both"]
+    assert "was given a `SGD`, but DeepSpeed's configuration names 'AdamW'. Leave one out." in found["both"]
     torch.manual_seed(3)
     plain = Net()
     for stage in (1, 2, 3):
         torch.testing.assert_close(found[f"evaluated {stage}"], plain(torch.arange(7)).detach())
         torch.testing.assert_close(found[f"evaluated file {stage}"], dict(plain.state_dict()), rtol=0, atol=0)
-        assert "`Net` was set up without an optimizer, to be evaluated" in found[f"evaluated backward {stage}"]
+        assert "`Net` was set up without an optimizer, for evaluation" in found[f"evaluated backward {stage}"]
 
 
 # What it leaves behind, and what it refuses
@@ -647,29 +647,27 @@ def test_gradients_that_ranks_computed_in_another_order_are_not_added(
 ) -> None:
     for said in run_world(2, paired, strategy_of(2, offload), names):
         assert words in said, said
-        assert "of different parameters of `Sum`, or in another order" in said
+        assert "of different parameters of `Sum`, or in a different order" in said
 
 
 @pytest.mark.slow
 def test_what_an_engine_cannot_do_raises_with_what_to_write() -> None:
     ranks = run_world(2, refusals)
-    assert ranks[0]["said"].startswith("ZeRO shows `Own` slices of one flat tensor.")
+    assert ranks[0]["said"].startswith("ZeRO passes `Own` slices of one flat tensor.")
     assert "DeepSpeed skipped a step of `Net`: its gradients are not finite." in ranks[0]["skipped"]
     assert ranks[1]["skipped"] == ""
     for found in ranks:
         assert "Compile what `setup` returns, or use stage 2." in found["compiled"]
         assert "`setup` was given 2 optimizers for `Net`, and a DeepSpeed engine has one." in found["two"]
-        assert (
-            "The `SGD` holds 7 parameters (the first of shape (7, 5)) that are not those of `Net`." in found["foreign"]
-        )
-        assert "`Adagrad` in `setup`: DeepSpeed puts an object of its own in its place" in found["Adagrad"]
-        assert "`LBFGS` in `setup` looks at whole tensors" in found["LBFGS"]
-        assert "`Adafactor` in `setup` looks at whole tensors" in found["Adafactor"]
+        assert "The `SGD` holds 7 parameters (the first of shape (7, 5)) that `Net` does not have." in found["foreign"]
+        assert "`Adagrad` in `setup`: DeepSpeed replaces it by another object" in found["Adagrad"]
+        assert "`LBFGS` in `setup` uses whole tensors" in found["LBFGS"]
+        assert "`Adafactor` in `setup` uses whole tensors" in found["Adafactor"]
         assert "Call `fabric.setup(model, optimizer)`." in found["alone"]
         assert "A backward of `Net` between `clip_gradients`" in found["after clipping"]
         assert "have a norm (order 2) of nan, so they cannot be clipped" in found["nonfinite"]
         assert "A second backward through one forward of `Net`: at ZeRO stage 3" in found["twice"]
-        assert "`loss` was called directly, and at ZeRO stage 3" in found["method"]
+        assert "`loss` was called directly, but at ZeRO stage 3" in found["method"]
 
 
 def sentence_of(action: Callable[[], Any]) -> str:

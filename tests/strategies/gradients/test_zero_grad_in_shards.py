@@ -225,10 +225,10 @@ def test_a_gradient_in_shards_that_is_read_or_replaced_raises_with_what_to_write
         "`strategy='ddp'`."
     )
     assert replaced == (
-        "`second.bias` was given another gradient by assignment to `grad`, and DeepSpeed would step with the one it "
-        "keeps in shards. Change the loss instead, or use `strategy='ddp'`. `None` discards the gradient."
+        "Another gradient was assigned to `second.bias.grad`, but DeepSpeed would step with the one that it keeps in "
+        "shards. Change the loss instead, or use `strategy='ddp'`. `None` discards the gradient."
     )
     assert clipped == (
         "2 gradients of `Net` were zeroed between `clip_gradients` and `optimizer.step()`, and others were not. Under "
-        "DeepSpeed, clipping closes the window of accumulated gradients: zero some before clipping, or all after it."
+        "DeepSpeed, clipping ends the accumulation window: zero some before clipping, or all after it."
     )

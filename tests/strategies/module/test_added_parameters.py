@@ -89,15 +89,15 @@ def test_what_comes_after_setup_raises_under_deepspeed_by_its_name(strategy: Dee
     what_to_write = "or set up the model again in a new `Fabric`, or pass `strategy='ddp'`."
     assert unfrozen == (
         "2 parameters of `Sequential` ('2.weight', '2.bias') were added or unfrozen after `fabric.setup`. DeepSpeed "
-        "trains the shards that it cut then, and these would never move. Before `fabric.setup`, add all layers, and "
-        f"let all that is ever to be trained require gradients; {what_to_write}"
+        "trains the shards that it made then, so these would not be trained. Before `fabric.setup`, add all layers, "
+        f"and call `requires_grad_()` on all parameters that are ever trained; {what_to_write}"
     )
     assert added.startswith("2 parameters of `Sequential` ('4.weight', '4.bias') were added or unfrozen after")
     assert group == appended
     assert group == (
-        "A parameter group was added to `SGD` after `fabric.setup`: DeepSpeed steps the shards that it cut then, and "
-        "this group would never be trained. Add it before `fabric.setup`, with `lr=0` for as long as it is not to "
-        f"move; {what_to_write}"
+        "A parameter group was added to `SGD` after `fabric.setup`: DeepSpeed steps the shards that it made then, so "
+        f"this group would not be trained. Add it before `fabric.setup`, with `lr=0` until it is to be trained; "
+        f"{what_to_write}"
     )
 
 
