@@ -66,6 +66,21 @@ def place_against_a_foreign_world(request: Request, machine: Machine) -> str | N
     )
 
 
+def output_against_a_foreign_world(request: Request, machine: Machine) -> str | None:
+    """Options for the output of ranks that another launcher has started."""
+    written = f"log_dir={request.log_dir!r}" if request.log_dir is not None else "prefix_output=True"
+    if (
+        machine.world is None
+        or machine.world.launcher in OURS
+        or (request.log_dir is None and not request.prefix_output)
+    ):
+        return None
+    return (
+        f"`{written}` is for ranks that fabric starts, but {describe_world(machine)}, which owns their output. Leave "
+        "it out, and use that launcher's own options, such as `srun --output=rank-%t.log` or `torchrun --log-dir`."
+    )
+
+
 def place_without_nodes(request: Request, machine: Machine) -> str | None:
     """Node rank or address, with one node."""
     written = _place_options(request)
@@ -159,6 +174,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     starting_launcher_inside_a_world,
     nodes_against_the_world,
     place_against_a_foreign_world,
+    output_against_a_foreign_world,
     restarts_by_another,
     restarts_on_several_nodes,
     place_without_nodes,
@@ -193,6 +209,16 @@ def strategy_against_the_launcher(strategy: Strategy, word: str, request: Reques
             f"'elastic'. Leave it out{another}."
         )
     return None
+
+
+def debug_against_the_strategy(strategy: Strategy, word: str, request: Request) -> str | None:
+    """Collectives that torch.distributed does not see cannot be compared. One process has none."""
+    if request.debug is None or strategy.uses_process_groups or strategy.launchers == ("inline",):
+        return None
+    return (
+        f"`debug={request.debug!r}` compares the calls of torch.distributed, and `strategy={word}` communicates "
+        "otherwise. Leave `debug` out, or write a strategy over torch.distributed, such as 'ddp' on CPU or CUDA."
+    )
 
 
 def accelerator_against_the_precision(accelerator: Accelerator, precision: Precision) -> str | None:

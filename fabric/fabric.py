@@ -76,6 +76,7 @@ from fabric.strategies.checkpoint.state import (
 from fabric.strategies.checkpoint.storage import Storage, storage_of
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.collective import Collective, ReduceOp
+from fabric.strategies.collectives.debug import compare_collectives
 from fabric.strategies.collectives.flight_recorder import FlightRecorder
 from fabric.strategies.collectives.padding import pad_across_ranks
 from fabric.strategies.collectives.rank_zero_first import rank_zero_first
@@ -88,6 +89,7 @@ from fabric.strategies.gradients.sync import backward_through
 from fabric.strategies.module.activation_checkpointing import recompute
 from fabric.strategies.module.bare_parameters import BareParameters, outside, refuse_later, refuse_shards
 from fabric.strategies.module.initialization import new_tensors
+from fabric.strategies.module.same_model import refuse_different_models
 from fabric.strategies.precision.forward_precision import autocast
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
@@ -135,6 +137,11 @@ class Fabric:
     `check_replicas`: after how many steps of an optimizer the ranks compare the weights and optimizer states that they
     should have in common, bit for bit: after its first step, every so many, and in `close`, to which all ranks then
     come. Where they differ, every rank raises ReplicasDifferError, which names the first difference. None: never.
+    `debug`: "collectives" compares each collective over the ranks before it runs, also those of DDP, FSDP and
+    DeepSpeed, and one that is started with `async_op=True`. Ranks that differ in operation, shapes, dtypes or line of
+    the program raise CollectiveError. Each call then waits for all ranks, and costs an all-reduce of two numbers more.
+    `log_dir`: a folder with one file for each rank, to which its stdout and stderr are copied, and the traceback with
+    which it fails. `prefix_output`: show the rank before each line that it prints. Both need ranks that fabric starts.
     """
 
     def __init__(
@@ -153,6 +160,9 @@ class Fabric:
         timeout_seconds: float | None = None,
         report_after_seconds: float = DEFAULT_REPORT_AFTER_SECONDS,
         check_replicas: int | None = None,
+        debug: str | None = None,
+        log_dir: str | os.PathLike[str] | None = None,
+        prefix_output: bool = False,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
         request = Request.build(arguments, os.environ)
@@ -161,6 +171,7 @@ class Fabric:
         self._writers: list[tuple[object, MetricWriter]] = [(one, metric_writer(one)) for one in self._loggers]
         self._deterministic = request.deterministic
         self._report_after_seconds, self._check_replicas_every = request.report_after_seconds, request.check_replicas
+        self._debug = request.debug
         self._place: World | None = self._configuration.world  # set once this process is a rank, and kept after `close`
         self._runtime: Runtime | None = None
         self._open = ExitStack()
@@ -342,12 +353,15 @@ class Fabric:
         random numbers (dropout, noise), and ranks that hold parts of one model draw the same; both follow from the
         seed.
         Raises: ValueError: an object was set up before, or the strategy does not support a parameter of an optimizer.
+        CollectiveError: on every rank, if the names, shapes or dtypes of its tensors differ over ranks (not `manual`).
         """
         check_module(module)
         check_optimizers(*optimizers)
         runtime = self._connected
         self._refuse_twice(module, *optimizers)
         strangers = self._outside(optimizers, module)
+        if self.strategy.sets_up_one_model:
+            refuse_different_models(runtime, module)
         with ExitStack() as stack:  # restores the module if the strategy raises
             stack.callback(recompute(uncompiled(module), self.strategy.activation_checkpointing_policy))
             before = list(uncompiled(module).parameters())
@@ -1013,6 +1027,8 @@ class Fabric:
                 journal = FlightRecorder()
             runtime = chosen.strategy.connect(world, chosen.accelerator, chosen.devices, chosen.precision)
             stack.callback(runtime.collective.teardown)
+            if self._debug == "collectives" and world.size > 1:
+                stack.enter_context(compare_collectives())
             store = runtime.collective.store()
             if store is not None:
                 stack.callback(Watcher(world, store, journal, self._report_after_seconds).close)

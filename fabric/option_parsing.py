@@ -7,6 +7,7 @@ refuses a wrong value before anything starts.
 from __future__ import annotations
 
 import math
+import os
 from typing import Literal, TypeAlias
 
 from fabric.launchers.registry import OURS
@@ -19,6 +20,8 @@ DEFAULT_REPORT_AFTER_SECONDS = 30.0
 """The default of `Fabric(report_after_seconds=...)`."""
 DEFAULT_MAX_RESTARTS = 3
 """The default of `launcher='elastic'`, as in torch's `LaunchConfig`. Not measured."""
+DEBUG_MODES = ("collectives",)
+"""The values of `Fabric(debug=...)`."""
 PRECISIONS = ("64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed", "64", "32", "16", "bf16")
 """The names that `Precision.parse` knows; a test compares the two. Copied, because `Precision` imports torch."""
 
@@ -85,6 +88,32 @@ def read_launcher(value: object, written: str) -> str:
     raise ValueError(_none_of(written, LAUNCHERS))
 
 
+def read_folder(value: object, written: str) -> str:
+    """Parse the path of a folder, which may not exist yet; absolute."""
+    if not isinstance(value, str | os.PathLike) or not isinstance(path := os.fspath(value), str):
+        raise TypeError(f"`{written}` is a `{type(value).__name__}`. Write the path of a folder.")
+    if not path.strip():
+        raise ValueError(f"`{written}` is empty. Leave it out, or write the path of a folder.")
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise ValueError(f"`{written}` is a file. Write the path of a folder; it is created if it is missing.")
+    return os.path.abspath(path)
+
+
+def read_flag(value: object, written: str) -> bool:
+    """Parse True or False; on the command line, an option without a value."""
+    if value not in (True, False, "True"):
+        raise TypeError(f"`{written}` is a `{type(value).__name__}`. Write True or False.")
+    return bool(value)
+
+
+def read_debug(value: object, written: str) -> str:
+    """Parse `debug`."""
+    for word in DEBUG_MODES:
+        if value == word:
+            return word
+    raise ValueError(_none_of(written, DEBUG_MODES))
+
+
 def read_precision_word(value: object, written: str) -> str:
     """Parse the name of a precision, long or short."""
     for word in PRECISIONS:
@@ -135,4 +164,4 @@ def _whole(value: object, written: str, *, low: int, high: int | None = None) ->
 
 
 def _none_of(written: str, words: tuple[str, ...]) -> str:
-    return f"`{written}` is not known. Write one of {', '.join(map(repr, words))}."
+    return f"`{written}` is not known. Write {'one of ' * (len(words) > 1)}{', '.join(map(repr, words))}."

@@ -46,6 +46,11 @@ class Request:
     report_after_seconds: float = option_parsing.DEFAULT_REPORT_AFTER_SECONDS
     check_replicas: int | None = None
     """None: replicas are not compared."""
+    debug: str | None = None
+    """None: nothing more than always is compared."""
+    log_dir: str | None = None
+    """None: no files for the output of the ranks."""
+    prefix_output: bool = False
     environment: Environment | None = None
     """A custom cluster environment, from `plugins`."""
     callbacks: tuple[Any, ...] = ()
@@ -190,6 +195,14 @@ def _read_check_replicas(value: object, written: str) -> int | None:
     return None if value is None else option_parsing.read_count(value, written)
 
 
+def _read_debug(value: object, written: str) -> str | None:
+    return None if value is None else option_parsing.read_debug(value, written)
+
+
+def _read_log_dir(value: object, written: str) -> str | None:
+    return None if value is None else option_parsing.read_folder(value, written)
+
+
 _READ: Mapping[str, Callable[[Any, str], Any]] = {
     "accelerator": _read_accelerator,
     "strategy": _read_strategy,
@@ -205,4 +218,7 @@ _READ: Mapping[str, Callable[[Any, str], Any]] = {
     "timeout_seconds": _read_timeout,
     "report_after_seconds": option_parsing.read_seconds,
     "check_replicas": _read_check_replicas,
+    "debug": _read_debug,
+    "log_dir": _read_log_dir,
+    "prefix_output": option_parsing.read_flag,
 }

@@ -21,6 +21,7 @@ from fabric.conflicts import (
     CONFLICTS,
     accelerator_against_the_precision,
     accelerator_against_the_strategy,
+    debug_against_the_strategy,
     describe_world,
     strategy_against_the_launcher,
 )
@@ -78,6 +79,7 @@ def resolve(request: Request, machine: Machine) -> Resolved:
     strategy = variant_for(strategy, found.accelerator.name, word=word)
     strategy = _with_timeout(strategy, word, request)
     _refuse(strategy_against_the_launcher(strategy, word, request, machine))
+    _refuse(debug_against_the_strategy(strategy, word, request))
     _refuse(accelerator_against_the_precision(found.accelerator, request.precision))
     _refuse(accelerator_against_the_strategy(found.accelerator, strategy, word))
     devices = choose_devices(request, machine, found, strategy)
@@ -177,7 +179,7 @@ def _topology(request: Request, machine: Machine, num_processes: int) -> Topolog
     if machine.world is not None:
         return _topology_of(machine.world)
     if request.num_nodes == 1:
-        return Topology(num_processes=num_processes)
+        return Topology(num_processes=num_processes, log_dir=request.log_dir, prefix_output=request.prefix_output)
     rank, address, port = (
         said if said is not None else found
         for said, found in (
@@ -195,6 +197,8 @@ def _topology(request: Request, machine: Machine, num_processes: int) -> Topolog
         node_rank=rank,
         main_address=address,
         main_port=port,
+        log_dir=request.log_dir,
+        prefix_output=request.prefix_output,
     )
 
 
@@ -216,7 +220,7 @@ def _launcher(request: Request, machine: Machine, strategy: Strategy, topology: 
     if request.launcher == "elastic" or request.max_restarts is not None:
         return "elastic"
     if topology.size == 1:
-        return "inline"
+        return request.launcher if topology.redirects_output else "inline"
     if request.launcher != "auto" or set(PER_DEVICE) <= set(strategy.launchers):
         return request.launcher
     own = strategy.launchers[0]

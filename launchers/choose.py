@@ -41,7 +41,7 @@ def choose_launcher(
     row = None if word == "auto" else launcher_row(word)
     if row is not None and row.restarts:
         return row.make(topology, max_restarts)
-    if topology.size == 1:
+    if topology.size == 1 and not topology.redirects_output:
         return Inline()
     return _automatic(topology, function) if row is None else row.make(topology)
 

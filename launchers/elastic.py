@@ -54,7 +54,8 @@ class Elastic(Launcher):
             topology = replace(self.topology, attempt=attempt)
             with Supervisor(topology, "elastic", expects_results=expects_results) as supervisor:
                 for local_rank in range(topology.num_processes):
-                    supervisor.add(start(supervisor.world(local_rank)))
+                    with supervisor.starting(local_rank) as world:
+                        supervisor.add(start(world))
                 supervisor.wait()
             if not supervisor.failures or supervisor.ended_by is not None or attempt == self.max_restarts:
                 return supervisor

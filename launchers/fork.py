@@ -110,22 +110,22 @@ def _fork_all(supervisor: Supervisor) -> tuple[World, Reporter] | None:
     parent = os.getpid()
     numbers = random.getstate()
     for local_rank in range(supervisor.topology.num_processes):
-        world = supervisor.world(local_rank)
         reader, writer = os.pipe()
-        # A signal between the fork and the restoration of the handlers would be lost.
-        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING + PASSED_ON)
-        try:
-            pid = _fork()
-            if pid == 0:
-                os.close(reader)
-                random.setstate(numbers)  # Python reseeds a forked process, but the user's seed is meant for the ranks
-                supervisor.abandon()
-                belongings.disown()
-                return world, become_rank(world, writer, parent)
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING + PASSED_ON)
-        os.close(writer)
-        supervisor.add(child_of(world.rank, pid, reader))
+        with supervisor.starting(local_rank) as world:
+            # A signal between the fork and the restoration of the handlers would be lost.
+            signal.pthread_sigmask(signal.SIG_BLOCK, ENDING + PASSED_ON)
+            try:
+                pid = _fork()
+                if pid == 0:
+                    os.close(reader)
+                    random.setstate(numbers)  # Python reseeds a forked process, but the user's seed is for the ranks
+                    supervisor.abandon()
+                    belongings.disown()
+                    return world, become_rank(world, writer, parent)
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING + PASSED_ON)
+            os.close(writer)
+            supervisor.add(child_of(world.rank, pid, reader))
     return None
 
 

@@ -38,7 +38,7 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """How many processes to start, and where they meet."""
+    """How many processes to start, where they meet, and where their output goes."""
 
     num_processes: int
     """Processes on this node."""
@@ -50,6 +50,10 @@ class Topology:
     """Port on node 0. 0 lets the system choose a free one, which only works on a single node."""
     attempt: int = 0
     """Which start of the same job this is."""
+    log_dir: str | None = None
+    """The folder with a file for the output of each rank; None: no files."""
+    prefix_output: bool = False
+    """Whether each line that a rank writes is shown with its rank."""
 
     def __post_init__(self) -> None:
         if self.num_processes < 1:
@@ -64,6 +68,11 @@ class Topology:
                 f"`num_nodes={self.num_nodes}` with `main_port=0`: the other nodes cannot know a port that node 0 "
                 "picks for itself. Pass the same free port on every node, for example `main_port=29500`."
             )
+
+    @property
+    def redirects_output(self) -> bool:
+        """Whether a supervisor reads what the ranks print."""
+        return self.log_dir is not None or self.prefix_output
 
     @property
     def size(self) -> int:

@@ -52,7 +52,8 @@ class Processes(Launcher):
         task = tasks.call_function(worker, args, everyone=everyone, launcher=self.word)
         with Supervisor(self.topology, self.word, expects_results=True) as supervisor:
             for local_rank in range(self.topology.num_processes):
-                supervisor.add(self.start(supervisor.world(local_rank), task))
+                with supervisor.starting(local_rank) as world:
+                    supervisor.add(self.start(world, task))
             supervisor.wait()
         return ending.results(supervisor)
 

@@ -65,9 +65,9 @@ class Script(Launcher):
 
     def _start(self, supervisor: Supervisor, *, awaits_function: bool) -> None:
         for local_rank in range(self.topology.num_processes):
-            world = supervisor.world(local_rank)
             task = RunScript(program=self.program, awaits_function=awaits_function)
-            supervisor.add(start_interpreter(self.program, world, task))
+            with supervisor.starting(local_rank) as world:
+                supervisor.add(start_interpreter(self.program, world, task))
 
 
 def start_interpreter(program: Program, world: World, task: CallFunction | RunScript) -> Child:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -33,6 +33,8 @@ from fabric.strategies.target import Target
 class Strategy(ABC):
     """How a model is distributed over devices; defines its launchers, its collective and its data-loader hooks."""
 
+    uses_process_groups: ClassVar[bool] = False
+    """Whether its collectives are those of torch.distributed."""
     activation_checkpointing_policy: Policy | None = None
     """Submodules whose activations are recomputed in backward instead of stored: classes, or a function of a module.
     `Fabric.setup` applies it, in the same way for every strategy."""
@@ -46,6 +48,12 @@ class Strategy(ABC):
     def marks_steps(self) -> bool:
         """Whether it marks the end of each step, for devices that record operations and run them as one graph."""
         return False
+
+    @property
+    def sets_up_one_model(self) -> bool:
+        """Whether all ranks pass `setup` the same model; then `Fabric.setup` raises if names, shapes or dtypes differ.
+        False where the user's function may make each rank a model of its own."""
+        return True
 
     @property
     @abstractmethod

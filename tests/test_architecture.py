@@ -42,6 +42,7 @@ PART_IMPORTS = {
         "fabric.launchers.watch.activity",
     ): "a call in words, as the watcher takes it",
     ("strategies/collectives/call_check.py", "fabric.launchers.watch.stack"): "the user's line in a stack",
+    ("strategies/collectives/debug.py", "fabric.launchers.watch.stack"): "the user's line in a stack",
     ("strategies/collectives/flight_recorder.py", "fabric.launchers.watch.stack"): "the user's line in a stack",
 }
 COLLECTIVES_OUTSIDE = {

@@ -105,8 +105,13 @@ def _add_run(command: argparse.ArgumentParser) -> None:
         ("timeout-seconds", "S", "how long a collective waits for the other ranks before it raises"),
         ("report-after-seconds", "S", "after how long in one collective to print what each rank does"),
         ("check-replicas", "N", "after how many steps to compare the weights that ranks have in common"),
+        ("debug", "MODE", "collectives: compare each collective over the ranks before it runs"),
+        ("log-dir", "DIR", "copy the output of each rank to a file of its own there"),
     ):
         command.add_argument(f"--{option}", metavar=metavar, help=help_text)
+    command.add_argument(
+        "--prefix-output", action="store_const", const="True", help="show the rank before each line that it prints"
+    )
     command.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name, as in `python -m`")
     command.add_argument("script", metavar="SCRIPT", help="the script, or with -m the module")
     command.add_argument("script_arguments", metavar="...", nargs=argparse.REMAINDER, help="the script's own arguments")

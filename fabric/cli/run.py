@@ -29,6 +29,9 @@ _CHECKS: Mapping[str, Callable[[object, str], object]] = {
     "timeout_seconds": option_parsing.read_seconds,
     "report_after_seconds": option_parsing.read_seconds,
     "check_replicas": option_parsing.read_count,
+    "debug": option_parsing.read_debug,
+    "log_dir": option_parsing.read_folder,
+    "prefix_output": option_parsing.read_flag,
 }
 
 

@@ -69,6 +69,7 @@ def become_rank(world: World, report_fd: int, parent: int, *, awaits_function: b
     die_with_parent(parent)
     os.environ.update(rank_environ(world, dict(os.environ)))
     _share_cores(int(os.environ["OMP_NUM_THREADS"]))
+    _write_whole_lines()
     link = Reporter(world.rank, report_fd)
     _supervisors.append(link)
     if awaits_function:
@@ -87,6 +88,12 @@ def become_rank(world: World, report_fd: int, parent: int, *, awaits_function: b
 
     sys.excepthook = report
     return link
+
+
+def _write_whole_lines() -> None:
+    """Write each line as soon as it ends: ranks share a terminal, a file or a pipe, and would mix parts of lines."""
+    with contextlib.suppress(Exception):  # a stream of the user's, or none
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
 def _tell_the_end(link: Reporter, before: BaseException | None) -> None:

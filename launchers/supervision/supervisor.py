@@ -12,7 +12,7 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -22,6 +22,7 @@ from fabric.launchers.rendezvous.store_server import MeetingPoint
 from fabric.launchers.supervision import failure
 from fabric.launchers.supervision.guardian import Guardian
 from fabric.launchers.supervision.os_process import kill_group, signal_rank
+from fabric.launchers.supervision.output import Output, Stream
 from fabric.launchers.supervision.report import Failure, Inbox, Leaving, Result, Watched, Words
 from fabric.launchers.supervision.signals import ENDING, Signals
 from fabric.launchers.watch.questions import Place, ask_all
@@ -83,6 +84,7 @@ class Supervisor:
         """How many of the received signals have been handled."""
 
     def __enter__(self) -> Supervisor:
+        self._output = Output(self.topology)
         self._point = MeetingPoint(self.topology)
         self._guardian = Guardian()
         self._selector = selectors.DefaultSelector()
@@ -102,6 +104,7 @@ class Supervisor:
         self._point.close(failed=error is not None or bool(self.failures))
         self._guardian.close()
         self._selector.close()
+        self._output.close()
         self.signals.restore()
 
     def abandon(self) -> None:
@@ -110,14 +113,18 @@ class Supervisor:
         self.signals.restore()
         self._guardian.abandon()
         self._selector.close()
+        self._output.abandon()
         self._point.abandon()
         for child in self._running.values():
             os.close(child.report_fd)
             os.close(child.exit_fd)
 
-    def world(self, local_rank: int) -> World:
-        """The world of the rank at `local_rank` of this node."""
-        return self.topology.world(local_rank, port=self._point.port, launcher=self.launcher)
+    @contextlib.contextmanager
+    def starting(self, local_rank: int) -> Iterator[World]:
+        """Context in which the process of a rank is started: the world of the rank at `local_rank` of this node."""
+        world = self.topology.world(local_rank, port=self._point.port, launcher=self.launcher)
+        with self._output.of(world):
+            yield world
 
     def add(self, child: Child) -> None:
         """Supervise a rank that was just started."""
@@ -131,6 +138,8 @@ class Supervisor:
         for child in list(self._running.values()):
             self._selector.register(child.report_fd, selectors.EVENT_READ, partial(self._hear, child))
             self._selector.register(child.exit_fd, selectors.EVENT_READ, partial(self._bury, child))
+            for stream in self._output.streams(child.rank):
+                self._selector.register(stream.reader, selectors.EVENT_READ, partial(self._copy, stream))
         self._heed()
         while self._running:
             self._turn()
@@ -183,6 +192,11 @@ class Supervisor:
             else:
                 self._fail(report)
 
+    def _copy(self, stream: Stream) -> None:
+        """Copy what a rank has printed; at end of file stop watching the pipe."""
+        if not stream.copy():
+            self._selector.unregister(stream.reader)
+
     def _bury(self, child: Child) -> None:
         """Handle the end of a rank: read its last reports, end the processes it left, and take its exit code."""
         at_ns = time.monotonic_ns()
@@ -196,6 +210,10 @@ class Supervisor:
         self._guardian.forget(child.pid)
         os.close(child.report_fd)
         os.close(child.exit_fd)
+        for stream in self._output.streams(child.rank):
+            if stream.reader in self._selector.get_map():
+                self._selector.unregister(stream.reader)
+        self._output.end(child.rank)
         del self._running[child.rank]
         without_result = self.expects_results and child.rank not in self.results
         if code == 0 and not without_result:
@@ -217,6 +235,7 @@ class Supervisor:
         if self._stopping and not self.signals.received:
             return
         self.failures.append(report)
+        self._output.note(report.rank, report.traceback or report.summary)
         if not self._stopping:
             self._after(CAUSE_SECONDS if self._lacks_cause else REPORT_SECONDS, self._terminate)
 

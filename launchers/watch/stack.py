@@ -18,13 +18,12 @@ _OURS = tuple(str(Path(__file__).parents[2] / layer) + os.sep for layer in ("lau
 def users_line(frames: Iterable[tuple[str, int, str]]) -> str:
     """`train.py:12 in main` for frames (file, line, function), innermost first; the outermost one if none is the
     user's; empty without frames."""
-    last = ""
+    last: tuple[str, int, str] | None = None
     libraries = _folders()
-    for file, line, function in frames:
-        last = f"{_short(file)}:{line} in {function}"
-        if not _is_library(file, libraries):
-            return last
-    return last
+    for last in frames:
+        if not _is_library(last[0], libraries):
+            break
+    return f"{_short(last[0])}:{last[1]} in {last[2]}" if last is not None else ""
 
 
 def frames_of(frame: FrameType | None) -> list[tuple[str, int, str]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import inspect
+import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from fabric.strategies.collectives.collective import Collective
 
 _SHOWN = 10  # lines of a call in an error message
+_this_thread = threading.local()
 
 # Note [Two numbers compare all calls]
 # The first is a 32-bit hash of the rank's call. Sums of hashes are exact in float64 up to 2**21 ranks. A rank whose
@@ -61,9 +63,19 @@ def check_call_and_sum(collective: Collective, call: str, number: float = 0.0, *
 def difference(collective: Collective, call: str, advice: str = "") -> CollectiveError:
     """The error for ranks whose hashes differ. Ranks: all, each with its own call."""
     line = users_line(frames_of(inspect.currentframe()))
-    gathered = [content.decode().split("\n", 1) for content in all_gather_bytes(collective, f"{line}\n{call}".encode())]
+    _this_thread.is_comparing = True
+    try:
+        everyones = all_gather_bytes(collective, f"{line}\n{call}".encode())
+    finally:
+        _this_thread.is_comparing = False
+    gathered = [content.decode().split("\n", 1) for content in everyones]
     calls, lines = [call for _, call in gathered], [line for line, _ in gathered]
     return CollectiveError(_side_by_side(calls, lines, advice), rank=collective.rank)
+
+
+def is_comparing() -> bool:
+    """Whether this thread is gathering the calls of all ranks for an error. Those collectives are not compared."""
+    return getattr(_this_thread, "is_comparing", False)
 
 
 def all_gather_bytes(collective: Collective, mine: bytes) -> list[bytes]:

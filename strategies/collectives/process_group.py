@@ -83,6 +83,13 @@ class TorchCollective(CarriesObjects):
         self._splits: dict[tuple[int, ...], TorchCollective | None] = {}
         self._buffers: list[tuple[bytearray, Tensor]] = []
 
+    @classmethod
+    def over(cls, group: ProcessGroup) -> TorchCollective:
+        """The ranks of an existing process group, which `teardown` does not destroy."""
+        collective = cls(World(), "gloo", device=torch.device("cpu"))
+        collective._group, collective._rank, collective._size = group, group.rank(), group.size()
+        return collective
+
     @property
     def rank(self) -> int:
         return self._rank
@@ -273,6 +280,8 @@ class TorchCollective(CarriesObjects):
         group = self._joined(operation)
         try:
             return function(*args, group=group, **to)
+        except CollectiveError:  # of `debug.py`
+            raise
         except (RuntimeError, ValueError) as error:
             raise self._failure(operation, tensor, error) from error
 

@@ -56,7 +56,7 @@ class Engine:
         self._accumulated: set[Tensor] = set()  # in this accumulation window
         self._stepped: set[Tensor] = set()
         self._hooks: list[RemovableHandle] = [
-            module.register_forward_pre_hook(Hook(self._enter)),
+            module.register_forward_pre_hook(Hook(self._enter), prepend=True),
             *(each.register_post_accumulate_grad_hook(self._reached_by_backward) for each in self.trained),  # type: ignore[no-untyped-call]
         ]
         self._places: dict[Tensor, tuple[int, int]] = {}
@@ -78,10 +78,10 @@ class Engine:
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a method of the module, so that the engine handles the backward of its outputs."""
-        if self.stage == 3 and not self._is_called:
+        is_called, self._is_called = self._is_called, False
+        if not is_called and self.stage == 3:
             raise RuntimeError(f"`{getattr(function, '__name__', '?')}` was called directly, but {NOT_GATHERED}")
-        self._is_called = False
-        if torch.is_grad_enabled():
+        if not is_called and torch.is_grad_enabled():
             self.added_parameters.refuse(NEVER_TRAINED)
         output = function(*args, **kwargs)
         if torch.is_grad_enabled():
@@ -121,6 +121,8 @@ class Engine:
 
     @disable_dynamo
     def _enter(self, module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():  # at stage 3 before the hooks of DeepSpeed, which would not know an added parameter
+            self.added_parameters.refuse(NEVER_TRAINED)
         self._is_called = True
 
     def _starts_backward(self) -> Callable[[Tensor], None]:

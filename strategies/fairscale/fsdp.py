@@ -36,11 +36,11 @@ from fabric.strategies.fairscale.library import (
     clip_norm,
     clip_value,
     refuse_optimizers,
-    start_alike,
     why_not,
 )
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.module.bare_parameters import IN_MODULE
+from fabric.strategies.module.buffers import follow_rank_zero
 from fabric.strategies.module.prepare import attach_scaler, place, replica
 from fabric.strategies.module.wrap_policy import Policy, check_policy, matching
 from fabric.strategies.precision.precision import Precision
@@ -102,7 +102,7 @@ class FairScaleFSDPStrategy(ProcessGroupStrategy):
             return replica(runtime, module, optimizers)
         _refuse_dtypes(module, runtime.precision)
         refuse_optimizers("ddp_fully_sharded", optimizers, _WHOLE_MATRICES)
-        start_alike(runtime.collective, module)
+        follow_rank_zero(runtime.collective, [*module.parameters(), *module.buffers()])
         sync = FairScaleFSDPGradientSync(
             runtime,
             module,

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from fabric.launchers.private_names import Names, require
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.module.buffers import follow_rank_zero
 from fabric.strategies.precision.loss_scaler import LossScaler
 from fabric.strategies.target import Target
 
@@ -78,24 +77,6 @@ def root_logger_untouched() -> Iterator[None]:
         yield
     finally:
         logging.root.removeHandler(handler)
-
-
-def start_alike(collective: Collective, module: nn.Module) -> None:
-    """Broadcast parameters and buffers from rank 0, in place.
-
-    Ranks: all call it. Raises: ValueError: on every rank, if two have other names, shapes or dtypes.
-    """
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    described = {name: f"{tuple(tensor.shape)} of {tensor.dtype}" for name, tensor in tensors.items()}
-    for rank, other in enumerate(collective.all_gather_object(described)):
-        for name in [*described, *other]:
-            mine, theirs = described.get(name, "missing"), other.get(name, "missing")
-            if mine != theirs:
-                raise ValueError(
-                    f"`{type(module).__name__}` differs between ranks: {name!r} is {mine} on rank {collective.rank}, "
-                    f"and {theirs} on rank {rank}. Make the same model on every rank."
-                )
-    follow_rank_zero(collective, tensors.values())
 
 
 def refuse_optimizers(strategy: str, optimizers: Sequence[Optimizer], refused: Sequence[type[Optimizer]]) -> None:

@@ -24,12 +24,12 @@ from fabric.strategies.fairscale.library import (
     clip_value,
     name_some,
     refuse_optimizers,
-    start_alike,
     why_not,
 )
 from fabric.strategies.fairscale.oss import FairScaleShardedGradientSync, NoOwnersGradientSync
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.module.bare_parameters import IN_MODULE
+from fabric.strategies.module.buffers import follow_rank_zero
 from fabric.strategies.module.prepare import place, replica
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
@@ -67,7 +67,7 @@ class FairScaleShardedStrategy(ProcessGroupStrategy):
         if runtime.world.size == 1:
             return replica(runtime, module, optimizers)
         refuse_optimizers("ddp_sharded", optimizers, ())
-        start_alike(runtime.collective, module)
+        follow_rank_zero(runtime.collective, [*module.parameters(), *module.buffers()])
         if not optimizers:
             return replica(runtime, module, optimizers, NoOwnersGradientSync(module))
         sync = FairScaleShardedGradientSync(

@@ -36,11 +36,11 @@ class HorovodGradientSync(GradientSync):
         self.is_due = self.is_unsynced = False
         self.alike: Contents | None = None  # the parameters that were broadcast from rank 0
         self.hooks: list[RemovableHandle] = []
-        self._arrange("setup")
+        self._arrange()
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.is_grad_enabled() and not self.contents.is_as_it_was():
-            self._arrange("forward after a change")
+            self._arrange()
         return function(*args, **kwargs)
 
     @contextmanager
@@ -64,13 +64,14 @@ class HorovodGradientSync(GradientSync):
     def release(self) -> None:
         self._remove_hooks()
 
-    def _arrange(self, moment: str) -> None:
+    def _arrange(self) -> None:
         """Average the current parameters from now on, and broadcast new ones from rank 0. Ranks: all call it."""
         self.contents = Contents(self.module)
         self.parameters = [one for one in self.contents.parameters if one.is_floating_point() or one.is_complex()]
         self.buffered = self.contents.modules if self.broadcast_buffers else []
-        lines = [f"{name}: {Spec.of(tensor)}" for name, tensor in _tensors(self.module)]
-        check_call(self.collective, "\n".join([f"{moment} of `{self.name}`", *lines]))
+        if self.alike is not None:  # those of `setup` were compared there
+            lines = [f"{name}: {Spec.of(tensor)}" for name, tensor in _tensors(self.module)]
+            check_call(self.collective, "\n".join([f"forward after a change of `{self.name}`", *lines]))
         follow_rank_zero(self.collective, self.contents.new_since(self.alike))
         self.alike = self.contents
         self._remove_hooks()

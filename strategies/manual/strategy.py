@@ -70,6 +70,10 @@ class ManualStrategy(ProcessGroupStrategy):
         always: dict[Capability, str] = {"bare_parameters": IN_MODULE}
         return {**always, "gather_gradients": COPIES} if copies else always
 
+    @property
+    def sets_up_one_model(self) -> bool:
+        return False
+
     def why_not(self, target: Target) -> str | None:
         if self.parallelize is None:
             return (

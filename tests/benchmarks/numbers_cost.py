@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fabric import Fabric
 from fabric.replica_check import ReplicaCheck
+from fabric.strategies.collectives.debug import compare_collectives
 
 BATCH, WIDTH, LAYERS, STEPS = 32, 256, 12, 10
 
@@ -70,6 +71,10 @@ def numbers(ours: Fabric) -> list[Row]:
         steps(batches)
         detach()
 
+    def debugged(batches: Iterable[Any]) -> None:
+        with compare_collectives():
+            steps(batches)
+
     stream: Any = DataLoader(Endless(), batch_size=None)
     alone = iter(ours.setup_dataloaders(stream, use_distributed_sampler=False))
     agreed = iter(ours.setup_dataloaders(stream, use_distributed_sampler=False, uneven="stop"))
@@ -82,6 +87,7 @@ def numbers(ours: Fabric) -> list[Row]:
             "agreement on uneven data": (partial(steps, alone), partial(steps, agreed)),
             "loader with a state": (partial(steps, plain), partial(steps, prepared)),
             "check_replicas=1": (partial(steps, prepared), partial(compared, prepared)),
+            "debug='collectives'": (partial(steps, prepared), partial(debugged, prepared)),
             "guard_gradients": (partial(steps, prepared), partial(guarded, prepared, None)),
             "guard_gradients(keep_in=)": (partial(steps, prepared), partial(guarded, prepared, folder)),
         }

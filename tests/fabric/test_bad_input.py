@@ -42,6 +42,10 @@ CONSTRUCTORS: dict[str, Row] = {
         ValueError,
         "`check_replicas=0` is out of range. Write a whole number from 1.",
     ),
+    "debug": (lambda: two("ddp", debug=True), ValueError, "`debug=True` is not known. Write 'collectives'."),
+    "log_dir": (lambda: two("ddp", log_dir=__file__), ValueError, "is a file. Write the path of a folder"),
+    "log_dir number": (lambda: two("ddp", log_dir=3), TypeError, "`log_dir=3` is a `int`. Write the path of a folder."),
+    "prefix_output": (lambda: two("ddp", prefix_output="no"), TypeError, "`prefix_output='no'` is a `str`."),
     "timeout": (lambda: two(DDPStrategy(timeout_seconds=-1)), ValueError, "write a number of seconds above 0."),
     "timeout word": (
         lambda: two(FSDPStrategy(timeout_seconds="5")),  # type: ignore[arg-type]

@@ -302,6 +302,12 @@ REFUSED = [
         error="`strategy='ddp_spawn'` starts its processes by 'spawn', but torchelastic started 2 processes",
     ),
     Row(
+        {"log_dir": "/tmp/logs"},
+        started_by("torchelastic", 2),
+        error="`log_dir='/tmp/logs'` is for ranks that fabric starts, but torchelastic started 2",
+    ),
+    Row({"prefix_output": True}, started_by("slurm", 2), error="`prefix_output=True` is for ranks that fabric starts"),
+    Row(
         {"node_rank": 0},
         started_by("slurm", 2),
         error="`--node-rank 0` sets the rank or address of a node, but slurm started 2",

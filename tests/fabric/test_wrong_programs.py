@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import SGD, Optimizer
 
 from fabric import Fabric
+from fabric.strategies.collectives.collective import CollectiveError
 from fabric.strategies.registry import make_strategy
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
@@ -132,6 +133,14 @@ def halve(model: nn.Module) -> None:
         parameter.mul_(0.5)
 
 
+def replace_a_parameter(model: Any) -> None:
+    model[2].weight = nn.Parameter(torch.linspace(-1, 1, 16).view(2, 8))
+
+
+def replace_a_layer(model: Any) -> None:
+    model[2] = make_net(0.1)[2]
+
+
 def halve_gradients(model: nn.Module) -> None:
     for parameter in model.parameters():
         assert parameter.grad is not None
@@ -182,6 +191,11 @@ PROGRAMS: dict[str, tuple[Callable[[Fabric], nn.Module], dict[str, Change]]] = {
     "clip_grad_norm_ of torch": (lambda fabric: usual(fabric, after=clip), {"after": clip}),
     "clip_grad_value_ of torch": (lambda fabric: usual(fabric, after=clip_each), {"after": clip_each}),
     "load_state_dict after setup": (lambda fabric: usual(fabric, before=load), {"before": load}),
+    "parameter replaced after setup": (
+        lambda fabric: usual(fabric, before=replace_a_parameter),
+        {"before": replace_a_parameter},
+    ),
+    "layer replaced after setup": (lambda fabric: usual(fabric, before=replace_a_layer), {"before": replace_a_layer}),
     "weights changed in place": (lambda fabric: usual(fabric, before=halve), {"before": halve}),
     "weights swapped on rank 0, and back": (swapped_on_rank_zero, {}),
     "weights loaded on rank 0, and broadcast by hand": (broadcast_by_hand, {"before": load}),
@@ -214,6 +228,35 @@ def run_all(fabric: Fabric, strategy: str) -> dict[str, str]:
     return found
 
 
+def in_another_order(rank: int) -> nn.Module:
+    names = ("first", "second")
+    return nn.ModuleDict({name: nn.Linear(2, 2) for name in (names if rank == 0 else reversed(names))})
+
+
+DIFFERENT: dict[str, tuple[Callable[[int], nn.Module], str]] = {
+    "sizes": (lambda rank: nn.Linear(2, 2 + rank), "      weight: float32 (3, 2)"),
+    "names": (
+        lambda rank: nn.ModuleDict({f"expert_{rank}": nn.Linear(2, 2)}),
+        "      expert_{}.weight: float32 (2, 2)",
+    ),
+    "dtypes": (lambda rank: nn.Linear(2, 2, dtype=(torch.float32, torch.float64)[rank]), "      bias: float"),
+    "frozen": (lambda rank: nn.Linear(2, 2).requires_grad_(rank == 0), "      weight: float32 (2, 2), frozen"),
+    "order": (in_another_order, "made in the same order"),
+    "buffers": (lambda rank: nn.BatchNorm1d(2, track_running_stats=rank == 0), "running_mean: float32 (2,), a buffer"),
+}
+"""Models that differ over the ranks, and a line of the error."""
+
+
+def set_up_different(fabric: Fabric) -> dict[str, list[str]]:
+    found = {}
+    for name, (make, _) in DIFFERENT.items():
+        model = make(fabric.global_rank)
+        with pytest.raises(CollectiveError) as raised:
+            fabric.setup(model, make_optimizer(model))
+        found[name] = fabric.collective.all_gather_object(str(raised.value))
+    return found
+
+
 KNOWN_WRONG = {
     ("ddp_sharded", "clip_grad_norm_ of torch"),
     ("ddp_fully_sharded", "clip_grad_norm_ of torch"),
@@ -234,6 +277,13 @@ SENTENCES = {
     ("ddp", "never synchronised"): "`SGD.step()` after a `fabric.backward` within `no_backward_sync`",
     ("fsdp", "never synchronised"): "`SGD.step()` after a `fabric.backward` within `no_backward_sync`",
     ("fsdp", "optimizer from before setup"): "has replaced the parameters of `FSDPSequential`",
+    ("fsdp", "parameter replaced after setup"): "were replaced after `fabric.setup`, and `fully_shard` would run with",
+    ("model_parallel", "parameter replaced after setup"): "would run with those from before: '2.weight'",
+    ("model_parallel", "layer replaced after setup"): "'2.weight', '2.bias'. Add and replace layers before `setup`",
+    ("ddp_sharded", "parameter replaced after setup"): "`Sequential` ('2.weight') were added or unfrozen after",
+    ("ddp_fully_sharded", "parameter replaced after setup"): "`Sequential` ('2.weight') were added or unfrozen after",
+    ("deepspeed_stage_2", "parameter replaced after setup"): "`Sequential` ('2.weight') were added or unfrozen after",
+    ("deepspeed_stage_2", "layer replaced after setup"): "`Sequential` ('2.weight', '2.bias') were added or unfrozen",
     ("model_parallel", "plain backward"): "nobody averages over the mesh",
     ("manual", "plain backward"): "is averaged over the ranks after `fabric.backward(loss)`",
     ("ddp_sharded", "optimizer from before setup, plain backward"): "that was not set up",
@@ -242,6 +292,7 @@ SENTENCES = {
     ("deepspeed_stage_2", "submodules called by themselves"): "a submodule was called directly",
     ("deepspeed_stage_2", "optimizer that was not set up"): "of an optimizer of `Sequential` that was not set up",
     ("deepspeed_stage_2", "load_state_dict after setup"): "the step would undo the change",
+    ("deepspeed_stage_3", "parameter replaced after setup"): "`Sequential` ('2.weight') were added or unfrozen after",
     ("deepspeed_stage_3", "weights changed in place"): "the step would undo the change",
 }
 NAMES = ("ddp", "fsdp", "model_parallel", "manual", "ddp_sharded", "ddp_fully_sharded")
@@ -259,7 +310,10 @@ NAMES = ("ddp", "fsdp", "model_parallel", "manual", "ddp_sharded", "ddp_fully_sh
 )
 def test_a_program_with_a_mistake_raises_or_trains_as_it_would_in_one_process(name: str) -> None:
     strategy = (WITH_A_FUNCTION.get((name, 2)) or (lambda: make_strategy(name)))()
-    found = Fabric(accelerator="cpu", devices=2, strategy=strategy, check_replicas=1).launch(run_all, name)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, check_replicas=1)
+    found, differing = fabric.launch(
+        lambda fabric: (run_all(fabric, name), name != "manual" and set_up_different(fabric))
+    )
     for program in ("no mistake", *CORRECT):
         assert found.get(program, "right") == "right", program
     wrong = {program for program, word in found.items() if word.startswith("wrong")}
@@ -267,6 +321,11 @@ def test_a_program_with_a_mistake_raises_or_trains_as_it_would_in_one_process(na
     for (strategy_name, program), sentence in SENTENCES.items():
         if strategy_name == name:
             assert sentence in found[program]
+    for kind, of_ranks in (differing or {}).items():
+        for rank, words in enumerate(of_ranks):
+            assert words == of_ranks[0], "each rank's line of the program is in the error of every rank"
+            assert "rank 1: setup of `" in words, kind
+            assert DIFFERENT[kind][1].format(rank) in words, kind
 
 
 def read_the_same(fabric: Fabric, said: bool) -> tuple[list[str], str]:

@@ -144,7 +144,7 @@ def test_models_that_differ_between_ranks_are_an_error_that_shows_both() -> None
     assert "did not make the same call" in str(raised.value)
     for rank, shape in enumerate(("(3, 2)", "(2, 3)")):
         assert f"rank {rank}: setup of `Linear`, at " in str(raised.value)
-        assert f" in make_models_that_differ\n      weight: float32 {shape} on cpu" in str(raised.value)
+        assert f" in make_models_that_differ\n      weight: float32 {shape}" in str(raised.value)
 
 
 def train_different_models(fabric: Fabric) -> None:

@@ -1,0 +1,135 @@
+"""Compares every collective of torch.distributed over the ranks before it runs: `Fabric(debug="collectives")`.
+
+All calls on process groups go through torch's dispatcher, also those that DDP's reducer makes in C++. So one kernel for
+each operator of `c10d` sees them all, on every group and in every thread, and while none is registered they cost
+nothing. The ranks of the group compare what they are about to call as `call_check.py` does: one all-reduce of two
+numbers; the calls themselves travel only for the error. So each call waits until all ranks of its group make it, also
+one that was started with `async_op=True`.
+
+Unlike `TORCH_DISTRIBUTED_DEBUG=DETAIL`, it needs no second process group, compares the line of the program, and works
+for groups that exist already.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fabric.launchers.watch.stack import frames_of, users_line
+from fabric.strategies.collectives.call_check import difference, hash_of, is_comparing
+from fabric.strategies.collectives.process_group import TorchCollective
+
+_ADVICE = (
+    "`Fabric(debug='collectives')` compares the line of the program, too. If the ranks are meant to make this call on "
+    "different lines, move it to a line that all of them reach."
+)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Operator:
+    """How an operator of `c10d` is shown, and what must be equal on all ranks."""
+
+    words: str
+    arguments: tuple[str, ...]
+    """Tensors whose shapes and dtypes must be equal, by their names in the schema; options whose values must be."""
+    only_dtypes: bool = False
+    """Whether shapes may differ."""
+
+
+OPERATORS: Mapping[str, _Operator] = {
+    "allreduce_": _Operator(words="all_reduce", arguments=("tensors",)),
+    "allreduce_coalesced_": _Operator(words="all_reduce_coalesced", arguments=("tensors",)),
+    "allgather_": _Operator(words="all_gather", arguments=("output_tensors",)),
+    "_allgather_base_": _Operator(words="all_gather_into_tensor", arguments=("input_tensor",)),
+    "allgather_coalesced_": _Operator(words="all_gather_coalesced", arguments=("output_lists",)),
+    "allgather_into_tensor_coalesced_": _Operator(words="all_gather_into_tensor_coalesced", arguments=("inputs",)),
+    "reduce_scatter_": _Operator(words="reduce_scatter", arguments=("input_tensors",)),
+    "_reduce_scatter_base_": _Operator(words="reduce_scatter_tensor", arguments=("input_tensor",)),
+    "reduce_scatter_tensor_coalesced_": _Operator(words="reduce_scatter_tensor_coalesced", arguments=("inputs",)),
+    "broadcast_": _Operator(words="broadcast", arguments=("tensors", "root_rank")),
+    "reduce_": _Operator(words="reduce", arguments=("tensors", "root_rank")),
+    "gather_": _Operator(words="gather", arguments=("input_tensors", "root_rank")),
+    "scatter_": _Operator(words="scatter", arguments=("output_tensors", "root_rank")),
+    "alltoall_base_": _Operator(words="all_to_all_single", arguments=("input",), only_dtypes=True),
+    "alltoall_": _Operator(words="all_to_all", arguments=("input_tensors",), only_dtypes=True),
+    "barrier": _Operator(words="barrier", arguments=()),
+}
+"""The collectives of torch 2.9 to 2.13."""
+NOT_COMPARED = ("send", "recv_", "recv_any_source_", "monitored_barrier_", "check_for_nan")
+"""Operators of `c10d` that not all ranks of a group call, or that do not communicate."""
+
+
+@contextmanager
+def compare_collectives() -> Iterator[None]:
+    """Context in which all collectives of this process are compared. Ranks: all; process groups may exist already.
+
+    A collective that differs from the other ranks' in operation, shapes, dtypes, source or line of the program raises
+    CollectiveError on all ranks of its group, before it runs. Not compared: the operator of a reduction, and calls on
+    groups without a backend for the CPU, which fabric does not create.
+    """
+    library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+    for name, shown in OPERATORS.items():
+        library.impl(
+            name,
+            _kernel(getattr(torch.ops.c10d, name).default, shown),
+            "BackendSelect",
+            with_keyset=True,
+            allow_override=True,  # by a second `Fabric` with the option
+        )
+    try:
+        yield
+    finally:
+        del library  # which removes its kernels
+
+
+def _kernel(operator: Any, shown: _Operator) -> Callable[..., Any]:
+    names = [argument.name for argument in operator._schema.arguments]
+
+    def compare(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        here = inspect.currentframe()
+        caller = here.f_back if here is not None else None  # None if C++ calls in a thread of its own
+        if caller is None or caller.f_code is not _MESSAGE:
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            _compare(ProcessGroup.unbox(given["process_group"]), shown, given, caller)
+        return operator.redispatch(keyset.remove(torch._C.DispatchKey.BackendSelect), *args, **kwargs)
+
+    return compare
+
+
+_MESSAGE = TorchCollective.add_numbers.__code__
+"""Sends the message of a comparison, which is a collective, too."""
+
+
+def _compare(group: ProcessGroup, shown: _Operator, given: Mapping[str, Any], caller: FrameType | None) -> None:
+    if group.size() == 1 or is_comparing() or "cpu:" not in dist.get_backend_config(group):
+        return
+    operands = [words for name in shown.arguments for words in _operands(name, given[name], shown)]
+    call = "\n".join([shown.words, *operands])
+    line = os.path.basename(users_line(frames_of(caller)))  # nodes may have the program in different folders
+    collective, mine = TorchCollective.over(group), hash_of(f"{call}\n{line}")
+    hashes, _ = collective.add_numbers(mine, 0.0)
+    if hashes != mine * group.size():
+        raise difference(collective, call, _ADVICE)
+
+
+def _operands(name: str, value: Any, shown: _Operator) -> Iterator[str]:
+    if isinstance(value, Tensor):
+        yield f"{name}: {str(value.dtype).removeprefix('torch.')}" + (
+            "" if shown.only_dtypes else f" {tuple(value.shape)}"
+        )
+    elif isinstance(value, list):
+        for each in value:
+            yield from _operands(name, each, shown)
+    else:
+        yield f"{name}: {value}"

@@ -1,0 +1,106 @@
+"""What ranks print: a file for each rank, and the rank before each line, on request."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from processes import run, running
+
+PROGRAM = """
+import os, signal, sys
+from fabric import Fabric
+
+def main(fabric, how):
+    rank = fabric.global_rank
+    print("from Python")
+    os.system("echo from a subprocess >&2")
+    sys.stderr.write("10 %\\r20 %\\r")
+    os.write(1, b"x" * 300_000 + b"\\n")
+    fabric.barrier()
+    sys.stdout.write("the last words")
+    sys.stdout.flush()
+    if rank == 1 and how == "raise":
+        raise ValueError("boom")
+    if rank == 1 and how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "wait":
+        sys.stderr.flush()
+        print()
+        signal.pause()
+
+if __name__ == "__main__":
+    launcher, devices, how = sys.argv[1:]
+    Fabric(accelerator="cpu", devices=int(devices), launcher=launcher).launch(main, how)
+"""
+LARGE = "x" * 300_000
+
+
+def command(folder: Path, launcher: str, devices: int = 2, how: str = "", *options: str) -> list[str | Path]:
+    (folder / "program.py").write_text(PROGRAM)
+    logs = ["--log-dir", folder / "logs"]
+    return ["-m", "fabric", "run", *logs, *options, folder / "program.py", launcher, str(devices), how]
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted((folder / "logs").iterdir())}
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "fork",
+        pytest.param("script", marks=pytest.mark.slow),
+        pytest.param("forkserver", marks=pytest.mark.slow),
+        pytest.param("spawn", marks=pytest.mark.thorough),
+        pytest.param("elastic", marks=pytest.mark.thorough),
+    ],
+)
+def test_each_rank_has_a_file_with_all_that_it_and_its_subprocesses_print(tmp_path: Path, launcher: str) -> None:
+    done = run(command(tmp_path, launcher), fresh=True)
+    assert done.returncode == 0, done.stderr
+    files = contents(tmp_path)
+    assert list(files) == ["rank-0.log", "rank-1.log"]
+    for rank, text in enumerate(files.values()):
+        assert re.match(rf"\n?# \d+-\d+-\d+ \d+:\d+:\d+: rank {rank} of 2 starts\n", text), text[:100]
+        for words in ("from Python\n", "from a subprocess\n", f"{LARGE}\n", "the last words"):
+            assert text.count(words) == 1, words
+    assert done.stdout.count("x") == 2 * len(LARGE)  # and on the terminal as without files
+    assert done.stderr.count("from a subprocess") == 2
+
+
+@pytest.mark.slow
+def test_each_line_is_shown_with_its_rank_and_never_mixed_with_another(tmp_path: Path) -> None:
+    done = run(command(tmp_path, "fork", 2, "", "--prefix-output"), fresh=True)
+    lines = sorted(done.stdout.splitlines())
+    assert lines == sorted(
+        f"[rank {rank}] {words}" for rank in (0, 1) for words in ("from Python", LARGE, "the last words")
+    )
+    progress = done.stderr.replace("\r", "\n")
+    assert all(f"[rank {rank}] {words}\n" in progress for rank in (0, 1) for words in ("10 %", "20 %"))
+    assert "[rank" not in contents(tmp_path)["rank-0.log"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "words"), [("raise", "ValueError: boom"), ("kill", "the last words")])
+def test_the_file_of_a_rank_that_fails_ends_with_its_last_words(tmp_path: Path, how: str, words: str) -> None:
+    done = run(command(tmp_path, "fork", 2, how), fresh=True)
+    assert done.returncode == {"raise": 1, "kill": 137}[how]
+    text = contents(tmp_path)["rank-1.log"]
+    assert "the last words" in text
+    assert words in text.strip().splitlines()[-1] or "killed by SIGKILL" in text
+
+
+@pytest.mark.slow
+def test_a_second_start_continues_the_file_and_one_process_has_a_file_too(tmp_path: Path) -> None:
+    for _ in range(2):
+        assert run(command(tmp_path, "auto", 1), fresh=True).returncode == 0
+    assert contents(tmp_path)["rank-0.log"].count("rank 0 of 1 starts") == 2
+
+
+@pytest.mark.slow
+def test_lines_are_in_the_file_while_the_rank_runs(tmp_path: Path) -> None:
+    with running(command(tmp_path, "fork", 2, "wait", "--prefix-output")) as program:
+        program.wait_for("the last words\n", times=2)
+        assert all("the last words" in text for text in contents(tmp_path).values())

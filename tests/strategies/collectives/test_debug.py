@@ -1,0 +1,127 @@
+"""`Fabric(debug="collectives")`: every collective of torch.distributed is compared over the ranks before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fabric import Fabric
+from fabric.strategies.collectives.collective import CollectiveError
+from fabric.strategies.collectives.debug import NOT_COMPARED, OPERATORS
+
+
+def test_every_operator_of_torch_s_process_groups_is_known() -> None:
+    schemas = {schema.name: schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("c10d::")}
+    assert set(schemas) == {f"c10d::{name}" for name in (*OPERATORS, *NOT_COMPARED)}
+    for name, shown in OPERATORS.items():
+        assert {"process_group", *shown.arguments} <= {each.name for each in schemas[f"c10d::{name}"].arguments}, name
+
+
+def calls_that_differ(fabric: Fabric) -> list[str]:
+    """The messages of collectives in which the ranks differ, on all ranks alike."""
+    first = fabric.global_rank == 0
+    pair = dist.new_group([0, 1])
+    one, two = torch.ones(2, 3), torch.ones(3, 2)
+
+    def from_two_lines() -> None:
+        if first:
+            dist.broadcast(one, src=0)  # the first line
+        else:
+            dist.broadcast(one, src=0)
+
+    def gathered(tensor: torch.Tensor) -> None:
+        dist.all_gather([torch.empty_like(tensor) for _ in range(2)], tensor)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "operation": lambda: dist.all_reduce(one) if first else dist.barrier(),
+        "shape": lambda: dist.all_reduce(one if first else two, group=pair),
+        "dtype": lambda: dist.all_reduce(one if first else one.int(), async_op=True),
+        "source": lambda: dist.broadcast(one, src=0 if first else 1),
+        "line": from_two_lines,
+        "gathered": lambda: gathered(one if first else two),
+        "of fabric": lambda: fabric.all_reduce(one) if first else fabric.barrier(),
+        "of fabric and of torch": lambda: fabric.all_reduce(one) if first else dist.all_reduce(one),
+        "objects": lambda: dist.all_gather_object([None, None], 1) if first else dist.all_reduce(one),
+        "without autograd": torch.inference_mode()(lambda: dist.all_reduce(torch.ones(3 if first else 4))),
+    }
+    messages = []
+    for name, call in calls.items():
+        with pytest.raises(CollectiveError, match="The 2 ranks did not make the same call") as caught:
+            call()
+        messages.append(f"{name}: {caught.value}")
+        dist.all_reduce(torch.ones(3))  # a later call works
+    return messages
+
+
+def calls_of_the_backends_that_differ(fabric: Fabric) -> list[str]:
+    """The messages of a model's own collectives, where one rank makes another call first."""
+    messages = []
+    for _ in range(2):
+        model = nn.Linear(4, 1)
+        model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        fabric.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+
+        def differ(model: nn.Module = model) -> None:
+            if fabric.global_rank == 1:
+                dist.all_reduce(torch.ones(5))
+            fabric.backward(model(torch.ones(2, 4)).sum())
+
+        with pytest.raises(CollectiveError) as caught:
+            differ()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_calls_that_differ_in_anything_raise_on_all_ranks_before_they_run() -> None:
+    messages = Fabric(accelerator="cpu", devices=2, debug="collectives").launch(calls_that_differ)
+    found = dict(message.split(": ", 1) for message in messages)
+    assert "rank 0: all_reduce, at " in found["operation"]
+    assert "rank 1: barrier, at " in found["operation"]
+    assert "      tensors: float32 (3, 2)" in found["shape"]
+    assert "      tensors: int32 (2, 3)" in found["dtype"]
+    assert "      root_rank: 1" in found["source"]
+    assert "compares the line of the program, too" in found["line"]
+    assert "in from_two_lines" in found["line"]
+    assert "rank 0: all_reduce with op='mean', at " in found["of fabric"]
+    assert "rank 1: all_reduce, at " in found["of fabric and of torch"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "call"),
+    [("ddp", "broadcast"), ("fsdp", "all_gather_into_tensor"), ("ddp_sharded", "reduce"), ("deepspeed_stage_2", "all")],
+)
+def test_the_collectives_of_backends_are_compared(strategy: str, call: str) -> None:
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, debug="collectives")
+    for message in fabric.launch(calls_of_the_backends_that_differ):
+        assert "test_debug.py" in message
+        assert f"rank 0: {call}" in message
+        assert "rank 1: all_reduce" in message
+
+
+def is_compared() -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "BackendSelect"))
+
+
+def compare_twice(fabric: Fabric) -> list[bool]:
+    seen = [is_compared()]
+    with Fabric(accelerator="cpu", devices=2, debug="collectives") as second:
+        second.launch()
+        second.barrier()
+        seen.append(is_compared())
+    return [*seen, is_compared()]
+
+
+def test_without_the_option_and_after_close_nothing_is_compared() -> None:
+    assert Fabric(accelerator="cpu", devices=2).launch(compare_twice) == [False, True, False]
+
+
+def test_horovod_is_refused_because_it_does_not_use_process_groups() -> None:
+    with pytest.raises(ValueError, match=r"`debug='collectives'` compares the calls of torch\.distributed"):
+        Fabric(accelerator="cpu", devices=2, strategy="horovod", debug="collectives")
