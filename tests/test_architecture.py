@@ -168,12 +168,12 @@ def test_every_folder_of_strategies_is_a_part_or_a_technique() -> None:
     assert folders == {*PARTS, *COMPOSED, *TECHNIQUES}
 
 
-def test_tests_of_a_layer_lie_in_folders_as_its_sources_do() -> None:
+def test_tests_are_in_the_same_folders_as_their_sources() -> None:
     folders = {path.parent for layer in LAYERS for path in (ROOT / "tests" / layer).rglob("*.py")}
     assert not [named(folder) for folder in folders if not (ROOT / folder.relative_to(ROOT / "tests")).is_dir()]
 
 
-def test_no_technique_is_imported_but_by_itself_and_by_the_tables_of_names() -> None:
+def test_no_technique_is_imported_except_by_itself_and_the_registries() -> None:
     wrong = [
         f"{named(path)} imports {module}"
         for path in (ROOT / "strategies").rglob("*.py")
@@ -215,7 +215,7 @@ def takes_a_target(node: ast.AST) -> bool:
     return any(one.annotation is not None and ast.unparse(one.annotation) == "Target" for one in arguments)
 
 
-def test_what_resolves_looks_at_nothing_but_its_arguments() -> None:
+def test_resolving_reads_only_its_arguments() -> None:
     """`tests/fabric/test_resolve.py` gives it machines that are not this one."""
     files = [ROOT / "fabric" / name for name in ("own_world.py", "conflicts.py", "devices.py", "resolve.py")]
     code = [(path, node) for path in files for node in nodes_of(path) if isinstance(node, ast.FunctionDef)]
@@ -245,7 +245,7 @@ def test_the_layer_of_the_user_never_asks_which_strategy_it_has() -> None:
     assert not wrong
 
 
-def test_no_file_bears_the_name_of_a_drawer() -> None:
+def test_no_file_has_a_generic_name() -> None:
     drawers = {"utils", "util", "common", "helpers", "misc", "base"}
     assert not [named(path) for path in sources() if drawers & set(path.relative_to(ROOT).with_suffix("").parts)]
 

@@ -56,13 +56,13 @@ def test_digits_are_read_in_two_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_run_that_was_killed_in_mid_epoch_goes_on_with_the_losses_of_one_that_was_not(tmp_path: Path) -> None:
+def test_a_run_killed_in_mid_epoch_resumes_with_the_losses_of_an_uninterrupted_run(tmp_path: Path) -> None:
     output = run_program(str(EXAMPLES / "resume.py"), cwd=tmp_path, timeout=280)
     assert "killed with exit code 137" in output
     assert output.count("The losses of all 16 steps equal those of a run that was never stopped.") == 1
 
 
-def test_digits_read_badly_are_a_failure_that_is_told_once(tmp_path: Path) -> None:
+def test_a_low_accuracy_of_digits_is_reported_as_one_failure(tmp_path: Path) -> None:
     output = run_program(*two("digits.py"), "--epochs", "1", "--batch-size", "512", cwd=tmp_path, expect=1)
     assert output.count("of the held-out digits are read right; 97% are expected.") == 1
 
@@ -230,7 +230,7 @@ def test_the_links_of_a_page_lead_to_files_and_headings_that_exist(page: Path) -
             assert heading in {re.sub(r"[^\w -]", "", one).lower().replace(" ", "-") for one in headings}, link
 
 
-def test_the_page_on_strategies_lists_those_that_there_are() -> None:
+def test_strategies_md_lists_all_strategies() -> None:
     from fabric.strategies.registry import strategy_registrations
 
     text = (ROOT / "docs/strategies.md").read_text()
@@ -241,7 +241,7 @@ def test_the_page_on_strategies_lists_those_that_there_are() -> None:
     assert listed == {name for name, one in strategy_registrations().items() if one.source == "torchfabric"}
 
 
-def test_a_gpt_whose_layers_are_cut_over_ranks_learns_as_replicas_do(tmp_path: Path) -> None:
+def test_a_tensor_parallel_gpt_learns_like_replicas(tmp_path: Path) -> None:
     curves = []
     for batch_size, axes in (("8", ("--tensor", "2")), ("4", ("--data", "2"))):
         options = ["--batch-size", batch_size, "--steps", "20", *axes]

@@ -132,7 +132,9 @@ def python(environment: dict[str, str], *arguments: str | Path) -> str:
     return done.stdout
 
 
-def test_its_words_train_as_one_process_does(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_strategy_and_accelerator_of_another_package_train_like_one_process(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     found = json.loads(python(environment, tmp_path / "train.py"))
     torch.manual_seed(3)
@@ -152,7 +154,7 @@ def test_its_words_train_as_one_process_does(environment: dict[str, str], tmp_pa
     )
 
 
-def test_the_doctor_tells_of_it(environment: dict[str, str]) -> None:
+def test_fabric_doctor_lists_the_strategy_and_accelerator_of_another_package(environment: dict[str, str]) -> None:
     report = json.loads(python(environment, "-m", "fabric", "doctor", "--json"))
     (accelerator,) = (row for row in report["accelerators"] if row["name"] == "abacus")
     (strategy,) = (row for row in report["strategies"] if row["name"] == "abacus_average")

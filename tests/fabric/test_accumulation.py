@@ -128,13 +128,13 @@ def test_a_step_after_a_last_micro_batch_without_backward_raises() -> None:
 @pytest.mark.parametrize(
     ("number", "said"), [(0, "accumulate\\(loader, 0\\)"), (True, "accumulate\\(loader, True\\)"), (2.0, "2.0")]
 )
-def test_a_window_has_a_number_of_micro_batches(number: Any, said: str) -> None:
+def test_a_window_needs_a_positive_number_of_micro_batches(number: Any, said: str) -> None:
     fabric, _, _ = alone()
     with pytest.raises(ValueError, match=said):
         fabric.accumulate(SAMPLES, number)
 
 
-def test_windows_come_after_setup() -> None:
+def test_accumulate_before_setup_raises() -> None:
     with pytest.raises(RuntimeError, match=r"before `fabric\.setup\(model\)`"):
         Fabric(accelerator="cpu", devices=1).accumulate(SAMPLES, 2)
 
@@ -146,7 +146,7 @@ def test_a_weight_is_a_finite_number_of_zero_or_more() -> None:
             fabric.backward(model(SAMPLES[0]).sum(), weight=weight)  # type: ignore[arg-type]
 
 
-def test_losses_with_and_without_weights_do_not_mix() -> None:
+def test_losses_with_and_without_weights_in_one_window_raise() -> None:
     fabric, model, optimizer = alone()
     with fabric.no_backward_sync(model):
         fabric.backward(model(SAMPLES[0]).sum(), weight=1)
@@ -156,7 +156,7 @@ def test_losses_with_and_without_weights_do_not_mix() -> None:
     fabric.backward(model(SAMPLES[0]).sum())  # what was discarded does not count
 
 
-def test_gradients_that_were_divided_are_not_added_to() -> None:
+def test_a_backward_after_gradients_were_divided_by_weights_raises() -> None:
     fabric, model, optimizer = alone()
     for set_to_none in (True, False):
         fabric.backward(model(SAMPLES[0]).sum(), weight=2)
@@ -288,7 +288,7 @@ def count_messages(world: World, weighted: bool) -> list[tuple[int, int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True])
-def test_gradients_travel_once_for_each_window_and_weights_add_one_number(weighted: bool) -> None:
+def test_gradients_are_reduced_once_per_window_and_weights_add_one_number(weighted: bool) -> None:
     for found in run_world(2, count_messages, weighted):
         assert found == [(1, int(weighted))] * 3
 

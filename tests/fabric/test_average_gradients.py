@@ -60,7 +60,7 @@ def train_alone() -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-def test_averages_are_those_of_ddp_and_weighted_ones_those_of_one_process() -> None:
+def test_averages_equal_those_of_ddp_and_weighted_averages_those_of_one_process() -> None:
     for found in run_world(2, train):
         torch.testing.assert_close(found["average_gradients"], found["ddp"])
         torch.testing.assert_close(found["weight"], train_alone())

@@ -180,7 +180,7 @@ def check(row: Row) -> None:
 
 
 @pytest.mark.parametrize("name", CONSTRUCTORS)
-def test_before_anything_starts_it_is_said_what_cannot_be(name: str) -> None:
+def test_wrong_arguments_raise_before_anything_starts(name: str) -> None:
     check(CONSTRUCTORS[name])
 
 
@@ -239,7 +239,7 @@ METHODS: dict[str, tuple[Callable[[Fabric, Path], Any], type[Exception], str]] =
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_method_names_the_argument_that_is_wrong(name: str, alone: Fabric, tmp_path: Path) -> None:
+def test_a_method_names_the_wrong_argument_in_its_error(name: str, alone: Fabric, tmp_path: Path) -> None:
     call, kind, words = METHODS[name]
     check((lambda: call(alone, tmp_path / "file"), kind, words))
     assert not list(tmp_path.iterdir())
@@ -303,7 +303,7 @@ ON_RANKS: dict[str, tuple[Strategy, Callable[[Fabric], tuple[str, str, bool]], s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ON_RANKS)
-def test_a_setup_that_cannot_be_honoured_leaves_the_model_as_it_was(name: str) -> None:
+def test_a_setup_that_raises_leaves_the_model_unchanged(name: str) -> None:
     strategy, body, words = ON_RANKS[name]
     found = two(strategy, launcher="forkserver").launch(body)
     assert found is not None
@@ -356,7 +356,7 @@ EXTRAS = {
 
 
 @pytest.mark.slow
-def test_a_package_that_is_not_installed_is_named_with_the_command_that_adds_it(tmp_path: Path) -> None:
+def test_a_missing_package_raises_with_the_command_that_installs_it(tmp_path: Path) -> None:
     program = tmp_path / "without.py"
     program.write_text(WITHOUT)
     command = [sys.executable, str(program), *EXTRAS, "ddp"]

@@ -25,11 +25,11 @@ def test_every_callback_that_has_the_hook_is_called_in_order() -> None:
     assert heard == [("first", 3, 0.5), ("second", 3, 0.5)]
 
 
-def test_a_hook_that_nobody_has_calls_nothing() -> None:
+def test_a_hook_that_no_callback_has_calls_nothing() -> None:
     call([Deaf(), Recorder("one", [])], "on_nothing", 1)
 
 
-def test_arguments_may_bear_the_names_of_the_parameters_of_call() -> None:
+def test_hook_arguments_may_have_the_names_of_parameters_of_call() -> None:
     class Open:
         def on_any(self, **kwargs: object) -> None:
             self.kwargs = kwargs
@@ -53,7 +53,7 @@ def test_an_attribute_that_cannot_be_called_is_an_error_before_any_callback_runs
     assert heard == []
 
 
-def test_an_exception_of_a_callback_reaches_the_caller_and_ends_the_round() -> None:
+def test_an_exception_of_a_callback_reaches_the_caller_and_later_callbacks_are_not_called() -> None:
     class Failing:
         def on_step(self, step: int) -> None:
             raise KeyError(step)

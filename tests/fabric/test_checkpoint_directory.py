@@ -24,7 +24,7 @@ def place(tmp_path: Path, kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["local", "fsspec"])
 @pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "background"])
-def test_names_go_on_after_a_resume_and_the_newest_are_kept_whatever_their_steps(
+def test_numbers_continue_after_a_resume_and_the_newest_checkpoints_are_kept_whatever_their_steps(
     tmp_path: Path, kind: str, blocking: bool
 ) -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
@@ -47,7 +47,7 @@ def test_names_go_on_after_a_resume_and_the_newest_are_kept_whatever_their_steps
     fabric.close()
 
 
-def test_the_best_are_kept_besides_and_a_metric_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
+def test_the_best_checkpoints_are_kept_too_and_nan_is_never_the_best_metric(tmp_path: Path) -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
     directory = CheckpointDirectory(tmp_path, keep_last=1, keep_best=2, best="max")
     for metric in (0.1, 0.5, float("nan"), 0.5, 1e-07, float("-inf")):
@@ -60,7 +60,7 @@ def test_the_best_are_kept_besides_and_a_metric_that_is_no_number_is_never_the_b
 
 
 @pytest.mark.parametrize("kind", ["local", "fsspec"])
-def test_what_a_dead_job_left_is_never_chosen_and_goes_with_the_next_save(tmp_path: Path, kind: str) -> None:
+def test_an_incomplete_checkpoint_is_never_loaded_and_the_next_save_removes_it(tmp_path: Path, kind: str) -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
     directory = CheckpointDirectory(place(tmp_path, kind))
     directory.save(fabric, {"x": 1})
@@ -74,7 +74,7 @@ def test_what_a_dead_job_left_is_never_chosen_and_goes_with_the_next_save(tmp_pa
 
 
 @pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "background"])
-def test_nothing_is_removed_for_a_successor_that_fails(tmp_path: Path, blocking: bool) -> None:
+def test_a_failed_save_removes_no_older_checkpoint(tmp_path: Path, blocking: bool) -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
     directory = CheckpointDirectory(tmp_path, keep_last=1)
     directory.save(fabric, {"x": 1})
@@ -90,11 +90,11 @@ def test_nothing_is_removed_for_a_successor_that_fails(tmp_path: Path, blocking:
     ("arguments", "words"),
     [({"keep_last": 0}, "1 or more"), ({"keep_best": -1}, "0 or more"), ({"best": "least"}, "write 'min'")],
 )
-def test_numbers_that_would_keep_nothing_are_refused(arguments: dict[str, object], words: str) -> None:
+def test_values_of_keep_last_that_would_keep_nothing_raise(arguments: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         CheckpointDirectory("run", **arguments)  # type: ignore[arg-type]
 
 
-def test_a_slash_at_the_end_of_an_address_is_no_name(tmp_path: Path) -> None:
+def test_a_trailing_slash_of_an_address_is_ignored(tmp_path: Path) -> None:
     fsspec.filesystem("memory").pipe_file(f"/{tmp_path.name}/run/000001/manifest.json", b"{}")
     assert CheckpointDirectory(f"memory://{tmp_path.name}/run/").latest() == f"memory://{tmp_path.name}/run/000001"

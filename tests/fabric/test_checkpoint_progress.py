@@ -26,7 +26,7 @@ from fabric.strategies.checkpoint.storage import Folder
         (False, 0, True, False),
     ],
 )
-def test_a_bar_is_shown_on_a_terminal_after_its_time(
+def test_a_progress_bar_is_shown_on_a_terminal_after_a_second(
     is_terminal: bool, after_seconds: float, enabled: bool, is_shown: bool
 ) -> None:
     output = io.StringIO()
@@ -37,7 +37,7 @@ def test_a_bar_is_shown_on_a_terminal_after_its_time(
     assert bool(output.getvalue()) is is_shown
 
 
-def test_a_save_and_a_load_tell_their_bytes_up_to_the_last(tmp_path: Path) -> None:
+def test_a_save_and_a_load_report_their_progress_up_to_the_last_byte(tmp_path: Path) -> None:
     tensors = {"a": torch.zeros(BLOCK_BYTES + 1000, dtype=torch.uint8), "b": torch.ones(1000)}
     with Fabric(accelerator="cpu", devices=1) as fabric:
         told: list[tuple[int, int]] = []

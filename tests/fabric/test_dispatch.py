@@ -84,7 +84,7 @@ ALL = [[number * 10 + each for each in range(number)] for number in range(7)]
 
 
 @pytest.mark.slow
-def test_rank_zero_reads_and_every_rank_has_whole_batches_in_turn() -> None:
+def test_rank_zero_reads_and_ranks_get_whole_batches_in_turn() -> None:
     seen = run_world(2, dispatched)
     for rank, each in enumerate(seen):
         assert each["train"] == ALL[rank:6:2]
@@ -103,7 +103,7 @@ def test_rank_zero_reads_and_every_rank_has_whole_batches_in_turn() -> None:
     assert mapping["y"][0] == 4
 
 
-def test_one_rank_reads_its_loader_and_words_that_do_not_go_together_raise() -> None:
+def test_one_rank_reads_its_own_loader_and_contradicting_options_raise() -> None:
     with Fabric(accelerator="cpu", devices=1) as fabric:
         assert [batch.tolist() for batch in fabric.setup_dataloaders(loader(0, 7), dispatch=True)] == ALL
         with pytest.raises(ValueError, match=r"`setup_dataloaders\(dispatch=True, uneven='stop'\)`: rank 0 reads"):

@@ -55,7 +55,7 @@ def gather(loaders: list[DeviceLoader], values_of: Callable[[Any], Any], **optio
     return run_threads(len(loaders), body)
 
 
-def test_every_sample_is_there_once_and_in_the_order_of_the_dataset_on_any_number_of_ranks() -> None:
+def test_every_sample_is_gathered_once_and_in_the_order_of_the_dataset_on_any_number_of_ranks() -> None:
     draw = random.Random(0)
     for _ in range(12):
         count, batch_size = draw.randint(1, 4), draw.randint(1, 5)
@@ -70,7 +70,7 @@ def test_every_sample_is_there_once_and_in_the_order_of_the_dataset_on_any_numbe
             assert [each.tolist() for each in found] == [list(range(size))] * count, (name, size, count, batch_size)
 
 
-def test_tokens_scalars_and_nests_come_back_in_the_containers_of_one_batch() -> None:
+def test_tokens_scalars_and_nests_are_gathered_in_the_containers_of_one_batch() -> None:
     def values_of(batch: Any) -> Any:
         return {"tokens": batch.repeat_interleave(batch), "loss": 2.0 * len(batch), "pair": (batch, None)}
 
@@ -82,7 +82,7 @@ def test_tokens_scalars_and_nests_come_back_in_the_containers_of_one_batch() -> 
         assert found["pair"][1] is None
 
 
-def test_lengths_that_differ_are_filled_up_where_that_is_asked_for_and_raise_elsewhere() -> None:
+def test_different_lengths_are_padded_on_request_and_raise_otherwise() -> None:
     batches = [torch.full((2, length), length) for length in (3, 1, 2)]
     for found in gather(share_out([batches] * 2, 2, "validate"), lambda batch: batch, pad_value=-1):
         assert found.tolist() == [[3, 3, 3]] * 2 + [[1, -1, -1]] * 2 + [[2, 2, -1]] * 2
@@ -102,7 +102,7 @@ def test_ranks_without_a_batch_get_the_values_of_the_others() -> None:
         gather(share_out([DataLoader(Stream(0), 4)] * 2, 2, "validate", said=[]), lambda batch: batch)
 
 
-def test_of_ranks_that_read_the_same_batches_one_counts() -> None:
+def test_ranks_that_read_the_same_batches_are_counted_once() -> None:
     shares = [Share(index=rank // 2, count=2) for rank in range(4)]
     loaders = share_out([DataLoader(range(6), 2)] * 4, 4, "validate", shares=shares)  # type: ignore[arg-type]
     values = [list(loader) for loader in loaders]
@@ -157,7 +157,7 @@ def test_values_that_are_not_those_of_the_last_iteration_raise_and_say_why() -> 
     fabric.close()
 
 
-def test_what_is_wrong_on_one_rank_raises_on_all() -> None:
+def test_a_mistake_on_one_rank_raises_on_all() -> None:
     loaders = share_out([DataLoader(range(8), 2)] * 2, 2, "validate")  # type: ignore[arg-type]
     values = [list(loader) for loader in loaders]
 

@@ -51,7 +51,7 @@ def test_the_loop_of_the_design_trains(fabric: Fabric) -> None:
 # The user's own objects (TRAPS W1, W2, W3, G3, G6)
 
 
-def test_setup_gives_back_the_users_own_objects(fabric: Fabric) -> None:
+def test_setup_returns_the_users_own_objects(fabric: Fabric) -> None:
     model, optimizer = parts()
     scheduler = StepLR(optimizer, step_size=1)
     names = [name for name, _ in model.named_parameters()]
@@ -61,7 +61,7 @@ def test_setup_gives_back_the_users_own_objects(fabric: Fabric) -> None:
     assert [name for name, _ in model.named_parameters()] == names == list(model.state_dict())
 
 
-def test_setup_of_a_module_alone_gives_the_module(fabric: Fabric) -> None:
+def test_setup_of_only_a_module_returns_the_module(fabric: Fabric) -> None:
     model, optimizer = parts()
     assert fabric.setup_module(model) is model
     assert fabric.setup_optimizers(optimizer) is optimizer
@@ -104,7 +104,7 @@ def test_optimizers_keep_hooks_and_the_value_that_step_returns(precision: str) -
         assert calls == ["pre", "post"]
 
 
-def test_a_closure_runs_and_its_value_comes_back(fabric: Fabric) -> None:
+def test_a_closure_runs_and_step_returns_its_value(fabric: Fabric) -> None:
     model, optimizer = fabric.setup(*parts())
 
     def closure() -> torch.Tensor:
@@ -142,7 +142,7 @@ def test_schedulers_step_once_per_call(fabric: Fabric) -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0001)
 
 
-def test_attributes_and_methods_of_the_users_class_are_there(fabric: Fabric) -> None:
+def test_a_prepared_module_has_the_attributes_and_methods_of_the_users_class(fabric: Fabric) -> None:
     class Net(nn.Linear):
         answer = 42
 
@@ -201,7 +201,7 @@ def test_an_overflow_under_16_mixed_skips_the_step_and_says_so(caplog: pytest.Lo
         assert "Skipped a step of Adam" in caplog.text
 
 
-def test_init_module_makes_parameters_in_the_precisions_dtype_and_can_leave_them_as_memory_was() -> None:
+def test_init_module_makes_parameters_in_the_precisions_dtype_and_can_leave_them_uninitialised() -> None:
     with Fabric(accelerator="cpu", devices=1, precision="bf16-true") as fabric:
         with fabric.init_module():
             model = nn.Linear(4, 4)
@@ -319,7 +319,7 @@ def settings() -> dict[str, Any]:
     }
 
 
-def test_a_fabric_leaves_the_process_as_it_was() -> None:
+def test_closing_a_fabric_restores_the_process() -> None:
     before = settings()
     with Fabric(accelerator="cpu", devices=1, deterministic=True) as fabric:
         model, _ = fabric.setup(*parts())
@@ -370,13 +370,13 @@ def test_save_and_load_go_through_the_users_objects(fabric: Fabric, tmp_path: Pa
     assert set(fabric.load(tmp_path / "state")) == {"model", "optimizer", "step"}
 
 
-def test_a_request_to_stop_is_seen_at_the_next_question(fabric: Fabric) -> None:
+def test_a_request_to_stop_is_seen_at_the_next_read_of_should_stop(fabric: Fabric) -> None:
     assert not fabric.should_stop
     fabric.request_stop()
     assert [fabric.should_stop for _ in range(3)][-1]
 
 
-def test_moving_and_talking_alone(fabric: Fabric, capsys: pytest.CaptureFixture[str]) -> None:
+def test_to_device_and_collectives_work_in_one_process(fabric: Fabric, capsys: pytest.CaptureFixture[str]) -> None:
     assert fabric.to_device({"x": torch.ones(1)})["x"].device == fabric.device
     assert fabric.broadcast({"x": [1, "two"]}) == {"x": [1, "two"]}
     assert fabric.all_reduce({"n": torch.tensor([1, 2])})["n"].dtype == torch.float32
@@ -386,7 +386,7 @@ def test_moving_and_talking_alone(fabric: Fabric, capsys: pytest.CaptureFixture[
     assert "hello 3" in capsys.readouterr().out
 
 
-def test_errors_carry_words_of_the_nest(fabric: Fabric) -> None:
+def test_errors_name_the_position_in_the_nest(fabric: Fabric) -> None:
     with pytest.raises((TypeError, CollectiveError), match="word"):
         fabric.all_reduce({"word": "text"})
 

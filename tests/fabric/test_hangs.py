@@ -82,27 +82,27 @@ def read_until(program: Program, words: str) -> str:
 
 
 @pytest.mark.parametrize("how", LATE)
-def test_the_table_says_what_the_late_rank_does(tmp_path: Path, how: str) -> None:
+def test_the_table_shows_what_the_late_rank_does(tmp_path: Path, how: str) -> None:
     with running(hanging(tmp_path, how, "ddp")) as program:
         heard = read_until(program, LATE[how])
     assert f"rank 0  waits in all_reduce of float32 (5,), {line('fabric.backward')} in <module>" in heard
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_2", "ddp_sharded"])
-def test_collectives_of_every_backend_are_seen(tmp_path: Path, strategy: str) -> None:
+def test_the_table_shows_collectives_of_every_backend(tmp_path: Path, strategy: str) -> None:
     with running(hanging(tmp_path, "python", strategy)) as program:
         heard = read_until(program, f"rank 1  runs Python, {line('signal.pause()')} in be_late")
     assert "rank 0  waits in " in heard
 
 
-def test_the_table_comes_again_while_the_ranks_wait_on(tmp_path: Path) -> None:
+def test_the_table_is_printed_again_while_the_ranks_still_wait(tmp_path: Path) -> None:
     with running(hanging(tmp_path, "python", "ddp")) as program:
         for _ in range(3):
             read_until(program, "1 of 2 ranks waits in a collective")
         assert program.process.poll() is None
 
 
-def test_the_end_of_the_timeout_names_the_call_at_which_ranks_part(tmp_path: Path) -> None:
+def test_the_timeout_error_names_the_call_at_which_ranks_diverge(tmp_path: Path) -> None:
     with running(hanging(tmp_path, "elsewhere", "short")) as program:
         heard = read_until(program, f"rank 1: broadcast of float32 (3,), {line('broadcast(')} in be_late")
         assert f"rank 0: all_reduce of float32 (5,), {line('fabric.backward')} in <module>" in heard
@@ -123,7 +123,7 @@ def test_ctrl_c_on_a_job_that_hangs_prints_the_table(tmp_path: Path) -> None:
         assert program.process.wait(30) == -signal.SIGINT
 
 
-def test_a_healthy_job_says_nothing(tmp_path: Path) -> None:
+def test_a_healthy_job_prints_nothing(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM.replace("report_after_seconds=0.3", "report_after_seconds=30"))
     with running([tmp_path / "program.py", "not", "ddp"]) as program:
         _, heard = program.process.communicate(timeout=60)

@@ -118,7 +118,7 @@ def of_another_world(fabric: Fabric, path: str, *, saved: bool) -> str:
 
 
 @pytest.mark.slow
-def test_the_position_in_another_part_of_the_data_is_refused(tmp_path: Path) -> None:
+def test_a_position_in_another_part_of_the_data_raises(tmp_path: Path) -> None:
     def launch(devices: int, *, saved: bool) -> Any:
         fabric = Fabric(accelerator="cpu", devices=devices, strategy="ddp", launcher="forkserver")
         return fabric.launch(of_another_world, str(tmp_path / "file"), saved=saved)
@@ -186,7 +186,7 @@ def fabric() -> Any:
         yield fabric
 
 
-def test_a_loader_without_a_state_is_left_out_of_checkpoints_and_that_is_said_once(
+def test_a_loader_without_a_state_is_left_out_of_checkpoints_and_reported_once(
     fabric: Fabric, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = nn.Linear(2, 2)
@@ -221,7 +221,7 @@ def test_a_loader_without_a_state_is_left_out_of_checkpoints_and_that_is_said_on
 
 
 @pytest.mark.filterwarnings(TORCHDATA_BEHIND)
-def test_a_loader_that_has_a_state_misses_it_where_it_was_not_saved(fabric: Fabric, tmp_path: Path) -> None:
+def test_loading_a_loader_whose_state_was_not_saved_raises(fabric: Fabric, tmp_path: Path) -> None:
     loader = fabric.setup_dataloaders(StatefulDataLoader(range(8), 2))  # type: ignore[arg-type]
     fabric.save(tmp_path / "file", {"step": 1})
     with pytest.raises(CheckpointError, match=r"loader +`\w+` +missing"):

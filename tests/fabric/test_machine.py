@@ -37,7 +37,7 @@ def test_the_cores_are_those_this_process_may_use() -> None:
         assert Machine.look({}, Request()).num_cores == len(os.sched_getaffinity(0))
 
 
-def test_what_cannot_be_used_has_a_sentence_that_says_why() -> None:
+def test_an_accelerator_that_cannot_be_used_has_a_reason() -> None:
     for found in Machine.look({}, Request()).found:
         assert (found.why_unavailable is None) == (found.num_devices > 0)
 
@@ -48,7 +48,7 @@ def test_an_environment_without_variables_is_no_world() -> None:
     assert machine.variables == ()
 
 
-def test_the_world_of_torchrun_is_found_with_the_variables_that_told_of_it() -> None:
+def test_the_world_of_torchrun_is_detected_with_its_variables() -> None:
     machine = Machine.look({**TORCHRUN, "HOME": "/"}, Request())
     assert machine.world is not None
     assert (machine.world.rank, machine.world.size, machine.world.num_nodes) == (1, 4, 2)
@@ -56,19 +56,19 @@ def test_the_world_of_torchrun_is_found_with_the_variables_that_told_of_it() -> 
     assert machine.variables == ("RANK=1", "WORLD_SIZE=4", "LOCAL_RANK=1", "LOCAL_WORLD_SIZE=2")
 
 
-def test_the_place_set_by_hand_is_read_where_there_is_no_world() -> None:
+def test_ranks_set_by_hand_are_read_if_no_launcher_is_detected() -> None:
     by_hand = {"NODE_RANK": "1", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
     machine = Machine.look(by_hand, Request())
     assert (machine.node_rank, machine.main_address, machine.main_port) == (1, "host", 29500)
     assert Machine.look(TORCHRUN, Request()).main_address is None
 
 
-def test_a_port_that_is_none_is_an_error_that_names_the_variable() -> None:
+def test_an_invalid_port_raises_with_the_name_of_its_variable() -> None:
     with pytest.raises(ValueError, match=r"`MASTER_PORT=http` is out of range. Write a whole number from 1 to 65535."):
         Machine.look({"MASTER_PORT": "http"}, Request(num_nodes=2))
 
 
-def test_an_environment_of_the_users_own_is_asked_alone() -> None:
+def test_only_the_users_cluster_environment_is_asked() -> None:
     with pytest.raises(ValueError, match="holds the cluster environment 'slurm', but its variables are not set"):
         Machine.look(TORCHRUN, Request(environment=SlurmEnvironment()))
 
@@ -110,7 +110,7 @@ print(os.waitstatus_to_exitcode(os.wait()[1]))
 
 
 @pytest.mark.slow
-def test_how_the_program_was_started_is_seen(tmp_path: os.PathLike[str]) -> None:
+def test_the_way_the_program_was_started_is_detected(tmp_path: os.PathLike[str]) -> None:
     script = os.path.join(tmp_path, "look.py")
     with open(script, "w") as file:
         file.write(LOOK)

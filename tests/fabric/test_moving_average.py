@@ -19,7 +19,7 @@ def fabric() -> Iterator[Fabric]:
         yield one
 
 
-def test_its_checkpoint_is_a_plain_state_dict_of_the_model(fabric: Fabric, tmp_path: Path) -> None:
+def test_the_checkpoint_of_a_moving_average_is_a_plain_state_dict_of_the_model(fabric: Fabric, tmp_path: Path) -> None:
     model = fabric.setup(nn.BatchNorm1d(3))
     average = fabric.ema(model, decay=0.5)
     with torch.no_grad():
@@ -42,7 +42,7 @@ def test_its_checkpoint_is_a_plain_state_dict_of_the_model(fabric: Fabric, tmp_p
         assert other.state_dict()["model"]["weight"].tolist() == [1.5] * 3
 
 
-def test_weights_changed_while_the_average_is_applied_raise_and_are_put_back(fabric: Fabric) -> None:
+def test_changing_weights_while_the_average_is_applied_raises_and_restores_them(fabric: Fabric) -> None:
     model, optimizer = fabric.setup(*(lambda net: (net, SGD(net.parameters(), lr=1.0)))(nn.Linear(2, 1)))
     average, before = fabric.ema(model), model.weight.detach().clone()
     fabric.backward(model(torch.ones(1, 2)).sum())
@@ -54,7 +54,7 @@ def test_weights_changed_while_the_average_is_applied_raise_and_are_put_back(fab
             use()
 
 
-def test_decays_and_weights_that_it_cannot_average_are_refused(fabric: Fabric) -> None:
+def test_unsupported_decays_and_dtypes_raise(fabric: Fabric) -> None:
     model = fabric.setup(nn.Linear(2, 1))
     for decay in (1.0, -0.1, True, "0.9", float("nan")):
         with pytest.raises(ValueError, match="a decay is a number from 0 to below 1"):

@@ -66,7 +66,7 @@ OWN = ["SingleDeviceStrategy", [1, 0, [0]], [0, 1]]
     ],
     ids=str,
 )
-def test_a_player_beside_the_learner_is_a_world_of_its_own(
+def test_a_fabric_on_one_device_next_to_the_learner_has_its_own_world(
     before: tuple[str, ...], words: tuple[str, ...], tmp_path: Path
 ) -> None:
     script = tmp_path / "learner.py"
@@ -78,7 +78,7 @@ def test_a_player_beside_the_learner_is_a_world_of_its_own(
 
 
 @pytest.mark.slow
-def test_one_device_under_torchrun_without_a_launched_fabric_is_an_error_that_tells_what_to_write(
+def test_one_device_under_torchrun_without_a_launched_fabric_raises_with_what_to_write(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "alone.py").write_text("from fabric import Fabric\nFabric(accelerator='cpu', devices=1)\n")

@@ -66,7 +66,7 @@ def test_rates_are_those_of_all_ranks_and_the_time_left_follows() -> None:
     assert pace.line() == "20/100  256 samples/s  0:00:10  0:00:40 left"
 
 
-def test_a_slow_start_is_forgotten_after_the_window() -> None:
+def test_a_slow_start_does_not_count_after_the_window() -> None:
     pace = ProgressRate(total=None)
     pace.look(0.0)
     pace.items = 1
@@ -77,7 +77,7 @@ def test_a_slow_start_is_forgotten_after_the_window() -> None:
     assert pace.seconds == 199.0
 
 
-def test_a_look_rarer_than_the_window_still_gives_a_rate() -> None:
+def test_updates_rarer_than_the_window_still_give_a_rate() -> None:
     pace = ProgressRate(total=4)
     for look in range(3):
         pace.items = look
@@ -85,7 +85,7 @@ def test_a_look_rarer_than_the_window_still_gives_a_rate() -> None:
     assert pace.items_per_second == pytest.approx(1 / (3 * WINDOW_SECONDS))
 
 
-def test_without_time_or_total_nothing_is_promised() -> None:
+def test_without_elapsed_time_or_a_total_no_time_left_is_shown() -> None:
     pace = ProgressRate(total=None)
     pace.look(5.0)
     assert pace.seconds_left is None
@@ -95,14 +95,14 @@ def test_without_time_or_total_nothing_is_promised() -> None:
 # What is shown
 
 
-def test_where_the_output_is_no_terminal_there_is_a_plain_line_at_the_end() -> None:
+def test_without_a_terminal_a_plain_line_is_printed_at_the_end() -> None:
     console, file = piped()
     batches = [(torch.zeros(8, 3), torch.zeros(8))] * 5
     assert list(progress(batches, "epoch [red] 0", num_ranks=2, console=console)) == batches
     assert re.fullmatch(r"epoch \[red\] 0: 5/5  [\d,.]+ samples/s  0:00:\d\d\n", file.getvalue())
 
 
-def test_a_broken_off_loop_says_how_far_it_came() -> None:
+def test_a_loop_left_early_prints_how_far_it_came() -> None:
     console, file = piped()
     for number in progress(range(10), console=console):
         if number == 3:
@@ -149,7 +149,7 @@ def test_an_iterable_without_a_length_shows_no_total() -> None:
     assert file.getvalue().splitlines()[1].startswith("2/2  ")
 
 
-def test_where_it_is_not_enabled_the_iterator_is_the_bare_one() -> None:
+def test_if_disabled_the_iterator_is_that_of_the_iterable() -> None:
     console, file = piped()
     assert type(progress([1, 2], enabled=False, console=console)) is type(iter([]))
     assert file.getvalue() == ""
@@ -165,7 +165,7 @@ def test_a_negative_number_is_an_error(name: str) -> None:
 # On a terminal
 
 
-def test_a_bar_on_a_terminal_ends_full_and_gives_the_cursor_back() -> None:
+def test_a_bar_on_a_terminal_ends_full_and_restores_the_cursor() -> None:
     text = on_terminal(lambda console: list(progress([torch.zeros(4)] * 6, "learning", console=console)))
     assert "━" in text
     assert re.search(r"learning ━+ 6/6  [\d,.]+ samples/s", plain(text))
@@ -182,7 +182,7 @@ def test_a_printed_line_appears_whole_above_the_bar() -> None:
 
 
 @pytest.mark.parametrize("how", ["break", "raise"])
-def test_leaving_the_loop_gives_terminal_and_output_back(how: str) -> None:
+def test_leaving_the_loop_restores_terminal_and_output(how: str) -> None:
     stdout = sys.stdout
 
     def body(console: Console) -> None:
@@ -212,7 +212,7 @@ def test_a_bar_may_run_within_another() -> None:
 
 
 @pytest.mark.slow
-def test_an_iterator_held_to_the_end_of_the_program_gives_the_cursor_back() -> None:
+def test_an_iterator_kept_until_exit_restores_the_cursor() -> None:
     master, slave = pty.openpty()
     program = "from fabric.progress import progress\nheld = progress(range(3), 'held')\nnext(held)\n"
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}

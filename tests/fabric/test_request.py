@@ -90,7 +90,7 @@ def test_every_form_of_devices_is_read(written: object, read: object) -> None:
         ("plugins", 7, TypeError, "`plugins` holds 7, a `int`. Pass a `Precision` or an `Environment`; accelerators, "),
     ],
 )
-def test_a_word_that_is_none_is_refused_with_what_to_write(
+def test_an_invalid_word_raises_with_what_to_write(
     argument: str, value: object, error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error) as raised:
@@ -132,7 +132,7 @@ def test_an_environment_may_come_as_a_plugin() -> None:
     assert build(plugins=[own]).environment is own
 
 
-def test_the_command_line_speaks_where_the_script_leaves_the_default() -> None:
+def test_the_command_line_sets_options_that_the_script_leaves_at_the_default() -> None:
     environ = typed(
         accelerator="cpu",
         strategy="ddp",
@@ -157,11 +157,11 @@ def test_the_command_line_speaks_where_the_script_leaves_the_default() -> None:
     )
 
 
-def test_the_same_said_twice_is_said_once() -> None:
+def test_the_same_value_in_script_and_command_line_is_accepted() -> None:
     assert build(typed(devices="2", precision="bf16"), devices=2, precision="bf16-mixed").devices == 2
 
 
-def test_auto_on_the_command_line_leaves_the_script_its_word() -> None:
+def test_auto_on_the_command_line_keeps_the_value_of_the_script() -> None:
     assert build(typed(devices="auto"), devices=2).devices == 2
 
 
@@ -180,20 +180,18 @@ def test_auto_on_the_command_line_leaves_the_script_its_word() -> None:
         ("launcher", "fork", "spawn", "`Fabric(launcher='fork')` and the command line `--launcher spawn`"),
     ],
 )
-def test_what_script_and_command_line_say_differently_is_refused(
-    argument: str, mine: object, word: str, words: str
-) -> None:
+def test_different_values_in_script_and_command_line_raise(argument: str, mine: object, word: str, words: str) -> None:
     with pytest.raises(ValueError, match="Leave one of them out") as raised:
         build(typed(**{argument: word}), **{argument: mine})
     assert words in str(raised.value)
 
 
-def test_words_for_another_program_are_passed_over() -> None:
+def test_options_for_another_program_are_ignored() -> None:
     other = ProgramId(arguments=("other.py",), main="/elsewhere/other.py")
     assert build(as_variable({"devices": "3"}, other)) == Request()
 
 
-def test_the_command_line_of_the_ranks_is_not_said_to_a_world_of_one_inside_a_rank() -> None:
+def test_options_of_the_ranks_do_not_apply_to_a_world_of_one_inside_a_rank() -> None:
     two = World(size=2, local_size=2, rendezvous=Rendezvous(address="127.0.0.1", port=1, hosted=True), launcher="fork")
     words = typed(devices="2", strategy="ddp", precision="bf16-true")
     within = {**words, **variables_of(two, {}, 2)}

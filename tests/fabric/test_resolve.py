@@ -341,7 +341,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("row", CHOSEN, ids=repr)
-def test_what_can_be_honoured_is_chosen(row: Row) -> None:
+def test_supported_requests_resolve_to_their_configuration(row: Row) -> None:
     chosen = resolve(Request(**row.said), row.here)
     found = {
         "strategy": chosen.strategy,
@@ -383,13 +383,13 @@ def test_one_device_inside_a_rank_is_a_world_of_its_own(row: Row) -> None:
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=repr)
-def test_what_cannot_be_honoured_is_an_error_with_its_sentence(row: Row) -> None:
+def test_unsupported_requests_raise_with_their_error(row: Row) -> None:
     with pytest.raises(ValueError) as raised:  # noqa: PT011 - the words are compared below
         resolve(Request(**row.said), row.here)
     assert row.error in str(raised.value)
 
 
-def test_every_conflict_has_a_row_that_meets_it() -> None:
+def test_every_conflict_has_a_row_that_raises_it() -> None:
     met = {
         next((conflict for conflict in CONFLICTS if conflict(Request(**row.said), row.here) is not None), None)
         for row in REFUSED
@@ -397,7 +397,7 @@ def test_every_conflict_has_a_row_that_meets_it() -> None:
     assert met >= set(CONFLICTS)
 
 
-def test_no_conflict_answers_to_what_can_be_honoured() -> None:
+def test_no_conflict_refuses_a_supported_request() -> None:
     for row in CHOSEN:
         assert [conflict(Request(**row.said), row.here) for conflict in CONFLICTS] == [None] * len(CONFLICTS), row
 

@@ -100,7 +100,7 @@ def prepared(fabric: Fabric) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
 
-def test_generators_loss_scale_and_schedulers_are_saved_without_being_asked(fabric: Fabric, tmp_path: Path) -> None:
+def test_generators_loss_scale_and_schedulers_are_saved_without_being_named(fabric: Fabric, tmp_path: Path) -> None:
     state = prepared(fabric)
     scheduler, scaler = state.pop("scheduler"), fabric._connected.loss_scaler
     assert scaler is not None
@@ -124,7 +124,7 @@ def test_a_scheduler_that_the_state_names_is_saved_under_its_name_alone(fabric: 
     assert written["fabric"]["schedulers"] == []
 
 
-def test_a_file_without_the_state_of_a_run_leaves_it_as_it_is_and_that_is_said(
+def test_a_file_without_the_state_of_a_run_leaves_it_unchanged_and_reports_that(
     fabric: Fabric, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = prepared(fabric)
@@ -136,7 +136,7 @@ def test_a_file_without_the_state_of_a_run_leaves_it_as_it_is_and_that_is_said(
     assert "The checkpoint has no states of random generators, loss scales and schedulers" in caplog.text
 
 
-def test_plain_values_are_saved_as_they_are_and_our_name_is_refused(fabric: Fabric, tmp_path: Path) -> None:
+def test_plain_values_are_saved_and_the_reserved_name_raises(fabric: Fabric, tmp_path: Path) -> None:
     fabric.save(tmp_path / "file", nn.Linear(2, 1).state_dict())
     assert set(read_checkpoint(tmp_path / "file")) == {"weight", "bias"}
     with pytest.raises(ValueError, match="this name is reserved"):

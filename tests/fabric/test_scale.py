@@ -122,7 +122,7 @@ def counts(world: World, strategy: str, folder: str) -> dict[str, tuple[int, int
         pytest.param("deepspeed_stage_2", (2, 4, 8), marks=pytest.mark.thorough),
     ],
 )
-def test_a_rank_sends_no_more_messages_where_there_are_more_ranks(
+def test_the_messages_of_a_rank_do_not_grow_with_the_number_of_ranks(
     strategy: str, sizes: tuple[int, ...], tmp_path: Path
 ) -> None:
     limits = MESSAGES[strategy]

@@ -42,7 +42,7 @@ def test_the_same_seed_gives_the_same_numbers_in_python_numpy_and_torch() -> Non
         assert all(one != other for one, other in zip(draw()[:3], first[:3], strict=True))
 
 
-def test_the_streams_are_those_of_the_libraries_own_seeds() -> None:
+def test_seeding_equals_the_seed_functions_of_the_libraries() -> None:
     with isolated_rng():
         seed_everything(5)
         together = draw()
@@ -107,7 +107,7 @@ def test_a_derived_seed_depends_on_the_order_of_its_path() -> None:
     assert len({derive_seed(0, 1, 2), derive_seed(0, 2, 1), derive_seed(0, 12), derive_seed(1, 0, 2)}) == 4
 
 
-def test_what_is_drawn_in_isolation_leaves_the_streams_where_they_were() -> None:
+def test_draws_in_isolation_do_not_advance_the_generators() -> None:
     with isolated_rng():
         seed_everything(3)
         undisturbed = draw()
@@ -118,7 +118,7 @@ def test_what_is_drawn_in_isolation_leaves_the_streams_where_they_were() -> None
         assert draw() == undisturbed
 
 
-def test_streams_are_given_back_after_an_exception_too() -> None:
+def test_generators_are_restored_after_an_exception_too() -> None:
     with isolated_rng():
         seed_everything(3)
         undisturbed = draw()
@@ -129,7 +129,7 @@ def test_streams_are_given_back_after_an_exception_too() -> None:
 
 
 @pytest.mark.slow
-def test_ranks_draw_alike_from_one_seed_and_apart_from_derived_ones() -> None:
+def test_ranks_draw_equal_numbers_from_one_seed_and_different_ones_from_derived_seeds() -> None:
     (common_0, own_0), (common_1, own_1) = run_world(2, draw_on_rank, 4)
     assert common_0 == common_1
     assert own_0[0] != own_1[0]

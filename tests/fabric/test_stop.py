@@ -45,7 +45,7 @@ def test_all_ranks_stop_at_the_same_step(size: int, number: int | None) -> None:
     assert after <= steps[0]
 
 
-def test_closing_gives_the_signals_back_and_ends_the_thread() -> None:
+def test_closing_restores_signal_handlers_and_ends_the_thread() -> None:
     before = signal.getsignal(signal.SIGTERM), set(threading.enumerate())
     stop = StopRequest(World(), print)
     assert signal.getsignal(signal.SIGTERM) != before[0]
@@ -91,5 +91,5 @@ def one_rank_never_asks(world: World) -> str:
 
 
 @pytest.mark.slow
-def test_a_rank_that_has_not_asked_yet_stops_at_its_first_question() -> None:
+def test_a_rank_that_has_not_read_should_stop_yet_stops_at_its_first_read() -> None:
     assert run_world(2, one_rank_never_asks)[0] == "stopped"

@@ -55,7 +55,7 @@ def evaluated(world: World) -> dict[str, dict[str, Tensor]]:
 
 
 @pytest.mark.slow
-def test_metrics_of_two_ranks_are_those_of_one_process() -> None:
+def test_metrics_of_two_ranks_equal_those_of_one_process() -> None:
     alone = evaluated(World())
     torch.testing.assert_close(alone["own"], alone["gathered"])
     torch.testing.assert_close(alone["others"]["targets"], TARGETS.sort().values.float())

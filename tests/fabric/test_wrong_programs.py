@@ -352,7 +352,7 @@ def read_the_same(fabric: Fabric, said: bool) -> tuple[list[str], str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("said", [False, True])
-def test_ranks_that_read_the_same_samples_are_told_once_and_a_load_on_one_rank_raises_there(said: bool) -> None:
+def test_reading_the_same_samples_is_reported_once_and_a_load_on_one_rank_raises_there(said: bool) -> None:
     heard, error = Fabric(accelerator="cpu", devices=2, strategy="ddp").launch(read_the_same, said)
     told = [sentence for sentence in heard if "they read the same samples" in sentence]
     assert len(told) == (0 if said else 1)

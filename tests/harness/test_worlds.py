@@ -23,5 +23,5 @@ def gather(world: World, offset: int) -> list[float]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_rank_hands_back_its_result(size: int) -> None:
+def test_run_world_returns_the_result_of_every_rank(size: int) -> None:
     assert run_world(size, gather, 10) == [[10.0 + rank for rank in range(size)]] * size

@@ -18,7 +18,7 @@ def digest(tensor: Tensor) -> int:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.int64, torch.bool, torch.complex64]
 )
-def test_each_element_counts_and_so_does_its_place(dtype: torch.dtype) -> None:
+def test_the_digest_depends_on_each_element_and_its_position(dtype: torch.dtype) -> None:
     values = torch.arange(21).remainder(2).to(dtype)
     assert digest(values) == digest(values.clone())
     for index in range(20):
@@ -29,14 +29,14 @@ def test_each_element_counts_and_so_does_its_place(dtype: torch.dtype) -> None:
         assert digest(changed) != digest(values)
 
 
-def test_signs_of_two_elements_count() -> None:
+def test_the_digest_depends_on_the_signs_of_two_elements() -> None:
     values = torch.tensor([0.5, 0.5, 0.5, 0.5])
     changed = values * torch.tensor([1.0, -1.0, 1.0, -1.0])
     assert digest(changed) != digest(values)
     assert digest(torch.tensor([0.0])) != digest(torch.tensor([-0.0]))
 
 
-def test_beyond_one_chunk_each_element_counts() -> None:
+def test_the_digest_of_a_large_tensor_depends_on_each_element() -> None:
     values = torch.zeros(2**21 + 3)
     seen = {digest(values)}
     for index in (0, 2**20, 2**21 - 1, 2**21, 2**21 + 2):
@@ -53,7 +53,7 @@ def test_a_view_has_the_digest_of_its_copy_and_shape_and_dtype_count() -> None:
     assert len({digest(values), digest(values.view(4, 3)), digest(values.view(torch.int32))}) == 3
 
 
-def test_what_has_no_bits_is_left_out_and_an_empty_tensor_is_not() -> None:
+def test_values_without_bits_have_no_digest_and_empty_tensors_have_one() -> None:
     assert digest_of(torch.empty(2, device="meta")) is None
     assert digest(torch.empty(0)) == digest(torch.empty(0))
     assert digest_of_all([torch.empty(2, device="meta")]) == digest_of_all([torch.zeros(2, device="meta")])

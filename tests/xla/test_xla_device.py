@@ -111,7 +111,7 @@ def test_a_model_that_was_loaded_from_another_is_trained_apart_from_it(fabric: F
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
-def test_a_gradient_that_is_no_number_is_found_by_a_norm_of_any_order(fabric: Fabric, norm_type: float) -> None:
+def test_a_nan_gradient_raises_for_a_norm_of_any_order(fabric: Fabric, norm_type: float) -> None:
     module = nn.Linear(3, 2)
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.5))
     fabric.backward(model(torch.tensor([[1.0, float("nan"), 2.0]], device=fabric.device)).sum())

@@ -33,7 +33,7 @@ def needs_a_backend() -> DDPStrategy:
     raise ImportError("`pip install 'torchfabric[faraway]'` adds what this strategy needs.")
 
 
-def test_each_accelerator_is_there_or_says_why_not() -> None:
+def test_each_accelerator_is_available_or_has_a_reason() -> None:
     found = report(Machine(found=(CPU, CUDA, NO_MPS)), {})
     assert found["accelerators"] == [
         {"name": "cpu", "devices": 1, "why_not": None},
@@ -42,27 +42,27 @@ def test_each_accelerator_is_there_or_says_why_not() -> None:
     ]
 
 
-def test_each_strategy_runs_on_what_is_usable() -> None:
+def test_each_strategy_is_reported_to_run_on_the_accelerators_that_are_usable() -> None:
     rows = report(Machine(found=(CPU, CUDA, NO_MPS)), OF_TORCH)["strategies"]
     assert [row["name"] for row in rows] == list(OF_TORCH)
     assert {tuple(row["runs_on"]) for row in rows} == {("cuda", "cpu")}
 
 
-def test_a_strategy_that_cannot_be_made_says_what_would_make_it_run() -> None:
+def test_a_strategy_that_cannot_be_constructed_is_reported_with_its_error() -> None:
     faraway = Registration(name="faraway", make=needs_a_backend, description="far away")
     (row,) = report(Machine(found=(CPU,)), {"faraway": faraway})["strategies"]
     assert row["runs_on"] == []
     assert row["why_not"] == "`pip install 'torchfabric[faraway]'` adds what this strategy needs."
 
 
-def test_a_launcher_that_cannot_work_here_says_why() -> None:
+def test_a_launcher_that_cannot_work_here_is_reported_with_the_reason() -> None:
     rows = {row["name"]: row["why_not"] for row in report(Machine(system="Windows"), {})["launchers"]}
     assert rows["script"] is None
     assert rows["spawn"] is None
     assert "`os.fork`, which Windows has not" in rows["fork"]
 
 
-def test_the_world_that_was_found_is_told_and_does_not_refuse_strategies() -> None:
+def test_the_detected_world_is_reported_and_does_not_refuse_strategies() -> None:
     machine = Machine(world=World(launcher="slurm"), variables=("SLURM_NTASKS=1",))
     found = report(machine, OF_TORCH)
     assert found["started_by"] == {"launcher": "slurm", "rank": 0, "size": 1}
@@ -70,7 +70,7 @@ def test_the_world_that_was_found_is_told_and_does_not_refuse_strategies() -> No
     assert all(row["runs_on"] == ["cpu"] for row in found["strategies"])
 
 
-def test_each_cluster_environment_has_a_command_or_says_what_is_missing(tmp_path: Path) -> None:
+def test_each_cluster_environment_is_reported_with_a_command_or_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "srun").touch(mode=0o755)
     (tmp_path / "slurm.conf").touch()
     pod = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "WORLD_SIZE": "2"}
@@ -105,7 +105,7 @@ def doctor(*arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_for_programs_it_is_json() -> None:
+def test_doctor_prints_json() -> None:
     found = json.loads(doctor("--json"))
     assert found["torch"] == torch.__version__
     assert {row["name"] for row in found["accelerators"]} >= {"cpu", "cuda", "mps", "xpu", "hpu", "npu"}
@@ -113,7 +113,7 @@ def test_for_programs_it_is_json() -> None:
 
 
 @pytest.mark.slow
-def test_for_people_it_is_tables_of_the_same() -> None:
+def test_doctor_prints_tables_of_the_same_report() -> None:
     shown = doctor()
     for word in ("Python", torch.__version__, "accelerator", "launcher", "strategy", "single_device", "forkserver"):
         assert word in shown
@@ -126,7 +126,7 @@ def declares() -> DDPStrategy:
     return DDPStrategy(find_unused_parameters=False)
 
 
-def test_what_a_strategy_lacks_is_told_with_the_sentence_and_the_precisions_it_runs_in() -> None:
+def test_doctor_reports_the_capabilities_a_strategy_lacks_and_its_precisions() -> None:
     from fabric.strategies import FairScaleFSDPStrategy
 
     made = {
@@ -141,7 +141,7 @@ def test_what_a_strategy_lacks_is_told_with_the_sentence_and_the_precisions_it_r
 
 
 @pytest.mark.slow
-def test_what_strategies_can_do_is_a_table_and_its_sentences() -> None:
+def test_doctor_strategies_prints_a_table_and_the_reasons() -> None:
     shown = doctor("--strategies")
     assert "ddp_find_unused_parameters_true" in shown
     assert "later_optimizers" in shown

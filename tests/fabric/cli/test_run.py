@@ -71,29 +71,29 @@ def tell(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_script_hears_the_words_and_its_own_arguments(tell: Path) -> None:
+def test_a_script_gets_the_options_and_its_own_arguments(tell: Path) -> None:
     done = fabric("run", "--devices", "2", "--strategy", "ddp", "tell.py", "--devices", "9", "-m", "x", at=tell)
     assert told(done) == [[{"strategy": "ddp", "devices": "2"}, ["--devices", "9", "-m", "x"]]]
 
 
-def test_a_module_hears_the_words(tell: Path) -> None:
+def test_a_module_gets_the_options(tell: Path) -> None:
     done = fabric("run", "--precision", "bf16", "-m", "tell", "a", at=tell)
     assert told(done) == [[{"precision": "bf16"}, ["a"]]]
 
 
-def test_a_package_hears_the_words(tmp_path: Path) -> None:
+def test_a_package_gets_the_options(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__main__.py").write_text(TELL)
     assert told(fabric("run", "--devices=-1", "-m", "package", at=tmp_path)) == [[{"devices": "-1"}, []]]
     assert told(fabric("run", "--devices=-1", "package", at=tmp_path)) == [[{"devices": "-1"}, []]]
 
 
-def test_the_scripts_own_processes_hear_the_words(tmp_path: Path) -> None:
+def test_the_ranks_of_a_script_get_the_options(tmp_path: Path) -> None:
     (tmp_path / "tell.py").write_text(TELL_FROM_A_CHILD)
     assert told(fabric("run", "--devices", "3", "tell.py", at=tmp_path)) == [[{"devices": "3"}, []]] * 4
 
 
-def test_other_scripts_do_not_hear_the_words(tmp_path: Path) -> None:
+def test_other_scripts_do_not_get_the_options(tmp_path: Path) -> None:
     (tmp_path / "tell.py").write_text(START_OTHERS)
     (tmp_path / "other.py").write_text(TELL)
     heard = [words for words, _ in told(fabric("run", "--devices", "3", "tell.py", at=tmp_path))]
@@ -119,14 +119,14 @@ def test_the_exit_code_is_the_scripts(tmp_path: Path) -> None:
         (("--launcher", "mpi"), "`--launcher mpi` is not known. Write one of 'auto', 'script', "),
     ],
 )
-def test_a_wrong_word_is_one_line_and_starts_nothing(tell: Path, words: tuple[str, ...], sentence: str) -> None:
+def test_a_wrong_option_prints_one_line_and_starts_nothing(tell: Path, words: tuple[str, ...], sentence: str) -> None:
     done = fabric("run", *words, "tell.py", at=tell)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"fabric run: {sentence}")
     assert done.stderr.count("\n") == 1
 
 
-def test_a_script_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+def test_a_missing_script_prints_one_line(tmp_path: Path) -> None:
     done = fabric("run", "train.py", at=tmp_path)
     assert done.returncode == 2
     assert done.stderr == (
@@ -146,14 +146,14 @@ def test_the_command_line_imports_no_torch(tmp_path: Path, arguments: tuple[str,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["auto", "script", "fork"])
-def test_the_script_runs_in_as_many_processes_as_were_asked_for(tmp_path: Path, launcher: str) -> None:
+def test_the_script_runs_in_the_requested_number_of_processes(tmp_path: Path, launcher: str) -> None:
     (tmp_path / "ranks.py").write_text(RANKS)
     done = fabric("run", "--accelerator", "cpu", "--devices", "2", "--launcher", launcher, "ranks.py", at=tmp_path)
     assert sorted(line for line in done.stdout.splitlines() if line) == ["rank 0 of 2", "rank 1 of 2"], done.stderr
 
 
 @pytest.mark.slow
-def test_after_a_failure_all_ranks_start_again_as_often_as_was_said(tmp_path: Path) -> None:
+def test_after_a_failure_all_ranks_restart_up_to_max_restarts_times(tmp_path: Path) -> None:
     (tmp_path / "ranks.py").write_text(f"{RANKS}\nif fabric.global_rank == 1:\n    raise ValueError('boom')\n")
     words = ("--accelerator", "cpu", "--devices", "2", "--max-restarts", "1")
     done = fabric("run", *words, "ranks.py", at=tmp_path)
@@ -163,7 +163,7 @@ def test_after_a_failure_all_ranks_start_again_as_often_as_was_said(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_another_number_of_devices_than_torchruns_processes_is_an_error_of_the_constructor(tmp_path: Path) -> None:
+def test_devices_that_differ_from_torchruns_processes_raise_in_the_constructor(tmp_path: Path) -> None:
     (tmp_path / "alone.py").write_text(
         "from fabric import Fabric\nFabric(accelerator='cpu', devices=1)\nprint('made')\n"
     )

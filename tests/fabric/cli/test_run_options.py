@@ -12,7 +12,7 @@ TRAIN = ProgramId(arguments=("train.py", "--lr", "3"), main="/home/train.py")
 ENVIRON = as_variable({"devices": "2"}, TRAIN)
 
 
-def test_without_fabric_run_there_are_no_words() -> None:
+def test_without_fabric_run_there_are_no_options() -> None:
     assert options_in({}, TRAIN) == {}
 
 
@@ -25,7 +25,7 @@ def test_without_fabric_run_there_are_no_words() -> None:
     ],
     ids=["itself", "its multiprocessing child", "itself under a debugger"],
 )
-def test_the_words_reach_the_program_they_were_said_to(program: ProgramId) -> None:
+def test_options_reach_the_program_that_fabric_run_started(program: ProgramId) -> None:
     assert options_in(ENVIRON, program) == {"devices": "2"}
 
 
@@ -38,7 +38,7 @@ def test_the_words_reach_the_program_they_were_said_to(program: ProgramId) -> No
     ],
     ids=["another script", "a module of the same name", "no script"],
 )
-def test_the_words_do_not_reach_another_program(program: ProgramId) -> None:
+def test_options_do_not_reach_another_program(program: ProgramId) -> None:
     assert options_in(ENVIRON, program) == {}
 
 
@@ -47,7 +47,7 @@ def test_a_program_without_main_is_not_every_program_without_main() -> None:
     assert options_in(as_variable({"devices": "2"}, nameless), ProgramId(arguments=("-c", "2"), main=None)) == {}
 
 
-def test_the_command_line_knows_the_precisions_there_are() -> None:
+def test_the_command_line_has_all_precisions() -> None:
     assert {Precision.parse(word).name for word in PRECISIONS} <= set(PRECISIONS)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="names no precision") as raised:
         Precision.parse("none")  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ class Recorder:
         self.heard.append(params)
 
 
-def test_a_csv_logger_knows_its_version_and_directory_before_the_first_row(tmp_path: Path) -> None:
+def test_a_csv_logger_has_its_version_and_directory_before_the_first_row(tmp_path: Path) -> None:
     (tmp_path / "version_4").mkdir()
     logger = CSVLogger(root_dir=tmp_path, name=None, flush_logs_every_n_steps=1)
     assert (logger.name, logger.version, logger.log_dir) == ("", 5, str(tmp_path / "version_5"))
@@ -93,7 +93,7 @@ def test_loggers_may_be_appended_after_launch_and_take_settings(make: Any, tmp_p
     assert second.heard[:2] == [({"b": 2}, 4), {"lr": 0.1}]
 
 
-def test_loggers_can_be_set_and_there_may_be_none() -> None:
+def test_loggers_can_be_assigned_and_may_be_empty() -> None:
     recorder = Recorder()
     with Fabric("cpu", devices=1) as fabric:
         with pytest.raises(IndexError, match=r"there is no logger\. Pass one to `Fabric\(loggers=\.\.\.\)`"):
@@ -104,7 +104,7 @@ def test_loggers_can_be_set_and_there_may_be_none() -> None:
     assert recorder.heard == [({"a": 1}, None)]
 
 
-def test_settings_that_no_logger_takes_are_an_error_of_the_core() -> None:
+def test_hyperparameters_that_no_logger_accepts_raise_in_the_core() -> None:
     class MetricsAlone:
         def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None: ...
 
@@ -186,12 +186,12 @@ NAMES = {
 
 
 @pytest.mark.parametrize("module", NAMES)
-def test_names_are_where_that_library_keeps_them(module: str) -> None:
+def test_names_can_be_imported_from_the_same_modules_as_in_lightning_fabric(module: str) -> None:
     found = importlib.import_module(f"fabric.lightning.{module}".removesuffix("."))
     assert [name for name in NAMES[module] if name not in vars(found)] == []
 
 
-def test_a_process_is_told_its_share_of_the_cores() -> None:
+def test_suggested_max_num_workers_is_the_process_share_of_the_cores() -> None:
     from fabric.lightning.utilities import suggested_max_num_workers
 
     assert suggested_max_num_workers(1) >= suggested_max_num_workers(2) >= 1

@@ -37,7 +37,7 @@ def parts() -> tuple[nn.Module, Optimizer]:
     return model, SGD(model.parameters(), lr=0.1)
 
 
-def test_what_setup_returns_has_the_module_and_its_attributes_read_and_written(fabric: Fabric) -> None:
+def test_the_result_of_setup_has_the_module_and_reads_and_writes_its_attributes(fabric: Fabric) -> None:
     given, optimizer = parts()
     model, prepared = fabric.setup(given, optimizer)
     assert isinstance(model, _FabricModule)
@@ -53,7 +53,7 @@ def test_what_setup_returns_has_the_module_and_its_attributes_read_and_written(f
         _ = model.note
 
 
-def test_names_of_parameters_buffers_and_submodules_carry_no_prefix(fabric: Fabric) -> None:
+def test_names_of_parameters_buffers_and_submodules_have_no_prefix(fabric: Fabric) -> None:
     given = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     model = fabric.setup(given)
     assert list(model.state_dict()) == list(given.state_dict())
@@ -76,7 +76,7 @@ def test_train_eval_and_to_reach_the_module(fabric: Fabric) -> None:
     assert next(model.double().parameters()).dtype is torch.float64
 
 
-def test_a_copy_of_the_wrapper_is_a_model_of_its_own(fabric: Fabric) -> None:
+def test_a_copy_of_the_wrapper_is_an_independent_model(fabric: Fabric) -> None:
     model = fabric.setup(parts()[0])
     twin = copy.deepcopy(model)
     with torch.no_grad():
@@ -154,7 +154,7 @@ class Callback:
         self.heard.append(kwargs)
 
 
-def test_hooks_are_called_by_setup_and_steps_and_get_the_keywords_that_they_take() -> None:
+def test_hooks_are_called_by_setup_and_steps_with_the_keywords_they_accept() -> None:
     callback = Callback()
     with Fabric("cpu", devices=1, callbacks=callback) as fabric:
         model, optimizer = fabric.setup(*parts())
@@ -210,13 +210,13 @@ def test_strategy_and_accelerator_answer_isinstance_and_what_the_loop_asks(fabri
         ({"precision": HalfPrecision("bf16-true")}, "bf16-true"),
     ],
 )
-def test_a_precision_is_a_word_none_or_a_plugin(arguments: dict[str, Any], word: str) -> None:
+def test_a_precision_is_a_string_none_or_a_plugin(arguments: dict[str, Any], word: str) -> None:
     with Fabric(accelerator=CPUAccelerator(), devices=1, **arguments) as fabric:
         assert fabric.strategy.precision.precision == word
         assert fabric.core.precision.name == word
 
 
-def test_gpu_is_the_gpu_that_there_is_and_the_core_says_its_word() -> None:
+def test_gpu_selects_the_available_gpu_and_the_core_refuses_the_name() -> None:
     if not torch.accelerator.is_available():
         with pytest.raises(ValueError, match="`accelerator='cuda'` cannot be used here"):
             Fabric(accelerator="gpu")
@@ -225,7 +225,7 @@ def test_gpu_is_the_gpu_that_there_is_and_the_core_says_its_word() -> None:
         core.Fabric(accelerator="gpu")
 
 
-def test_a_seed_may_be_left_out_and_is_said_where_it_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_seed_may_be_omitted_and_is_logged_if_verbose(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="fabric")
     assert seed_everything() == 0
     first = torch.rand(3)
@@ -235,14 +235,14 @@ def test_a_seed_may_be_left_out_and_is_said_where_it_is_asked_for(caplog: pytest
     assert caplog.messages == ["Seed set to 0", "Seed set to 7"]
 
 
-def test_what_the_core_has_beyond_that_library_works_too(fabric: Fabric) -> None:
+def test_other_methods_of_the_core_can_be_called(fabric: Fabric) -> None:
     assert list(fabric.progress([1, 2])) == [1, 2]
     assert fabric.should_stop is False
     with pytest.raises(AttributeError, match="'Fabric' object has no attribute 'mystery'"):
         _ = fabric.mystery
 
 
-def test_sharded_model_says_what_it_is_called(fabric: Fabric) -> None:
+def test_sharded_model_raises_with_its_present_name(fabric: Fabric) -> None:
     with pytest.raises(UnsupportedError, match=re.escape("Write `fabric.init_module()`.")):
         fabric.sharded_model()
 
@@ -267,7 +267,7 @@ def test_throughput_is_of_the_window_and_of_all_ranks(fabric: Fabric) -> None:
         assert measure_flops(net, lambda: net(torch.empty(2, 4))) == 2 * 2 * 4 * 8
 
 
-def test_a_module_that_knows_its_fabric_is_told(fabric: Fabric) -> None:
+def test_a_lightning_module_gets_the_fabric(fabric: Fabric) -> None:
     class Module(nn.Linear):
         """As a LightningModule, whose `log` goes to its fabric."""
 

@@ -144,7 +144,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_where_a_start_method_is_said_ranks_end_with_the_function_and_rank_zero_s_result_comes_back(
+def test_with_a_start_method_ranks_end_with_the_function_and_the_result_of_rank_zero_is_returned(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "program.py").write_text(BY_FUNCTION)
@@ -153,7 +153,7 @@ def test_where_a_start_method_is_said_ranks_end_with_the_function_and_rank_zero_
 
 
 @pytest.mark.slow
-def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
+def test_the_program_in_from_lightning_md_runs(tmp_path: Path) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "program.py").write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{block}")
     done = run([tmp_path / "program.py"])
@@ -163,7 +163,7 @@ def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
     assert len((tmp_path / "logs" / "version_0" / "metrics.csv").read_text().splitlines()) == 4
 
 
-def test_the_diff_of_the_page_names_what_there_is() -> None:
+def test_the_diff_in_from_lightning_md_names_existing_methods() -> None:
     (diff,) = re.findall(r"```diff\n(.*?)```", PAGE.read_text(), re.DOTALL)
     added = "\n".join(line[1:] for line in diff.splitlines() if line.startswith("+"))
     names: dict[str, object] = {}

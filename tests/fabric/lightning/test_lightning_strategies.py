@@ -131,7 +131,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("kind", "arguments", "words"), REFUSED)
-def test_what_has_no_counterpart_says_what_to_write(kind: Any, arguments: dict[str, Any], words: str) -> None:
+def test_unsupported_arguments_raise_with_what_to_write(kind: Any, arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedError, match=words) as caught:
         kind(**arguments)
     assert "of Lightning Fabric is not supported." in str(caught.value)
@@ -155,7 +155,7 @@ def test_what_has_no_counterpart_says_what_to_write(kind: Any, arguments: dict[s
         ),
     ],
 )
-def test_a_wrong_value_raises_where_it_is_written(
+def test_a_wrong_value_raises_in_the_constructor(
     kind: Any, arguments: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
@@ -181,7 +181,7 @@ def test_the_strategy_of_a_fabric_may_be_passed_to_another() -> None:
         assert mesh.mesh_dim_names == ("pipeline", "data", "shard", "context", "tensor")
 
 
-def test_plugins_for_checkpoints_are_refused_and_environments_are_asked() -> None:
+def test_checkpoint_plugins_raise_and_environment_plugins_detect_their_environment() -> None:
     class Mine(CheckpointIO):
         """Writes in a way of its own."""
 

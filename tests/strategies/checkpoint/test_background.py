@@ -24,7 +24,7 @@ from fabric.strategies.checkpoint.storage import Buffer, Folder
 from fabric.strategies.checkpoint.tensor_shards import replicated
 
 
-def test_a_checkpoint_has_the_state_of_the_call_and_not_of_the_step_after(tmp_path: Path) -> None:
+def test_a_background_save_writes_the_state_at_the_call_not_after_the_next_step(tmp_path: Path) -> None:
     model = nn.Linear(300, 300)
     optimizer = torch.optim.AdamW(model.parameters())
     fabric = Fabric(accelerator="cpu", devices=1)
@@ -87,7 +87,7 @@ def save_with_a_slow_rank(collective: ThreadCollective, folder: str, gate: threa
     assert after == ([True] if collective.rank == 0 else [])
 
 
-def test_the_loop_goes_on_while_a_rank_writes_and_the_last_one_completes_the_checkpoint(tmp_path: Path) -> None:
+def test_the_loop_continues_while_ranks_write_and_the_last_rank_completes_the_checkpoint(tmp_path: Path) -> None:
     run_threads(2, save_with_a_slow_rank, str(tmp_path), threading.Event())
 
 
@@ -104,7 +104,7 @@ def save_with_a_failing_rank(collective: ThreadCollective, folder: str) -> str:
     return str(raised.value)
 
 
-def test_a_rank_that_fails_in_the_background_raises_on_all_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+def test_a_failure_of_one_rank_in_the_background_raises_on_all_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     for sentence in run_threads(3, save_with_a_failing_rank, str(tmp_path)):
         assert "Rank 1 could not write the checkpoint" in sentence
         assert "OSError: the cable was pulled" in sentence
@@ -112,7 +112,7 @@ def test_a_rank_that_fails_in_the_background_raises_on_all_and_leaves_the_last_c
     assert len(os.listdir(tmp_path)) == 1 + 3
 
 
-def test_a_value_that_no_checkpoint_keeps_is_refused_by_the_call_itself(tmp_path: Path) -> None:
+def test_a_value_that_cannot_be_saved_raises_in_the_call_of_a_background_save(tmp_path: Path) -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
     with pytest.raises(TypeError, match="at /x, which cannot be saved"):
         fabric.save(tmp_path / "saved", {"x": object()}, blocking=False)
@@ -121,7 +121,7 @@ def test_a_value_that_no_checkpoint_keeps_is_refused_by_the_call_itself(tmp_path
     assert read_checkpoint(tmp_path / "saved") == {"x": 1}
 
 
-def test_what_was_to_follow_a_save_and_failed_leaves_the_checkpoint(tmp_path: Path) -> None:
+def test_an_error_in_after_commit_leaves_the_checkpoint(tmp_path: Path) -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
     for blocking in (True, False):
         path = tmp_path / str(blocking)
@@ -145,7 +145,7 @@ print("the end of the script")
 
 
 @pytest.mark.slow
-def test_a_failure_that_no_call_raised_is_reported_at_the_end_and_in_the_exit_code(tmp_path: Path) -> None:
+def test_a_failed_save_that_nobody_waited_for_is_reported_at_exit_with_a_nonzero_exit_code(tmp_path: Path) -> None:
     done = template.run([sys.executable, "-c", FORGETFUL, str(tmp_path / "saved")], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stdout == "the end of the script\n"
@@ -166,7 +166,7 @@ def forget(fabric: Fabric, folder: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_job_whose_last_save_failed_on_one_rank_fails(tmp_path: Path) -> None:
+def test_a_job_fails_if_its_last_save_failed_on_one_rank(tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="Rank 1 could not write the checkpoint"):
         Fabric(accelerator="cpu", strategy="ddp", devices=2).launch(forget, str(tmp_path))
     assert read_checkpoint(tmp_path / "saved")["x"].numel() == 10

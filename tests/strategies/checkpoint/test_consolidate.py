@@ -51,7 +51,7 @@ def _half(tensor: Tensor, rank: int) -> TensorShards:
     return TensorShards(tuple(tensor.shape), tensor.dtype, ((chunk, rows),), (rank,))
 
 
-def test_one_file_is_what_the_library_of_safetensors_loads_tied_weights_included(tmp_path: Path) -> None:
+def test_the_safetensors_library_loads_an_exported_file_with_tied_weights(tmp_path: Path) -> None:
     model, other = Tied(), Tied()
     save_in_halves(tmp_path / "saved", {"model": model.state_dict()})
     (written,) = consolidate(tmp_path / "saved", tmp_path / "model.safetensors")
@@ -60,7 +60,7 @@ def test_one_file_is_what_the_library_of_safetensors_loads_tied_weights_included
     torch.testing.assert_close(dict(other.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
 
 
-def test_shards_and_their_index_have_each_tensor_once_and_load_again(tmp_path: Path) -> None:
+def test_exported_shards_contain_each_tensor_once_and_can_be_loaded(tmp_path: Path) -> None:
     model, other = Tied(), Tied()
     save_in_halves(tmp_path / "saved", {"model": model.state_dict()})
     *shards, index = consolidate(tmp_path / "saved", tmp_path / "out", max_shard_bytes=330)
@@ -85,7 +85,7 @@ def test_shards_and_their_index_have_each_tensor_once_and_load_again(tmp_path: P
         consolidate(tmp_path / "saved", tmp_path / "out")
 
 
-def test_an_adapter_is_written_alone_under_the_names_of_peft(tmp_path: Path) -> None:
+def test_an_adapter_is_exported_alone_under_the_names_of_peft(tmp_path: Path) -> None:
     layer = "base_model.model.layer"
     state = {
         f"{layer}.base_layer.weight": torch.ones(4, 4),
@@ -106,7 +106,7 @@ def test_an_adapter_is_written_alone_under_the_names_of_peft(tmp_path: Path) -> 
         consolidate(tmp_path / "saved", tmp_path / "out", adapter="none")
 
 
-def test_the_command_chooses_a_module_and_keys_and_says_what_there_is(
+def test_fabric_consolidate_selects_a_module_and_keys_and_lists_the_modules_in_its_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
@@ -133,7 +133,7 @@ def test_the_command_chooses_a_module_and_keys_and_says_what_there_is(
     assert "There is no such folder" in capsys.readouterr().err
 
 
-def test_what_safetensors_cannot_keep_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_values_that_safetensors_cannot_store_raise_with_their_names(tmp_path: Path) -> None:
     class Extra(nn.Linear):
         def get_extra_state(self) -> Any:
             return {"words": "x"}

@@ -35,7 +35,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize(
     "make", [torch.save, lambda obj, path: path.write_bytes(pickle.dumps(obj))], ids=["zip", "raw"]
 )
-def test_a_planted_pickle_is_not_run_and_nothing_advises_to_run_it(tmp_path: Path, make: Any) -> None:
+def test_a_malicious_pickle_is_not_run_and_the_error_does_not_tell_how_to_run_it(tmp_path: Path, make: Any) -> None:
     make({"weight": Evil(tmp_path / "ran")}, tmp_path / "file.pt")
     fabric = Fabric(accelerator="cpu", devices=1)
     with pytest.raises(CheckpointError, match="would run code from the file") as caught:
@@ -45,7 +45,7 @@ def test_a_planted_pickle_is_not_run_and_nothing_advises_to_run_it(tmp_path: Pat
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_name_that_is_tied_to_one_in_the_file_may_be_missing(tmp_path: Path) -> None:
+def test_the_name_of_a_tied_parameter_may_be_missing_in_a_file(tmp_path: Path) -> None:
     """As `transformers` saves."""
     weight = torch.rand(5, 3)
     safetensors.torch.save_file({"embedding.weight": weight}, tmp_path / "model.safetensors")
@@ -58,7 +58,7 @@ def test_a_name_that_is_tied_to_one_in_the_file_may_be_missing(tmp_path: Path) -
     fabric.close()
 
 
-def test_tensors_that_are_not_aligned_in_the_file_are_read(tmp_path: Path) -> None:
+def test_unaligned_tensors_in_a_file_are_read(tmp_path: Path) -> None:
     content = b"\x01" + torch.tensor([1.5, 2.5]).numpy().tobytes()
     header = {
         "flag": {"dtype": "BOOL", "shape": [1], "data_offsets": [0, 1]},
@@ -84,7 +84,7 @@ def test_tensors_that_are_not_aligned_in_the_file_are_read(tmp_path: Path) -> No
         (b'{"x": 3}', "is damaged, or is not a safetensors file"),
     ],
 )
-def test_a_header_that_does_not_describe_its_file_is_refused(tmp_path: Path, header: bytes, sentence: str) -> None:
+def test_a_header_that_does_not_match_its_file_raises(tmp_path: Path, header: bytes, sentence: str) -> None:
     path = tmp_path / "a.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
     fabric = Fabric(accelerator="cpu", devices=1)
@@ -96,7 +96,7 @@ def test_a_header_that_does_not_describe_its_file_is_refused(tmp_path: Path, hea
     fabric.close()
 
 
-def test_an_index_cannot_name_files_elsewhere(tmp_path: Path) -> None:
+def test_an_index_cannot_name_files_outside_its_folder(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": "../secret.safetensors"}}))
     fabric = Fabric(accelerator="cpu", devices=1)
@@ -105,7 +105,7 @@ def test_an_index_cannot_name_files_elsewhere(tmp_path: Path) -> None:
     fabric.close()
 
 
-def test_a_folder_of_distributed_checkpoint_says_what_to_write(tmp_path: Path) -> None:
+def test_loading_a_folder_of_torch_distributed_checkpoint_raises_with_the_command_to_convert_it(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
     fabric = Fabric(accelerator="cpu", devices=1)
     with pytest.raises(CheckpointError, match=r"format_utils dcp_to_torch \S+ FILE`"):
@@ -114,7 +114,7 @@ def test_a_folder_of_distributed_checkpoint_says_what_to_write(tmp_path: Path) -
     assert not (tmp_path / "ran").exists()
 
 
-def test_an_index_of_shards_of_torch_save_is_read_and_one_that_names_what_is_not_there_raises(tmp_path: Path) -> None:
+def test_an_index_of_torch_save_shards_is_read_and_raises_if_tensors_are_missing(tmp_path: Path) -> None:
     old, new = nn.Linear(2, 3), nn.Linear(2, 3)
     chosen = {"weight": "pytorch_model-00001-of-00002.bin", "bias": "pytorch_model-00002-of-00002.bin"}
     for name, file in chosen.items():

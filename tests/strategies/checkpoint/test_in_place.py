@@ -48,7 +48,7 @@ def test_an_optimizer_that_has_stepped_keeps_its_tensors_and_gets_the_saved_valu
     assert [each.data_ptr() for each in tensors_of(optimizer)] == places
 
 
-def test_an_optimizer_that_has_not_stepped_gets_memory_of_its_own(tmp_path: Path, fabric: Fabric) -> None:
+def test_an_optimizer_that_has_not_stepped_gets_new_tensors(tmp_path: Path, fabric: Fabric) -> None:
     _, optimizer = trained(fabric, nn.Linear(3, 3))
     fabric.save(tmp_path / "saved", {"optimizer": optimizer})
     for _ in range(2):
@@ -76,9 +76,7 @@ class Swapping(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-def test_a_module_that_swaps_names_as_it_loads_gets_each_tensor_where_it_belongs(
-    tmp_path: Path, fabric: Fabric
-) -> None:
+def test_a_module_that_swaps_names_in_load_state_dict_gets_the_right_tensors(tmp_path: Path, fabric: Fabric) -> None:
     old, new = Swapping(), Swapping()
     fabric.save(tmp_path / "saved", {"model": old})
     fabric.load(tmp_path / "saved", {"model": new})

@@ -27,7 +27,7 @@ KILLED = Path(__file__).with_name("killed_ranks.py")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_kills", [8, pytest.param(50, marks=pytest.mark.thorough)])
-def test_a_kill_of_all_ranks_at_any_byte_of_a_save_leaves_the_former_checkpoint_or_the_new_one(
+def test_killing_all_ranks_at_any_byte_of_a_save_leaves_the_previous_or_the_new_checkpoint(
     tmp_path: Path, num_kills: int
 ) -> None:
     seed = random.randrange(2**31)
@@ -68,7 +68,7 @@ def small_disk(path: Path, num_bytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "background"])
-def test_a_full_disk_is_said_and_leaves_the_last_checkpoint_and_nothing_else(tmp_path: Path, blocking: bool) -> None:
+def test_a_full_disk_is_reported_and_leaves_only_the_last_checkpoint(tmp_path: Path, blocking: bool) -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
     path = tmp_path / "disk"
     with small_disk(path, 2**20):
@@ -91,7 +91,7 @@ class Evil:
         return os.mkdir, (self.marker,)
 
 
-def test_a_pickle_in_the_place_of_any_file_of_a_checkpoint_and_beside_it_is_never_run(tmp_path: Path) -> None:
+def test_a_pickle_in_place_of_or_next_to_any_file_of_a_checkpoint_is_never_run(tmp_path: Path) -> None:
     fabric, marker = Fabric(accelerator="cpu", devices=1), tmp_path / "ran"
     planted = pickle.dumps(Evil(marker))
     for place in ("manifest", "bytes", "beside"):

@@ -12,7 +12,7 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from Linux's /proc")
-def test_a_save_takes_no_copy_of_the_state_and_one_in_the_background_takes_one_that_is_kept(tmp_path: Path) -> None:
+def test_a_blocking_save_copies_nothing_and_background_saves_reuse_one_copy(tmp_path: Path) -> None:
     program = Path(__file__).with_name("peaks.py")
     done = subprocess.run([sys.executable, str(program), str(tmp_path)], capture_output=True, text=True, check=True)
     peaks = json.loads(done.stdout)

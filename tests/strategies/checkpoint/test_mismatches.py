@@ -25,7 +25,7 @@ def model_and_optimizer(width: int) -> tuple[nn.Sequential, torch.optim.Optimize
     return model, torch.optim.AdamW(model.parameters())
 
 
-def test_all_that_does_not_fit_is_one_table_and_nothing_is_changed(fabric: Fabric, tmp_path: Path) -> None:
+def test_all_mismatches_are_raised_as_one_table_and_nothing_is_changed(fabric: Fabric, tmp_path: Path) -> None:
     model, optimizer = model_and_optimizer(4)
     fabric.save(tmp_path / "saved", {"model": model, "optimizer": optimizer, "deep": {"critic": nn.Linear(2, 2)}})
     other, _ = model_and_optimizer(5)
@@ -54,7 +54,9 @@ def test_all_that_does_not_fit_is_one_table_and_nothing_is_changed(fabric: Fabri
     assert state["step"] == 7
 
 
-def test_what_was_left_out_is_said(fabric: Fabric, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_entries_left_out_with_strict_false_are_reported(
+    fabric: Fabric, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     saved = nn.Linear(2, 2)
     fabric.save(tmp_path / "saved", {"model": saved})
     torch.save(saved.state_dict(), tmp_path / "bare")
@@ -74,13 +76,13 @@ def test_what_was_left_out_is_said(fabric: Fabric, tmp_path: Path, caplog: pytes
     assert not caplog.messages
 
 
-def test_another_shape_is_an_error_whatever_strict_says(fabric: Fabric, tmp_path: Path) -> None:
+def test_a_different_shape_raises_with_and_without_strict(fabric: Fabric, tmp_path: Path) -> None:
     fabric.save(tmp_path / "saved", {"model": nn.Linear(2, 2)})
     with pytest.raises(CheckpointError, match=r"model: weight +\(3, 2\) +\(2, 2\)"):
         fabric.load(tmp_path / "saved", {"model": nn.Linear(2, 3)}, strict=False)
 
 
-def test_a_module_that_converts_older_states_still_does(fabric: Fabric, tmp_path: Path) -> None:
+def test_a_module_that_converts_older_states_still_converts_them(fabric: Fabric, tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     model.register_load_state_dict_pre_hook(lambda module, state, *_: state.update(weight=state.pop("old")))
     fabric.save(tmp_path / "saved", {"model": {"old": torch.ones(2, 2), "bias": torch.ones(2)}})

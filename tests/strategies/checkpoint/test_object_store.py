@@ -84,7 +84,7 @@ def test_a_directory_in_a_bucket_resumes_from_the_newest_complete_checkpoint(buc
     fabric.close()
 
 
-def test_a_flipped_bit_in_a_bucket_is_found_and_its_tensor_named(bucket: str) -> None:
+def test_a_flipped_bit_in_a_bucket_raises_with_the_name_of_the_tensor(bucket: str) -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
     address = f"{bucket}/run/one"
     fabric.save(address, {"model": nn.Linear(3, 2)})

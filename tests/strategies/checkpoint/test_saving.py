@@ -59,7 +59,7 @@ VALUES = {
 }
 
 
-def test_values_and_tensors_come_back_as_they_were(tmp_path: Path) -> None:
+def test_values_and_tensors_are_loaded_as_they_were_saved(tmp_path: Path) -> None:
     save_here(tmp_path / "saved", VALUES)
     found = read_checkpoint(tmp_path / "saved")
     tensors, arrays = found.pop("tensors"), found.pop("numpy")
@@ -81,19 +81,19 @@ def _again(folder: Path, state: dict[str, Any]) -> Any:
     return read_checkpoint(folder / "again")
 
 
-def test_a_value_that_only_code_could_make_again_is_refused_by_its_place(tmp_path: Path) -> None:
+def test_a_value_that_needs_code_to_be_loaded_raises_with_its_position(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"a `functools.partial` at /deep/0/it, which cannot be saved"):
         save_here(tmp_path / "saved", {"deep": [{"it": __import__("functools").partial(print)}]})
     assert not (tmp_path / "saved" / NAME).exists()
 
 
-def test_a_sparse_tensor_is_refused_by_its_place(tmp_path: Path) -> None:
+def test_a_sparse_tensor_raises_with_its_position(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"The tensor at /x is torch.sparse_coo"):
         save_here(tmp_path / "saved", {"x": torch.eye(2).to_sparse()})
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 4), (2, 3, 5), (4, 1, 2, 3)], ids=str)
-def test_boxes_of_a_range_are_its_elements_in_order(shape: tuple[int, ...]) -> None:
+def test_chunks_of_a_range_are_its_elements_in_order(shape: tuple[int, ...]) -> None:
     numbers = torch.arange(math.prod(shape)).reshape(shape)
     for start in range(numbers.numel() + 1):
         for stop in range(start, numbers.numel() + 1):
@@ -118,7 +118,7 @@ def cut(tensor: Tensor, generator: random.Random) -> list[tuple[Chunk, Tensor]]:
     return pieces
 
 
-def test_a_tensor_cut_in_any_boxes_over_any_ranks_is_read_whole_and_in_part(tmp_path: Path) -> None:
+def test_a_tensor_saved_in_any_chunks_by_any_ranks_is_read_whole_and_in_part(tmp_path: Path) -> None:
     seed = random.randrange(2**31)
     print(f"seed {seed}")
     generator = random.Random(seed)
@@ -134,7 +134,7 @@ def test_a_tensor_cut_in_any_boxes_over_any_ranks_is_read_whole_and_in_part(tmp_
         assert torch.equal(read_checkpoint(storage.path)["x"], tensor)
 
 
-def test_replicated_tensors_are_written_once_and_dealt_out_by_bytes_and_tied_ones_are_one(tmp_path: Path) -> None:
+def test_replicated_and_tied_tensors_are_written_once_and_balanced_over_ranks_by_bytes(tmp_path: Path) -> None:
     tensors = [torch.rand(100, 100), torch.rand(1000), torch.rand(3), torch.rand(50, 20)]
     state = {f"{number}": replicated(tensor, range(3)) for number, tensor in enumerate([*tensors, tensors[0]])}
     storage = Folder(tmp_path / "saved")
@@ -149,7 +149,7 @@ def test_replicated_tensors_are_written_once_and_dealt_out_by_bytes_and_tied_one
     assert all(torch.equal(found[str(number)], tensor) for number, tensor in enumerate([*tensors, tensors[0]]))
 
 
-def test_a_flipped_bit_is_found_and_the_tensor_named_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_a_flipped_bit_raises_with_the_name_of_the_tensor_before_anything_is_loaded(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(2048, 2048))
     fabric = Fabric(accelerator="cpu", devices=1)
     path = tmp_path / "saved"
@@ -172,7 +172,7 @@ def test_a_flipped_bit_is_found_and_the_tensor_named_before_anything_is_loaded(t
     fabric.close()
 
 
-def test_the_checksum_of_a_checkpoint_is_that_of_zlib_with_isal_installed_or_without() -> None:
+def test_checksums_equal_those_of_zlib_with_and_without_isal() -> None:
     content = bytes(range(256)) * 4096
     for length in (0, 1, 7, 64, 4099, len(content)):
         block = memoryview(content)[:length]
@@ -180,7 +180,7 @@ def test_the_checksum_of_a_checkpoint_is_that_of_zlib_with_isal_installed_or_wit
         assert crc32(block, 12345) == zlib.crc32(block, 12345)
 
 
-def test_a_file_cut_short_is_found(tmp_path: Path) -> None:
+def test_a_truncated_file_raises(tmp_path: Path) -> None:
     save_here(tmp_path / "saved", {"x": torch.ones(1000)})
     (file,) = (tmp_path / "saved").glob("*.bin")
     os.truncate(file, 2000)
@@ -188,7 +188,7 @@ def test_a_file_cut_short_is_found(tmp_path: Path) -> None:
         read_checkpoint(tmp_path / "saved")
 
 
-def test_no_checkpoint_at_all_and_a_torn_one_are_told_apart(tmp_path: Path) -> None:
+def test_errors_for_a_missing_and_an_incomplete_checkpoint_differ(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="There is no such folder"):
         read_checkpoint(tmp_path / "none")
     write(Folder(tmp_path / "torn"), plan({"x": torch.ones(3)}, 0, "t"))
@@ -196,7 +196,7 @@ def test_no_checkpoint_at_all_and_a_torn_one_are_told_apart(tmp_path: Path) -> N
         read_checkpoint(tmp_path / "torn")
 
 
-def test_a_planted_pickle_is_never_run(tmp_path: Path) -> None:
+def test_a_malicious_pickle_is_never_run(tmp_path: Path) -> None:
     path, marker = tmp_path / "saved", tmp_path / "ran"
     save_here(path, {"x": torch.ones(3)})
     outer = json.loads((path / NAME).read_text())
@@ -207,7 +207,7 @@ def test_a_planted_pickle_is_never_run(tmp_path: Path) -> None:
     assert not marker.exists()
 
 
-def test_an_address_of_fsspec_keeps_a_checkpoint(tmp_path: Path) -> None:
+def test_a_checkpoint_is_saved_to_an_fsspec_address(tmp_path: Path) -> None:
     address = f"memory://{tmp_path.name}/saved"
     model = nn.Linear(3, 2)
     fabric = Fabric(accelerator="cpu", devices=1)
@@ -238,7 +238,7 @@ def save_twice(fabric: Fabric, folder: str) -> tuple[str, bool, int]:
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_on_one_rank_raises_on_all_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+def test_a_full_disk_on_one_rank_raises_on_all_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     found = Fabric(accelerator="cpu", strategy="ddp", devices=2).launch(save_twice, str(tmp_path))
     assert found is not None
     sentence, intact, num_files = found
@@ -270,7 +270,7 @@ Fabric(accelerator="cpu", strategy="ddp", devices=2, launcher="fork").launch(sav
 @pytest.mark.slow
 @pytest.mark.thorough  # `test_kills.py` has the moments; here are real jobs
 @pytest.mark.timeout(400)
-def test_a_kill_of_all_ranks_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+def test_killing_all_ranks_during_a_save_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
     seed, torn = random.randrange(2**31), 0
     print(f"seed {seed}")
     generator = random.Random(seed)

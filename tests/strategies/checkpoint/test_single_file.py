@@ -30,7 +30,7 @@ def alone() -> SingleDeviceCollective:
     return collective
 
 
-def test_what_was_saved_comes_back(tmp_path: Path) -> None:
+def test_a_saved_state_is_loaded_again(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
@@ -53,22 +53,22 @@ def test_a_compiled_module_is_saved_under_the_names_of_the_module_itself(tmp_pat
     restore({"model": torch.compile(nn.Linear(2, 2), backend="eager")}, load(alone(), tmp_path / "file"), strict=True)
 
 
-def test_a_filter_chooses_entries() -> None:
+def test_a_filter_selects_entries() -> None:
     state = state_of({"model": nn.Linear(2, 2), "step": 1}, {"model": lambda name, value: name == "bias"})
     assert list(state["model"]) == ["bias"]
 
 
-def test_a_filter_for_a_name_that_is_not_saved_says_what_is() -> None:
+def test_a_filter_for_an_unknown_name_raises_with_the_names_in_the_state() -> None:
     with pytest.raises(ValueError, match="`filter` has 'optimizer', but the state has 'model'"):
         state_of({"model": nn.Linear(1, 1)}, {"optimizer": lambda name, value: True})
 
 
-def test_a_filter_on_something_without_entries_is_an_error() -> None:
+def test_a_filter_on_a_value_without_entries_raises() -> None:
     with pytest.raises(TypeError, match=r"`state\['step'\]` is a `int`"):
         state_of({"step": 1}, {"step": lambda name, value: True})
 
 
-def test_strict_loading_names_what_is_missing() -> None:
+def test_strict_loading_raises_with_the_missing_names() -> None:
     with pytest.raises(KeyError, match="but not 'optimizer'"):
         restore({"optimizer": None}, {"model": 1}, strict=True)
     assert restore({"optimizer": None}, {"model": 1}, strict=False) == {"model": 1}
@@ -82,7 +82,7 @@ def test_loading_runs_no_code_from_the_file(tmp_path: Path) -> None:
     assert not marker.exists()
 
 
-def test_a_file_of_the_shards_of_one_rank_is_refused_where_it_is_read(tmp_path: Path) -> None:
+def test_a_file_with_the_shards_of_one_rank_raises_on_loading(tmp_path: Path) -> None:
     fabric = Fabric(accelerator="cpu", strategy="fsdp", devices=1)
     model = fabric.setup(nn.Linear(2, 2))
     torch.save({"net": [model.state_dict()]}, tmp_path / "by hand")
@@ -140,7 +140,7 @@ for step in range(10**6):
 
 
 @pytest.mark.slow
-def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+def test_killing_a_process_during_a_save_leaves_a_complete_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     generator = torch.Generator().manual_seed(torch.seed() % 2**31)
     for _ in range(4):

@@ -274,7 +274,7 @@ def test_ranks_that_say_the_same_share_a_line_and_long_calls_are_cut() -> None:
     assert "and 20 more that not all ranks have" in message
 
 
-def test_what_ranks_say_before_data_travels_ignores_the_default_device() -> None:
+def test_the_comparison_of_calls_ignores_the_default_device() -> None:
     def body(collective: Collective) -> Any:
         ones = torch.ones(2)
         with torch.device("meta"):
@@ -294,7 +294,7 @@ def test_what_ranks_say_before_data_travels_ignores_the_default_device() -> None
         (Output(torch.ones(1), cached=[object()]), TypeError, r"`data\.cached\[0\]` is a `object`"),
     ],
 )
-def test_what_is_no_tensor_is_refused_with_its_path(data: Any, error: type[Exception], words: str) -> None:
+def test_a_value_that_is_not_a_tensor_raises_with_its_path(data: Any, error: type[Exception], words: str) -> None:
     def body(collective: Collective) -> None:
         with pytest.raises(error, match=words):
             nested.all_gather(collective, data)
@@ -305,7 +305,7 @@ def test_what_is_no_tensor_is_refused_with_its_path(data: Any, error: type[Excep
     run_threads(2, body)
 
 
-def test_packed_tensors_come_out_as_they_went_in() -> None:
+def test_packed_tensors_are_unpacked_unchanged() -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)

@@ -105,7 +105,7 @@ def test_a_backend_that_torch_does_not_know_is_an_error_with_its_name() -> None:
         assert f"`init_process_group('carrier-pigeon')` failed on rank {rank} of 2" in message
 
 
-def test_nothing_is_said_before_setup_and_after_teardown() -> None:
+def test_collectives_raise_before_setup_and_after_teardown() -> None:
     collective = gloo(World())
     words = r"`all_reduce` on rank 0 of 1, which is not connected to the other ranks: call `setup\(\)` first"
     with pytest.raises(CollectiveError, match=words):

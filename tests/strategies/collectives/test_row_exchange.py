@@ -91,7 +91,7 @@ def send_nothing(collective: Collective) -> None:
     assert x.grad is not None
 
 
-def test_nobody_needs_to_have_a_row() -> None:
+def test_ranks_may_have_no_rows() -> None:
     run_threads(3, send_nothing)
 
 
@@ -104,12 +104,12 @@ def test_nobody_needs_to_have_a_row() -> None:
         (torch.tensor([0.0]), r"of shape \(1,\) and dtype torch.float32: pass one integer"),
     ],
 )
-def test_owners_that_are_no_ranks_are_refused(owner: Tensor, sentence: str) -> None:
+def test_owners_that_are_not_ranks_raise(owner: Tensor, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Route(SingleDeviceCollective(), owner)
 
 
-def test_a_route_takes_as_many_rows_as_it_was_made_for() -> None:
+def test_a_route_raises_for_another_number_of_rows() -> None:
     route = Route(SingleDeviceCollective(), torch.tensor([0, 0]))
     with pytest.raises(ValueError, match=r"`Route.send` of a tensor of shape \(3,\): this rank has 2 rows to send\."):
         route.send(torch.ones(3))

@@ -130,7 +130,7 @@ def test_power_sgd_sends_whole_gradients_first_and_factors_of_low_rank_then() ->
     torch.testing.assert_close(came, means)
 
 
-def test_what_gradients_cannot_travel_by_is_said_at_once() -> None:
+def test_an_unsupported_comm_hook_raises_in_the_constructor() -> None:
     with pytest.raises(ValueError, match=r"`comm_hook='int8'` names no hook\. Write 'bf16' or 'fp16'"):
         DDPStrategy(comm_hook="int8")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"`comm_hook=<class .*` is a `type`. Write 'bf16', 'fp16', `PowerSGD"):

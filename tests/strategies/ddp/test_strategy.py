@@ -152,7 +152,7 @@ def many_things(fabric: Fabric) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_models_stay_the_users_own_and_ranks_stay_equal() -> None:
+def test_models_remain_the_users_objects_and_ranks_stay_equal() -> None:
     found = ranks().launch(many_things)
     assert found is not None
     assert found == {
@@ -176,7 +176,7 @@ def unused(fabric: Fabric) -> None:
 
 
 @pytest.mark.slow
-def test_a_parameter_without_gradient_raises_unless_they_are_looked_for() -> None:
+def test_a_parameter_without_a_gradient_raises_unless_find_unused_parameters_is_set() -> None:
     with pytest.raises(WorkerError, match="find_unused_parameters=True"):
         ranks().launch(unused)
     ranks(find_unused_parameters=True).launch(unused)

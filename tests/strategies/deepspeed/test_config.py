@@ -48,7 +48,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "sentence"), BAD)
-def test_options_that_cannot_be_honoured_raise_where_they_are_written(options: dict[str, Any], sentence: str) -> None:
+def test_unsupported_options_raise_in_the_constructor(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
         DeepSpeedStrategy(**options)
 
@@ -56,12 +56,12 @@ def test_options_that_cannot_be_honoured_raise_where_they_are_written(options: d
 @pytest.mark.parametrize(
     ("config", "what"), [([1], "is a `list`"), ({"optimizer": "Adam"}, "is `'Adam'`. Write a dict")]
 )
-def test_what_is_no_dictionary_is_a_type_error(config: Any, what: str) -> None:
+def test_a_config_that_is_not_a_dictionary_raises_a_type_error(config: Any, what: str) -> None:
     with pytest.raises(TypeError, match=re.escape(what)):
         DeepSpeedStrategy(config=config)
 
 
-def test_a_file_is_read_when_the_strategy_is_made_and_checked_as_a_dictionary_is(tmp_path: Path) -> None:
+def test_a_config_file_is_read_and_checked_in_the_constructor(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 3, "reduce_bucket_size": 10}}))
     strategy = DeepSpeedStrategy(config=path)
@@ -79,7 +79,7 @@ def test_a_file_is_read_when_the_strategy_is_made_and_checked_as_a_dictionary_is
         ("16-true", "DeepSpeed has no float16 there. Write 'bf16-true' or 'bf16-mixed'."),
     ],
 )
-def test_a_precision_that_deepspeed_has_not_is_refused_by_the_constructor(precision: str, sentence: str) -> None:
+def test_an_unsupported_precision_raises_in_the_constructor(precision: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
         Fabric(accelerator="cpu", strategy=DeepSpeedStrategy(), devices=2, precision=precision)
 
@@ -91,7 +91,7 @@ def test_a_precision_that_deepspeed_has_not_is_refused_by_the_constructor(precis
         ("0.18.3", "works with DeepSpeed 0.19, and 0.18.3 is installed. Run `pip install 'deepspeed==0.19.*'`."),
     ],
 )
-def test_without_a_deepspeed_that_is_known_the_strategy_says_what_to_install(found: str | None, sentence: str) -> None:
+def test_without_a_supported_deepspeed_the_error_says_what_to_install(found: str | None, sentence: str) -> None:
     assert sentence in str(why_not(found))
     assert why_not("0.19.8") is None
 
@@ -101,7 +101,7 @@ def test_options_for_float16_need_that_precision() -> None:
         Fabric(accelerator="cpu", strategy=DeepSpeedStrategy(config={"fp16": {"loss_scale": 0}}), devices=2)
 
 
-def test_what_deepspeed_would_do_unasked_is_off() -> None:
+def test_unrequested_features_of_deepspeed_are_disabled() -> None:
     made = engine_config({}, stage=3, offload={}, precision=Precision.parse("bf16-true"))
     assert made["gradient_clipping"] == 0.0
     assert made["zero_optimization"]["memory_efficient_linear"] is False
@@ -132,7 +132,7 @@ print("WORDS" + json.dumps([sorted(values), names(DeepSpeedZeroConfig), names(O)
 
 
 @pytest.mark.slow
-def test_every_key_that_passes_is_a_word_of_deepspeed() -> None:
+def test_every_accepted_key_is_one_of_deepspeed() -> None:
     ran = template.run([sys.executable, "-c", WORDS], capture_output=True, text=True, timeout=100, check=True)
     top, zero, offload = json.loads(ran.stdout.split("WORDS")[1])
     assert set(KEYS) <= set(top)
@@ -140,7 +140,7 @@ def test_every_key_that_passes_is_a_word_of_deepspeed() -> None:
     assert set(OFFLOAD_KEYS) <= set(offload)
 
 
-def test_making_a_strategy_imports_no_deepspeed() -> None:
+def test_constructing_a_strategy_does_not_import_deepspeed() -> None:
     code = (
         "import sys; from fabric import Fabric; from fabric.strategies.deepspeed.strategy import DeepSpeedStrategy;"
         "Fabric(accelerator='cpu', strategy=DeepSpeedStrategy(), devices=2);"

@@ -353,7 +353,7 @@ def one_step(fabric: Any, model: nn.Module, optimizer: Optimizer, step: int) -> 
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_plain_and_goes_on_under_another_stage_and_world(tmp_path: Path) -> None:
+def test_a_checkpoint_is_plain_and_resumes_under_another_stage_and_world_size(tmp_path: Path) -> None:
     paths = {stage: str(tmp_path / f"saved{stage}.pt") for stage in (1, 2, 3)}
     results = run_world(2, save_each_and_load_each, paths, str(tmp_path))[0]
     results += run_world(4, load_each, {3: paths[3]}, str(tmp_path))[0]
@@ -381,7 +381,7 @@ def load_misfits(world: World, path: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_does_not_fit_raises_with_what_differs(tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_match_raises_with_the_mismatches(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     content = {"model": model.state_dict(), "optimizer": AdamW(model.parameters()).state_dict()}
     torch.save(content, tmp_path / "other.pt")
@@ -509,7 +509,9 @@ def muon_turns_as_it_was_written() -> bool:
 
 
 @pytest.mark.slow
-def test_nothing_of_deepspeed_stays_on_the_process_or_the_users_objects(capfd: pytest.CaptureFixture[str]) -> None:
+def test_closing_removes_every_trace_of_deepspeed_from_the_process_and_the_users_objects(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     for rank in run_world(2, traces):
         assert rank == {
             "compilers": [],
@@ -596,7 +598,7 @@ def whole_of(fabric: Fabric, model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "offload"), [(1, False), (2, False), (2, True), (3, False)])
-def test_a_parameter_that_a_window_left_out_raises_before_anything_steps(stage: int, offload: bool) -> None:
+def test_a_parameter_without_a_gradient_in_a_window_raises_before_the_step(stage: int, offload: bool) -> None:
     for said in run_world(2, left_out, strategy_of(stage, offload)):
         assert len(said) == 4
         for sentence in said:
@@ -642,7 +644,7 @@ def paired(world: World, strategy: DeepSpeedStrategy, names: tuple[str, ...]) ->
         (True, ("other",), "Number 1 is 'one.weight' on rank 0, and none on rank 1"),
     ],
 )
-def test_gradients_that_ranks_computed_in_another_order_are_not_added(
+def test_gradients_computed_in_different_orders_raise_instead_of_being_added(
     offload: bool, names: tuple[str, ...], words: str
 ) -> None:
     for said in run_world(2, paired, strategy_of(2, offload), names):
@@ -651,7 +653,7 @@ def test_gradients_that_ranks_computed_in_another_order_are_not_added(
 
 
 @pytest.mark.slow
-def test_what_an_engine_cannot_do_raises_with_what_to_write() -> None:
+def test_unsupported_uses_of_an_engine_raise_with_what_to_write() -> None:
     ranks = run_world(2, refusals)
     assert ranks[0]["said"].startswith("ZeRO passes `Own` slices of one flat tensor.")
     assert "DeepSpeed skipped a step of `Net`: its gradients are not finite." in ranks[0]["skipped"]

@@ -35,7 +35,7 @@ def on_two(word: Any) -> Target:
 
 
 @pytest.mark.parametrize("word", ["64-true", "bf16-true"])
-def test_precisions_that_it_has_not_are_refused(word: Any) -> None:
+def test_unsupported_precisions_raise(word: Any) -> None:
     said = STRATEGY.refuse(on_two(word))
     assert said is not None
     assert f"`precision='{word}'` keeps parameters in torch." in said
@@ -86,7 +86,7 @@ def mistakes(fabric: Fabric) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_sliced_is_said() -> None:
+def test_mistakes_under_ddp_fully_sharded_raise_with_what_to_write() -> None:
     said = Fabric(accelerator="cpu", strategy=STRATEGY, devices=2).launch(mistakes)
     assert said is not None
     assert "ValueError: '1.weight' of `Sequential` is of torch.float64" in said["dtypes"]
@@ -118,7 +118,7 @@ def slices(fabric: Fabric) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_each_rank_keeps_a_slice_and_gives_out_whole_tensors() -> None:
+def test_each_rank_keeps_a_shard_and_returns_unsharded_tensors() -> None:
     found = Fabric(accelerator="cpu", strategy=STRATEGY, devices=2).launch(slices)
     assert found == {
         "slice": (5,), "state": (5,), "whole": (3, 3), "part": (3, 3), "output": "Output", "alias": True,
@@ -135,7 +135,7 @@ def leave_one_out(fabric: Fabric) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp_sharded", "ddp_fully_sharded"])
-def test_ranks_that_leave_out_different_parameters_raise(strategy: str) -> None:
+def test_ranks_that_leave_different_parameters_unused_raise(strategy: str) -> None:
     said = Fabric(accelerator="cpu", strategy=strategy, devices=2, launcher="forkserver").launch(leave_one_out)
     assert said is not None
     assert "RuntimeError: 2 parameters of `ModuleDict` ('b.weight', 'b.bias') got no gradient" in said

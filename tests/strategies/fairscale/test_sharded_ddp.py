@@ -27,7 +27,7 @@ def sentence(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     return "no error"
 
 
-def test_it_runs_on_the_cpu_and_says_where_it_does_not() -> None:
+def test_it_runs_on_the_cpu_and_raises_on_devices_it_does_not_support() -> None:
     packages = STRATEGY.look_for_packages()
     assert STRATEGY.refuse(Target(accelerator=CPUAccelerator(), num_devices=2, packages=packages)) is None
     said = STRATEGY.refuse(Target(accelerator=TorchAccelerator("xpu"), packages=packages))
@@ -58,7 +58,7 @@ def mistakes(fabric: Fabric) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_dealt_out_is_said() -> None:
+def test_mistakes_under_ddp_sharded_raise_with_what_to_write() -> None:
     said = Fabric(accelerator="cpu", strategy=STRATEGY, devices=2).launch(mistakes)
     assert said is not None
     assert "ValueError: `SGD` holds 2 parameters that are not of `Linear`" in said["strangers"]

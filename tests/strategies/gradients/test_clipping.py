@@ -109,7 +109,7 @@ def test_the_largest_gradient_is_clipped_to_as_torch_does_in_every_dtype(dtype: 
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
-def test_a_gradient_that_is_no_number_is_found_by_a_norm_of_any_order(norm_type: float) -> None:
+def test_a_nan_gradient_raises_for_a_norm_of_any_order(norm_type: float) -> None:
     gradients = whole_gradients()
     gradients[2][3] = torch.nan
     optimizer = optimizer_of(gradients)

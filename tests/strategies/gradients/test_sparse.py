@@ -60,7 +60,7 @@ def fabric_with(strategy: Strategy | str) -> Fabric:
     [DDPStrategy(), DDPStrategy(find_unused_parameters=True), DDPStrategy(shard_optimizer=True)],
     ids=["as it is", "unused", "owners"],
 )
-def test_ddp_averages_them(strategy: Strategy) -> None:
+def test_ddp_averages_sparse_gradients(strategy: Strategy) -> None:
     found = fabric_with(strategy).launch(train)
     model, optimizers = make()
     for tokens, targets in batches():
@@ -105,13 +105,13 @@ def refuse(fabric: Fabric) -> None:
     [ManualStrategy(parallelize=average_all), ModelParallelStrategy(parallelize_fn=leave_whole, data=2)],
     ids=["manual", "model_parallel"],
 )
-def test_what_averages_dense_ones_refuses_them_on_every_rank(strategy: Strategy) -> None:
+def test_strategies_that_average_dense_gradients_refuse_sparse_ones_on_every_rank(strategy: Strategy) -> None:
     fabric_with(strategy).launch(refuse)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fsdp", "ddp_sharded", "ddp_fully_sharded", "deepspeed_stage_2"])
-def test_what_cuts_gradients_ends_in_the_error_of_its_backend(name: str) -> None:
+def test_strategies_that_shard_gradients_raise_the_backends_error_for_sparse_ones(name: str) -> None:
     with pytest.raises(WorkerError, match=r"'SparseCPU' backend|not implemented for sparse tensors"):
         fabric_with(name).launch(backward_once)
 

@@ -101,7 +101,7 @@ def test_losses_norms_weights_and_moments_equal_those_of_one_process(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_goes_to_replicas_and_plain_torch_and_to_other_ranks(tmp_path: Path) -> None:
+def test_a_checkpoint_loads_into_replicas_into_plain_torch_and_on_other_world_sizes(tmp_path: Path) -> None:
     recipe = Recipe(optimizer="adamw")
     steps: list[tuple[Fabric, str]] = [
         (manual(replicate_one_half_and_shard_the_other, 2), "first"),
@@ -226,7 +226,7 @@ def train_recommenders(fabric: Fabric, tasks: list[Task], folder: str, load: str
 
 
 @pytest.mark.slow
-def test_split_tables_equal_whole_ones_and_go_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+def test_sharded_tables_equal_unsharded_ones_and_resume_with_another_number_of_ranks(tmp_path: Path) -> None:
     seed = random.randrange(2**31)
     print(f"seed {seed}")
     plain = [task.parts() for task in tasks(seed)]
@@ -293,7 +293,7 @@ def train_uneven(fabric: Fabric, recipe: Recipe) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
-def test_gradients_can_be_those_of_the_mean_over_all_samples(size: int) -> None:
+def test_gradients_can_be_averaged_over_all_samples(size: int) -> None:
     recipe = Recipe(seed=random.randrange(2**31), accumulate=2)
     print(recipe)
     weights = manual(normalise_by_samples, size).launch(train_uneven, recipe)
@@ -358,7 +358,7 @@ def keep_apart(fabric: Fabric) -> None:
 
 
 @pytest.mark.slow
-def test_what_differs_between_ranks_is_neither_saved_nor_clipped_as_one() -> None:
+def test_tensors_that_differ_between_ranks_raise_when_saved_or_clipped() -> None:
     manual(average_a_part, 2).launch(keep_apart)
 
 
@@ -430,7 +430,7 @@ def make_mistakes(fabric: Fabric) -> None:
 
 
 @pytest.mark.slow
-def test_mistakes_on_a_mesh_are_told_at_once() -> None:
+def test_mistakes_on_a_mesh_raise_at_once() -> None:
     manual(shard_wrongly, 4, mesh={"a": 2, "b": 2}).launch(make_mistakes)
 
 
@@ -449,7 +449,7 @@ def test_it_lacks_gathered_gradients_exactly_where_ranks_read_the_same_samples()
 
 
 @pytest.mark.slow
-def test_loaders_are_cut_along_the_data_axes_alone() -> None:
+def test_loaders_are_split_only_along_the_data_axes() -> None:
     mesh = {"replicate": 2, "tensor": 2}
     along_one = manual(as_it_is, 4, mesh=mesh, data_axes=("replicate",)).launch(read_shares)
     assert along_one == [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7], [4, 5, 6, 7]]
@@ -528,7 +528,7 @@ def test_what_the_function_returns_is_checked(
         fabric.setup(model, SGD(model.parameters(), lr=0.1))
 
 
-def test_a_strategy_without_a_function_or_with_axes_that_there_are_not_is_refused_before_anything_starts() -> None:
+def test_a_strategy_without_a_function_or_with_unknown_axes_raises_before_anything_starts() -> None:
     with pytest.raises(ValueError, match=r"`strategy='manual'` parallelises the model by a function of yours"):
         Fabric(accelerator="cpu", devices=2, strategy="manual")
     with pytest.raises(
@@ -573,7 +573,7 @@ def close_with_a_reducer(fabric: Fabric) -> None:
 
 
 @pytest.mark.slow
-def test_shards_that_thaw_later_are_averaged() -> None:
+def test_shards_that_are_unfrozen_later_are_averaged() -> None:
     manual(split_tables, 2).launch(thaw_a_frozen_shard)
 
 

@@ -162,7 +162,7 @@ def test_detaching_leaves_the_optimizer_as_it_was() -> None:
     optimizer.step()
 
 
-def test_a_scaler_goes_on_from_its_state() -> None:
+def test_a_scaler_resumes_from_its_state() -> None:
     model, data = model_and_data()
     optimizer = SGD(model.parameters(), lr=0.1)
     scaler = LossScaler(growth_interval_steps=3)

@@ -266,7 +266,7 @@ def test_a_compiled_model_makes_tensors_of_the_precisions_dtype() -> None:
         assert torch.get_default_dtype() is torch.float32
 
 
-def test_a_walk_gives_back_containers_of_the_same_types() -> None:
+def test_mapping_a_nest_returns_containers_of_the_same_types() -> None:
     class Fields:
         """As attrs makes its classes."""
 

@@ -116,7 +116,7 @@ def plain() -> list[float]:
         ("fsdp", "in backward", True),
     ],
 )
-def test_ranks_that_run_parts_in_another_order_raise(name: str, heard: str, compiled: bool) -> None:
+def test_ranks_that_run_submodules_in_different_orders_raise(name: str, heard: str, compiled: bool) -> None:
     strategy: Strategy = STRATEGIES[name]
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver")
     losses, said = fabric.launch(orders, heard, compiled) or ([], "")

@@ -242,13 +242,13 @@ def launch(strategy: Strategy | str, body: Callable[[Fabric], Any]) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_what_a_program_does_outside_of_forward_gives_the_weights_of_one_process(name: str) -> None:
+def test_programs_that_act_outside_of_forward_train_like_one_process(name: str) -> None:
     launch(STRATEGIES[name], run_programs)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["whole", "linear", "blocks", "model_parallel"])
-def test_initialised_weights_follow_from_the_seed_and_not_from_how_the_model_is_cut(name: str) -> None:
+def test_initialised_weights_depend_on_the_seed_and_not_on_the_sharding(name: str) -> None:
     launch(STRATEGIES[name], initialise)
 
 
@@ -266,11 +266,11 @@ def shard_by_hand(fabric: Fabric) -> None:
 
 
 @pytest.mark.slow
-def test_a_submodule_in_shards_before_setup_is_refused_with_what_to_write() -> None:
+def test_a_submodule_sharded_before_setup_raises_with_what_to_write() -> None:
     launch("fsdp", shard_by_hand)
 
 
-def test_a_large_model_without_a_policy_is_told_the_class_of_its_blocks() -> None:
+def test_a_large_model_without_a_policy_is_warned_about_with_the_class_of_its_blocks() -> None:
     with torch.device("meta"):
         layers = [nn.TransformerEncoderLayer(1024, 8, 4096) for _ in range(6)]
         model = nn.Sequential(nn.Embedding(1000, 1024), nn.Sequential(*layers), nn.Linear(1024, 1000))
@@ -300,6 +300,6 @@ def set_up_large(fabric: Fabric) -> None:
 
 
 @pytest.mark.slow
-def test_the_advice_is_said_once_by_rank_zero(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_warning_is_logged_once_on_rank_zero(capfd: pytest.CaptureFixture[str]) -> None:
     launch("fsdp", set_up_large)
     assert capfd.readouterr().err.count("FSDPStrategy(auto_wrap_policy={Wide})") == 1

@@ -43,7 +43,7 @@ from fabric.strategies.model_parallel.pipeline.split import drop_other_stages, s
     ],
     ids=lambda given: str(given) if isinstance(given, dict) else "",
 )
-def test_options_that_do_not_fit_are_refused_where_they_are_written(options: dict[str, Any], words: str) -> None:
+def test_options_that_contradict_each_other_raise_in_the_constructor(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         pipeline(**options)
 
@@ -58,12 +58,12 @@ def test_options_that_do_not_fit_are_refused_where_they_are_written(options: dic
     ],
     ids=lambda given: str(given) if isinstance(given, dict) else "",
 )
-def test_options_of_another_type_are_refused_where_they_are_written(options: dict[str, Any], words: str) -> None:
+def test_options_of_a_wrong_type_raise_in_the_constructor(options: dict[str, Any], words: str) -> None:
     with pytest.raises(TypeError, match=words):
         pipeline(**options)
 
 
-def test_more_stages_on_a_rank_are_taken_and_lie_where_the_schedule_wants_them() -> None:
+def test_several_stages_per_rank_are_placed_as_the_schedule_needs_them() -> None:
     loop = pipeline("Interleaved1F1B", 2, 4, stages_per_rank=3)
     assert [loop.stages_of(rank) for rank in (0, 1)] == [(0, 2, 4), (1, 3, 5)]
     assert (loop.num_stages, loop.last_rank) == (6, 1)
@@ -81,7 +81,7 @@ def sequence() -> nn.Sequential:
     return nn.Sequential(OrderedDict(start=nn.Linear(2, 2), blocks=inner, end=nn.Linear(2, 2)))
 
 
-def test_a_sequence_is_cut_where_the_named_parts_begin_and_keeps_its_names() -> None:
+def test_a_sequential_is_split_at_the_named_submodules_and_keeps_its_names() -> None:
     model = sequence()
     first, second = split_model(model, in_two(["blocks.second"]))
     assert [name for name, _ in first.module.named_modules()] == ["", "start", "blocks", "blocks.first"]
@@ -95,7 +95,7 @@ def test_a_sequence_is_cut_where_the_named_parts_begin_and_keeps_its_names() -> 
     assert [name for name, _ in whole.module.named_modules()] == ["", "start"]
 
 
-def test_a_part_that_lies_whole_in_a_stage_is_the_users_own_and_one_that_is_cut_is_a_copy() -> None:
+def test_a_submodule_within_one_stage_is_the_users_object_and_one_that_is_split_is_a_copy() -> None:
     net = Net()
     before = {name: id(part) for name, part in net.named_modules()}
     first, second = split_model(net, in_two(cut_evenly))
@@ -153,14 +153,14 @@ def lose_a_buffer(model: Net, stage: int, num_stages: int) -> nn.Module:
         (Net, ["blocks.3"], ValueError, "`split` names a submodule of `the model`, a `Net`: only an `nn.Sequential`"),
     ],
 )
-def test_cuts_that_lose_or_double_or_rename_weights_are_refused(
+def test_splits_that_lose_duplicate_or_rename_weights_raise(
     make: Callable[[], nn.Module], split: Any, error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
         split_model(make(), in_two(split))
 
 
-def test_a_weight_that_is_tied_over_two_stages_is_refused_with_both_names() -> None:
+def test_a_weight_tied_across_two_stages_raises_with_both_names() -> None:
     net = Net()
     assert isinstance(net.embed, nn.Embedding)
     assert isinstance(net.head, nn.Linear)
@@ -172,7 +172,7 @@ def test_a_weight_that_is_tied_over_two_stages_is_refused_with_both_names() -> N
     assert len(split_model(model, in_two(["blocks.second"]))) == 2  # tied within a stage
 
 
-def test_names_of_parts_in_another_order_or_within_each_other_are_refused() -> None:
+def test_submodule_names_in_a_wrong_order_or_nested_raise() -> None:
     options = pipeline(degree=3, num_microbatches=3, split=["end", "blocks"])
     with pytest.raises(ValueError, match=r"but the order in the model is \['blocks', 'end'\]"):
         split_model(sequence(), options)
@@ -297,7 +297,7 @@ def refuse_optimizers(fabric: Fabric) -> None:
 
 
 @pytest.mark.slow
-def test_calls_that_cannot_be_right_raise_on_every_rank_and_leave_the_model_as_it_was() -> None:
+def test_wrong_calls_raise_on_every_rank_and_leave_the_model_unchanged() -> None:
     fabric_with(2, pipeline(split=["1"], loss_fn=square), "32-true").launch(call_wrongly)
 
 
@@ -369,7 +369,7 @@ FOUR = ["1", "2", "3"]
     ],
     ids=["norm", "counts", "loss", "frozen", "lost"],
 )
-def test_models_that_would_train_to_other_numbers_end_the_job(
+def test_models_whose_numbers_a_pipeline_would_change_end_the_job(
     options: Pipeline, make: Callable[[], nn.Module], words: str
 ) -> None:
     with pytest.raises(WorkerError, match=f"(?s){words}"):
@@ -377,7 +377,7 @@ def test_models_that_would_train_to_other_numbers_end_the_job(
 
 
 @pytest.mark.slow
-def test_shards_by_a_schedule_that_splits_backward_are_refused() -> None:
+def test_sharded_stages_with_a_schedule_that_splits_backward_raise() -> None:
     options = pipeline("ZBVZeroBubble", split=FOUR, loss_fn=square)
     strategy = ModelParallelStrategy(pipeline=options, shard=1, parallelize_fn=shard_all)
     with pytest.raises(WorkerError, match="is sharded, and `schedule='ZBVZeroBubble'` computes gradients of weigh"):
