@@ -65,8 +65,8 @@ class Journal(Protocol):
     def is_waiting(self) -> bool:
         """Whether a call is pending. Fast."""
 
-    def calls(self) -> Sequence[Call]:
-        """The last calls of all groups, oldest first."""
+    def calls(self, *, with_lines: bool) -> Sequence[Call]:
+        """The last calls of all groups, oldest first; without lines fast."""
 
 
 @final
@@ -118,7 +118,7 @@ class Watcher:
 
     def activity(self, *, with_calls: bool = False) -> Activity:
         """What the rank is doing now."""
-        calls, now_ns = tuple(self._journal.calls()), time.time_ns()
+        calls, now_ns = tuple(self._journal.calls(with_lines=True)), time.time_ns()
         frames = frames_of(sys._current_frames().get(self._thread_id))
         where = users_line(frames)
         kind: Kind = "python"
@@ -189,7 +189,7 @@ class Watcher:
         blocked = self._blocked_seconds()
         if self._journal.is_waiting():
             now_ns = time.time_ns()
-            for call in self._journal.calls():
+            for call in self._journal.calls(with_lines=False):
                 if call.pending:
                     return f"{call.group}/{call.number}", call.seconds(now_ns), call.timeout_seconds
         if self._waits_for_a_peer(frames_of(sys._current_frames().get(self._thread_id))):

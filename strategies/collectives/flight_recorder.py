@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import math
 import pickle
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch._C._distributed_c10d as c10d
 
 from fabric.launchers.watch.activity import WORLD, Call
-from fabric.launchers.watch.stack import users_line
+from fabric.launchers.watch.stack import frames_of, is_within, users_line
 
 _DUMPS: list[Callable[..., bytes]] = [
     getattr(c10d, name) for name in ("_dump_fr_trace", "_dump_nccl_trace") if name in dir(c10d)
 ]
 """Torch has a recorder for NCCL, and one for all other backends; a build without CUDA has only the second."""
+
 
 _DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32", "Byte": "uint8"}
 
@@ -37,9 +39,10 @@ class FlightRecorder:
         groups = [group for found in _read(calls=False) for group in found.get("pg_status", {}).values()]
         return any(group["last_enqueued_collective"] != group["last_completed_collective"] for group in groups)
 
-    def calls(self) -> Sequence[Call]:
-        """The recorded calls, oldest first. They are numbered per process group and rank."""
-        calls = [_call(entry) for found in _read(calls=True) for entry in found.get("entries", ())]
+    def calls(self, *, with_lines: bool) -> Sequence[Call]:
+        """The recorded calls, oldest first, numbered per process group and rank; lines where they can be read."""
+        recorded = _read(calls=True, stacks=with_lines and _can_read_stacks())
+        calls = [_call(entry) for found in recorded for entry in found.get("entries", ())]
         return sorted(calls, key=lambda call: call.started_ns)
 
     def num_elements(self, operation: str, since_ns: int, until_ns: int) -> int:
@@ -53,9 +56,24 @@ class FlightRecorder:
         )
 
 
-def _read(*, calls: bool) -> list[Mapping[str, Any]]:
-    """The content of each recorder; without `calls` only the progress of each group, with `calls` also their stacks."""
-    return [pickle.loads(dump(calls, calls, False)) for dump in _DUMPS]  # pickled by torch in this process
+def _read(*, calls: bool, stacks: bool = False) -> list[Mapping[str, Any]]:
+    """The content of each recorder; without `calls` only the progress of each group."""
+    return [pickle.loads(dump(calls, stacks, False)) for dump in _DUMPS]  # pickled by torch in this process
+
+
+def _can_read_stacks() -> bool:
+    """Whether torch can write stacks without importing dynamo.
+
+    To write a stack, torch 2.13 imports `torch._inductor.codecache`, and with it 800 modules of dynamo. In a thread that
+    takes seconds, and it fails in both threads if the main thread imports dynamo at that time, as the first optimizer
+    does.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return False
+    return not any(
+        is_within(frames_of(frame), "importlib._bootstrap>", ("_find_and_load",))
+        for frame in sys._current_frames().values()
+    )
 
 
 def _call(entry: Mapping[str, Any]) -> Call:
