@@ -19,6 +19,8 @@ from fabric.launchers.launcher import Topology
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
+CONNECT_SECONDS = 2.0
+"""How long to wait for the machine of node 0 before it is taken for lost."""
 EXIT_BARRIER_SECONDS = 300
 """How long node 0 serves the store for nodes that have not ended yet. torchrun's exit barrier is as long."""
 
@@ -82,6 +84,8 @@ class MeetingPoint:
 
         topology = self._topology
         try:
+            if self._store is None:  # torch retries for seconds, and prints C++ stacks
+                socket.create_connection((topology.main_address, self.port), CONNECT_SECONDS).close()
             store = self._store or TCPStore(
                 topology.main_address, self.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5)
             )
@@ -89,5 +93,5 @@ class MeetingPoint:
                 store.set("fabric/all_ended", "")
             if topology.node_rank == 0 and not failed:
                 store.wait(["fabric/all_ended"], timedelta(seconds=EXIT_BARRIER_SECONDS))
-        except DistError:
+        except (DistError, OSError):
             return  # node 0 has ended already, or a node never did: there is nothing to wait for

@@ -99,6 +99,7 @@ class Supervisor:
             return
         for child in self._running.values():
             kill_group(child.pid, signal.SIGKILL)
+        self._listen()  # if a later rank could not be started, `wait` was not reached
         while self._running:
             self._turn()
         self._point.close(failed=error is not None or bool(self.failures))
@@ -135,14 +136,21 @@ class Supervisor:
     def wait(self) -> None:
         """Return once every rank has ended, and the results, failures and ended ranks are known."""
         self._point.open()
+        self._listen()
+        self._heed()
+        while self._running:
+            self._turn()
+
+    def _listen(self) -> None:
+        """Watch for the reports, the output and the ends of the ranks. A second call does nothing."""
+        watched = self._selector.get_map()
         for child in list(self._running.values()):
+            if child.exit_fd in watched:
+                continue
             self._selector.register(child.report_fd, selectors.EVENT_READ, partial(self._hear, child))
             self._selector.register(child.exit_fd, selectors.EVENT_READ, partial(self._bury, child))
             for stream in self._output.streams(child.rank):
                 self._selector.register(stream.reader, selectors.EVENT_READ, partial(self._copy, stream))
-        self._heed()
-        while self._running:
-            self._turn()
 
     @property
     def ended_by(self) -> int | None:

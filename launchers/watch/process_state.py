@@ -7,6 +7,7 @@ from pathlib import Path
 
 SILENT = "does not answer"
 ENDED = "has ended"
+UNREACHABLE = "cannot be reached"
 
 _STATES = {
     "T": "stopped by a signal (SIGSTOP, or Ctrl-Z); `kill -CONT {pid}` lets it go on",

@@ -8,7 +8,9 @@ does) and does not answer; one that has ended refuses it. Both tell the client s
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import selectors
 import socket
 import threading
@@ -47,11 +49,12 @@ class Place:
         return cls(**json.loads(content))
 
 
-Silence = Literal["silent", "refused"]
+Silence = Literal["silent", "refused", "unreachable"]
 
 
 def ask_all(places: Sequence[Place], question: str, seconds: float) -> dict[int, bytes | Silence]:
-    """The answer of each rank. "silent": none within `seconds`; "refused": the process no longer listens."""
+    """The answer of each rank. "silent": none within `seconds`; "refused": the process no longer listens;
+    "unreachable": no connection to its machine."""
     answers: dict[int, bytes | Silence] = {}
     for start in range(0, len(places), AT_ONCE):
         answers.update(_ask_some(places[start : start + AT_ONCE], question, time.monotonic() + seconds))
@@ -65,7 +68,10 @@ def _ask_some(places: Sequence[Place], question: str, deadline: float) -> Iterat
             family = socket.AF_INET6 if ":" in place.address else socket.AF_INET
             connection = socket.socket(family, socket.SOCK_STREAM)
             connection.setblocking(False)
-            connection.connect_ex((place.address, place.port))
+            if connection.connect_ex((place.address, place.port)) not in (0, errno.EINPROGRESS):
+                connection.close()
+                yield place.rank, "unreachable"
+                continue
             selector.register(connection, selectors.EVENT_WRITE, place)
         while selector.get_map() and (left := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left):
@@ -73,15 +79,16 @@ def _ask_some(places: Sequence[Place], question: str, deadline: float) -> Iterat
                 assert isinstance(chosen, socket.socket)
                 try:
                     if place.rank not in heard:
+                        raise_error_of(chosen)
                         chosen.sendall(f"{place.token} {question}\n".encode())
                         heard[place.rank] = bytearray()
                         selector.modify(chosen, selectors.EVENT_READ, place)
                         continue
                     data = chosen.recv(1 << 16)
-                except OSError:
+                except OSError as error:
                     selector.unregister(chosen)
                     chosen.close()
-                    yield place.rank, "refused"
+                    yield place.rank, "refused" if isinstance(error, ConnectionError) else "unreachable"
                     continue
                 heard[place.rank] += data
                 if not data:
@@ -91,7 +98,25 @@ def _ask_some(places: Sequence[Place], question: str, deadline: float) -> Iterat
         for key in list(selector.get_map().values()):
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
-            yield key.data.rank, "silent"
+            yield key.data.rank, "silent" if key.data.rank in heard else "unreachable"
+
+
+def raise_error_of(connection: socket.socket) -> None:
+    """Raise the error with which a connection ended that was made in the background."""
+    code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if code:
+        raise OSError(code, os.strerror(code))
+
+
+def is_reachable(address: str, port: int, seconds: float) -> bool:
+    """Whether the machine answers, be it that nothing listens on the port."""
+    try:
+        socket.create_connection((address, port), seconds).close()
+    except ConnectionError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 class Listener:

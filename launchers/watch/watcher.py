@@ -4,8 +4,14 @@
 A rank that does not wait sends nothing: its thread reads the flight recorder every few seconds, and listens. A rank
 that has waited in a collective for `report_after_seconds` notifies rank 0's watcher (or the next rank's, if that does
 not answer), which asks every rank once and prints one table. It uses connections of its own (`questions.py`), because
-the process group is what hangs, and ends nothing. If the ranks go on waiting, it is notified again after twice the
-time.
+the process group is what hangs. If the ranks go on waiting, it is notified again after twice the time.
+
+# Note [Slow or lost]
+It ends nothing, with one exception. A rank whose process has died is noticed by its supervisor, and the kernel of its
+machine closes its connections. If the machine itself is lost, or the network to it, nobody is told: the collective
+waits for its timeout. So if the machine of a rank cannot be reached three times in a row, the rank is lost, and the
+ranks that are left fail. One that answers, is stopped or holds the GIL is slow, and is waited for. Under other
+launchers nothing is ended: SLURM and torchrun have ways of their own to notice the loss of a node.
 
 Cost: one request to the store and one open port per rank, and 0.1 ms of the GIL every few seconds.
 """
@@ -27,9 +33,9 @@ from fabric.launchers.rank.rank import own_supervisor
 from fabric.launchers.supervision.report import Reporter
 from fabric.launchers.watch import process_state
 from fabric.launchers.watch.activity import Activity, Call, Kind
-from fabric.launchers.watch.questions import Listener, Place, Silence, ask_all
+from fabric.launchers.watch.questions import Listener, Place, Silence, ask_all, is_reachable
 from fabric.launchers.watch.stack import frames_of, is_within, users_line
-from fabric.launchers.watch.table import first_difference, who_waits
+from fabric.launchers.watch.table import first_difference, ranks_in_words, who_waits
 from fabric.launchers.world import World
 
 if TYPE_CHECKING:
@@ -40,6 +46,8 @@ ANSWER_SECONDS = 1.5
 LAST_WORDS_SECONDS = 3.0
 """How long before a collective times out the recorded calls are compared: after it, ranks end. A third of the timeout
 if that is less."""
+NUM_MISSED = 3
+"""How many times in a row a machine cannot be reached before its ranks are lost: at 30, 60 and 120 s of a wait."""
 LOOK_SECONDS = 5.0
 """The longest interval between two looks at the flight recorder."""
 NUM_SPEAKERS = 4
@@ -79,6 +87,9 @@ class Watcher:
         self._asked_at = -_NEVER
         self._printed_at = {False: -_NEVER, True: -_NEVER}
         """When this rank printed the table, by whether it was for a timeout."""
+        self._missed: dict[int, int] = {}
+        """Ranks whose machine could not be reached, and how many times in a row."""
+        self._store_missed = 0
         self._one_at_a_time = threading.Lock()
         address = own_address(world)
         token = secrets.token_hex(8)
@@ -188,6 +199,8 @@ class Watcher:
     def _tell(self, question: str) -> None:
         """Let the lowest rank that answers ask all ranks and print; this rank, if none of them answers."""
         with contextlib.suppress(Exception):  # the store may be gone: the job is ending
+            if not self._reaches_store():
+                return
             for place in self._places(range(min(self._world.rank, NUM_SPEAKERS))):
                 rank = place.rank
                 if isinstance(ask_all([place], question, ANSWER_SECONDS)[rank], bytes):
@@ -203,6 +216,9 @@ class Watcher:
                 threading.Thread(
                     target=self._print, kwargs={"last_words": question == "ends"}, daemon=True, name="fabric-watch-ask"
                 ).start()
+                return b"ok"
+            case "lost":
+                self._fail(question.partition(" ")[2])
                 return b"ok"
             case "processes":
                 return "\n".join(process_state.describe(int(pid)) for pid in question.split()[1:]).encode()
@@ -233,6 +249,38 @@ class Watcher:
                 self._supervisor.words(words)
             else:
                 print(words, file=sys.stderr, flush=True)
+            lost = [rank for rank, times in self._missed.items() if times >= NUM_MISSED]
+            if lost:
+                self._end_all(lost)
+
+    def _reaches_store(self) -> bool:
+        """Whether the machine with the job's store can be reached; fail this rank if not, for the third time."""
+        at = self._world.rendezvous
+        if at is None or is_reachable(at.address, at.port, ANSWER_SECONDS):
+            self._store_missed = 0
+            return True
+        self._store_missed += 1
+        if self._store_missed >= NUM_MISSED:
+            self._fail(f"node 0, {at.address}")
+        return False
+
+    def _end_all(self, lost: Sequence[int]) -> None:
+        """Fail all ranks that can be reached."""
+        places = {place.rank: place for place in self._places(range(self._world.size))}
+        hosts = sorted({places[rank].host for rank in lost})
+        words = f"{ranks_in_words(lost)}, {', '.join(hosts)}"
+        ask_all([place for rank, place in places.items() if rank not in self._missed], f"lost {words}", ANSWER_SECONDS)
+        self._fail(words)
+
+    def _fail(self, lost: str) -> None:
+        """Report a failure of this rank to its supervisor, which ends the ranks of this node."""
+        if self._supervisor is not None:
+            self._supervisor.failure(
+                ConnectionError(
+                    f"the machine of {lost}, could not be reached {NUM_MISSED} times in a row while other ranks waited "
+                    "in a collective: it is down, or the network. Start the job again from its last checkpoint."
+                )
+            )
 
     def _all_activities(self, question: str) -> list[Activity]:
         """The activities of all ranks, in rank order."""
@@ -241,6 +289,8 @@ class Watcher:
         others = [place for place in places if place.rank != self._world.rank]
         answers = ask_all(others, question, ANSWER_SECONDS)
         activities = {self._world.rank: self.activity(with_calls=question == "journal")}
+        unreachable = {rank for rank, answer in answers.items() if answer == "unreachable"}
+        self._missed = {rank: self._missed.get(rank, 0) + 1 for rank in unreachable}
         silent: list[Place] = []
         for place in others:
             try:
@@ -272,7 +322,8 @@ class Watcher:
                 heard = ask_all([asked], f"processes {pids}", ANSWER_SECONDS)[asked.rank]
                 words = heard.decode().splitlines() if isinstance(heard, bytes) else words
             where = "" if self._world.num_nodes == 1 else f"on {host}"
-            for place, said in zip(there, words, strict=True):
+            for place, found_out in zip(there, words, strict=True):
+                said = process_state.UNREACHABLE if answers[place.rank] == "unreachable" else found_out
                 has_closed = answers[place.rank] == "refused" and said != process_state.ENDED
                 found[place.rank] = Activity(
                     rank=place.rank,

@@ -56,6 +56,7 @@ STAGE_3: Names = {
     },
     "deepspeed.runtime.zero.partition_parameters:Init": {
         "ds_tensor ds_shape": "the shard of a parameter, and its unsharded shape",
+        "_post_init_method": "parameters are compared over the ranks before they are sharded",
     },
     "deepspeed.runtime.zero.partition_parameters": {"is_zero_param": "whether a parameter is sharded"},
 }

@@ -41,6 +41,7 @@ from fabric.strategies.module.deferred_init import refuse_empty
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.module.prepare import place, with_precision
+from fabric.strategies.module.same_model import refuse_different_models
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
@@ -130,9 +131,16 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             return new_tensors(runtime.device, runtime.precision, empty=empty)
         with with_environment(runtime.world, runtime.device.type) as deepspeed:
             # Without `dtype`: on a device without float16, release 0.19 uses bfloat16 for any dtype that is passed.
-            return deepspeed.zero.Init(  # type: ignore[no-any-return]
-                config_dict_or_path=self._engine_config(runtime), mem_efficient_linear=False
-            )
+            context = deepspeed.zero.Init(config_dict_or_path=self._engine_config(runtime), mem_efficient_linear=False)
+        shard = context._post_init_method
+
+        def compare_and_shard(module: nn.Module) -> None:
+            if module._parameters:  # DeepSpeed broadcasts these by their order
+                refuse_different_models(runtime, module, "construction of", recurse=False)
+            shard(module)
+
+        context._post_init_method = compare_and_shard
+        return context  # type: ignore[no-any-return]
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
         refuse_setup(runtime, module, optimizers, stage=self._stage, move=move, config=self._config)

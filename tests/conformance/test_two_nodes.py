@@ -83,11 +83,13 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True)
 
 
-def _start(node: Node, rank: int, script: Path, main: Node, *arguments: str) -> subprocess.Popen[str]:
+def _start(
+    node: Node, rank: int, script: Path, main: Node, *arguments: str, stdout: int | None = None
+) -> subprocess.Popen[str]:
     return node.start(
         sys.executable, "-m", "fabric", "run", "--node-rank", str(rank), "--main-address", main.address,
         "--main-port", "29511", str(script), *arguments,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)}, stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)}, stdout=stdout, stderr=subprocess.PIPE,
     )  # fmt: skip
 
 
@@ -127,3 +129,33 @@ def test_a_failure_on_one_node_ends_the_other(nodes: tuple[Node, Node], tmp_path
     said = [process.communicate(timeout=60)[1] for process in running]
     assert [process.returncode != 0 for process in running] == [True, True]
     assert said[1].strip().endswith("ValueError: boom on the second node")
+
+
+LOSING = """
+import torch
+from fabric import Fabric
+
+fabric = Fabric(accelerator="cpu", devices=2, num_nodes=2, report_after_seconds=0.5)
+fabric.launch()
+fabric.barrier()
+print("begun", flush=True)
+while True:
+    fabric.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_a_lost_machine_fail_long_before_their_timeout(
+    nodes: tuple[Node, Node], tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOSING)
+    running = [_start(node, rank, script, nodes[0], stdout=subprocess.PIPE) for rank, node in enumerate(nodes)]
+    for process in running:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["begun\n"] * 2
+    _ip("-n", nodes[1].namespace, "link", "set", "cable0", "down")
+    said = [process.communicate(timeout=100)[1] for process in running]
+    assert [process.returncode for process in running] == [1, 1]
+    assert "ConnectionError: the machine of ranks 2-3, " in said[0]
+    assert f"ConnectionError: the machine of node 0, {nodes[0].address}, could not be reached 3 times" in said[1]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -248,13 +250,29 @@ DIFFERENT: dict[str, tuple[Callable[[int], nn.Module], str]] = {
 
 
 def set_up_different(fabric: Fabric) -> dict[str, list[str]]:
+    def set_up(name: str) -> None:
+        with fabric.init_module() if name == "sizes" else nullcontext():  # where ZeRO-3 compares them
+            model = DIFFERENT[name][0](fabric.global_rank)
+        fabric.setup(model, make_optimizer(model))
+
     found = {}
-    for name, (make, _) in DIFFERENT.items():
-        model = make(fabric.global_rank)
+    for name in DIFFERENT:
         with pytest.raises(CollectiveError) as raised:
-            fabric.setup(model, make_optimizer(model))
+            set_up(name)
         found[name] = fabric.collective.all_gather_object(str(raised.value))
     return found
+
+
+def set_up_with_values_on_rank_zero(fabric: Fabric) -> str:
+    """What comes of a model that is on the meta device on other ranks: rank 0's weights, or an error."""
+    with torch.device("meta" if fabric.global_rank else "cpu"):
+        net = make_net()
+    try:
+        state = fabric.state_dict(fabric.setup_module(net))
+    except CollectiveError as error:
+        return str(error)
+    expected = make_net().state_dict() if fabric.is_global_zero else {}
+    return "right" if all(torch.equal(state[name], expected[name]) for name in expected) else "wrong"
 
 
 KNOWN_WRONG = {
@@ -324,8 +342,16 @@ def test_a_program_with_a_mistake_raises_or_trains_as_it_would_in_one_process(na
     for kind, of_ranks in (differing or {}).items():
         for rank, words in enumerate(of_ranks):
             assert words == of_ranks[0], "each rank's line of the program is in the error of every rank"
-            assert "rank 1: setup of `" in words, kind
+            assert re.search("rank 1: (setup|construction) of `", words), kind
             assert DIFFERENT[kind][1].format(rank) in words, kind
+
+
+@pytest.mark.slow
+def test_values_on_rank_zero_alone_are_those_of_all_shards_or_raise() -> None:
+    for name, word in (("fsdp", "right"), ("model_parallel", "on the meta device, at tests")):
+        strategy = (WITH_A_FUNCTION.get((name, 2)) or (lambda name=name: make_strategy(name)))()
+        with Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver") as fabric:
+            assert word in fabric.launch(set_up_with_values_on_rank_zero)
 
 
 def read_the_same(fabric: Fabric, said: bool) -> tuple[list[str], str]:

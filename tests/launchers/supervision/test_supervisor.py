@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
+import pytest
+
 from fabric.launchers.launcher import Topology
+from fabric.launchers.processes import Processes, forkserver
+from fabric.launchers.rank.task import CallFunction
 from fabric.launchers.supervision.fatal_stack import readable
 from fabric.launchers.supervision.guardian import Guardian
 from fabric.launchers.supervision.supervisor import Child, Supervisor
+from fabric.launchers.world import World
 
 LEAVE = """
 import os, sys
@@ -36,6 +42,22 @@ def test_a_rank_whose_end_is_heard_before_the_end_of_its_pipe_is_reported_with_i
         supervisor._after(0, process.communicate)  # between two waits
         supervisor.wait()
     assert [failure.summary for failure in supervisor.failures] == ["left with exit code 5"]
+
+
+def test_a_rank_that_cannot_be_started_ends_those_that_were() -> None:
+    fork = forkserver(Topology(num_processes=2))
+
+    def start(world: World, task: CallFunction) -> Child:
+        if world.rank == 1:
+            raise BlockingIOError("no more processes")
+        return fork.start(world, task)
+
+    with pytest.raises(BlockingIOError, match="no more processes"):
+        Processes(Topology(num_processes=2), "forkserver", start).launch(_wait)
+
+
+def _wait(world: World) -> None:
+    signal.pause()
 
 
 def test_a_guardian_that_was_killed_does_not_replace_what_is_reported() -> None:
