@@ -64,9 +64,9 @@ def _read(*, calls: bool, stacks: bool = False) -> list[Mapping[str, Any]]:
 def _can_read_stacks() -> bool:
     """Whether torch can write stacks without importing dynamo.
 
-    To write a stack, torch 2.13 imports `torch._inductor.codecache`, and with it 800 modules of dynamo. In a thread that
-    takes seconds, and it fails in both threads if the main thread imports dynamo at that time, as the first optimizer
-    does.
+    To write a stack, torch 2.13 imports `torch._inductor.codecache`, and with it 800 modules of dynamo. In a thread
+    that takes seconds, and it fails in both threads if the main thread imports dynamo at that time, as the first
+    optimizer does.
     """
     if "torch._dynamo" not in sys.modules:
         return False

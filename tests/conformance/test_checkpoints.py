@@ -76,7 +76,7 @@ def load(fabric: Fabric, paths: list[str], seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_checkpoint_of_any_strategy_resumes_under_every_other_and_with_other_world_sizes(tmp_path: Path) -> None:
+def test_a_checkpoint_of_any_strategy_goes_on_in_every_other_and_with_other_numbers_of_ranks(tmp_path: Path) -> None:
     seed = random.randrange(2**31)
     print(f"seed {seed}")
     for name, size in SAVED_BY.items():

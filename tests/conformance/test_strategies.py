@@ -36,7 +36,7 @@ def refuse_failures(row: Row, findings: list[Finding]) -> None:
 @pytest.mark.parametrize(
     "row", [pytest.param(row, marks=[pytest.mark.thorough] if row.is_thorough else [], id=str(row)) for row in rows()]
 )
-def test_numbers_equal_those_of_one_process_or_the_declared_error_is_raised(row: Row, show: Show) -> None:
+def test_numbers_are_those_of_one_process_or_what_is_declared_is_raised(row: Row, show: Show) -> None:
     findings = survey(row.make(), row.chosen(), devices=row.size, precision=row.precision, tolerance=row.tolerance)
     show(str(row), findings)
     refuse_failures(row, findings)
@@ -75,7 +75,7 @@ def test_every_strategy_of_the_registry_is_in_the_suite_or_is_refused_here(
         show_not_run(name, sentence)
 
 
-def test_every_strategy_and_every_case_has_a_row_in_make_test() -> None:
+def test_every_strategy_and_every_case_has_a_row_that_is_not_left_to_make_check() -> None:
     kept = [row for row in rows() if not row.is_thorough]
     assert {row.name for row in rows()} - {row.name for row in kept} == {
         "deepspeed", "deepspeed_stage_1_offload", "deepspeed_stage_2_offload", "ddp_sharded_spawn",

@@ -280,7 +280,7 @@ def run_all(fabric: Fabric) -> dict[str, Any]:
     ],
     ids=["one", "two", "four", "views"],
 )
-def test_every_loop_equals_one_process(size: int, strategy: Strategy) -> None:
+def test_every_loop_gives_the_numbers_of_one_process(size: int, strategy: Strategy) -> None:
     results = ranks(size, strategy).launch(run_all)
     assert results is not None
     for scenario in SCENARIOS:
@@ -329,7 +329,7 @@ def halves_apart(fabric: Fabric, path: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_equals_that_of_one_process_and_loads_under_any_strategy_and_world_size(tmp_path: Path) -> None:
+def test_a_checkpoint_is_that_of_one_process_and_loads_under_any_strategy_and_world_size(tmp_path: Path) -> None:
     path, of_plain, of_fsdp = str(tmp_path / "zero"), str(tmp_path / "plain"), str(tmp_path / "fsdp")
     after_six = ranks().launch(save_and_go_on, path)
     model = make().double()
@@ -423,7 +423,7 @@ def possessions(fabric: Fabric) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_each_parameter_has_one_owner_and_ranks_own_about_equally_many_elements() -> None:
+def test_each_parameter_has_one_owner_and_the_ranks_own_about_as_much() -> None:
     found = ranks().launch(possessions)
     assert found is not None
     assert found["owners of each"] == [1] * 6

@@ -35,7 +35,7 @@ def save_and_load(fabric: Fabric, seed: int) -> int:
 
 
 @pytest.mark.slow
-def test_a_loss_scale_that_is_saved_and_loaded_changes_as_without_the_checkpoint() -> None:
+def test_a_scale_that_is_saved_and_loaded_goes_on_as_one_that_was_not() -> None:
     seed = random.randrange(2**31)
     print(f"seed {seed}")
     assert Fabric(accelerator="cpu", strategy="deepspeed_stage_2", devices=2).launch(save_and_load, seed)

@@ -243,7 +243,7 @@ def run_all(fabric: Fabric) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_loop_equals_one_process(name: str, size: int) -> None:
+def test_every_loop_gives_the_numbers_of_one_process(name: str, size: int) -> None:
     results = Fabric(accelerator="cpu", strategy=STRATEGIES[name], devices=size).launch(run_all)
     assert results is not None
     for scenario in SCENARIOS:
@@ -298,7 +298,7 @@ def set_up_with_state(fabric: Fabric) -> Weights:
 @pytest.mark.parametrize(
     "strategy", [STRATEGIES["sharded"], STRATEGIES["fully-sharded-parts"]], ids=["sharded", "fully"]
 )
-def test_a_checkpoint_loads_into_plain_pytorch_and_ddp_and_back(strategy: Strategy, tmp_path: Path) -> None:
+def test_what_is_saved_loads_into_plain_pytorch_and_into_ddp_and_back(strategy: Strategy, tmp_path: Path) -> None:
     def run(strategy: str | Strategy, size: int, *what: Any) -> Any:
         return Fabric(accelerator="cpu", strategy=strategy, devices=size, launcher="forkserver").launch(*what)
 

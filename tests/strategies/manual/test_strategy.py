@@ -101,7 +101,7 @@ def test_losses_norms_weights_and_moments_equal_those_of_one_process(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_loads_into_replicas_into_plain_torch_and_on_other_world_sizes(tmp_path: Path) -> None:
+def test_a_checkpoint_goes_to_replicas_and_plain_torch_and_to_other_ranks(tmp_path: Path) -> None:
     recipe = Recipe(optimizer="adamw")
     steps: list[tuple[Fabric, str]] = [
         (manual(replicate_one_half_and_shard_the_other, 2), "first"),
@@ -226,7 +226,7 @@ def train_recommenders(fabric: Fabric, tasks: list[Task], folder: str, load: str
 
 
 @pytest.mark.slow
-def test_sharded_tables_equal_unsharded_ones_and_resume_with_another_number_of_ranks(tmp_path: Path) -> None:
+def test_split_tables_equal_whole_ones_and_go_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     seed = random.randrange(2**31)
     print(f"seed {seed}")
     plain = [task.parts() for task in tasks(seed)]
@@ -293,7 +293,7 @@ def train_uneven(fabric: Fabric, recipe: Recipe) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
-def test_gradients_can_be_averaged_over_all_samples(size: int) -> None:
+def test_gradients_can_be_those_of_the_mean_over_all_samples(size: int) -> None:
     recipe = Recipe(seed=random.randrange(2**31), accumulate=2)
     print(recipe)
     weights = manual(normalise_by_samples, size).launch(train_uneven, recipe)
@@ -573,7 +573,7 @@ def close_with_a_reducer(fabric: Fabric) -> None:
 
 
 @pytest.mark.slow
-def test_shards_that_are_unfrozen_later_are_averaged() -> None:
+def test_shards_that_thaw_later_are_averaged() -> None:
     manual(split_tables, 2).launch(thaw_a_frozen_shard)
 
 

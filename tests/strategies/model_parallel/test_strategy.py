@@ -149,7 +149,7 @@ def test_losses_norms_weights_and_moments_equal_those_of_one_process(name: str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("other", [DDPStrategy(), FSDPStrategy(auto_wrap_policy=Block)], ids=["ddp", "fsdp"])
-def test_a_checkpoint_of_another_strategy_loads_on_a_mesh_and_back(other: Strategy, tmp_path: Path) -> None:
+def test_a_checkpoint_goes_from_other_strategies_to_a_mesh_and_back(other: Strategy, tmp_path: Path) -> None:
     recipe = Recipe(optimizer="adamw")
     for folder in ("second", "third"):
         (tmp_path / folder).mkdir()
@@ -264,7 +264,7 @@ def train_sequences_on_every_rank(fabric: Fabric) -> tuple[Tensor, Any]:
     ],
     ids=["tensor", "shard-tensor"],
 )
-def test_gradients_of_norms_are_summed_over_parts_of_the_sequence(size: int, strategy: Strategy) -> None:
+def test_gradients_of_norms_over_parts_of_the_sequence_are_added_up(size: int, strategy: Strategy) -> None:
     found = fabric_with(strategy, size).launch(train_sequences_on_every_rank)
     torch.manual_seed(0)
     model = Sequences()
@@ -467,7 +467,7 @@ def test_the_strategy_without_a_function_raises_with_what_to_write() -> None:
         Fabric(accelerator="cpu", devices=2, strategy="model_parallel")
 
 
-def test_the_strategy_needs_a_process_group_backend() -> None:
+def test_the_strategy_needs_ranks_that_can_talk() -> None:
     strategy = ModelParallelStrategy(parallelize_fn=leave_whole)
     assert strategy.refuse(Target(accelerator=CPUAccelerator())) is None
     assert "no torch.distributed backend" in str(strategy.refuse(Target(accelerator=TorchAccelerator("mps"))))
@@ -551,7 +551,7 @@ GATHERED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GATHERED)
-def test_gradients_flow_through_an_all_gather_over_ranks_with_different_data(name: str) -> None:
+def test_gradients_come_back_through_a_gathering_over_ranks_of_different_data(name: str) -> None:
     found = fabric_with(GATHERED[name], 4).launch(gather_gradients, GATHERED[name])
     model = made_with(0).eval()
     everyone = model(torch.randn(8, 4, generator=torch.Generator().manual_seed(1)))
@@ -632,7 +632,7 @@ def prepare_many_ways(fabric: Fabric) -> None:
 
 
 @pytest.mark.slow
-def test_the_users_model_and_optimizer_objects_keep_working_on_a_mesh() -> None:
+def test_the_users_objects_go_on_over_a_mesh() -> None:
     strategy = ModelParallelStrategy(parallelize_fn=cut_blocks, data=2, tensor=2)
     fabric_with(strategy, 4).launch(prepare_many_ways)
 
@@ -650,7 +650,7 @@ def keep_shards_back(fabric: Fabric) -> None:
 
 
 @pytest.mark.slow
-def test_shards_send_no_messages_within_no_backward_sync() -> None:
+def test_shards_exchange_nothing_within_no_backward_sync() -> None:
     fabric_with(ModelParallelStrategy(parallelize_fn=cut_layers, shard=2), 2).launch(keep_shards_back)
 
 
@@ -723,7 +723,9 @@ def train_plain_stack(block: type[Block6], precision: Precision, num_shares: int
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shard", "word"), [(1, "bf16-mixed"), (2, "bf16-mixed"), (2, "16-mixed")])
-def test_in_mixed_precision_numbers_equal_those_of_partial_products_rounded_and_added(shard: int, word: str) -> None:
+def test_in_mixed_precision_numbers_are_those_of_products_that_are_rounded_in_parts_and_added(
+    shard: int, word: str
+) -> None:
     precision = replace(Precision.parse(word), init_scale=2.0**8)
     strategy = ModelParallelStrategy(parallelize_fn=cut_stack, shard=shard, tensor=2)
     fabric = Fabric(accelerator="cpu", devices=2 * shard, strategy=strategy, plugins=precision, launcher="forkserver")
@@ -748,5 +750,5 @@ def overflow_on_one_rank(fabric: Fabric) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Skipped")
-def test_an_overflow_in_the_shard_of_one_rank_skips_the_step_on_all() -> None:
+def test_an_overflow_in_one_ranks_part_skips_the_step_on_all() -> None:
     fabric_with(MESHES["tensor"][1], 2, "16-mixed").launch(overflow_on_one_rank)

@@ -94,7 +94,7 @@ def test_losses_norms_weights_moments_and_outputs_equal_those_of_one_process(
     ],
     ids=["replicas", "replicas-v", "shards", "shards-of-blocks", "tensors"],
 )
-def test_stages_that_are_replicated_sharded_and_tensor_parallel_train_like_one_process(
+def test_stages_in_replicas_in_shards_and_cut_along_tensors_train_as_one_process(
     schedule: str, others: dict[str, Any], tmp_path: Path
 ) -> None:
     options = pipeline(schedule, 2, 4)
@@ -184,7 +184,7 @@ def pass_on(fabric: Fabric, source: str, target: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_loads_between_pipelines_replicas_and_plain_torch(tmp_path: Path) -> None:
+def test_a_checkpoint_goes_between_stages_of_every_kind_replicas_and_plain_torch(tmp_path: Path) -> None:
     seed = random.randrange(2**31)
     print(f"seed {seed}")
     recipe = Recipe(seed, optimizer="adamw")
@@ -265,7 +265,7 @@ def _stage_of(name: str) -> int:
 
 
 @pytest.mark.slow
-def test_the_users_model_and_optimizer_keep_the_tensors_of_their_ranks_stages(tmp_path: Path) -> None:
+def test_the_users_own_objects_go_on_with_what_is_on_their_rank(tmp_path: Path) -> None:
     fabric_with(2, pipeline(), "32-true").launch(look_at_objects, str(tmp_path / "saved"))
 
 
@@ -338,7 +338,7 @@ def train_in_half(fabric: Fabric) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-def test_mixed_precision_equals_full_precision_up_to_rounding(precision: str) -> None:
+def test_mixed_precision_gives_the_numbers_of_full_precision_but_for_rounding(precision: str) -> None:
     options = pipeline(loss_fn=tiny_loss_of)
     full = fabric_with(2, options, "32-true").launch(train_in_half)
     found = fabric_with(2, options, precision).launch(train_in_half)
@@ -383,7 +383,7 @@ def _boom(*args: Any, **kwargs: Any) -> None:
 
 
 @pytest.mark.slow
-def test_an_error_in_a_stage_of_one_rank_ends_the_job_with_that_error() -> None:
+def test_a_rank_that_raises_in_its_stage_ends_the_job_with_its_own_error() -> None:
     with pytest.raises(WorkerError, match="rank 1 of 2 failed first") as caught:
         fabric_with(2, pipeline(), "32-true").launch(fail_in_a_stage)
     assert str(caught.value).strip().endswith("ZeroDivisionError: boom in the second stage")
