@@ -565,6 +565,8 @@ class Fabric:
         finally:
             runtime.backward.is_running = False
         accumulation = self._accumulation
+        if runtime.loss_scaler is not None and not accumulation.held:
+            runtime.loss_scaler.finish_backward()
         accumulation.is_unsynced = bool(accumulation.held)
         if accumulation.held or accumulation.kept:
             reached = [self._models[each] for each in named] if named else list(self._models.values())
