@@ -62,6 +62,8 @@ class LossScaler:
         self._stepped = False
         self._overflowed = False
         self._known: dict[Optimizer, _Gradients] = {}
+        self.when_rescaled: Callable[[Optimizer], None] = _nothing
+        """Called after the gradients of an optimizer were multiplied."""
 
     def attach(self, optimizer: Optimizer) -> Callable[[], None]:
         """Make `optimizer.step()` unscale its gradients, or skip; `optimizer.step_was_skipped` shows which it did.
@@ -136,6 +138,7 @@ class LossScaler:
             if present:
                 torch._foreach_mul_(present, scale / gradients.scale)
             gradients.scale = scale
+            self.when_rescaled(optimizer)
 
     def _gradients_of(self, optimizer: Optimizer) -> list[Tensor]:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -170,6 +173,10 @@ class LossScaler:
                 f"Skipped a step of {type(optimizer).__name__}: its gradients overflowed at a loss scale of "
                 f"{self.scale:g}. The next scale is {self.scale * self.backoff_factor:g}."
             )
+
+
+def _nothing(optimizer: Optimizer) -> None:
+    pass
 
 
 def loss_scaler_for(
