@@ -75,6 +75,7 @@ from fabric.strategies.checkpoint.state import (
 )
 from fabric.strategies.checkpoint.storage import Storage, storage_of
 from fabric.strategies.collectives import nested
+from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import Collective, ReduceOp
 from fabric.strategies.collectives.debug import compare_collectives
 from fabric.strategies.collectives.flight_recorder import FlightRecorder
@@ -565,6 +566,8 @@ class Fabric:
         finally:
             runtime.backward.is_running = False
         accumulation = self._accumulation
+        if runtime.loss_scaler is not None and not accumulation.held:
+            runtime.loss_scaler.finish_backward()
         accumulation.is_unsynced = bool(accumulation.held)
         if accumulation.held or accumulation.kept:
             reached = [self._models[each] for each in named] if named else list(self._models.values())
@@ -741,8 +744,11 @@ class Fabric:
     # Collectives
 
     def barrier(self, name: str | None = None) -> None:
-        """Return once all ranks have called it. `name` documents the call and is not used."""
-        self._connected.collective.barrier()
+        """Return once all ranks have called it. `name` documents the call and is not used.
+
+        Raises: CollectiveError: other ranks made another call.
+        """
+        check_call(self._connected.collective, "barrier")  # an all-reduce: no rank has it before all have come
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return the object of rank `src` on every rank. Tensors are sent as tensors, all else is pickled. Ranks:

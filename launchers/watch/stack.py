@@ -59,5 +59,8 @@ def _is_library(file: str, libraries: tuple[str, ...]) -> bool:
 
 def _short(file: str) -> str:
     """The path, relative to the working directory if it is inside."""
-    relative = os.path.relpath(file) if os.path.isabs(file) else file
+    try:
+        relative = os.path.relpath(file) if os.path.isabs(file) else file
+    except (OSError, ValueError):  # the working directory was deleted, or is on another drive
+        return file
     return file if relative.startswith("..") else relative

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.capabilities import Capability
+from fabric.strategies.fairscale.changed_gradients import note_all, refuse_changed
 from fabric.strategies.fairscale.fsdp_state import (
     IN_SLICES,
     SlicedState,
@@ -102,6 +103,8 @@ class FairScaleFSDPStrategy(ProcessGroupStrategy):
             return replica(runtime, module, optimizers)
         _refuse_dtypes(module, runtime.precision)
         refuse_optimizers("ddp_fully_sharded", optimizers, _WHOLE_MATRICES)
+        if runtime.loss_scaler is not None:
+            runtime.loss_scaler.when_rescaled = note_all
         follow_rank_zero(runtime.collective, [*module.parameters(), *module.buffers()])
         sync = FairScaleFSDPGradientSync(
             runtime,
@@ -114,7 +117,7 @@ class FairScaleFSDPStrategy(ProcessGroupStrategy):
         slices = Slices(runtime.collective)
         undo = [
             attach_module(slices, module),
-            *(attach_optimizer(runtime.collective, optimizer, owned) for optimizer in optimizers),
+            *(attach_optimizer(runtime.collective, optimizer, _check_step) for optimizer in optimizers),
         ]
         return replace(
             replica(runtime, module, optimizers, sync, end=undo_all(undo), uncompilable=UNCOMPILABLE),
@@ -127,7 +130,7 @@ class FairScaleFSDPStrategy(ProcessGroupStrategy):
         if runtime.world.size == 1:
             return attach_scaler(runtime.loss_scaler, optimizers)
         refuse_optimizers("ddp_fully_sharded", optimizers, _WHOLE_MATRICES)
-        undo = [attach_optimizer(runtime.collective, optimizer, owned) for optimizer in optimizers]
+        undo = [attach_optimizer(runtime.collective, optimizer, _check_step) for optimizer in optimizers]
         return undo_all([*undo, attach_scaler(runtime.loss_scaler, optimizers)])
 
 
@@ -144,6 +147,12 @@ def owned(optimizer: Optimizer) -> list[Tensor]:
     if any(map(holds_local, parameters)):
         raise RuntimeError(NOT_AVERAGED.format(optimizer=type(optimizer).__name__))
     return parameters
+
+
+def _check_step(optimizer: Optimizer) -> None:
+    """Raise RuntimeError if a gradient was not averaged, or was changed since."""
+    owned(optimizer)
+    refuse_changed(optimizer)
 
 
 def _refuse_shared(module: nn.Module, parts: Sequence[nn.Module]) -> None:

@@ -26,6 +26,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from fabric.strategies.fairscale.changed_gradients import note
 from fabric.strategies.fairscale.fsdp_cpu import fully_sharded_on_cpu
 from fabric.strategies.fairscale.fsdp_state import holds_local
 from fabric.strategies.fairscale.library import FULLY_SHARDED, LATE, UNUSED, look_up, name_some, root_logger_untouched
@@ -151,7 +152,8 @@ class FairScaleFSDPGradientSync(GradientSync):
 
     def watch(self) -> Finish | None:
         """Returns a post-backward hook that raises if a parameter has no gradient."""
-        return all_of(self.order.watch(), self._check if self.root._require_backward_grad_sync else None)
+        check = self._check if self.root._require_backward_grad_sync else None
+        return all_of(self.order.watch(), check, partial(note, self.names))
 
     def _check(self) -> None:
         took_part = bool(self.reduced)
@@ -178,6 +180,7 @@ class FairScaleFSDPGradientSync(GradientSync):
 
     def scale(self, factor: Factor) -> None:
         scale_gradients(self.parameters_held(), factor)
+        note(self.parameters_held())
 
     def release(self) -> None:
         """Restore the forward of each module. Parameters remain sharded: gathering them is a collective."""

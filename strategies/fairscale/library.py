@@ -15,6 +15,7 @@ from torch.optim import LBFGS, Optimizer
 
 from fabric.launchers.private_names import Names, require
 from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.fairscale.changed_gradients import note
 from fabric.strategies.precision.loss_scaler import LossScaler
 from fabric.strategies.target import Target
 
@@ -122,6 +123,7 @@ def clip_norm(
             "Pass `error_if_nonfinite=False` to clip nevertheless."
         )
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    note(parameters)
     return total.to(dtype)
 
 
@@ -131,6 +133,7 @@ def clip_value(optimizer: Optimizer, clip_val: float, *, owned: Owned, scaler: L
     if scaler is not None:
         scaler.unscale(optimizer)
     torch.nn.utils.clip_grad_value_(parameters, clip_val)
+    note(parameters)
 
 
 NOT_AVERAGED = (

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.fairscale.changed_gradients import note, refuse_changed
 from fabric.strategies.fairscale.library import (
     LATE,
     NOT_AVERAGED,
@@ -132,6 +133,7 @@ class FairScaleShardedGradientSync(GradientSync):
         for parameter, average in aside:
             parameter.grad = average if parameter.grad is None else parameter.grad.add_(average)
         self.averages.update(parameter for parameter in reduced if self.owner[parameter] == self.collective.rank)
+        note(self.owner)
 
     @torch.no_grad()
     def _check_unsynced(self, aside: list[tuple[Tensor, Tensor]]) -> None:
@@ -141,6 +143,7 @@ class FairScaleShardedGradientSync(GradientSync):
             else:  # so that the mean over ranks is the former average plus the mean of the new gradients
                 parameter.grad.add_(average, alpha=self.collective.size)
                 self.averages.discard(parameter)
+        note(self.owner)
 
     def _follow_trainable(self) -> None:
         """Reduce the gradients of parameters that require gradients now."""
@@ -188,6 +191,7 @@ class FairScaleShardedGradientSync(GradientSync):
                 "`.half()` and the like before `setup`."
             )
         self.owned(optimizer)
+        refuse_changed(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.shards[optimizer]._broadcast_params()
@@ -215,6 +219,7 @@ class FairScaleShardedGradientSync(GradientSync):
 
     def scale(self, factor: Factor) -> None:
         scale_gradients(self.parameters_held(), factor)
+        note(self.parameters_held())
 
     def release(self) -> None:
         """Remove the hooks, and give each parameter memory of its own. State stays on its owners."""

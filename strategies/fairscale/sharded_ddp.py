@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import PlainState
+from fabric.strategies.fairscale.changed_gradients import note_all
 from fabric.strategies.fairscale.library import (
     NEEDS_ALL,
     clip_norm,
@@ -67,6 +68,8 @@ class FairScaleShardedStrategy(ProcessGroupStrategy):
         if runtime.world.size == 1:
             return replica(runtime, module, optimizers)
         refuse_optimizers("ddp_sharded", optimizers, ())
+        if runtime.loss_scaler is not None:
+            runtime.loss_scaler.when_rescaled = note_all
         follow_rank_zero(runtime.collective, [*module.parameters(), *module.buffers()])
         if not optimizers:
             return replica(runtime, module, optimizers, NoOwnersGradientSync(module))

@@ -1,9 +1,9 @@
 """Loss scaling for float16: small gradients do not vanish, and a step whose gradients overflowed is skipped.
 
-The optimizer stays the user's own: hooks on its `step` unscale the gradients first, and hide them from a step that must
-be skipped, so that weights, momentum and step counts do not change. The scaler knows for each optimizer whether its
-gradients are scaled at present: clipping, several optimizers after one backward, and gradients from an earlier backward
-all give the numbers of a run without scaling (scales are powers of two, hence exact).
+The optimizer stays the user's own: a hook on its `step` hides the gradients of a step that must be skipped, so that
+weights, momentum and step counts do not change. Gradients are scaled only while a backward runs, and between backwards
+that are not synchronised: clipping by whatever function, several optimizers after one backward, and gradients from an
+earlier backward all give the numbers of a run without scaling (scales are powers of two, hence exact).
 Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018; growth and backoff as in torch.amp.GradScaler.
 """
 
@@ -62,6 +62,8 @@ class LossScaler:
         self._stepped = False
         self._overflowed = False
         self._known: dict[Optimizer, _Gradients] = {}
+        self.when_rescaled: Callable[[Optimizer], None] = _nothing
+        """Called after the gradients of an optimizer were multiplied."""
 
     def attach(self, optimizer: Optimizer) -> Callable[[], None]:
         """Make `optimizer.step()` unscale its gradients, or skip; `optimizer.step_was_skipped` shows which it did.
@@ -88,6 +90,14 @@ class LossScaler:
             self._rescale(optimizer, gradients, self.scale)
             gradients.is_checked = False
         return loss * self.scale
+
+    def finish_backward(self) -> None:
+        """Divide all gradients by their scale, so that the program sees the gradients of a run without scaling.
+
+        Their overflow is looked at when they are clipped, or in the step: see `unscale`.
+        """
+        for optimizer, gradients in self._known.items():
+            self._rescale(optimizer, gradients, 1.0)
 
     def unscale(self, optimizer: Optimizer) -> bool:
         """Unscale the gradients of `optimizer`; returns whether they are finite. Calling it again does nothing."""
@@ -128,6 +138,7 @@ class LossScaler:
             if present:
                 torch._foreach_mul_(present, scale / gradients.scale)
             gradients.scale = scale
+            self.when_rescaled(optimizer)
 
     def _gradients_of(self, optimizer: Optimizer) -> list[Tensor]:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -162,6 +173,10 @@ class LossScaler:
                 f"Skipped a step of {type(optimizer).__name__}: its gradients overflowed at a loss scale of "
                 f"{self.scale:g}. The next scale is {self.scale * self.backoff_factor:g}."
             )
+
+
+def _nothing(optimizer: Optimizer) -> None:
+    pass
 
 
 def loss_scaler_for(

@@ -64,6 +64,7 @@ def call_with_what_differs(fabric: Fabric) -> list[str]:
         "sync_grads on one": lambda: fabric.all_gather(wide, sync_grads=rank == 0),
         "sparse on one": lambda: fabric.all_reduce(first_of(wide, wide.to_sparse())),
         "broadcast": lambda: first_of(fabric.broadcast, fabric.all_gather)(wide),
+        "barrier": lambda: fabric.barrier() if rank == 0 else fabric.all_gather(wide),
         "padded": lambda: fabric.pad_across_ranks(first_of(torch.ones(2, 3), torch.ones(2, 4))),
     }
     messages = []

@@ -186,3 +186,38 @@ def test_gradients_are_finite_unless_one_is_not_however_large_they_are(dtype: to
     for wrong in (float("nan"), float("inf"), float("-inf")):
         assert not all_finite([*gradients, torch.tensor([0.0, wrong], dtype=dtype)])
         assert not all_finite([*gradients, sparse * wrong])
+
+
+@pytest.mark.parametrize("num_backwards", [1, 2])
+def test_between_backward_and_step_gradients_are_those_of_an_unscaled_run(num_backwards: int) -> None:
+    results = []
+    for scaled in (False, True):
+        model, data = model_and_data()
+        optimizer = AdamW(model.parameters(), lr=0.1)
+        scaler = LossScaler()
+        if scaled:
+            scaler.attach(optimizer)
+        for step in range(3):
+            optimizer.zero_grad()
+            for part in range(num_backwards):
+                loss = loss_of(model, data, step + part)
+                (scaler.scale_loss(loss) if scaled else loss).backward()
+                scaler.finish_backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            optimizer.step()
+            results.append([norm, *weights(model)])
+    torch.testing.assert_close(results[:3], results[3:], rtol=0, atol=0)
+
+
+def test_a_step_whose_gradients_overflowed_is_skipped_after_any_clipping() -> None:
+    model, data = model_and_data()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    scaler = LossScaler(init_scale=8.0)
+    scaler.attach(optimizer)
+    before = weights(model)
+    scaler.scale_loss(loss_of(model, data, 0) * 1e38).backward()
+    scaler.finish_backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+    optimizer.step()
+    assert optimizer.step_was_skipped  # type: ignore[attr-defined]
+    torch.testing.assert_close(weights(model), before, rtol=0, atol=0)
