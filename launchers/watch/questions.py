@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-CLOSE = "close"
 AT_ONCE = 200
 """How many processes are asked at the same time. Each needs one of often at most 1024 open descriptors."""
 LINE_SECONDS = 2.0
@@ -127,6 +126,7 @@ class Listener:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.create_server((address, 0), family=family, backlog=4096)
         self._address = address or "127.0.0.1"
+        self._is_closing = False
 
     @property
     def port(self) -> int:
@@ -139,8 +139,11 @@ class Listener:
         try:
             connection, _ = self._socket.accept()
         except TimeoutError:
-            return True
+            return not self._shut_if_closing()
         except OSError:
+            return False
+        if self._shut_if_closing():
+            connection.close()
             return False
         try:
             connection.settimeout(LINE_SECONDS)
@@ -148,21 +151,24 @@ class Listener:
         except (OSError, ValueError):  # the client has gone, or is no rank of this job
             connection.close()
             return True
-        if token != self._token or question == CLOSE:
+        if token != self._token:
             connection.close()
-            if token == self._token:
-                self.shut()
-            return token != self._token
+            return True
         threading.Thread(
             target=self._reply, args=(connection, question), daemon=True, name="fabric-watch-reply"
         ).start()
         return True
 
     def close(self) -> None:
-        """Make a `turn` that is waiting close the port and return."""
-        with contextlib.suppress(OSError), socket.create_connection((self._address, self.port), LINE_SECONDS) as own:
-            own.sendall(f"{self._token} {CLOSE}\n".encode())
-            own.recv(1)
+        """Make a `turn` that is waiting close the port and return; if it cannot be woken up, after its time."""
+        self._is_closing = True
+        with contextlib.suppress(OSError):
+            socket.create_connection((self._address, self.port), LINE_SECONDS).close()
+
+    def _shut_if_closing(self) -> bool:
+        if self._is_closing:
+            self.shut()
+        return self._is_closing
 
     def shut(self) -> None:
         """Close the port if no `turn` is waiting."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -134,6 +136,23 @@ def test_a_port_that_was_closed_refuses() -> None:
     with listening() as place:
         pass
     assert ask_all([place], "why", 10.0) == {4: "refused"}
+
+
+def test_a_port_is_closed_although_no_file_can_be_opened() -> None:
+    listener = Listener("127.0.0.1", "secret", lambda question: b"")
+    turns: list[bool] = []
+    thread = threading.Thread(target=lambda: turns.extend(iter(lambda: listener.turn(0.1), False)), daemon=True)
+    thread.start()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    with contextlib.ExitStack() as files:
+        with contextlib.suppress(OSError):
+            while True:
+                files.enter_context(open(os.devnull))
+        listener.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    thread.join(60)
+    assert not thread.is_alive(), "it waits for a connection that close() could not make"
 
 
 def test_a_process_that_accepts_and_never_answers_is_silent() -> None:
