@@ -40,7 +40,7 @@ class Carrier:
         )
 
     def mean(self) -> Factor:
-        """The mean weight of all ranks, after `send`; 1.0 if the backward reached no parameter: then nothing was sent."""
+        """The mean weight of all ranks, after `send`; 1.0 if nothing was sent: the backward reached no parameter."""
         mean, self.parameter.grad = self.parameter.grad, None
         if mean is None:
             return 1.0
