@@ -225,9 +225,7 @@ def test_an_epoch_that_kept_its_workers_is_resumed_by_new_ones(kind: Any, genera
         torch.manual_seed(8)
         generator = torch.Generator().manual_seed(9) if generated else None
         return share_out(
-            lambda _: kind(
-                Augmented(8), 2, shuffle=True, generator=generator, num_workers=1, persistent_workers=True
-            ),
+            lambda _: kind(Augmented(8), 2, shuffle=True, generator=generator, num_workers=1, persistent_workers=True),
             1,
         )[0]
 
