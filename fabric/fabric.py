@@ -1235,6 +1235,8 @@ class Fabric:
                 f"`{type(coming[0]).__name__}`, which were treated as parameters outside of any module. Set up every "
                 "module before the optimizers of its parameters, or together with them."
             )
+        if self._unprepared is not None:
+            self._unprepared.refuse_replaced(optimizers)
         strangers = outside(optimizers, (*self._models, *coming))
         lack = self.strategy.lacks.get("bare_parameters")
         if lack is not None and self.world_size == 1:

@@ -62,6 +62,7 @@ class Gathered:
         self._hooks: list[Any] = []
         self._module = module
         self._places = _places(_params(self._units))
+        self._is_read = module in cast("Sequence[nn.Module]", units)
         if not self._units:
             return
         # Around the hooks of `fully_shard`, which are on the module already.
@@ -126,6 +127,7 @@ class Gathered:
         if self._depth > 1:
             return
         self._refuse_replaced()
+        self._is_read = True
         self._take()
         self._drop_discarded()
         kept = self._kept()
@@ -158,13 +160,14 @@ class Gathered:
     def _refuse_replaced(self) -> None:
         """Raise RuntimeError if a parameter was replaced: `fully_shard` puts its own back before it runs.
 
-        A replacement by a shard before the first forward is allowed: torch uses it.
+        A parameter in shards may replace another before torch reads them: in the first forward, or see `take_as_root`.
         """
         lost = [
             (part, name)
             for part, own, name, each in self._places
             if (now := own.get(name)) is not each.sharded_param
-            and (now is None or (as_sharded(now) is None and now is not vars(each).get("_unsharded_param")))
+            and (now is None or now is not vars(each).get("_unsharded_param"))
+            and (self._is_read or as_sharded(now) is None)
         ]
         if lost:
             prefixes = {part: f"{prefix}." if prefix else "" for prefix, part in self._module.named_modules()}
@@ -281,7 +284,7 @@ _ASSIGNED = (
 _REPLACED = (
     "Parameters of `{model}` were replaced after `fabric.setup`, and `fully_shard` would run with those from before: "
     "{names}. Replace and parametrize before `setup`; to give other values, copy them in place (`parameter.copy_(...)` "
-    "under `torch.no_grad()`), or load a state dict."
+    "under `torch.no_grad()`), or load a state dict. `torch.func.functional_call` replaces them, too."
 )
 
 
