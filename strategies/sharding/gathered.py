@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from fabric.strategies.gradients.in_shards import InShards
 from fabric.strategies.module.copies import Hook
 from fabric.strategies.module.forward import leave_uncompiled
+from fabric.strategies.module.parameter_rebinding import HOOKED
 from fabric.strategies.sharding.dtensor import as_sharded, user_class
 from fabric.strategies.torch_internals import current_graph_task_id, disable_dynamo, require_fully_shard
 
@@ -127,6 +128,7 @@ class Gathered:
         if self._depth > 1:
             return
         self._refuse_replaced()
+        self._refuse_hooks()
         self._is_read = True
         self._take()
         self._drop_discarded()
@@ -175,6 +177,18 @@ class Gathered:
             if names:
                 some = ", ".join(map(repr, names[:5]))
                 raise RuntimeError(_REPLACED.format(model=user_class(self._module).__name__, names=some))
+
+    def _refuse_hooks(self) -> None:
+        """Raise RuntimeError for a hook on a shard: backward computes gradients of the gathered parameters."""
+        if any(each.sharded_param._backward_hooks for *_, each in self._places):
+            prefixes = {part: f"{prefix}." if prefix else "" for prefix, part in self._module.named_modules()}
+            hooked = [
+                f"{prefixes.get(part, '')}{name}"
+                for part, _, name, each in self._places
+                if each.sharded_param._backward_hooks
+            ]
+            some = ", ".join(map(repr, hooked[:5]))
+            raise RuntimeError(HOOKED.format(model=user_class(self._module).__name__, names=some))
 
     def _show(self, kept: list[_Unit]) -> None:
         """Give gathered copies a gradient that is zeroed for that of their shard, until it is taken back."""
