@@ -534,8 +534,8 @@ class Fabric:
         `weight`: the number of samples or tokens that this rank's loss is a sum over; may be zero. After the window
         (all backwards up to a synchronised one: `accumulate`, `no_backward_sync`) the gradients are the sum of all
         losses' gradients over all ranks, divided by the sum of all weights; zero if all weights are zero. Clipping and
-        the optimizer use these gradients. Costs one scalar all-reduce per window. In a window, either all backwards
-        have a weight or none has.
+        the optimizer use these gradients. Costs one scalar all-reduce per window at most. In a window, either all
+        backwards have a weight or none has.
         `model`: the model or models that the loss goes through. Required if each model has an engine of its own, and
         for `weight` if several models are set up.
         Further arguments go to `Tensor.backward`. Ranks: all call it, unless within `no_backward_sync`.

@@ -2,7 +2,8 @@
 
 Both sums are over all ranks and micro-batches, so padding, shorter batches and ranks with fewer samples do not change
 the result. Strategies average gradients over ranks; weighting then divides the averages by the mean weight of the
-ranks, from one scalar all-reduce that overlaps with backward. Ranks that hold parts of one model have the same loss and
+ranks, which travels with the gradients (`GradientSync.carry`) or in one scalar all-reduce that overlaps with backward.
+Ranks that hold parts of one model have the same loss and
 the same weight, so the mean over all ranks equals the mean over those with data of their own.
 """
 
@@ -62,7 +63,7 @@ class Weighting:
         for model in models:
             self._refuse_divided(model.module, optimizers)
         weights = [self._before(model) + weight for model in models]
-        factors_of = _start_factors(self._collective, weights)
+        factors_of = self._start(models, weights)
         run()
         factors = factors_of()
         for model, factor in zip(models, factors, strict=True):
@@ -71,6 +72,14 @@ class Weighting:
             self._divided[model.module] = [(p, p.grad) for p in model.sync.parameters_held() if p.grad is not None]
         if bare is not None:
             bare.scale(factors[0])
+
+    def _start(self, models: Sequence[Prepared], weights: Sequence[Weight]) -> Callable[[], Sequence[Factor]]:
+        """Send the weights with the gradients if every model can, and otherwise separately."""
+        carried = [model.sync.carry(weight) for model, weight in zip(models, weights, strict=True)]
+        means = [mean for mean in carried if mean is not None]
+        if len(means) < len(models):
+            return _start_factors(self._collective, weights)
+        return lambda: [_inverse(mean()) for mean in means]
 
     def _before(self, model: Prepared) -> Weight:
         """The sum of the weights of gradients that are not synchronised yet."""
@@ -148,9 +157,9 @@ def _start_factors(collective: Collective, weights: Sequence[Weight]) -> Callabl
     gradients."""
     numbers = [weight for weight in weights if not isinstance(weight, Tensor)]
     if collective.size == 1 and len(numbers) == len(weights):
-        return lambda: [1 / number if number else 0.0 for number in numbers]
-    mean = collective.start_all_reduce(_stacked(weights), "mean")
-    return lambda: _inverse(mean())
+        return lambda: [_inverse(number) for number in numbers]
+    means = collective.start_all_reduce(_stacked(weights), "mean")
+    return lambda: [_inverse(mean) for mean in _numbers(means())]
 
 
 def _stacked(weights: Sequence[Weight]) -> Tensor:
@@ -160,11 +169,15 @@ def _stacked(weights: Sequence[Weight]) -> Tensor:
     return torch.stack([there.new_tensor(each) if isinstance(each, float) else each for each in weights])
 
 
-def _inverse(means: Tensor) -> Sequence[Factor]:
-    """The factors of the gradients. If all weights are zero, gradients become zero."""
-    if means.device.type == "cpu":
-        return [1 / mean if mean else 0.0 for mean in means.tolist()]
-    return list(torch.where(means == 0, 0, 1 / means).unbind())
+def _numbers(means: Tensor) -> Sequence[Factor]:
+    return means.tolist() if means.device.type == "cpu" else means.unbind()
+
+
+def _inverse(mean: Factor) -> Factor:
+    """The factor of the gradients. If all weights are zero, gradients become zero."""
+    if isinstance(mean, Tensor):
+        return torch.where(mean == 0, 0, 1 / mean)
+    return 1 / mean if mean else 0.0
 
 
 def _first_gradient(sync: GradientSync) -> Tensor | None:

@@ -83,7 +83,8 @@ def describe(failures: Sequence[Failure], size: int, left: Sequence[Failure] = (
         if other is not root:
             apart_ms = (other.at_ns - root.at_ns) / 1e6
             when = f"{abs(apart_ms):.0f} ms {'later' if apart_ms >= 0 else 'earlier'}"
-            lines.append(f"rank {other.rank} of {size}, {when}: {_one_line(other.summary)}")
+            where = f", at {other.where}" if other.where else ""
+            lines.append(f"rank {other.rank} of {size}, {when}{where}: {_one_line(other.summary)}")
     if root not in failures:
         lines += ["", min(failures, key=_at).traceback, ""]
     summary = _one_line(root.summary) if root.traceback else root.summary

@@ -15,6 +15,10 @@ THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+(?: \[.*\])? \(most re
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
 LIBRARY = sysconfig.get_path("stdlib")
 EXTENSIONS = "Extension modules: "
+FROM_A_LIBRARY = (
+    "It came from a thread that runs no Python: one of gloo, NCCL, OpenMP or another library. gloo aborts if the ranks "
+    "make different calls, on tensors of different sizes: `fabric run --debug collectives` compares them before."
+)
 
 
 def readable(text: str, *, leave_out: Sequence[str]) -> str:
@@ -31,7 +35,7 @@ def readable(text: str, *, leave_out: Sequence[str]) -> str:
             before.append(line)
     parts = ["\n".join([title, *before])]
     if threads and not any(header.startswith("Current") for header, _ in threads):
-        parts.append("It came from a thread that runs no Python: one of gloo, NCCL, OpenMP or another library.")
+        parts.append(FROM_A_LIBRARY)
     num_idle = 0
     for number, (header, frames) in enumerate(threads, 1):
         who = "Main thread" if number == len(threads) else header.partition(" (")[0]

@@ -31,6 +31,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from fabric.launchers.rank import pickling
 from fabric.launchers.supervision import fatal_stack
+from fabric.launchers.watch.stack import users_line
 
 R = TypeVar("R")
 
@@ -80,6 +81,8 @@ class Failure:
     """One line: `ValueError: boom`, `killed by SIGSEGV`, `left with exit code 3`."""
     traceback: str = ""
     """The user's frames, without those of fabric; or the stack at a fatal signal."""
+    where: str = ""
+    """The user's line that raised: `train.py:12 in main`."""
     exception: bytes | None = None
     """The exception; None if it cannot be pickled and unpickled."""
     lost_peer: bool = False
@@ -264,10 +267,17 @@ def _failure(rank: int, at_ns: int, error: BaseException) -> Failure:
         at_ns=at_ns,
         summary="".join(traceback.format_exception_only(type(error), error)).strip(),
         traceback=users_traceback(error),
+        where=users_line(_frames(error)),
         exception=_pickled(error),
         lost_peer=_is_lost_peer(error),
         exit_code=1,
     )
+
+
+def _frames(error: BaseException) -> list[tuple[str, int, str]]:
+    """Where the error was raised, innermost first."""
+    stack = traceback.extract_tb(error.__traceback__)
+    return [(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(stack)]
 
 
 def users_traceback(error: BaseException) -> str:

@@ -21,6 +21,7 @@ from typing import Literal
 
 AT_ONCE = 200
 """How many processes are asked at the same time. Each needs one of often at most 1024 open descriptors."""
+LINE_BYTES = 1 << 16
 LINE_SECONDS = 2.0
 """How long a client may take to send its question."""
 
@@ -147,7 +148,7 @@ class Listener:
             return False
         try:
             connection.settimeout(LINE_SECONDS)
-            token, _, question = connection.makefile("rb").readline(4096).decode().rstrip("\n").partition(" ")
+            token, _, question = connection.makefile("rb").readline(LINE_BYTES).decode().rstrip("\n").partition(" ")
         except (OSError, ValueError):  # the client has gone, or is no rank of this job
             connection.close()
             return True

@@ -42,6 +42,23 @@ def first_difference(activities: Sequence[Activity]) -> str:
     return "\n".join(lines)
 
 
+def have_parted(activities: Sequence[Activity]) -> bool:
+    """Whether a pending call is another operation on another rank.
+
+    Backends match the calls of a process group by their number, so it never returns, however long it is waited for.
+    `send` and `recv`, which NCCL records as well, are not matched like this.
+    """
+    operations: dict[tuple[str, int], set[str]] = {}
+    pending = set()
+    for call in (call for each in activities for call in each.calls):
+        name = call.operation.partition(" ")[0]
+        if not name.startswith(("send", "recv")):
+            operations.setdefault((call.group, call.number), set()).add(name)
+            if call.pending:
+                pending.add((call.group, call.number))
+    return any(len(operations[each]) > 1 for each in pending)
+
+
 def ranks_in_words(ranks: Iterable[int]) -> str:
     """`rank 3`, `ranks 0-2, 5`."""
     runs: list[list[int]] = []
@@ -82,13 +99,12 @@ def _advice(activities: Sequence[Activity]) -> list[str]:
     """The conclusion, if there is a certain one."""
     busy = [each.rank for each in activities if each.kind in ("python", "loader")]
     gone = [each.rank for each in activities if each.kind in ("silent", "ended")]
-    calls = {each.words for each in activities if each.kind == "collective"}
     if gone:
         return [f"The others wait for {ranks_in_words(gone)}."]
     if busy:
         return [f"The others wait for {ranks_in_words(busy)}, which may be slow, or in another part of the program."]
-    if len(calls) > 1:
-        return ["All ranks wait, in different calls: they wait for each other for ever."]
+    if have_parted(activities):
+        return ["Ranks made different calls, and wait for each other for ever."]
     return []
 
 

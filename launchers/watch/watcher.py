@@ -7,11 +7,13 @@ not answer), which asks every rank once and prints one table. It uses connection
 the process group is what hangs. If the ranks go on waiting, it is notified again after twice the time.
 
 # Note [Slow or lost]
-It ends nothing, with one exception. A rank whose process has died is noticed by its supervisor, and the kernel of its
+It ends nothing, with two exceptions. A rank whose process has died is noticed by its supervisor, and the kernel of its
 machine closes its connections. If the machine itself is lost, or the network to it, nobody is told: the collective
 waits for its timeout. So if the machine of a rank cannot be reached three times in a row, the rank is lost, and the
-ranks that are left fail. One that answers, is stopped or holds the GIL is slow, and is waited for. Under other
-launchers nothing is ended: SLURM and torchrun have ways of their own to notice the loss of a node.
+ranks that are left fail. One that answers, is stopped or holds the GIL is slow, and is waited for. The other exception
+are ranks that made different calls: a pending all-reduce that is a broadcast on another rank never returns. Under other
+launchers nothing is ended: SLURM and torchrun have ways of their own to notice the loss of a node, and the backend has
+a timeout.
 
 Cost: one request to the store and one open port per rank, and 0.1 ms of the GIL every few seconds.
 """
@@ -19,6 +21,7 @@ Cost: one request to the store and one open port per rank, and 0.1 ms of the GIL
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import socket
@@ -35,7 +38,7 @@ from fabric.launchers.watch import process_state
 from fabric.launchers.watch.activity import Activity, Call, Kind
 from fabric.launchers.watch.questions import Listener, Place, Silence, ask_all, is_reachable
 from fabric.launchers.watch.stack import frames_of, is_within, users_line
-from fabric.launchers.watch.table import first_difference, ranks_in_words, who_waits
+from fabric.launchers.watch.table import first_difference, have_parted, ranks_in_words, who_waits
 from fabric.launchers.world import World
 
 if TYPE_CHECKING:
@@ -48,6 +51,8 @@ LAST_WORDS_SECONDS = 3.0
 if that is less."""
 NUM_MISSED = 3
 """How many times in a row a machine cannot be reached before its ranks are lost: at 30, 60 and 120 s of a wait."""
+PARTED_CHARACTERS = 8000
+"""How much of the calls in which ranks differ is sent to each of them."""
 LOOK_SECONDS = 5.0
 """The longest interval between two looks at the flight recorder."""
 NUM_SPEAKERS = 4
@@ -141,7 +146,7 @@ class Watcher:
             words=words,
             where=where,
             seconds=seconds,
-            calls=calls if with_calls else (),
+            calls=calls if with_calls else _latest(calls),
         )
 
     def _waits_for_a_peer(self, frames: Sequence[tuple[str, int, str]]) -> bool:
@@ -218,7 +223,10 @@ class Watcher:
                 ).start()
                 return b"ok"
             case "lost":
-                self._fail(question.partition(" ")[2])
+                self._fail(_lost(question.partition(" ")[2]))
+                return b"ok"
+            case "parted":
+                self._fail(_parted(json.loads(question.partition(" ")[2])))
                 return b"ok"
             case "processes":
                 return "\n".join(process_state.describe(int(pid)) for pid in question.split()[1:]).encode()
@@ -228,22 +236,21 @@ class Watcher:
 
     # The whole job
 
-    def table(self, *, if_waiting_seconds: float = 0.0, last_words: bool = False) -> str:
+    def table(self, *, if_waiting_seconds: float = 0.0) -> str:
         """The table; empty if no rank has waited in a collective for that long."""
-        activities = self._all_activities("journal" if last_words else "activity")
+        activities = self._all_activities("activity")
         waited = max((each.seconds or 0.0 for each in activities if each.kind == "collective"), default=-1.0)
-        if waited < if_waiting_seconds:
-            return ""
-        words = who_waits(activities, are_ending=last_words)
-        difference = first_difference(activities) if last_words else ""
-        return "\n".join([words, difference]) if difference else words
+        return "" if waited < if_waiting_seconds else who_waits(activities)
 
     def _print(self, *, last_words: bool) -> None:
         with contextlib.suppress(Exception), self._one_at_a_time:
             apart = LAST_WORDS_SECONDS if last_words else self._report_after / 2
             if time.monotonic() - self._printed_at[last_words] < apart:
                 return
-            words = self.table(last_words=last_words)
+            activities = self._all_activities("journal" if last_words else "activity")
+            words = who_waits(activities, are_ending=last_words)
+            if last_words:
+                words = "\n".join([words, first_difference(activities)]).rstrip()
             self._printed_at[last_words] = time.monotonic()
             if self._supervisor is not None:
                 self._supervisor.words(words)
@@ -251,7 +258,9 @@ class Watcher:
                 print(words, file=sys.stderr, flush=True)
             lost = [rank for rank, times in self._missed.items() if times >= NUM_MISSED]
             if lost:
-                self._end_all(lost)
+                self._end_lost(lost)
+            elif have_parted(activities) and not last_words:
+                self._end_parted()
 
     def _reaches_store(self) -> bool:
         """Whether the machine with the job's store can be reached; fail this rank if not, for the third time."""
@@ -261,26 +270,29 @@ class Watcher:
             return True
         self._store_missed += 1
         if self._store_missed >= NUM_MISSED:
-            self._fail(f"node 0, {at.address}")
+            self._fail(_lost(f"node 0, {at.address}"))
         return False
 
-    def _end_all(self, lost: Sequence[int]) -> None:
+    def _end_lost(self, lost: Sequence[int]) -> None:
         """Fail all ranks that can be reached."""
         places = {place.rank: place for place in self._places(range(self._world.size))}
         hosts = sorted({places[rank].host for rank in lost})
         words = f"{ranks_in_words(lost)}, {', '.join(hosts)}"
         ask_all([place for rank, place in places.items() if rank not in self._missed], f"lost {words}", ANSWER_SECONDS)
-        self._fail(words)
+        self._fail(_lost(words))
 
-    def _fail(self, lost: str) -> None:
+    def _end_parted(self) -> None:
+        """Fail all ranks, with the first call in which they differ."""
+        words = first_difference(self._all_activities("journal"))
+        if words:
+            others = [place for place in self._places(range(self._world.size)) if place.rank != self._world.rank]
+            ask_all(others, f"parted {json.dumps(words[:PARTED_CHARACTERS])}", ANSWER_SECONDS)
+            self._fail(_parted(words))
+
+    def _fail(self, error: Exception) -> None:
         """Report a failure of this rank to its supervisor, which ends the ranks of this node."""
         if self._supervisor is not None:
-            self._supervisor.failure(
-                ConnectionError(
-                    f"the machine of {lost}, could not be reached {NUM_MISSED} times in a row while other ranks waited "
-                    "in a collective: it is down, or the network. Start the job again from its last checkpoint."
-                )
-            )
+            self._supervisor.failure(error)
 
     def _all_activities(self, question: str) -> list[Activity]:
         """The activities of all ranks, in rank order."""
@@ -332,6 +344,27 @@ class Watcher:
                     where=where,
                 )
         return found
+
+
+def _latest(calls: Sequence[Call]) -> tuple[Call, ...]:
+    """The pending calls, and the last one of each group."""
+    last = {call.group: call for call in calls}
+    return tuple(call for call in calls if call.pending or call is last[call.group])
+
+
+def _lost(words: str) -> ConnectionError:
+    return ConnectionError(
+        f"the machine of {words}, could not be reached {NUM_MISSED} times in a row while other ranks waited in a "
+        "collective: it is down, or the network. Start the job again from its last checkpoint."
+    )
+
+
+def _parted(words: str) -> RuntimeError:
+    return RuntimeError(
+        f"The ranks did not make the same call, and would wait for each other for ever.\n{words}\n"
+        'Make all ranks call the same operations, in the same order. With `debug="collectives"`, or `fabric run '
+        "--debug collectives`, each call is compared before it runs."
+    )
 
 
 def _line(where: str) -> str:

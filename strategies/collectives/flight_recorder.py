@@ -78,13 +78,11 @@ def _can_read_stacks() -> bool:
 
 def _call(entry: Mapping[str, Any]) -> Call:
     name, description = entry["process_group"]
+    group = WORLD if description == "default_pg" else name if description == "undefined" else f"{name} ({description})"
+    backend = str(entry["profiling_name"]).partition(":")[0]  # each backend of a group counts its own calls
     frames = ((frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames", ()))
     return Call(
-        group=WORLD
-        if description == "default_pg"
-        else f"{name} ({description})"
-        if description != "undefined"
-        else name,
+        group=group if backend == "gloo" else f"{group} over {backend}",
         number=entry["collective_seq_id"],
         operation=_operation(entry),
         where=users_line(frames),

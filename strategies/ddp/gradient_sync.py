@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.packing import Spec
+from fabric.strategies.ddp.carrier import Carrier, can_carry
 from fabric.strategies.ddp.comm_hooks import register
 from fabric.strategies.gradients.call_module import CallModule
 from fabric.strategies.gradients.reducer import end_reducer
@@ -44,6 +46,12 @@ class DDPGradientSync(GradientSync):
         self.flags: list[bool] = []  # `requires_grad` of the parameters when `parallel` was created
         self.parameters: list[nn.Parameter] = []
         self.parallel: DistributedDataParallel | None = None
+        self.carrier: Carrier | None = None
+        self.has_weights = False
+        """Whether a backward had a weight that could have been sent with the gradients."""
+        self.watched = False
+        """Whether `fabric.backward` runs."""
+        self.direct: RemovableHandle | None = None
         self.alike: Contents | None = None  # tensors that were broadcast from rank 0
         if any(self.contents.flags()):
             self._arrange(self.contents.flags())
@@ -67,14 +75,24 @@ class DDPGradientSync(GradientSync):
         return output
 
     def parameters_held(self) -> Iterable[Tensor]:
-        return self.module.parameters()
+        # To traverse the modules would cost more than the rest of a weight.
+        return self.contents.parameters if self.contents.is_as_it_was() else self.module.parameters()
 
     def scale(self, factor: Factor) -> None:
         scale_gradients(self.parameters_held(), factor)
 
+    def carry(self, weight: Factor) -> Callable[[], Factor] | None:
+        if self.carrier is None or not self.expects_backward:
+            self.has_weights = self.needs_all and self.options.comm_hook is None
+            return None
+        self.carrier.load(weight)
+        return self.carrier.mean
+
     def release(self) -> None:
         if self.parallel is not None:
             end_reducer(self.parallel)
+        if self.direct is not None:
+            self.direct.remove()
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:
@@ -109,9 +127,16 @@ class DDPGradientSync(GradientSync):
             lines = [f"{name}: {Spec.of(each)}" for name, each in names.items() if each.requires_grad]
             check_call(self.collective, "\n".join([f"forward of `{type(self.module).__name__}`, which trains", *lines]))
             end_reducer(self.parallel)
-        options = self.options
+        options, wrapped, parameters = self.options, CallModule(self.module), self.contents.trainable()
+        if self.has_weights:
+            self.carrier = Carrier(parameters) if can_carry(parameters) else None
+        if self.direct is not None:
+            self.direct.remove()
+        if self.carrier is not None:
+            wrapped.register_parameter("carrier", self.carrier.parameter)
+            self.direct = parameters[0].register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
         self.parallel = DistributedDataParallel(
-            CallModule(self.module),
+            wrapped,
             bucket_cap_mb=options.bucket_bytes / 2**20,
             find_unused_parameters=options.find_unused_parameters,
             static_graph=options.static_graph,
@@ -122,7 +147,7 @@ class DDPGradientSync(GradientSync):
         if options.comm_hook is not None:
             register(self.parallel, options.comm_hook)
         follow_rank_zero(self.collective, self.contents.new_since(self.alike))
-        self.alike, self.flags, self.parameters = self.contents, flags, self.contents.trainable()
+        self.alike, self.flags, self.parameters = self.contents, flags, parameters
 
     def watch(self) -> Finish | None:
         # Note [Gradients that were not averaged]
@@ -138,7 +163,10 @@ class DDPGradientSync(GradientSync):
         before = list(map(_grad, parameters))
         versions = [-1 if grad is None else grad._version for grad in before]
 
+        self.watched = True
+
         def check() -> None:
+            self.watched = False
             changed = list(map(is_not, map(_grad, parameters), before))
             if not all(changed):
                 changed = [
@@ -160,8 +188,17 @@ class DDPGradientSync(GradientSync):
                     f"{len(names)} parameters of `{type(self.module).__name__}` ({some}) got no gradient in this "
                     f"backward, while others did. {UNUSED}"
                 )
+            if self.carrier is not None:
+                self.carrier.send()
+            elif self.has_weights and can_carry(self.parameters):
+                self._arrange(self.flags)  # with a carrier for the weights of the following backwards
 
         return check
+
+    def _arrived(self, parameter: Tensor) -> None:
+        """Called within each backward, once the model has a carrier."""
+        if self.synced and self.expects_backward and not self.watched:
+            raise RuntimeError(_DIRECT.format(name=type(self.module).__name__))
 
 
 # torch 2.13 deprecates the old name; 2.9 has only that.
@@ -179,6 +216,11 @@ _NOT_AVERAGED = (
     "method other than `forward` (call `model.mark_forward_method('name')` once after `setup`), or backward ran twice "
     "after one forward (add the losses, and call `fabric.backward` once), or forward ran inside `no_backward_sync` and "
     "backward outside of it. The weights are unchanged; `optimizer.zero_grad()` discards the gradients."
+)
+
+_DIRECT = (
+    "`loss.backward()` after `fabric.backward(loss, weight=...)`: the weights of `{name}` are averaged with its "
+    "gradients, which `fabric.backward` completes. Call `fabric.backward(loss)`."
 )
 
 UNUSED = (

@@ -259,9 +259,10 @@ def count_buckets(state: Any, bucket: Any) -> Any:
     return work.get_future().then(lambda done: done.value()[0])
 
 
-def count_messages(world: World, weighted: bool) -> list[tuple[int, int]]:
-    """After each window: how often gradients travelled, and how many all-reduces of Python there were besides."""
-    fabric = ranks(world, DDPStrategy(comm_hook=count_buckets))
+def count_messages(world: World, weighted: bool, hooked: bool) -> list[tuple[int, int]]:
+    """After each window: how often gradients were sent by our hook, and how many all-reduces of Python there were
+    besides."""
+    fabric = ranks(world, DDPStrategy(comm_hook=count_buckets if hooked else None))
     model, optimizer = fabric.setup(*parts())
     given, others = torch.distributed.all_reduce, []
 
@@ -289,8 +290,50 @@ def count_messages(world: World, weighted: bool) -> list[tuple[int, int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True])
 def test_gradients_are_reduced_once_per_window_and_weights_add_one_number(weighted: bool) -> None:
-    for found in run_world(2, count_messages, weighted):
+    for found in run_world(2, count_messages, weighted, True):
         assert found == [(1, int(weighted))] * 3
+
+
+@pytest.mark.slow
+def test_weights_are_sent_with_the_gradients_of_ddp_from_the_second_window_on() -> None:
+    for found in run_world(2, count_messages, True, False):
+        assert [others for _, others in found] == [1, 0, 0]
+
+
+def mix_weights(world: World) -> tuple[list[list[float]], str]:
+    """The gradients of windows with and without weights, of layers frozen and unfrozen; then a backward of torch."""
+    fabric = ranks(world)
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=0.1))
+    found = []
+    for step, batch in enumerate(SAMPLES[:32].split(4)):
+        model[0].requires_grad_(step % 3 != 2)
+        mine = batch[: 3 if step % 2 else 2] if world.rank == 0 else batch[3 if step % 2 else 2 :]
+        mine = batch if world.size == 1 else mine
+        if step == 4:  # a mean over equal parts, without a weight
+            fabric.backward(model(batch).square().mean())
+        else:
+            fabric.backward(model(mine).square().sum(), weight=torch.tensor(len(mine)))
+        found.append([number for p in model.parameters() if p.grad is not None for number in p.grad.flatten().tolist()])
+        optimizer.step()
+        optimizer.zero_grad()
+    said = ""
+    try:
+        model(SAMPLES[:4]).sum().backward()
+    except RuntimeError as error:
+        said = str(error)
+    fabric.close()
+    return found, said
+
+
+@pytest.mark.slow
+def test_weights_that_are_sent_with_gradients_are_exact_and_a_backward_of_torch_raises() -> None:
+    (alone,) = run_world(1, mix_weights)
+    for found, said in run_world(2, mix_weights):
+        for one, other in zip(found, alone[0], strict=True):
+            assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
+        assert said.endswith("Call `fabric.backward(loss)`.")
 
 
 def delay_backwards(world: World) -> tuple[Tensor, str]:

@@ -102,9 +102,18 @@ def test_the_table_is_printed_again_while_the_ranks_still_wait(tmp_path: Path) -
         assert program.process.poll() is None
 
 
-def test_the_timeout_error_names_the_call_at_which_ranks_diverge(tmp_path: Path) -> None:
-    with running(hanging(tmp_path, "elsewhere", "short")) as program:
-        heard = read_until(program, f"rank 1: broadcast of float32 (3,), {line('broadcast(')} in be_late")
+def test_ranks_that_made_different_calls_raise_with_both(tmp_path: Path) -> None:
+    with running(hanging(tmp_path, "elsewhere", "ddp")) as program:
+        heard = read_until(program, "failed first: RuntimeError: The ranks did not make the same call")
+        heard += read_until(program, "Make all ranks call the same operations, in the same order.")
+        assert program.process.wait(30) == 1
+    assert f"rank 1: broadcast of float32 (3,), {line('broadcast(')} in be_late" in heard
+    assert f"rank 0: all_reduce of float32 (5,), {line('fabric.backward')} in <module>" in heard
+
+
+def test_the_timeout_error_names_the_call_that_a_rank_has_not_made(tmp_path: Path) -> None:
+    with running(hanging(tmp_path, "python", "short")) as program:
+        heard = read_until(program, "rank 1: has not made it")
         assert f"rank 0: all_reduce of float32 (5,), {line('fabric.backward')} in <module>" in heard
         read_until(program, "failed first")
         assert program.process.wait(30) == 1
@@ -140,3 +149,34 @@ def test_ranks_of_torchrun_print_the_table_themselves(tmp_path: Path) -> None:
             for pid in program.descendants():  # torchrun's ranks outlive it, and hold its pipes
                 os.kill(pid, signal.SIGKILL)
     assert "rank 0  waits in all_reduce" in heard
+
+
+PARTED = """
+import torch
+from fabric import Fabric
+
+fabric = Fabric(accelerator="cpu", strategy="ddp", devices=2, launcher="fork")
+fabric.launch()
+model = fabric.setup(torch.nn.Linear(64, 1))
+for step in range(3):
+    try:
+        loss = model(torch.randn(2, 64)).sum()
+        fabric.backward(loss)
+        if step == fabric.global_rank == 1:
+            raise ValueError("a bad sample")
+        fabric.all_reduce(loss.detach())
+    except ValueError:
+        pass
+"""
+
+
+def test_a_step_that_was_skipped_on_one_rank_is_reported_with_the_lines_of_both(tmp_path: Path) -> None:
+    """gloo aborts where a rank averages gradients and the other one a loss."""
+    (tmp_path / "program.py").write_text(PARTED)
+    with running([tmp_path / "program.py"]) as program:
+        _, heard = program.process.communicate(timeout=60)
+    lines = PARTED.splitlines()
+    for words in ("    fabric.backward(loss)", "    fabric.all_reduce("):
+        number = next(number for number, text in enumerate(lines, 1) if words in text)
+        assert f"program.py:{number}" in heard or f'program.py", line {number}' in heard
+    assert "`fabric run --debug collectives`" in heard

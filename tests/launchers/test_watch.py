@@ -11,20 +11,36 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from fabric.launchers.watch import process_state
 from fabric.launchers.watch.activity import WORLD, Activity, Call, Kind
 from fabric.launchers.watch.questions import Listener, Place, ask_all
 from fabric.launchers.watch.stack import users_line
-from fabric.launchers.watch.table import first_difference, ranks_in_words, who_waits
+from fabric.launchers.watch.table import first_difference, have_parted, ranks_in_words, who_waits
 
 
 def doing(rank: int, words: str, kind: Kind = "collective", seconds: float | None = 31.0, **more: str) -> Activity:
     return Activity(rank=rank, kind=kind, words=words, seconds=seconds, **more)
 
 
-def made(rank: int, *operations: str, kind: Kind = "collective", first: int = 1, group: str = WORLD) -> Activity:
+def made(
+    rank: int,
+    *operations: str,
+    kind: Kind = "collective",
+    first: int = 1,
+    group: str = WORLD,
+    is_pending: bool = False,
+) -> Activity:
     calls = tuple(
-        Call(group=group, number=number, operation=operation, where=f"train.py:{number}", started_ns=0)
+        Call(
+            group=group,
+            number=number,
+            operation=operation,
+            where=f"train.py:{number}",
+            started_ns=0,
+            pending=is_pending,
+        )
         for number, operation in enumerate(operations, first)
     )
     return Activity(rank=rank, kind=kind, words="", calls=calls)
@@ -48,9 +64,26 @@ def test_a_rank_that_does_not_answer_is_the_one_that_is_waited_for() -> None:
     assert words.endswith("The others wait for rank 1.")
 
 
-def test_ranks_in_different_calls_wait_for_each_other() -> None:
-    words = who_waits([doing(0, "waits in barrier"), doing(1, "waits in broadcast")])
-    assert words.endswith("All ranks wait, in different calls: they wait for each other for ever.")
+def test_ranks_that_wait_in_different_calls_of_one_number_wait_for_ever() -> None:
+    words = who_waits([made(0, "barrier", is_pending=True), made(1, "broadcast of float32 (3,)", is_pending=True)])
+    assert words.endswith("Ranks made different calls, and wait for each other for ever.")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        made(1, "all_gather of float32 (3,)", first=2, is_pending=True),  # not there yet
+        made(1, "all_gather of float32 (3,)", group="3", is_pending=True),
+        made(1, "all_reduce of int64 (1,)", is_pending=True),
+        made(1, "recv of int64 (1,)", is_pending=True),
+    ],
+)
+def test_ranks_whose_calls_may_still_meet_have_not_parted(other: Activity) -> None:
+    assert not have_parted([made(0, "all_reduce of float32 (2,)", is_pending=True), other])
+
+
+def test_ranks_that_part_in_a_call_that_is_over_have_not_parted() -> None:
+    assert not have_parted([made(0, "reduce"), made(1, "broadcast")])
 
 
 def test_ranks_in_words() -> None:

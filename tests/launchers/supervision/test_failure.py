@@ -288,7 +288,9 @@ def test_a_rank_that_leaves_with_code_0_in_mid_training_is_named(
     assert done.returncode == 1, done.stderr
     assert re.search(f"rank 1 of 2 failed first: {words}", done.stderr), done.stderr
     if "communicated" in words:  # otherwise its end alone is a failure, and may be known before the peer notices it
-        assert re.search(r"rank 0 of 2, \d+ ms (later|earlier): .*CollectiveError", done.stderr)
+        assert re.search(
+            r"rank 0 of 2, \d+ ms (later|earlier), at .*script.py:\d+ in \w+: .*CollectiveError", done.stderr
+        )
 
 
 SCRIPT = """
