@@ -68,7 +68,7 @@ HOOKED = (
 
 
 def _has_hooks(parameter: Tensor) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _rebind(optimizer: Optimizer, replaced: dict[Tensor, nn.Parameter]) -> None:

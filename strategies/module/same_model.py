@@ -88,13 +88,13 @@ _META = (
 )
 _RENORMALIZED = (
     "`{name}` has `max_norm={limit:g}`, with which each forward rescales the rows that its batch reads, in place. "
-    "Ranks read different rows, so their weights would differ. Leave `max_norm` out, and rescale all rows after each step: "
-    "`with torch.no_grad(): weight.copy_(torch.renorm(weight, 2, 0, {limit:g}))`."
+    "Ranks read different rows, so their weights would differ. Leave `max_norm` out, and rescale all rows after each "
+    "step: `with torch.no_grad(): weight.copy_(torch.renorm(weight, 2, 0, {limit:g}))`."
 )
 _ON_META = (
     "{name!r} of `{model}` is on the meta device, and has no values ({count} tensors are there). Make the model "
-    "without `torch.device('meta')`, or within `fabric.init_module(empty_init=True)` and load its weights after `setup`; "
-    "`strategy='fsdp'` takes models on the meta device, and initialises them in shards."
+    "without `torch.device('meta')`, or within `fabric.init_module(empty_init=True)` and load its weights after "
+    "`setup`; `strategy='fsdp'` takes models on the meta device, and initialises them in shards."
 )
 _SAME = (
     "`fabric.setup` needs the same model on every rank, made in the same order (a `set` has another on each rank). "
