@@ -67,8 +67,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 WHOLE = ("tests/contracts", "tests/conformance")
-"""Folders whose tests run with all their parameters: the contracts of each role, and the suite over every strategy, which
-marks its own rows."""
+"""Folders whose tests run with all their parameters: the contracts of each role, and the suite over every strategy,
+which marks its own rows."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -80,9 +80,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     cases: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and "slow" in item.keywords and "thorough" not in item.keywords:
-            if not item.nodeid.startswith(WHOLE):
-                cases.setdefault((item.path, item.originalname), []).append(item)
+        is_slow = "slow" in item.keywords and "thorough" not in item.keywords
+        if is_slow and isinstance(item, pytest.Function) and not item.nodeid.startswith(WHOLE):
+            cases.setdefault((item.path, item.originalname), []).append(item)
     for alike in cases.values():
         kept = max(2, len(alike) // 5)
         chosen = {number * len(alike) // kept for number in range(kept)}
