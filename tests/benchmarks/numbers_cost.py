@@ -50,6 +50,13 @@ def numbers(ours: Fabric) -> list[Row]:
             ours.backward(model(inputs).square().mean(), weight=weight)
             optimizer.step()
 
+    def divided(batches: Iterable[Any]) -> None:
+        for inputs in islice(batches, STEPS):
+            optimizer.zero_grad()
+            ours.backward(model(inputs).square().mean())
+            torch._foreach_mul_([p.grad for p in net.parameters() if p.grad is not None], 1 / BATCH)
+            optimizer.step()
+
     def guarded(batches: Iterable[Any], keep_in: str | None) -> None:
         ours.guard_gradients("skip", keep_in)
         steps(batches)
@@ -84,6 +91,7 @@ def numbers(ours: Fabric) -> list[Row]:
         races: dict[str, tuple[Action, Action]] = {
             "raw all_reduce of 8 bytes": (partial(steps, alone), partial(with_message, alone)),
             "weight=": (partial(steps, alone), partial(steps, alone, BATCH)),
+            "weight= beside a division by hand": (partial(divided, alone), partial(steps, alone, BATCH)),
             "agreement on uneven data": (partial(steps, alone), partial(steps, agreed)),
             "loader with a state": (partial(steps, plain), partial(steps, prepared)),
             "check_replicas=1": (partial(steps, prepared), partial(compared, prepared)),
