@@ -23,10 +23,6 @@ AT_A_TIME := --numprocesses $(WORKERS) --dist worksteal
 # Installing this package writes beside its sources: of targets that run at a time, one after the other does.
 ALONE := $(if $(shell command -v flock),flock .venv)
 
-# What `make check` runs besides: heavy variants of tests that each target runs.
-CHOSEN := -m 'not thorough'
-test-thorough check: CHOSEN :=
-
 .PHONY: demo environment slurm test test-thorough test-clients test-clusters test-horovod test-xla lint check bench numbers clean
 
 demo: $(RUN)/demo.done  ## A CNN on handwritten digits, in two processes
@@ -36,33 +32,33 @@ environment: $(RUN)/test.done  ## What the tests run in
 
 slurm: $(RUN)/slurm.done  ## What tests on several machines need beside it: Debian, as root
 
-test: environment  ## The tests but those marked thorough; PYTEST_ARGS='-k seed' for some
-	$(RUN)/bin/python -m pytest $(AT_A_TIME) $(APART) $(CHOSEN) $(PYTEST_ARGS)
+test: environment  ## All tests but the thorough ones; PYTEST_ARGS='-k seed' for some
+	$(RUN)/bin/python -m pytest $(AT_A_TIME) $(APART) -m 'not thorough' $(PYTEST_ARGS)
 
-test-thorough: environment  ## All of these
-	$(RUN)/bin/python -m pytest $(AT_A_TIME) $(APART) $(CHOSEN) $(PYTEST_ARGS)
+test-thorough: environment  ## All tests that need no environment of their own
+	$(RUN)/bin/python -m pytest $(AT_A_TIME) $(APART) $(PYTEST_ARGS)
 
 # Programs of other people, with models of a few thousand random weights: nothing is downloaded.
 test-clients: $(CLIENTS)/test.done  ## litgpt over fabric.lightning, and transformers under every strategy
-	HF_HUB_OFFLINE=1 timeout 1500 $(CLIENTS)/bin/python -m pytest tests/clients $(CHOSEN) $(PYTEST_ARGS)
+	HF_HUB_OFFLINE=1 timeout 1500 $(CLIENTS)/bin/python -m pytest tests/clients $(PYTEST_ARGS)
 
 # A whole SLURM runs in these, and machines made of network namespaces: they need root.
 test-clusters: environment slurm  ## The tests on clusters that are started here; Debian, as root
-	$(RUN)/bin/python -m pytest tests/clusters $(CHOSEN) $(PYTEST_ARGS)
+	$(RUN)/bin/python -m pytest tests/clusters $(PYTEST_ARGS)
 
 # Those on several machines need root and what `make slurm` installs; without it they are skipped.
 test-horovod: $(HOROVOD)/test.done  ## Tests over Horovod, whose wheel is built once (two minutes), and Open MPI
 	$(HOROVOD)/bin/python -m pytest tests/over_horovod tests/launchers/environments/test_mpirun.py tests/clusters/test_mpirun.py \
-	    $(CHOSEN) $(PYTEST_ARGS)
+	    $(PYTEST_ARGS)
 
 # Replicas are threads of one process, which has as many devices from its first to its last test.
 test-xla: $(XLA)/test.done  ## Tests over torch_xla and its own torch, on the processor
-	CPU_NUM_DEVICES=2 timeout 1500 $(XLA)/bin/python -m pytest tests/xla $(CHOSEN) $(PYTEST_ARGS)
-	CPU_NUM_DEVICES=4 timeout 600 $(XLA)/bin/python -m pytest tests/xla -k 'xla_collective or xla_device or precision' $(CHOSEN) $(PYTEST_ARGS)
+	CPU_NUM_DEVICES=2 timeout 1500 $(XLA)/bin/python -m pytest tests/xla $(PYTEST_ARGS)
+	CPU_NUM_DEVICES=4 timeout 600 $(XLA)/bin/python -m pytest tests/xla -k 'xla_collective or xla_device or precision' $(PYTEST_ARGS)
 
 others: test-clients test-xla test-horovod test-clusters lint  ## What has an environment of its own, or needs root
 
-check: test-thorough others  ## All of these, and those marked thorough; --jobs 2 runs two of them at a time
+check: test-thorough others  ## All of these; --jobs 2 runs two of them at a time
 
 bench: $(RUN)/bench.done  ## Ratios against raw PyTorch, and against others where they are installed
 	$(RUN)/bin/python tests/benchmarks $(BENCH_ARGS)
