@@ -70,9 +70,13 @@ WHOLE = (
     "tests/contracts",
     "tests/conformance",
     "tests/fabric/test_hangs.py",
+    "tests/launchers/rank/test_fork_safety.py::test_an_unsafe_fork",
     "tests/launchers/supervision/test_failure.py",
+    "tests/strategies/gradients/test_sparse.py",
+    "tests/strategies/model_parallel/pipeline/test_refusals.py",
+    "tests/strategies/model_parallel/test_strategy.py",
 )
-"""Where each parameter is a role, a strategy or a fault of its own: these tests run with all of them."""
+"""Where each parameter is a role, a strategy, a fault or a refusal of its own: these tests run with all of them."""
 
 
 @pytest.hookimpl(tryfirst=True)
