@@ -13,6 +13,7 @@ import pytest
 import torch
 from shares import in_order, read, share_out
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from fabric.strategies.data.loaders import DeviceLoader
 
@@ -173,7 +174,7 @@ def test_what_is_skipped_is_not_loaded() -> None:
     assert len(batches) == 3
 
 
-def test_a_stream_that_cannot_skip_is_read_again_and_that_is_said_once() -> None:
+def test_a_stream_that_cannot_skip_is_read_again_with_one_warning() -> None:
     _, (state,) = stopped(share_out(lambda _: DataLoader(Stream(40), 4), 1), 7)
     said: list[str] = []
     (loader,) = share_out(lambda _: DataLoader(Stream(40), 4), 1, said=said)
@@ -187,7 +188,7 @@ def test_a_stream_that_cannot_skip_is_read_again_and_that_is_said_once() -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("kind", [Augmented, Stream])
-def test_workers_that_fetch_ahead_repeat_what_they_draw(kind: Any, persistent: bool) -> None:
+def test_workers_that_prefetch_repeat_what_they_draw(kind: Any, persistent: bool) -> None:
     def make(num_workers: int = 2) -> Any:
         options = {"prefetch_factor": 3, "persistent_workers": persistent}
         return DataLoader(kind(44), 2, shuffle=kind is Augmented or None, num_workers=num_workers, **options)  # type: ignore[arg-type]
@@ -215,7 +216,34 @@ def test_workers_that_fetch_ahead_repeat_what_they_draw(kind: Any, persistent: b
         assert rows(again) == following
 
 
-def test_a_peek_is_no_position_and_a_break_is_one() -> None:
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize("generated", [False, True])
+def test_an_epoch_that_kept_its_workers_is_resumed_by_new_ones(kind: Any, generated: bool) -> None:
+    def make() -> Any:
+        torch.manual_seed(8)
+        generator = torch.Generator().manual_seed(9) if generated else None
+        return share_out(
+            lambda _: kind(Augmented(8), 2, shuffle=True, generator=generator, num_workers=1, persistent_workers=True),
+            1,
+        )[0]
+
+    loader = make()
+    epochs = [[torch.stack(batch).tolist() for batch in loader] for _ in range(3)]
+    loader = make()
+    list(loader)
+    states = [loader.state_dict()]
+    for _ in zip(range(3), loader, strict=False):
+        states.append(loader.state_dict())
+    for number, state in enumerate(states[::2]):
+        loader = make()
+        loader.load_state_dict(pickle.loads(pickle.dumps(state)))
+        assert [torch.stack(batch).tolist() for batch in loader] == epochs[1][2 * number :]
+        assert [torch.stack(batch).tolist() for batch in loader] == epochs[2]
+
+
+def test_a_peek_does_not_move_the_position_and_a_break_does() -> None:
     (loader, *_) = share_out(lambda _: DataLoader(Numbers(40), 4, shuffle=True), 2)
     before = loader.state_dict()
     next(iter(loader))
@@ -248,7 +276,7 @@ def test_a_state_that_was_loaded_is_that_of_the_loader() -> None:
     assert loader.state_dict() == states[0]
 
 
-def test_the_position_in_other_data_is_an_error() -> None:
+def test_a_position_in_other_data_is_an_error() -> None:
     _, (state,) = stopped(share_out(lambda _: DataLoader(Numbers(40), 4), 1), 7)
     (loader,) = share_out(lambda _: DataLoader(Numbers(41), 4), 1)
     with pytest.raises(ValueError, match="a loader over 40 samples, and this `DataLoader` has 41"):
