@@ -32,10 +32,10 @@ environment: $(RUN)/test.done  ## What the tests run in
 
 slurm: $(RUN)/slurm.done  ## What tests on several machines need beside it: Debian, as root
 
-test: environment  ## The tests but those marked thorough; PYTEST_ARGS='-k seed' for some
+test: environment  ## All tests but the thorough ones; PYTEST_ARGS='-k seed' for some
 	$(RUN)/bin/python -m pytest $(AT_A_TIME) $(APART) -m 'not thorough' $(PYTEST_ARGS)
 
-test-thorough: environment  ## These tests, and those marked thorough
+test-thorough: environment  ## All tests that need no environment of their own
 	$(RUN)/bin/python -m pytest $(AT_A_TIME) $(APART) $(PYTEST_ARGS)
 
 # Programs of other people, with models of a few thousand random weights: nothing is downloaded.

@@ -90,7 +90,7 @@ from fabric.strategies.gradients.sync import backward_through
 from fabric.strategies.module.activation_checkpointing import recompute
 from fabric.strategies.module.bare_parameters import BareParameters, outside, refuse_later, refuse_shards
 from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.same_model import refuse_different_models
+from fabric.strategies.module.same_model import refuse_different_models, refuse_renormalized
 from fabric.strategies.precision.forward_precision import autocast
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
@@ -361,6 +361,7 @@ class Fabric:
         runtime = self._connected
         self._refuse_twice(module, *optimizers)
         strangers = self._outside(optimizers, module)
+        refuse_renormalized(runtime, module)
         if self.strategy.sets_up_one_model:
             refuse_different_models(runtime, module)
         with ExitStack() as stack:  # restores the module if the strategy raises
@@ -1235,6 +1236,8 @@ class Fabric:
                 f"`{type(coming[0]).__name__}`, which were treated as parameters outside of any module. Set up every "
                 "module before the optimizers of its parameters, or together with them."
             )
+        if self._unprepared is not None:
+            self._unprepared.refuse_replaced(optimizers)
         strangers = outside(optimizers, (*self._models, *coming))
         lack = self.strategy.lacks.get("bare_parameters")
         if lack is not None and self.world_size == 1:

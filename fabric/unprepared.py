@@ -48,15 +48,26 @@ class UnpreparedOptimizers:
             self._is_watching = True
             undo.callback(register_optimizer_step_pre_hook(self._check).remove)
 
+    def refuse_replaced(self, optimizers: Iterable[Optimizer]) -> None:
+        """Raise ValueError if an optimizer, to be set up later than a model, holds parameters that were replaced."""
+        for optimizer in optimizers:
+            name = self._replaced_in(optimizer)
+            if name is not None:
+                raise ValueError(_MADE_BEFORE.format(optimizer=type(optimizer).__name__, name=name))
+
+    def _replaced_in(self, optimizer: Optimizer) -> str | None:
+        """The class of a model whose parameters were replaced, and which the optimizer holds as they were before."""
+        found = (self._replaced.get(each) for each in parameters_of(optimizer))  # type: ignore[no-untyped-call]
+        return next((name for name in found if name is not None), None)
+
     def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer in self._prepared or optimizer in self._harmless:
             return
         kind = type(optimizer).__name__
+        name = self._replaced_in(optimizer)
+        if name is not None:
+            raise RuntimeError(_REPLACED.format(optimizer=kind, name=name))
         held = parameters_of(optimizer)
-        for parameter in held:
-            name = self._replaced.get(parameter)  # type: ignore[no-untyped-call]
-            if name is not None:
-                raise RuntimeError(_REPLACED.format(optimizer=kind, name=name))
         for module, why in self._needing:
             own = {id(parameter) for parameter in module.parameters()}
             if any(id(parameter) in own for parameter in held):
@@ -68,6 +79,11 @@ _REPLACED = (
     "`{optimizer}.step()` of an optimizer that was made before `fabric.setup` and was not passed to it: the strategy "
     "has replaced the parameters of `{name}`, and these are no longer used, so nothing would be trained. Write `model, "
     "optimizer = fabric.setup(model, optimizer)`."
+)
+_MADE_BEFORE = (
+    "The `{optimizer}` was made before `fabric.setup` of `{name}`, where the strategy has replaced the parameters, and "
+    "holds the former ones, which are no longer used: nothing would be trained. Make it from what `fabric.setup` "
+    "returned, or write `model, optimizer = fabric.setup(model, optimizer)`."
 )
 _UNKNOWN = (
     "`{optimizer}.step()` of an optimizer of `{name}` that was not set up: each rank would step with its own "

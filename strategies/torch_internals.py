@@ -38,6 +38,7 @@ ALWAYS: Names = {
     },
     "torch:Tensor": {
         "_version": "whether a tensor was written to; PyTorch's documentation names it, and offers nothing else",
+        "_backward_hooks _post_accumulate_grad_hooks": "whether a parameter that is replaced by a shard has hooks",
         "_is_view": "whether a gradient shares memory with another",
         "_make_wrapper_subclass": "how torch's own subclasses of Tensor are made",
     },

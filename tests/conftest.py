@@ -66,10 +66,29 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(number, handler)
 
 
+WHOLE = ("tests/contracts", "tests/conformance")
+"""Folders whose tests run with all their parameters: the contracts of each role, and the suite over every strategy,
+which marks its own rows."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are for hardware that is not everywhere: `make test` on a machine with one runs them."""
+    """Of a slow test with many parameters, all but a few cases are thorough: every fifth one, and at least two, spread
+    over its list, run in `make test`. Tests marked `gpu` are for hardware that is not everywhere: `make test` on a
+    machine with one runs them."""
     import torch
 
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        is_slow = "slow" in item.keywords and "thorough" not in item.keywords
+        if is_slow and isinstance(item, pytest.Function) and not item.nodeid.startswith(WHOLE):
+            cases.setdefault((item.path, item.originalname), []).append(item)
+    for alike in cases.values():
+        kept = max(2, len(alike) // 5)
+        chosen = {number * len(alike) // kept for number in range(kept)}
+        for number, item in enumerate(alike):
+            if number not in chosen:
+                item.add_marker(pytest.mark.thorough)
     if not torch.accelerator.is_available():
         for item in items:
             if "gpu" in item.keywords:

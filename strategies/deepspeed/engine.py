@@ -71,6 +71,7 @@ class Engine:
         if stage == 2:
             for group, parameters in enumerate(self.zero.params_in_partition):
                 self._places.update({parameter: (group, place) for place, parameter in enumerate(parameters)})
+        self._num_steps = 0
         self.discard()
         self.remember_weights()
 
@@ -258,11 +259,20 @@ class Engine:
                 raise RuntimeError(_CHANGED_GRADIENT.format(name=self.placeholders.names[parameter]))
 
     def refuse_changed_weights(self) -> None:
-        """Raise RuntimeError if the user changed weights since the last step or load."""
-        versions = [parameter._version for parameter in self.trained]
-        if versions != self._versions and (self.stage == 3 or not self._are_as_trained()):
-            changed = (p for p, now, then in zip(self.trained, versions, self._versions, strict=True) if now != then)
-            raise RuntimeError(_CHANGED_WEIGHT.format(name=self.placeholders.names[next(changed)]))
+        """Raise RuntimeError if the user changed weights since the last step or load.
+
+        A write through `.data` shows in the weights alone: they are compared in the steps 1, 2, 3, 5, 9 and so on.
+        """
+        marks, then = self._marks(), self._marks_then
+        is_due = self.stage != 3 and self._num_steps & (self._num_steps - 1) == 0
+        self._num_steps += 1
+        changed = [number for number, (now, before) in enumerate(zip(marks, then, strict=True)) if now != before]
+        if not changed and not is_due:
+            return
+        has_moved = any(marks[number][1] != then[number][1] for number in changed)
+        if self.stage == 3 or has_moved or not self._are_as_trained():
+            parameter = self.trained[changed[0] if changed else 0]
+            raise RuntimeError(_CHANGED_WEIGHT.format(name=self.placeholders.names[parameter]))
 
     def _are_as_trained(self) -> bool:
         """Whether this rank's shards of the weights equal those that DeepSpeed trains, because a change was undone."""
@@ -276,7 +286,13 @@ class Engine:
 
     def remember_weights(self) -> None:
         """Record the current weights as those that DeepSpeed trains."""
-        self._versions = [parameter._version for parameter in self.trained]
+        self._marks_then = self._marks()
+
+    def _marks(self) -> list[tuple[int, int]]:
+        """The version of each weight, and its address: `parameter.data = other` changes only that."""
+        if self.stage == 3:  # which allocates them in each forward
+            return [(parameter._version, 0) for parameter in self.trained]
+        return [(parameter._version, parameter.data_ptr()) for parameter in self.trained]
 
     def _are_in_parameters(self) -> bool:
         """Whether gradients accumulate in `parameter.grad`, as in plain PyTorch."""
@@ -374,7 +390,8 @@ class Engine:
                 for group, index, _ in self.zero.ipg_buckets[dtype].params
             ]
             start_comparing(self.runtime, filled, sentence)()
-            reduce(comm_dtype=comm_dtype)
+            if filled:  # otherwise the model was frozen, or the gradient of an input was asked for: there is no bucket
+                reduce(comm_dtype=comm_dtype)
 
         self.zero.reduce_ipg_grads = compare
 

@@ -8,6 +8,8 @@ Note [Traps of FairScale closed here]
 - `gather_full_optim_state_dict` overwrites state on the CPU, and makes step counts plain numbers: not used.
 - A gradient of shape `(1,)` has the shape of its shard, so an averaged one is treated as one that is not: a flag on
   the parameter says which it is.
+- A stored gradient is not returned to a parameter that is frozen in that backward: it is.
+- A backward that reaches inputs alone raises: it is like one without parameters.
 - An averaged gradient is stored elsewhere while others accumulate without synchronisation, and `zero_grad` would miss
   it: it is added to those.
 - In a second backward after one forward, or from a second output, parameters are freed: they are gathered again.
@@ -86,7 +88,6 @@ class FairScaleFSDPGradientSync(GradientSync):
         self.buffered = list(module.modules()) if broadcast_buffers else []
         self.added_parameters = AddedParameters(module, unfrozen=False)
         self.reduced: set[Tensor] = set()
-        self.versions: list[int] = []
         for parameter in module.parameters():
             parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
         wrap = partial(
@@ -167,13 +168,13 @@ class FairScaleFSDPGradientSync(GradientSync):
             )
 
     def _drop_stale(self) -> None:
-        """Free gathered parameters that were changed since, by a step, by loading or by the user."""
-        versions = [parameter._version for parameter in self.names]
-        if versions != self.versions:
-            self.versions = versions
-            for wrapper in self.wrappers:
-                wrapper._free_full_params()
-                wrapper._use_fp32_param_shard()
+        """Free gathered parameters: their shards may have changed since, also through `.data`, which shows nowhere."""
+        moved = [name for each, name in self.names.items() if _has_moved(each)]
+        if moved:
+            raise RuntimeError(_MOVED.format(some=name_some(moved), model=type(self.module).__name__))
+        for wrapper in self.wrappers:
+            wrapper._free_full_params()
+            wrapper._use_fp32_param_shard()
 
     def parameters_held(self) -> Iterable[Tensor]:
         return self.names
@@ -222,6 +223,12 @@ _BY_ITSELF = (
 )
 
 
+_MOVED = (
+    "{some} of `{model}` was given other memory after `fabric.setup` (`parameter.data = other`), and FairScale gathers "
+    "the shards that it made then. Copy the values in place: `parameter.data.copy_(other)`."
+)
+
+
 def _wrapper(runtime: Runtime, reduced: Callable[[Tensor], None]) -> Callable[..., Any]:
     """FairScale's class; it also marks reduced gradients, and supports any number of backward passes."""
     import torch.distributed
@@ -259,6 +266,11 @@ def _wrapper(runtime: Runtime, reduced: Callable[[Tensor], None]) -> Callable[..
 
         def _wait_for_post_backward(self) -> None:
             """After backward: free parameters that the last of several outputs may have left gathered."""
+            reached_none = self.training_state.name == "BACKWARD_PRE"
+            if reached_none and any(param.requires_grad for param in self.params):  # `torch.autograd.grad` of an input
+                for part in self.modules():
+                    if isinstance(part, fully_sharded) and any(param.requires_grad for param in part.params):
+                        part.training_state = type(self.training_state).BACKWARD_POST
             if self._require_backward_grad_sync:
                 self._free_full_params()
                 self._use_fp32_param_shard()
@@ -267,6 +279,9 @@ def _wrapper(runtime: Runtime, reduced: Callable[[Tensor], None]) -> Callable[..
                     if isinstance(part, fully_sharded):
                         _take_back(part.params, self.rank, self.world_size)
             super()._wait_for_post_backward()
+            for part in self.modules():
+                if isinstance(part, fully_sharded):
+                    _return_to_frozen(part.params)
 
     return partial(
         Sharded,
@@ -276,6 +291,19 @@ def _wrapper(runtime: Runtime, reduced: Callable[[Tensor], None]) -> Callable[..
         compute_dtype=runtime.precision.param_dtype,
         compute_device=runtime.device,
     )
+
+
+def _has_moved(parameter: Any) -> bool:
+    """Whether a parameter has other memory than its shard, or what was gathered."""
+    known = (parameter._fp32_shard, vars(parameter).get("_full_param_padded"), vars(parameter).get("_fp16_shard"))
+    return parameter.data_ptr() not in [each.data_ptr() for each in known if each is not None]
+
+
+def _return_to_frozen(parameters: Sequence[Any]) -> None:
+    """Return stored averages to parameters that a backward has passed while they were frozen."""
+    for parameter in parameters:
+        if not parameter.requires_grad and "_saved_grad_shard" in vars(parameter):
+            parameter.grad = vars(parameter).pop("_saved_grad_shard")
 
 
 @torch.no_grad()

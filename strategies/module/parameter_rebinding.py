@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.sharding.dtensor import shard_like, shard_state
+from fabric.strategies.sharding.dtensor import shard_like, shard_state, user_class
 
 
 @contextmanager
@@ -20,11 +20,15 @@ def rebinding(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[No
     """Context in which parameters of `module` are replaced under the same names; then the optimizers hold the new ones.
 
     Existing gradients and optimizer state are sharded as the new parameters are.
+    Raises: ValueError: a parameter that was replaced had hooks, which nothing would call.
     """
     before = parameters_by_name(module)
     yield
     after = parameters_by_name(module)
     assert before.keys() == after.keys()
+    hooked = [name for name, old in before.items() if after[name] is not old and _has_hooks(old)]
+    if hooked:
+        raise ValueError(HOOKED.format(names=", ".join(map(repr, hooked[:5])), model=user_class(module).__name__))
     rebind(before, after, optimizers)
 
 
@@ -54,6 +58,17 @@ def rebind(
             new.grad = shard_like(old.grad, new)
     for optimizer in optimizers:
         _rebind(optimizer, replaced)
+
+
+HOOKED = (
+    "Backward would not call the hooks (`register_hook`, `register_post_accumulate_grad_hook`) of these parameters of "
+    "`{model}`, which are sharded: {names}. Change the gradients between `fabric.backward(loss)` and "
+    "`optimizer.step()`, or call `parameter.register_post_accumulate_grad_hook` after `fabric.setup`."
+)
+
+
+def _has_hooks(parameter: Tensor) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _rebind(optimizer: Optimizer, replaced: dict[Tensor, nn.Parameter]) -> None:

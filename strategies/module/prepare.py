@@ -20,6 +20,7 @@ from fabric.strategies.gradients.clipping import clip_norm, clip_value, gradient
 from fabric.strategies.gradients.sync import GradientSync, LocalGradientSync
 from fabric.strategies.module.deferred_init import refuse_empty
 from fabric.strategies.module.forward import Around, ForwardPath
+from fabric.strategies.module.same_model import refuse_meta
 from fabric.strategies.precision.forward_precision import autocast, cast_inputs, cast_module, casts
 from fabric.strategies.precision.loss_scaler import LossScaler
 from fabric.strategies.prepared import Prepared
@@ -28,7 +29,11 @@ from fabric.strategies.undo import undo_all
 
 
 def place(runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], *, move: bool) -> None:
-    """Cast the module to the precision's dtype and move it and the optimizers' state to the device, in place."""
+    """Cast the module to the precision's dtype and move it and the optimizers' state to the device, in place.
+
+    Ranks: all call it. Raises: CollectiveError or ValueError: see `refuse_meta`.
+    """
+    refuse_meta(runtime, module)
     cast_module(runtime.precision, module)
     if move:
         module.to(runtime.device)

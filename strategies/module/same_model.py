@@ -36,15 +36,41 @@ def refuse_different_models(
     check_call(runtime.collective, call, advice=_SAME)
 
 
+def refuse_meta(runtime: Runtime, module: nn.Module) -> None:
+    """Raise if a tensor is on the meta device on any rank, for a strategy that fills none. Ranks: all call it.
+
+    Raises: CollectiveError on every rank, if it is so on some ranks; ValueError if it is so on all.
+    """
+    refuse_partly_on_meta(runtime, module)
+    names = _on_meta(module)
+    if names:
+        model = type(uncompiled(module)).__name__
+        raise ValueError(_ON_META.format(name=names[0], model=model, count=len(names)))
+
+
 def refuse_partly_on_meta(runtime: Runtime, module: nn.Module) -> None:
     """Raise unless the same tensors are on the meta device on all ranks. Ranks: all call it. Cost: as above.
 
     Raises: CollectiveError on every rank, with the tensors that each has there.
     """
-    named = (*module.named_parameters(), *module.named_buffers())
-    call = f"setup of `{type(module).__name__}`, with these tensors on the meta device"
-    lines = [name for name, tensor in named if tensor.is_meta]
-    check_call(runtime.collective, "\n".join([call, *lines]), advice=_META)
+    if runtime.collective.size == 1:
+        return
+    call = f"setup of `{type(uncompiled(module)).__name__}`, with these tensors on the meta device"
+    check_call(runtime.collective, "\n".join([call, *_on_meta(module)]), advice=_META)
+
+
+def _on_meta(module: nn.Module) -> list[str]:
+    inner = uncompiled(module)
+    return [name for name, tensor in (*inner.named_parameters(), *inner.named_buffers()) if tensor.is_meta]
+
+
+def refuse_renormalized(runtime: Runtime, module: nn.Module) -> None:
+    """Raise ValueError for an embedding with `max_norm`, if the ranks read different data. No communication."""
+    if runtime.share.count == 1:
+        return
+    for name, part in module.named_modules():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
+            raise ValueError(_RENORMALIZED.format(name=name or type(part).__name__, limit=part.max_norm))
 
 
 def _words(runtime: Runtime, tensor: Tensor) -> str:
@@ -59,6 +85,16 @@ def _words(runtime: Runtime, tensor: Tensor) -> str:
 
 _META = (
     "Make the model on the meta device on every rank or on none; a model made on rank 0 alone needs `strategy='fsdp'`."
+)
+_RENORMALIZED = (
+    "`{name}` has `max_norm={limit:g}`, with which each forward rescales the rows that its batch reads, in place. "
+    "Ranks read different rows, so their weights would differ. Leave `max_norm` out, and rescale all rows after each "
+    "step: `with torch.no_grad(): weight.copy_(torch.renorm(weight, 2, 0, {limit:g}))`."
+)
+_ON_META = (
+    "{name!r} of `{model}` is on the meta device, and has no values ({count} tensors are there). Make the model "
+    "without `torch.device('meta')`, or within `fabric.init_module(empty_init=True)` and load its weights after "
+    "`setup`; `strategy='fsdp'` takes models on the meta device, and initialises them in shards."
 )
 _SAME = (
     "`fabric.setup` needs the same model on every rank, made in the same order (a `set` has another on each rank). "

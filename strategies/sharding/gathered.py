@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from fabric.strategies.gradients.in_shards import InShards
 from fabric.strategies.module.copies import Hook
 from fabric.strategies.module.forward import leave_uncompiled
+from fabric.strategies.module.parameter_rebinding import HOOKED
 from fabric.strategies.sharding.dtensor import as_sharded, user_class
 from fabric.strategies.torch_internals import current_graph_task_id, disable_dynamo, require_fully_shard
 
@@ -62,6 +63,7 @@ class Gathered:
         self._hooks: list[Any] = []
         self._module = module
         self._places = _places(_params(self._units))
+        self._is_read = module in cast("Sequence[nn.Module]", units)
         if not self._units:
             return
         # Around the hooks of `fully_shard`, which are on the module already.
@@ -126,6 +128,8 @@ class Gathered:
         if self._depth > 1:
             return
         self._refuse_replaced()
+        self._refuse_hooks()
+        self._is_read = True
         self._take()
         self._drop_discarded()
         kept = self._kept()
@@ -158,13 +162,14 @@ class Gathered:
     def _refuse_replaced(self) -> None:
         """Raise RuntimeError if a parameter was replaced: `fully_shard` puts its own back before it runs.
 
-        A replacement by a shard before the first forward is allowed: torch uses it.
+        A parameter in shards may replace another before torch reads them: in the first forward, or see `take_as_root`.
         """
         lost = [
             (part, name)
             for part, own, name, each in self._places
             if (now := own.get(name)) is not each.sharded_param
-            and (now is None or (as_sharded(now) is None and now is not vars(each).get("_unsharded_param")))
+            and (now is None or now is not vars(each).get("_unsharded_param"))
+            and (self._is_read or as_sharded(now) is None)
         ]
         if lost:
             prefixes = {part: f"{prefix}." if prefix else "" for prefix, part in self._module.named_modules()}
@@ -172,6 +177,18 @@ class Gathered:
             if names:
                 some = ", ".join(map(repr, names[:5]))
                 raise RuntimeError(_REPLACED.format(model=user_class(self._module).__name__, names=some))
+
+    def _refuse_hooks(self) -> None:
+        """Raise RuntimeError for a hook on a shard: backward computes gradients of the gathered parameters."""
+        if any(each.sharded_param._backward_hooks for *_, each in self._places):
+            prefixes = {part: f"{prefix}." if prefix else "" for prefix, part in self._module.named_modules()}
+            hooked = [
+                f"{prefixes.get(part, '')}{name}"
+                for part, _, name, each in self._places
+                if each.sharded_param._backward_hooks
+            ]
+            some = ", ".join(map(repr, hooked[:5]))
+            raise RuntimeError(HOOKED.format(model=user_class(self._module).__name__, names=some))
 
     def _show(self, kept: list[_Unit]) -> None:
         """Give gathered copies a gradient that is zeroed for that of their shard, until it is taken back."""
@@ -281,7 +298,7 @@ _ASSIGNED = (
 _REPLACED = (
     "Parameters of `{model}` were replaced after `fabric.setup`, and `fully_shard` would run with those from before: "
     "{names}. Replace and parametrize before `setup`; to give other values, copy them in place (`parameter.copy_(...)` "
-    "under `torch.no_grad()`), or load a state dict."
+    "under `torch.no_grad()`), or load a state dict. `torch.func.functional_call` replaces them, too."
 )
 
 

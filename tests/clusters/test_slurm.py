@@ -94,14 +94,14 @@ def test_tasks_of_srun_are_the_ranks(cluster: Slurm, place: Path, options: tuple
     assert {one["node"] for one in found} == {"n1", "n2"}
 
 
-def test_a_shell_of_salloc_is_no_rank_and_srun_in_it_starts_ranks(cluster: Slurm, place: Path) -> None:
+def test_a_shell_of_salloc_is_not_a_rank_and_srun_in_it_starts_ranks(cluster: Slurm, place: Path) -> None:
     program = f"{sys.executable} {place}; srun {sys.executable} {place}"
     alone, *together = places(cluster.run("salloc", "--nodes=2", "--ntasks-per-node=1", "sh", "-c", program))
     assert (alone["launcher"], alone["size"]) == (None, 1)
     check_world(together, size=2, launcher="slurm")
 
 
-def test_a_batch_script_is_no_rank_and_srun_in_it_starts_ranks(cluster: Slurm, place: Path, tmp_path: Path) -> None:
+def test_a_batch_script_is_not_a_rank_and_srun_in_it_starts_ranks(cluster: Slurm, place: Path, tmp_path: Path) -> None:
     script, output, over = tmp_path / "job.sh", tmp_path / "output", tmp_path / "over"
     os.mkfifo(over)
     commands = (f"{sys.executable} {place}", f"srun bash -c '{sys.executable} {place}'", f"echo over > {over}")
@@ -252,7 +252,7 @@ def train_in_one_process(num_steps: int) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def test_drawn_lists_of_hosts_are_read_as_scontrol_reads_them(cluster: Slurm) -> None:
+def test_random_host_lists_are_parsed_as_by_scontrol(cluster: Slurm) -> None:
     seed = random.randrange(2**31)
     print(f"seed {seed}")
     draw = random.Random(seed)

@@ -70,7 +70,7 @@ def test_two_nodes_are_one_world(nodes: tuple[Machine, ...], place: Path) -> Non
     ]
 
 
-def test_after_a_restart_the_ranks_meet_again_and_know_their_attempt(place: Path) -> None:
+def test_after_a_restart_the_ranks_connect_again_and_have_their_attempt(place: Path) -> None:
     done = run([*TORCHRUN, "--max-restarts=2", place], FAILURES="2")
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]

@@ -26,18 +26,18 @@ USABLE = pytest.mark.parametrize(
 
 
 @EVERY
-def test_it_is_made_by_its_name(accelerator: Accelerator) -> None:
+def test_it_is_created_by_its_name(accelerator: Accelerator) -> None:
     assert make_accelerator(accelerator.name) == accelerator
 
 
 @EVERY
-def test_it_is_a_value_that_travels(accelerator: Accelerator) -> None:
+def test_it_can_be_pickled_and_compares_equal(accelerator: Accelerator) -> None:
     assert pickle.loads(pickle.dumps(accelerator)) == accelerator
     assert hash(accelerator) == hash(make_accelerator(accelerator.name))
 
 
 @EVERY
-def test_it_says_why_exactly_where_it_has_no_device(accelerator: Accelerator) -> None:
+def test_it_gives_a_reason_exactly_where_it_has_no_device(accelerator: Accelerator) -> None:
     assert (accelerator.num_devices() == 0) == (accelerator.why_unavailable() is not None)
 
 
@@ -47,7 +47,7 @@ def test_it_is_listed_as_available_exactly_where_nothing_is_missing(accelerator:
 
 
 @EVERY
-def test_what_is_missing_is_a_sentence_with_the_name_and_torchs_version(accelerator: Accelerator) -> None:
+def test_the_reason_has_the_name_and_the_version_of_torch(accelerator: Accelerator) -> None:
     sentence = accelerator.why_unavailable()
     if sentence is not None and isinstance(accelerator, TorchAccelerator):
         assert f"torch {torch.__version__} is built for " in sentence

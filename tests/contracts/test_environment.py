@@ -34,12 +34,12 @@ def test_every_environment_has_been_recorded() -> None:
 
 
 @EVERY
-def test_a_rank_knows_its_place_and_where_all_meet(recorded: Recorded, environ: dict[str, str]) -> None:
+def test_the_world_has_the_rank_its_sizes_and_the_rendezvous(recorded: Recorded, environ: dict[str, str]) -> None:
     assert environment_of(recorded).world(environ) == recorded.world
 
 
 @EVERY
-def test_the_first_environment_that_is_asked_and_says_yes_is_the_right_one(
+def test_the_first_environment_that_detects_itself_is_the_right_one(
     recorded: Recorded, environ: dict[str, str]
 ) -> None:
     assert detect_world(environ) == recorded.world
@@ -54,7 +54,7 @@ def test_the_variables_of_other_launchers_are_not_taken_for_its_own(recorded: Re
 
 
 @EVERY
-def test_an_empty_environment_is_nobodys(recorded: Recorded) -> None:
+def test_an_empty_environment_is_detected_by_none(recorded: Recorded) -> None:
     assert not environment_of(recorded).detect({})
 
 
@@ -67,7 +67,7 @@ def test_each_missing_variable_is_an_error_that_names_it(recorded: Recorded, env
 
 
 @EVERY
-def test_a_rank_beyond_the_world_is_an_error_that_shows_the_variable(
+def test_a_rank_outside_the_world_is_an_error_that_shows_the_variable(
     recorded: Recorded, environ: dict[str, str]
 ) -> None:
     for beyond in ("4", "-1"):
@@ -76,13 +76,13 @@ def test_a_rank_beyond_the_world_is_an_error_that_shows_the_variable(
 
 
 @EVERY
-def test_a_rank_that_is_no_number_is_an_error_that_shows_it(recorded: Recorded, environ: dict[str, str]) -> None:
+def test_a_rank_that_is_not_a_number_is_an_error_that_shows_it(recorded: Recorded, environ: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=f"`{recorded.rank}=two` is not a whole number"):
         environment_of(recorded).world({**environ, recorded.rank: "two"})
 
 
 @pytest.mark.parametrize("inner", ["script", "torchelastic", "mpi", "slurm"])
-def test_a_launcher_inside_a_job_of_slurm_is_asked_before_slurm(inner: str) -> None:
+def test_a_launcher_inside_a_slurm_job_is_detected_before_slurm(inner: str) -> None:
     recorded = {one.launcher: one for one in RECORDED}
     assert detect_world({**recorded["slurm"].environ, **recorded[inner].environ}) == recorded[inner].world
 

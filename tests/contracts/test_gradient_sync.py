@@ -153,13 +153,13 @@ def test_every_technique_has_a_gradient_sync_of_its_own(name: str) -> None:
 
 
 @each_technique
-def test_forward_gives_what_the_model_gives(name: str) -> None:
+def test_forward_returns_the_output_of_the_model(name: str) -> None:
     for found in seen(name):
         assert found["output"] == (dict, True)
 
 
 @each_technique
-def test_unsynchronised_backwards_count_in_the_next_synchronised_one_however_they_were_nested_and_left(
+def test_unsynchronised_gradients_are_averaged_by_the_next_synchronised_backward_however_contexts_were_nested_and_left(
     name: str,
 ) -> None:
     torch.testing.assert_close(seen(name)[0]["weights"], plain(TECHNIQUES[name][0]), rtol=1e-5, atol=1e-6)

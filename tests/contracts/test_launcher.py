@@ -74,7 +74,7 @@ def outcome(word: str, size: int, case: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(("word", "size"), STARTING)
-def test_the_result_of_rank_zero_comes_home_once(word: str, size: int) -> None:
+def test_the_result_of_rank_zero_is_returned_once(word: str, size: int) -> None:
     (result,) = outcome(word, size, "launch")
     assert (result["rank"], result["size"], result["local_rank"]) == (0, size, 0)
     assert (result["launcher"], result["word"]) == (word, "argument")
@@ -88,28 +88,28 @@ def test_a_rank_finds_its_own_world_in_its_environment(word: str, size: int) -> 
 
 
 @pytest.mark.parametrize(("word", "size"), STARTING)
-def test_all_ranks_meet_twice(word: str, size: int) -> None:
+def test_all_ranks_connect_twice(word: str, size: int) -> None:
     (result,) = outcome(word, size, "launch")
     assert result["read"] == [[f"{number}.{rank}" for rank in range(size)] for number in range(2)]
 
 
 @pytest.mark.parametrize(("word", "size"), STARTING)
-def test_a_result_larger_than_a_pipe_comes_home(word: str, size: int) -> None:
+def test_a_result_larger_than_a_pipe_is_returned(word: str, size: int) -> None:
     assert outcome(word, size, "launch")[0]["large"] == 10_000_000
 
 
 @pytest.mark.parametrize(("word", "size"), STARTING)
-def test_the_environment_of_the_launching_process_is_left_alone(word: str, size: int) -> None:
+def test_the_environment_of_the_launching_process_is_unchanged(word: str, size: int) -> None:
     assert outcome(word, size, "launch")[0]["unchanged"]
 
 
 @pytest.mark.parametrize(("word", "size"), STARTING)
-def test_an_exception_comes_home_as_itself(word: str, size: int) -> None:
+def test_an_exception_of_a_rank_is_raised_in_the_launching_process(word: str, size: int) -> None:
     assert outcome(word, size, "fail") == [["KeyError", ["boom"]]]
 
 
 @pytest.mark.parametrize(("word", "size"), ENTERING)
-def test_every_rank_goes_on_from_the_line_it_entered(word: str, size: int) -> None:
+def test_every_rank_continues_after_the_call_of_launch(word: str, size: int) -> None:
     results = outcome(word, size, "enter")
     assert sorted(result["rank"] for result in results) == list(range(size))
 

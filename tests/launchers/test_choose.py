@@ -26,7 +26,7 @@ def function(world: World) -> int:
     return world.rank
 
 
-def test_a_world_that_exists_is_entered_and_not_made_again() -> None:
+def test_an_existing_world_is_used() -> None:
     launcher = choose_launcher("auto", TWO, function=None, world=WORLD)
     assert isinstance(launcher, External)
     assert launcher.enter() is WORLD
@@ -55,7 +55,7 @@ def test_one_process_is_this_process() -> None:
         ("spawn", TWO, None, "`launch()` got none. Write `fabric.launch(main)`"),
     ],
 )
-def test_a_word_that_cannot_be_honoured_is_an_error(
+def test_an_argument_that_has_no_effect_is_an_error(
     word: str, topology: Topology, world: World | None, words: str
 ) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
@@ -100,7 +100,7 @@ CALL = "import sys; sys.stdout.write(f'result {launch(function, 21)}\\n')"
 
 
 @pytest.mark.slow
-def test_dash_c_and_stdin_go_on_in_every_rank() -> None:
+def test_dash_c_and_stdin_continue_in_every_rank() -> None:
     for done in (run(["-c", lines(ENTER)]), run(["-"], stdin=lines(ENTER))):
         assert sorted(done.stdout.split("\n")) == ["", "rank 0", "rank 1"], done.stderr
 
@@ -112,7 +112,7 @@ def test_dash_c_and_stdin_run_a_function() -> None:
 
 
 @pytest.mark.slow
-def test_an_interactive_session_runs_a_function_and_says_that_it_cannot_share_its_lines() -> None:
+def test_an_interactive_session_launches_a_function_and_refuses_launch_without_one() -> None:
     done = run(["-i", "-q"], stdin=lines(CALL) + "\n")
     assert "result 42\n" in done.stdout, done.stderr
     done = run(["-i", "-q"], stdin=lines(ENTER) + "\n")
@@ -222,7 +222,7 @@ def test_a_module_run_by_name_launches_by_script_and_by_forkserver(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("word", ["forkserver", "spawn"])
-def test_a_script_without_a_guard_is_told_to_have_one(tmp_path: Path, word: str) -> None:
+def test_a_script_without_a_main_guard_raises_with_what_to_write(tmp_path: Path, word: str) -> None:
     (tmp_path / "program.py").write_text(lines(CALL, word=word))
     done = run([tmp_path / "program.py"])
     assert done.returncode == 1

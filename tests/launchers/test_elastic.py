@@ -54,7 +54,7 @@ def start(folder: Path, case: str, *, size: int, failures: int, max_restarts: in
     return run([folder / "program.py", case, str(size), str(failures), str(max_restarts)])
 
 
-def test_a_function_runs_again_on_all_ranks_and_each_failure_is_told(tmp_path: Path) -> None:
+def test_a_function_is_restarted_on_all_ranks_and_each_failure_is_reported(tmp_path: Path) -> None:
     done = start(tmp_path, "launch", size=2, failures=2, max_restarts=2)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"attempt": 2, "found": ["2", "2"], "told": 2}
@@ -63,7 +63,7 @@ def test_a_function_runs_again_on_all_ranks_and_each_failure_is_told(tmp_path: P
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_script_runs_again_on_all_ranks(tmp_path: Path, size: int) -> None:
+def test_a_script_is_restarted_on_all_ranks(tmp_path: Path, size: int) -> None:
     done = start(tmp_path, "enter", size=size, failures=1, max_restarts=3)
     assert done.returncode == 0, done.stderr
     results = [json.loads(line) for line in done.stdout.splitlines()]
@@ -71,14 +71,14 @@ def test_a_script_runs_again_on_all_ranks(tmp_path: Path, size: int) -> None:
     assert "All ranks start again: restart 1 of 3." in done.stderr
 
 
-def test_after_the_last_restart_the_failure_is_the_programs(tmp_path: Path) -> None:
+def test_after_the_last_restart_the_program_fails(tmp_path: Path) -> None:
     done = start(tmp_path, "enter", size=2, failures=9, max_restarts=1)
     assert done.returncode == 1
     assert done.stderr.count("All ranks start again") == 1
     assert done.stderr.strip().endswith("ValueError: boom 1")
 
 
-def test_a_program_that_is_told_to_end_does_not_start_again(tmp_path: Path) -> None:
+def test_a_program_that_gets_sigterm_is_not_restarted(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     with running([tmp_path / "program.py", "wait", "2", "0", "3"]) as program:
         program.wait_for("ready", times=2)

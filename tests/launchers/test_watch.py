@@ -119,7 +119,7 @@ def test_operations_whose_shapes_may_differ_are_compared_by_name() -> None:
     assert first_difference([made(0, "all_to_all of int64 (2,)"), made(1, "all_to_all of int64 (5,)")]) == ""
 
 
-def test_an_activity_travels_whole() -> None:
+def test_an_activity_can_be_serialized() -> None:
     activity = made(3, "barrier", "all_reduce")
     assert Activity.from_bytes(activity.to_bytes()) == activity
 

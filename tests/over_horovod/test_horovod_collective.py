@@ -94,7 +94,7 @@ def call_differently(world: World) -> list[str]:
     return said
 
 
-def test_ranks_that_make_different_calls_are_told_what_differs() -> None:
+def test_ranks_that_make_different_calls_raise_with_the_difference() -> None:
     start = time.monotonic()
     words = [
         "Mismatched ALLREDUCE tensor shapes",
@@ -129,7 +129,7 @@ def one_stays_away(world: World) -> tuple[str, float]:
     return said, seconds
 
 
-def test_a_rank_that_does_not_arrive_is_named_when_the_time_is_over() -> None:
+def test_a_rank_that_does_not_arrive_is_named_at_the_timeout() -> None:
     (first, seconds), _, (last, _) = run_world(3, one_stays_away)
     for rank, said in ((0, first), (2, last)):
         assert said.startswith(
@@ -172,7 +172,7 @@ def open_again(world: World) -> list[Any]:
     return found
 
 
-def test_worlds_open_one_after_another_and_leave_the_environment_alone() -> None:
+def test_worlds_can_be_opened_one_after_another_and_leave_the_environment_unchanged() -> None:
     assert run_world(2, open_again) == [[[0, 1], True] * 3] * 2
 
 

@@ -73,17 +73,17 @@ def places(done: subprocess.CompletedProcess[str]) -> list[list[object]]:
 
 
 @pytest.mark.parametrize(("launcher", "size"), [("fork", 4), ("script", 2)])
-def test_our_launchers_start_ranks_that_talk_over_horovod(launcher: str, size: int, program: Path) -> None:
+def test_our_launchers_start_ranks_that_communicate_over_horovod(launcher: str, size: int, program: Path) -> None:
     found = places(run([program, launcher, "close", str(size)]))
     assert found == [[launcher, rank, size, rank, size, 0, 1, 2.0**size - 1] for rank in range(size)]
 
 
-def test_ranks_of_horovodrun_talk_over_horovod(program: Path) -> None:
+def test_ranks_of_horovodrun_communicate_over_horovod(program: Path) -> None:
     found = places(run(by_horovodrun(2, program, "auto", "close", "2")))
     assert found == [["horovod", rank, 2, rank, 2, 0, 1, 3.0] for rank in range(2)]
 
 
-def test_ranks_of_torchrun_talk_over_horovod(program: Path) -> None:
+def test_ranks_of_torchrun_communicate_over_horovod(program: Path) -> None:
     by_torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     found = places(run([*by_torchrun, program, "auto", "close"]))
     assert found == [["torchelastic", rank, 2, rank, 2, 0, 1, 3.0] for rank in range(2)]

@@ -152,7 +152,7 @@ def train_different_models(fabric: Fabric) -> None:
     fabric.backward(models[fabric.global_rank](torch.ones(1, 2)).sum())
 
 
-def test_ranks_whose_losses_are_of_different_models_are_told() -> None:
+def test_ranks_whose_losses_are_of_different_models_raise() -> None:
     words = r"different models: this one through `Linear`, number (1|2) of those set up; the numbers go from 1 to 2"
     with pytest.raises(WorkerError, match=words):
         ranks().launch(train_different_models)
@@ -165,7 +165,7 @@ def keep_buffers(fabric: Fabric) -> list[float]:
     return values
 
 
-def test_buffers_follow_rank_zero_unless_they_are_to_stay() -> None:
+def test_buffers_are_broadcast_from_rank_zero_by_default() -> None:
     assert ranks().launch(keep_buffers) == [2.0, 2.0]
     assert ranks(broadcast_buffers=False).launch(keep_buffers) == [2.0, 4.0]
 

@@ -60,7 +60,7 @@ def test_parameters_stay_the_objects_they_are_and_optimizers_follow(fabric: Fabr
     torch.testing.assert_close(weight.detach().cpu(), before - 0.5 * 1.9)
 
 
-def test_a_step_runs_what_was_recorded(fabric: Fabric) -> None:
+def test_a_step_runs_the_recorded_graph(fabric: Fabric) -> None:
     import torch_xla.debug.metrics as metrics
 
     model, optimizer = fabric.setup(*_linear())
@@ -238,7 +238,7 @@ def test_weights_are_rank_zeros_and_gradients_the_mean_after_accumulation_and_cl
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_is_refused_before_anything_starts(words: dict[str, Any], sentence: str) -> None:
+def test_an_impossible_configuration_is_refused_before_anything_starts(words: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Fabric(**{"accelerator": "xla", **words})
 

@@ -24,7 +24,7 @@ def report(**environ: str) -> dict[str, Any]:
     return found
 
 
-def test_it_names_the_devices_and_the_strategies_that_run_on_them() -> None:
+def test_the_accelerator_lists_its_devices_and_strategies() -> None:
     found = report(PJRT_DEVICE="CPU")
     (row,) = (row for row in found["accelerators"] if row["name"] == "xla")
     assert (row["devices"], row["why_not"]) == (SIZE, None)

@@ -76,15 +76,15 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-def test_every_replica_has_its_place_and_its_result_comes_home_in_rank_order(seen: dict[str, Any]) -> None:
+def test_results_of_all_replicas_are_returned_in_rank_order(seen: dict[str, Any]) -> None:
     assert seen["places"] == [[rank, SIZE, rank, SIZE, "xla", "argument"] for rank in range(SIZE)]
 
 
-def test_an_error_of_any_replica_comes_home_at_once(seen: dict[str, Any]) -> None:
+def test_an_error_of_any_replica_is_raised_at_once(seen: dict[str, Any]) -> None:
     assert seen["error"] == ["KeyError", "KeyError: 'boom'"]
 
 
-def test_a_launched_function_talks_to_all_replicas(seen: dict[str, Any]) -> None:
+def test_a_launched_function_communicates_with_all_replicas(seen: dict[str, Any]) -> None:
     assert seen["gathered"] == {"ranks": list(range(SIZE)), "word": "argument", "objects": {"from": 1}}
 
 
@@ -97,7 +97,7 @@ def test_launching_after_a_device_was_touched_is_an_error_and_not_a_hang(seen: d
     assert seen["refused"].startswith("This process has used an XLA device already, and holds them all")
 
 
-def test_launching_without_a_function_says_what_to_write() -> None:
+def test_launching_without_a_function_raises_with_what_to_write() -> None:
     with pytest.raises(ValueError, match=r"starts its replicas at a function.* Write `fabric\.launch\(main\)`"):
         XLA(Topology(num_processes=SIZE)).enter()
 

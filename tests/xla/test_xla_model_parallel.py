@@ -143,7 +143,7 @@ def test_what_is_saved_are_whole_plain_tensors_of_the_cpu(seen: dict[str, Any], 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_function_that_lays_nothing_over_an_axis_or_replaces_parameters_is_an_error(seen: dict[str, Any]) -> None:
+def test_a_function_that_ignores_an_axis_or_replaces_parameters_is_an_error(seen: dict[str, Any]) -> None:
     for axis, number in (("tensor", 2), ("shard", 4)):
         words = f"`{axis}={number}` was written, but `parallelize_fn` sharded no parameter along axis '{axis}'. Call "
         assert seen["errors"][axis].startswith(words)
@@ -174,7 +174,7 @@ def lay_out(model: Any, mesh: Any) -> None:
     ],
     ids=["context", "pipeline", "backend", "product", "no function"],
 )
-def test_a_mesh_that_cannot_be_is_refused_before_anything_starts(strategy: Any, words: str) -> None:
+def test_an_impossible_mesh_is_refused_before_anything_starts(strategy: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Fabric(accelerator="xla", strategy=strategy)
 
@@ -187,6 +187,6 @@ def test_a_mesh_that_cannot_be_is_refused_before_anything_starts(strategy: Any, 
     ],
     ids=str,
 )
-def test_degrees_that_are_no_numbers_are_an_error_at_once(options: dict[str, Any], words: str) -> None:
+def test_degrees_that_are_not_numbers_are_an_error_at_once(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         XLAModelParallelStrategy(parallelize_fn=lay_out, **options)

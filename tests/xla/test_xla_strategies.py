@@ -73,7 +73,7 @@ def test_one_device_gives_the_numbers_of_plain_pytorch(alone: dict[str, Finding]
     assert alone[case.name].result == "equal", alone[case.name]
 
 
-def test_parameters_that_some_steps_leave_out_are_zero_there_where_that_is_asked_for() -> None:
+def test_unused_parameters_get_zero_gradients_on_request() -> None:
     some = [case for case in cases() if "unused" in case.needs]
     seen = findings(by_ddp(find_unused_parameters=True), some)
     assert {finding.result for finding in seen.values()} == {"equal"}, seen

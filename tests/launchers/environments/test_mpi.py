@@ -36,7 +36,7 @@ def meeting(environ: dict[str, str]) -> Rendezvous:
     return world.rendezvous
 
 
-def test_jobs_of_mpirun_meet_on_ports_of_their_own_and_under_keys_of_their_own() -> None:
+def test_jobs_of_mpirun_have_ports_and_keys_of_their_own() -> None:
     one, other = meeting(OPEN_MPI), meeting({**OPEN_MPI, "PMIX_NAMESPACE": "prterun-n1-1300@1"})
     assert (one.address, one.hosted) == ("127.0.0.1", False)
     assert one.port != other.port
@@ -55,7 +55,7 @@ def test_a_local_rank_that_is_not_the_rank_is_taken_as_it_is_on_one_node() -> No
     assert (world.rank, world.local_rank, world.node_rank, world.num_nodes) == (1, 2, 0, 1)
 
 
-def test_a_rank_of_hydra_knows_its_place_and_needs_a_port() -> None:
+def test_a_rank_of_hydra_is_detected_and_needs_a_port() -> None:
     assert detect_world({**HYDRA, "MASTER_PORT": "29500"}) == World(
         rank=1,
         size=2,
@@ -83,14 +83,14 @@ def test_several_nodes_without_an_address_are_an_error_at_once() -> None:
 
 
 @pytest.mark.parametrize(("local_rank", "local_size"), [("0", "2"), ("1", "3")], ids=["node by node", "unequal nodes"])
-def test_ranks_that_do_not_tell_their_node_are_an_error(local_rank: str, local_size: str) -> None:
+def test_ranks_without_a_node_are_an_error(local_rank: str, local_size: str) -> None:
     environ = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": local_rank, "OMPI_COMM_WORLD_LOCAL_SIZE": local_size}
     words = rf"OMPI_COMM_WORLD_LOCAL_SIZE={local_size}: which node this is cannot be counted .* `mpirun --map-by slot`"
     with pytest.raises(ValueError, match=words):
         detect_world({**environ, "MASTER_ADDR": "n1"})
 
 
-def test_a_job_of_one_rank_meets_nobody() -> None:
+def test_a_job_of_one_rank_connects_to_no_other() -> None:
     alone = {name: "1" if name.endswith("SIZE") else "0" for name in OPEN_MPI if name.startswith("OMPI")}
     world = detect_world(alone)
     assert world is not None
@@ -104,7 +104,7 @@ def test_mpirun_within_a_job_of_slurm_is_mpirun() -> None:
     assert (world.launcher, world.rank, world.size) == ("mpi", 1, 4)
 
 
-def test_a_rank_of_horovodrun_meets_where_its_job_does() -> None:
+def test_a_rank_of_horovodrun_uses_the_rendezvous_of_its_job() -> None:
     one, other = meeting(HOROVODRUN), meeting({**HOROVODRUN, "HOROVOD_GLOO_RENDEZVOUS_PORT": "17891"})
     assert (one.address, one.hosted) == ("127.0.0.1", False)
     assert one.port != other.port
@@ -123,6 +123,6 @@ def test_a_rank_of_horovodrun_meets_where_its_job_does() -> None:
     ],
     ids=["elastic", "unequal nodes", "no address"],
 )
-def test_what_horovodrun_leaves_open_is_an_error_at_once(changed: dict[str, str], words: str) -> None:
+def test_an_incomplete_environment_of_horovodrun_is_an_error_at_once(changed: dict[str, str], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         detect_world({**HOROVODRUN, **changed})

@@ -70,7 +70,7 @@ def places(done: subprocess.CompletedProcess[str]) -> list[list[object]]:
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_ranks_of_mpirun_know_their_places_and_talk(size: int, program: Path) -> None:
+def test_ranks_of_mpirun_have_their_ranks_and_communicate(size: int, program: Path) -> None:
     found = places(mpirun(size, program, "end"))
     # Where there are more ranks than cores, mpirun counts local ranks core by core: 0, 2, 1, 3.
     local_ranks = [place.pop(3) for place in found]
@@ -102,7 +102,7 @@ def test_a_number_of_devices_that_is_not_mpiruns_is_an_error_with_both(program: 
     assert words in done.stderr
 
 
-def test_two_jobs_at_once_meet_each_in_its_own_place(program: Path) -> None:
+def test_two_simultaneous_jobs_do_not_connect_to_each_other(program: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(mpirun, 2, program, "end") for _ in range(2)]
         for job in jobs:

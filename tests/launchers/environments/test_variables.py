@@ -33,7 +33,7 @@ SRUN = {
 }
 
 
-def test_nobody_s_rank_has_no_world() -> None:
+def test_without_variables_there_is_no_world() -> None:
     assert detect_world({}) is None
 
 
@@ -54,7 +54,7 @@ def test_ranks_set_by_hand_on_two_nodes() -> None:
     assert (world.local_rank, world.node_rank, world.num_nodes) == (1, 1, 2)
 
 
-def test_a_rank_of_torchrun_meets_at_its_agent_and_knows_its_attempt() -> None:
+def test_a_rank_of_torchrun_uses_the_store_of_its_agent_and_has_its_attempt() -> None:
     assert detect_world(TORCHRUN) == World(
         rank=3,
         size=4,
@@ -82,7 +82,7 @@ def test_a_task_of_srun_on_uneven_nodes() -> None:
     assert (world.rendezvous.address, world.rendezvous.hosted) == ("gpu07", False)
 
 
-def test_the_steps_of_two_jobs_meet_at_different_ports() -> None:
+def test_the_steps_of_two_jobs_have_different_ports() -> None:
     ports = set()
     for job in ("71", "72"):
         world = detect_world({**SRUN, "SLURM_JOB_ID": job})
@@ -103,7 +103,7 @@ def test_the_steps_of_two_jobs_meet_at_different_ports() -> None:
     ],
     ids=["sbatch", "srun --pty bash", "salloc with use_interactive_step", "mpirun", "mpiexec.hydra"],
 )
-def test_a_shell_inside_a_slurm_job_is_no_rank_of_srun(environ: dict[str, str]) -> None:
+def test_a_shell_inside_a_slurm_job_is_not_a_rank_of_srun(environ: dict[str, str]) -> None:
     assert not SlurmEnvironment().detect(environ)
 
 
@@ -124,12 +124,12 @@ def test_ranks_of_srun_are_ranks_whatever_the_name_of_the_job(name: str) -> None
         ("n[09-11],n7", "n09", 4),
     ],
 )
-def test_a_list_of_hosts_tells_its_first_and_their_number(text: str, first: str, num_hosts: int) -> None:
+def test_a_host_list_gives_the_first_host_and_their_number(text: str, first: str, num_hosts: int) -> None:
     assert HostList.parse(text) == HostList(first=first, num_hosts=num_hosts)
 
 
 @pytest.mark.parametrize("text", ["", ",a", "a[1-2", "a[2-1]", "a[x]", "a b", "a[]", "a[1,]"])
-def test_what_is_no_list_of_hosts_is_an_error(text: str) -> None:
+def test_an_invalid_host_list_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match="is not of SLURM's form for hosts, such as `gpu"):
         HostList.parse(text)
 

@@ -23,7 +23,7 @@ ONE_OF_EIGHT = {
 """The second process on the second of two hosts, as torch_xla 2.9's `tpu.configure_topology` describes it."""
 
 
-def test_a_process_that_torch_xla_started_on_a_pod_knows_its_place() -> None:
+def test_a_process_that_torch_xla_started_on_a_pod_has_its_rank() -> None:
     assert detect_world(ONE_OF_EIGHT) == World(
         rank=5,
         size=8,
@@ -41,25 +41,25 @@ def test_variables_of_a_pod_that_contradict_each_other_are_an_error_with_their_v
         detect_world({**ONE_OF_EIGHT, "CLOUD_TPU_TASK_ID": "9"})
 
 
-def test_threads_of_one_process_are_no_ranks() -> None:
+def test_threads_of_one_process_are_not_ranks() -> None:
     assert detect_world({"PJRT_LOCAL_PROCESS_RANK": "0", "PJRT_LOCAL_PROCESS_COUNT": "1", "PJRT_DEVICE": "CPU"}) is None
 
 
-def test_the_client_is_what_was_said_and_nothing_is_guessed() -> None:
+def test_the_client_is_that_of_the_environment() -> None:
     assert PJRT.of({}) == PJRT(client=None, num_cpu_devices=1)
     assert PJRT.of({"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}) == PJRT(client="CPU", num_cpu_devices=4)
 
 
 @pytest.mark.skipif(find_spec("torch_xla") is not None, reason="torch_xla is installed")
 @pytest.mark.parametrize("strategy", ["xla", "xla_fsdp", "single_xla"])
-def test_without_torch_xla_each_strategy_says_the_command_that_adds_it(strategy: str) -> None:
+def test_without_torch_xla_each_strategy_raises_with_the_command_that_installs_it(strategy: str) -> None:
     words = rf"`strategy='{strategy}'` needs torch-xla.* Run `pip install 'torchfabric\[xla\]'`"
     with pytest.raises(ValueError, match=words):
         Fabric(accelerator="cpu", strategy=strategy, devices=1)
 
 
 @pytest.mark.skipif(find_spec("torch_xla") is not None, reason="torch_xla is installed")
-def test_without_torch_xla_the_accelerator_says_the_command_that_adds_it() -> None:
+def test_without_torch_xla_the_accelerator_raises_with_the_command_that_installs_it() -> None:
     accelerator = make_accelerator("xla")
     assert accelerator.num_devices() == 0
     with pytest.raises(

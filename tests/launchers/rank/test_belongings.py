@@ -105,6 +105,6 @@ def test_what_was_open_before_a_fork_is_written_run_and_deleted_once(
         assert told[-3:] == ["[0, 1, 'before']", "exit function", "finalizer"]
 
 
-def test_a_python_without_a_private_name_that_is_needed_is_told_so() -> None:
+def test_a_python_without_a_private_name_that_is_needed_raises() -> None:
     with pytest.raises(ImportError, match=r"Python 3\.\d+\.\d+ has no `atexit\._never_was`, a private name that"):
         require("Python", "3.10 to 3.13", {"atexit": {"_never_was": "to be missed"}})

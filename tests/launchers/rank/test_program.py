@@ -31,5 +31,5 @@ from fabric.launchers.rank.program import Program, parse
         ),
     ],
 )
-def test_flags_and_target_and_arguments_are_told_apart(line: str, program: Program) -> None:
+def test_flags_target_and_arguments_are_parsed(line: str, program: Program) -> None:
     assert parse(line.split()) == program

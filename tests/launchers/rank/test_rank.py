@@ -45,7 +45,7 @@ def threads(world: World) -> tuple[int, str]:
     return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
 
 
-def test_the_ranks_of_a_node_share_its_cores_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ranks_of_a_node_share_its_cores_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = len(os.sched_getaffinity(0))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for size in (1, 2, 4):
@@ -59,7 +59,7 @@ def surroundings(world: World) -> tuple[str, str | None, list[str]]:
     return os.getcwd(), os.environ.get("A_WORD_OF_THE_USER"), sys.argv
 
 
-def test_a_rank_has_the_folder_the_environment_and_the_arguments_of_now(
+def test_a_rank_has_the_current_directory_environment_and_arguments(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run_world(1, surroundings)  # the server is older than what follows
@@ -72,7 +72,7 @@ def write(world: World) -> None:
     os.write(1, b"from a rank\n")
 
 
-def test_a_rank_writes_where_the_process_that_launched_writes_now(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_writes_to_the_current_stdout_of_the_launching_process(capfd: pytest.CaptureFixture[str]) -> None:
     run_world(2, write)
     assert capfd.readouterr().out == "from a rank\n" * 2
 
@@ -82,7 +82,7 @@ def ask_for_another_world(world: World, word: str) -> Any:
     return inner.enter()
 
 
-def test_a_rank_that_asks_for_a_world_of_another_size_is_told_its_own() -> None:
+def test_a_rank_that_asks_for_another_world_size_raises_with_its_own() -> None:
     with pytest.raises(Exception, match=r"3 ranks were asked for, but this process is rank \d of 2 already"):
         run_world(2, ask_for_another_world, "auto")
 
@@ -102,7 +102,7 @@ def meet(world: World, launch: int) -> list[str]:
     return [store.get(str(rank)).decode() for rank in range(world.size)]
 
 
-def test_launches_at_the_same_time_do_not_meet_each_other() -> None:
+def test_simultaneous_launches_do_not_connect_to_each_other() -> None:
     with ThreadPoolExecutor(4) as launches:
         results = list(launches.map(lambda launch: run_world(2, meet, launch), range(4)))
     assert results == [[[str(launch)] * 2] * 2 for launch in range(4)]
@@ -137,7 +137,7 @@ def gloo_interface(world: World) -> str | None:
     return os.environ.get("GLOO_SOCKET_IFNAME")
 
 
-def test_ranks_of_one_node_talk_over_loopback_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_one_node_communicate_over_loopback_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert run_world(2, gloo_interface) == ["lo", "lo"]
     name = socket.if_nameindex()[-1][1]

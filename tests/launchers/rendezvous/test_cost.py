@@ -51,14 +51,14 @@ def meet(size: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16])
-def test_a_meeting_costs_three_requests_per_rank_and_the_looks_of_one(size: int) -> None:
+def test_a_rendezvous_costs_three_requests_per_rank_and_the_polling_of_one(size: int) -> None:
     requests = meet(size)
     looks = requests.pop("check")
     assert requests == {"set": size + 1, "add": size, "wait": size}
     assert looks >= 1
 
 
-def test_one_rank_alone_looks_and_its_looks_become_rare() -> None:
+def test_only_one_rank_polls_at_growing_intervals() -> None:
     store: Any = Counted()
     world = World(rank=0, size=2, local_size=2, rendezvous=Rendezvous(address="127.0.0.1", port=1, hosted=True))
     patience = Patience(world, time.monotonic() + 0.5, 0.5, print)

@@ -33,7 +33,7 @@ def test_a_world_of_one_opens_no_port() -> None:
     assert store.get("key") == b"value"
 
 
-def test_each_meeting_has_keys_of_its_own(point: MeetingPoint) -> None:
+def test_each_rendezvous_has_keys_of_its_own(point: MeetingPoint) -> None:
     with ThreadPoolExecutor(2) as ranks:
         for number in range(3):
             stores = list(ranks.map(lambda rank: join(world(rank, point.port), 30, print), range(2)))
@@ -48,7 +48,7 @@ def test_after_the_timeout_the_missing_ranks_are_named(point: MeetingPoint) -> N
 
 
 @pytest.mark.slow
-def test_a_wait_says_who_is_missing_and_ends_when_they_come(point: MeetingPoint) -> None:
+def test_missing_ranks_are_reported_until_they_arrive(point: MeetingPoint) -> None:
     said: list[str] = []
     heard = threading.Event()
 
@@ -65,7 +65,7 @@ def test_a_wait_says_who_is_missing_and_ends_when_they_come(point: MeetingPoint)
     assert said[0] == "rank 0 of 2 waits for rank 1"
 
 
-def test_nobody_at_the_address_is_an_error_that_names_it() -> None:
+def test_an_address_without_a_server_is_an_error_that_names_it() -> None:
     port = free_port()
     with pytest.raises(
         TimeoutError, match=rf"waited 0.2 s for rank 0 at 127.0.0.1:{port}: .* Check that rank 0 was started"
@@ -124,9 +124,9 @@ def meet_at_rank_zero(inner: World, port: int) -> list[bytes]:
     return read
 
 
-def test_rank_zero_serves_where_nobody_else_does() -> None:
+def test_rank_zero_hosts_the_store_if_no_agent_does() -> None:
     assert run_world(3, meet_at_rank_zero, free_port()) == [[b"0"] * 3 + [b"1"] * 3] * 3
 
 
-def test_what_a_wait_says_comes_every_few_seconds() -> None:
+def test_missing_ranks_are_reported_every_few_seconds() -> None:
     assert 1 <= rendezvous.SAY_EVERY_SECONDS <= 10

@@ -58,7 +58,7 @@ class UnpicklableError(Exception):
     pass
 
 
-def test_the_rank_that_raised_is_blamed_and_not_its_peers_ten_times_of_ten() -> None:
+def test_the_rank_that_raised_is_named_as_the_cause_ten_times_of_ten() -> None:
     for _ in range(10):
         with pytest.raises(WorkerError) as caught:
             run_world(3, break_one_rank, "raise")
@@ -101,7 +101,7 @@ def test_a_rank_that_leaves_without_a_result_is_a_failure_with_its_exit_code(how
     assert (caught.value.rank, caught.value.exit_code) == (1, code)
 
 
-def test_an_exception_that_cannot_travel_comes_home_as_words() -> None:
+def test_an_exception_that_cannot_be_pickled_is_reported_as_text() -> None:
     with pytest.raises(WorkerError, match="UnpicklableError") as caught:
         run_world(2, break_one_rank, "unpicklable")
     assert caught.value.cause is None
@@ -112,7 +112,7 @@ def leave_on_rank_zero(world: World) -> None:
         sys.exit(0)
 
 
-def test_a_chain_of_causes_that_is_a_ring_comes_home() -> None:
+def test_a_circular_chain_of_causes_is_reported() -> None:
     with pytest.raises(WorkerError, match="the chain of causes has no end") as caught:
         run_world(2, break_one_rank, "cycle")
     assert isinstance(caught.value.cause, KeyError)
@@ -145,13 +145,13 @@ def give_a_closure(world: World, scale: Callable[[int], int]) -> Callable[[], in
     return lambda: scale(world.size)
 
 
-def test_lambdas_and_closures_reach_the_ranks_and_come_home() -> None:
+def test_lambdas_and_closures_can_be_launched_and_returned() -> None:
     factor = 21
     result = forkserver(Topology(num_processes=2)).launch(give_a_closure, lambda size: factor * size)
     assert result() == 42
 
 
-def test_an_instance_of_a_local_class_comes_home_as_one() -> None:
+def test_an_instance_of_a_local_class_can_be_returned() -> None:
     class Local:
         def __init__(self, rank: int) -> None:
             self.rank = rank
@@ -175,7 +175,7 @@ def give(world: World, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["200 KB", "50 MB", "state dict", "nothing"])
-def test_results_of_any_size_come_home(kind: str) -> None:
+def test_results_of_any_size_are_returned(kind: str) -> None:
     result = forkserver(Topology(num_processes=2)).launch(give, kind)
     expected = give(World(), kind)
     if isinstance(expected, dict):
@@ -201,12 +201,12 @@ def failure_of(rank: int, at_ms: float, *, lost_peer: bool = False, trace: str =
     return Failure(rank=rank, at_ns=int(at_ms * 1e6), summary=summary, lost_peer=lost_peer, traceback=trace)
 
 
-def test_a_symptom_is_never_to_blame_while_there_is_a_cause() -> None:
+def test_a_lost_peer_is_never_named_as_the_cause_if_another_rank_failed() -> None:
     failures = [failure_of(0, 1, lost_peer=True), failure_of(2, 5), failure_of(1, 3)]
     assert first(failures).rank == 1
 
 
-def test_other_ranks_get_one_line_each_and_the_blamed_one_comes_last() -> None:
+def test_other_ranks_get_one_line_each_and_the_cause_comes_last() -> None:
     failures = [failure_of(0, 7, lost_peer=True), failure_of(1, 3)]
     assert describe(failures, 2) == (
         "rank 0 of 2, 4 ms later: RuntimeError: Connection closed by peer\n"
@@ -218,7 +218,7 @@ def left(rank: int, at_ms: float) -> Failure:
     return departure(rank, int(at_ms * 1e6), 0, "", with_result=False)
 
 
-def test_a_rank_that_left_is_to_blame_where_a_collective_lost_its_peer() -> None:
+def test_a_rank_that_left_is_the_cause_if_a_collective_lost_its_peer() -> None:
     noticed = failure_of(0, 7, lost_peer=True, trace="its place: [gloo/transport/tcp/pair.cc:553] closed")
     assert describe([noticed], 2, [left(1, 3)]) == (
         "rank 0 of 2, 4 ms later: RuntimeError: Connection closed by peer\n\n"
@@ -228,7 +228,7 @@ def test_a_rank_that_left_is_to_blame_where_a_collective_lost_its_peer() -> None
     assert first([noticed], [left(2, -60_000), left(1, 8), left(3, 12)]).rank == 1
 
 
-def test_a_rank_that_left_is_not_to_blame_for_an_error_of_another_connection() -> None:
+def test_a_rank_that_left_is_not_the_cause_of_an_error_of_another_connection() -> None:
     upload = failure_of(0, 7, lost_peer=True, trace="requests/adapters.py: Connection refused")
     assert first([upload], [left(1, 3)]) is upload
     assert first([failure_of(0, 7)], [left(1, 3)]).rank == 0

@@ -64,7 +64,7 @@ def program(tmp_path: Path) -> Path:
     [(*way, "deadlock") for way in WAYS]
     + [(*way, doing) for way in (WAYS[0], WAYS[3]) for doing in ("loop", "stubborn", "workers")],
 )
-def test_kill_dash_nine_of_the_supervisor_leaves_nobody(program: Path, word: str, way: str, doing: str) -> None:
+def test_no_rank_survives_kill_dash_nine_of_the_supervisor(program: Path, word: str, way: str, doing: str) -> None:
     with running([program, word, doing, way]) as started:
         started.wait_for("deaf" if doing == "stubborn" else "ready", times=2)
         assert len(started.descendants()) >= 2
@@ -79,7 +79,7 @@ def test_kill_dash_nine_of_the_supervisor_leaves_nobody(program: Path, word: str
     + [(*WAYS[0], "loop", number) for number in (signal.SIGINT, signal.SIGHUP)]
     + [(*WAYS[3], "loop", signal.SIGINT), (*WAYS[0], "workers", signal.SIGTERM)],
 )
-def test_a_signal_to_the_supervisor_ends_all_and_is_its_own_end(
+def test_a_signal_to_the_supervisor_ends_all_ranks_and_the_supervisor(
     program: Path, word: str, way: str, doing: str, number: signal.Signals
 ) -> None:
     with running([program, word, doing, way]) as started:
@@ -90,7 +90,7 @@ def test_a_signal_to_the_supervisor_ends_all_and_is_its_own_end(
 
 
 @pytest.mark.parametrize(("word", "way"), [WAYS[0], WAYS[3]])
-def test_a_second_signal_ends_ranks_that_do_not_listen(program: Path, word: str, way: str) -> None:
+def test_a_second_signal_ends_ranks_that_ignore_the_first(program: Path, word: str, way: str) -> None:
     with running([program, word, "stubborn", way]) as started:
         started.wait_for("deaf", times=2)
         assert started.process.stderr is not None

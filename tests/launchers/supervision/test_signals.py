@@ -33,9 +33,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT])
 @pytest.mark.parametrize("word", ["fork", "forkserver"])
-def test_ranks_that_answer_a_signal_by_ending_well_give_their_result(
-    tmp_path: Path, word: str, number: signal.Signals
-) -> None:
+def test_ranks_that_return_after_a_signal_give_their_result(tmp_path: Path, word: str, number: signal.Signals) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     with running([tmp_path / "program.py", word, str(int(number))]) as started:
         started.wait_for("ready", times=2)

@@ -27,7 +27,7 @@ sys.exit(5)
 """
 
 
-def test_a_rank_whose_end_is_heard_before_the_end_of_its_pipe_is_reported_with_its_exit_code() -> None:
+def test_a_rank_that_is_reaped_before_its_pipe_is_closed_is_reported_with_its_exit_code() -> None:
     """Both are ready in one wait, the exit first: as where the rank's data-loader workers end after it."""
     (exit_fd, status), (report_fd, report) = os.pipe(), os.pipe()
     process = subprocess.Popen(

@@ -36,7 +36,7 @@ LOADING = Loading(
         ({"start_method": "spawn", "accelerated": False}, None),
     ],
 )
-def test_advice_is_given_where_a_device_would_wait(changes: dict[str, object], sentence: str | None) -> None:
+def test_a_hint_is_given_where_a_device_would_wait(changes: dict[str, object], sentence: str | None) -> None:
     from dataclasses import replace
 
     given = advice(replace(LOADING, **changes))  # type: ignore[arg-type]
@@ -47,7 +47,7 @@ def test_advice_is_given_where_a_device_would_wait(changes: dict[str, object], s
         assert given.startswith(sentence)
 
 
-def test_a_loader_is_looked_at_as_it_would_start_its_workers() -> None:
+def test_a_loader_is_checked_with_the_context_in_which_it_starts_its_workers() -> None:
     loader = DataLoader(range(4), num_workers=1, multiprocessing_context="spawn")  # type: ignore[arg-type]
     loading = loading_of(loader, launcher="fork", accelerated=False)
     assert (loading.num_workers, loading.start_method, loading.launcher) == (1, "spawn", "fork")

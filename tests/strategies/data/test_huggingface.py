@@ -61,7 +61,7 @@ def test_shards_that_do_not_divide_by_the_ranks_are_read_once_in_equally_many_ba
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_shards", "num_workers", "persistent"), [(1, 2, False), (3, 2, True), (3, 1, False)])
-def test_workers_change_nothing_about_it_even_where_there_are_more_than_shards(
+def test_each_shard_is_read_once_with_more_workers_than_shards(
     num_shards: int, num_workers: int, persistent: bool
 ) -> None:
     options: dict[str, Any] = {"num_workers": num_workers, "persistent_workers": persistent}
@@ -72,7 +72,7 @@ def test_workers_change_nothing_about_it_even_where_there_are_more_than_shards(
         assert len({len(share) for share in shares}) == 1
 
 
-def test_without_batching_samples_of_indivisible_shards_go_round() -> None:
+def test_without_batching_samples_of_indivisible_shards_are_dealt_out() -> None:
     loaders = share_out(lambda _: DataLoader(stream(3), batch_size=None), 2)
     assert read(loaders) == [[[i] for i in range(0, SIZE, 2)], [[i] for i in range(1, SIZE, 2)]]
 
@@ -85,7 +85,7 @@ def test_shards_that_divide_by_the_ranks_are_each_read_by_one_rank(monkeypatch: 
 
 
 @pytest.mark.parametrize("num_shards", [3, 4])
-def test_set_epoch_on_the_dataset_or_the_loader_shuffles_anew(num_shards: int) -> None:
+def test_set_epoch_on_the_dataset_or_the_loader_shuffles_again(num_shards: int) -> None:
     datasets = [stream(num_shards).shuffle(seed=1, buffer_size=8) for _ in range(2)]
     loaders = share_out(lambda rank: DataLoader(datasets[rank], 4), 2)
     first = read(loaders)
@@ -142,7 +142,7 @@ def test_streams_over_different_files_are_refused() -> None:
         share_out(make, 2)
 
 
-def test_a_table_that_is_split_already_is_refused_and_read_whole_where_that_is_asked_for() -> None:
+def test_a_table_that_is_already_split_is_refused_and_read_whole_on_request() -> None:
     def make(rank: int) -> DataLoader[Any]:
         return DataLoader(split_dataset_by_node(table(), rank, 2), 4)
 

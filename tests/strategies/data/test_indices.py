@@ -139,7 +139,7 @@ def test_ranks_that_hold_one_model_together_read_the_same() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_samples_too_few_for_a_step_are_joined_by_samples_of_the_step_before(count: int) -> None:
+def test_too_few_samples_for_a_step_are_filled_up_from_the_step_before(count: int) -> None:
     shares = read(share_out(lambda _: DataLoader(Numbers(4 * count + 1), 4), count))
     assert [len(batch) for share in shares for batch in share[1:]] == [1] * count
     assert in_order(shares) == list(range(4 * count + 1))
@@ -224,7 +224,7 @@ def test_a_generator_gives_all_ranks_the_order_of_plain_pytorch_epoch_by_epoch(l
         assert in_order(read(loaders)) == expected, f"epoch {epoch}"
 
 
-def test_generators_that_differ_are_brought_to_that_of_rank_zero_and_it_is_said() -> None:
+def test_generators_that_differ_get_the_state_of_rank_zero_with_a_warning() -> None:
     said: list[str] = []
 
     def make(rank: int) -> DataLoader[int]:
@@ -236,7 +236,7 @@ def test_generators_that_differ_are_brought_to_that_of_rank_zero_and_it_is_said(
     assert "generators of this loader's sampler have different states on the ranks" in said[0]
 
 
-def test_a_generator_that_the_user_seeds_anew_begins_anew() -> None:
+def test_a_generator_that_is_seeded_again_starts_again() -> None:
     generators = [torch.Generator().manual_seed(7) for _ in range(2)]
     loaders = share_out(lambda rank: DataLoader(Numbers(48), 4, shuffle=True, generator=generators[rank]), 2)
     orders = []
@@ -266,7 +266,7 @@ def test_leaving_early_at_different_batches_keeps_the_ranks_together(generated: 
     assert [len(share) for share in shares] == [100, 100]
 
 
-def test_an_iterator_left_early_can_be_gone_on_with() -> None:
+def test_an_iterator_left_early_can_be_continued() -> None:
     generator = torch.Generator().manual_seed(1)
     loaders = share_out(lambda _: DataLoader(Numbers(40), 2, shuffle=True, generator=copy.deepcopy(generator)), 2)
     iterators = [iter(loader) for loader in loaders]
@@ -277,7 +277,7 @@ def test_an_iterator_left_early_can_be_gone_on_with() -> None:
     assert sorted(in_order(rests)) == list(range(40))
 
 
-def test_a_peek_changes_nothing_and_a_second_batch_makes_an_epoch() -> None:
+def test_a_peek_does_not_count_as_an_epoch_and_a_second_batch_does() -> None:
     torch.manual_seed(0)
     loaders = share_out(lambda _: DataLoader(Numbers(40), 2, shuffle=True), 2)
     state = torch.get_rng_state()
@@ -295,7 +295,7 @@ def test_a_peek_changes_nothing_and_a_second_batch_makes_an_epoch() -> None:
     assert read(loaders) == third
 
 
-def test_set_epoch_is_the_users_word_for_our_order_and_for_the_users_sampler() -> None:
+def test_set_epoch_sets_the_order_and_reaches_a_custom_sampler() -> None:
     class Told(GlobalShuffle):
         epochs: tuple[int, ...] = ()
 
@@ -312,7 +312,7 @@ def test_set_epoch_is_the_users_word_for_our_order_and_for_the_users_sampler() -
     assert sampler.epochs == (5, 0, 5)
 
 
-def test_set_epoch_reaches_a_loader_that_has_it_and_leaves_the_original_alone() -> None:
+def test_set_epoch_reaches_a_loader_that_has_it_and_not_the_original() -> None:
     class Told(DataLoader[int]):
         epoch = -1
 
@@ -332,7 +332,7 @@ def test_set_epoch_reaches_a_loader_that_has_it_and_leaves_the_original_alone() 
     assert original.epoch == -1
 
 
-def test_an_iterable_that_has_set_epoch_is_told() -> None:
+def test_set_epoch_of_an_iterable_is_called() -> None:
     class Told(list[int]):
         epoch = -1
 
@@ -345,7 +345,7 @@ def test_an_iterable_that_has_set_epoch_is_told() -> None:
         assert items.epoch == 2
 
 
-def test_an_endless_sampler_is_shared_and_has_no_length() -> None:
+def test_an_infinite_sampler_is_split_and_has_no_length() -> None:
     loaders = share_out(lambda _: DataLoader(Numbers(1000), 2, sampler=Endless(1000)), 2)
     with pytest.raises(TypeError, match="has no len"):
         len(loaders[0])
@@ -358,20 +358,20 @@ def test_an_endless_sampler_is_shared_and_has_no_length() -> None:
     assert again != [steps[0][0], steps[1][0]]
 
 
-def test_batches_of_a_custom_batch_sampler_go_round_and_the_last_are_split() -> None:
+def test_batches_of_a_custom_batch_sampler_are_dealt_out_and_the_last_are_split() -> None:
     batches = [[0, 1, 2], [3, 4], [5, 6, 7, 8], [9], [10, 11, 12, 13, 14]]
     loaders = share_out(lambda _: DataLoader(Numbers(15), batch_sampler=batches), 3)
     assert read(loaders) == [[[0, 1, 2], [9]], [[3, 4], [10, 11, 12]], [[5, 6, 7, 8], [13, 14]]]
     assert [len(loader) for loader in loaders] == [2, 2, 2]
 
 
-def test_a_last_batch_too_small_to_split_is_joined_by_samples_of_the_round_before() -> None:
+def test_a_last_batch_too_small_to_split_is_filled_up_from_the_batches_before() -> None:
     shares = read(share_out(lambda _: DataLoader(Numbers(9), batch_sampler=[[0, 1], [2, 3, 4], [5, 6, 7], [8]]), 3))
     assert sorted(in_order(shares)) == list(range(9))
     assert [len(share) for share in shares] == [2, 2, 2]
 
 
-def test_custom_batches_share_every_sample_once_for_any_sizes() -> None:
+def test_custom_batches_are_split_with_every_sample_once_for_any_sizes() -> None:
     seed = random.randrange(2**31)
     print(f"seed {seed}")
     chance = random.Random(seed)
@@ -400,7 +400,7 @@ def test_an_explicit_batch_sampler_of_torch_is_cut_sample_by_sample() -> None:
     assert in_order(read(share_out(lambda _: DataLoader(Numbers(11), batch_sampler=batches), 2))) == list(range(11))
 
 
-def test_without_batching_items_go_round_and_an_uneven_number_is_an_error_only_in_training() -> None:
+def test_without_batching_items_are_dealt_out_and_an_uneven_number_is_an_error_only_in_training() -> None:
     assert read(share_out(lambda _: DataLoader(Numbers(6), batch_size=None), 3)) == [[0, 3], [1, 4], [2, 5]]
     with pytest.raises(ValueError, match=r"7 ready batches cannot be shared evenly by 3 ranks.*Pass 6 or 9 batches"):
         share_out(lambda _: DataLoader(Numbers(7), batch_size=None), 3)
@@ -409,7 +409,7 @@ def test_without_batching_items_go_round_and_an_uneven_number_is_an_error_only_i
     assert [len(loader) for loader in loaders] == [3, 2, 2]
 
 
-def test_batches_of_one_that_do_not_come_out_even_are_an_error_in_training_and_uneven_elsewhere() -> None:
+def test_an_uneven_number_of_batches_of_one_is_an_error_in_training_and_uneven_elsewhere() -> None:
     with pytest.raises(ValueError, match="`batch_size=1` over 7 samples on 2 ranks leaves 1 samples"):
         share_out(lambda _: DataLoader(Numbers(7)), 2)
     loaders = share_out(lambda _: DataLoader(Numbers(7)), 2, "validate")
@@ -427,7 +427,7 @@ def test_too_few_samples_are_an_error_at_set_up() -> None:
         share_out(lambda _: DataLoader(Numbers(3), batch_sampler=[]), 2)
 
 
-def test_ranks_given_different_loaders_are_told_what_each_was_given() -> None:
+def test_ranks_given_different_loaders_raise_with_what_each_was_given() -> None:
     with pytest.raises(ValueError, match=r"(?s)different loaders.*rank 0: length 10.*rank 1: length 12"):
         share_out(lambda rank: DataLoader(Numbers(10 + 2 * rank), 2), 2)
     with pytest.raises(ValueError, match=r"(?s)rank 0: batch size 2\n  rank 1: batch size 3"):
@@ -450,7 +450,7 @@ def test_a_distributed_sampler_is_left_as_it_is_and_a_wrong_one_is_an_error() ->
         share_out(make, 1)
 
 
-def test_the_users_loader_stays_as_it_was_and_any_subclass_will_do() -> None:
+def test_the_original_loader_is_unchanged_and_any_subclass_is_accepted() -> None:
     originals = [Named("mine", size=20) for _ in range(2)]
     before = [dict(vars(original)) for original in originals]
     loaders = share_out(lambda rank: originals[rank], 2)
@@ -473,7 +473,7 @@ def test_a_loader_that_does_not_read_its_sampler_is_an_error() -> None:
         list(loaders[0])
 
 
-def test_a_subclass_that_begins_late_is_shared_and_counted() -> None:
+def test_a_subclass_that_starts_at_a_later_batch_is_split_and_counted() -> None:
     class Late(DataLoader[int]):
         def __iter__(self) -> Any:
             yield from super().__iter__()
@@ -498,7 +498,7 @@ def test_a_loader_set_up_twice_and_what_is_no_loader_are_errors() -> None:
 
 
 @pytest.mark.filterwarnings(TORCHDATA_BEHIND)
-def test_a_stateful_loader_resumes_in_the_order_in_which_it_stood() -> None:
+def test_a_stateful_loader_resumes_in_the_order_of_the_interrupted_epoch() -> None:
     def make(rank: int) -> DataLoader[int]:
         return StatefulDataLoader(Numbers(40), 2, shuffle=True)
 
@@ -544,7 +544,7 @@ def test_a_batch_is_what_the_loader_made() -> None:
     ("size", "batch_size", "has_unequal"), [(7, 3, True), (9, 3, False), (13, 2, True), (12, 2, False)]
 )
 @pytest.mark.parametrize("in_batches", [False, True])
-def test_a_mean_over_batches_of_different_sizes_is_told_once_and_a_weight_is_not(
+def test_a_mean_over_batches_of_different_sizes_warns_once_and_a_weight_does_not(
     size: int, batch_size: int, has_unequal: bool, in_batches: bool
 ) -> None:
     def loader() -> DataLoader[int]:

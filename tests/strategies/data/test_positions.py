@@ -173,7 +173,7 @@ def test_what_is_skipped_is_not_loaded() -> None:
     assert len(batches) == 3
 
 
-def test_a_stream_that_cannot_skip_is_read_again_and_that_is_said_once() -> None:
+def test_a_stream_that_cannot_skip_is_read_again_with_one_warning() -> None:
     _, (state,) = stopped(share_out(lambda _: DataLoader(Stream(40), 4), 1), 7)
     said: list[str] = []
     (loader,) = share_out(lambda _: DataLoader(Stream(40), 4), 1, said=said)
@@ -187,7 +187,7 @@ def test_a_stream_that_cannot_skip_is_read_again_and_that_is_said_once() -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("kind", [Augmented, Stream])
-def test_workers_that_fetch_ahead_repeat_what_they_draw(kind: Any, persistent: bool) -> None:
+def test_workers_that_prefetch_repeat_what_they_draw(kind: Any, persistent: bool) -> None:
     def make(num_workers: int = 2) -> Any:
         options = {"prefetch_factor": 3, "persistent_workers": persistent}
         return DataLoader(kind(44), 2, shuffle=kind is Augmented or None, num_workers=num_workers, **options)  # type: ignore[arg-type]
@@ -215,7 +215,7 @@ def test_workers_that_fetch_ahead_repeat_what_they_draw(kind: Any, persistent: b
         assert rows(again) == following
 
 
-def test_a_peek_is_no_position_and_a_break_is_one() -> None:
+def test_a_peek_does_not_move_the_position_and_a_break_does() -> None:
     (loader, *_) = share_out(lambda _: DataLoader(Numbers(40), 4, shuffle=True), 2)
     before = loader.state_dict()
     next(iter(loader))
@@ -248,7 +248,7 @@ def test_a_state_that_was_loaded_is_that_of_the_loader() -> None:
     assert loader.state_dict() == states[0]
 
 
-def test_the_position_in_other_data_is_an_error() -> None:
+def test_a_position_in_other_data_is_an_error() -> None:
     _, (state,) = stopped(share_out(lambda _: DataLoader(Numbers(40), 4), 1), 7)
     (loader,) = share_out(lambda _: DataLoader(Numbers(41), 4), 1)
     with pytest.raises(ValueError, match="a loader over 40 samples, and this `DataLoader` has 41"):

@@ -70,7 +70,7 @@ def different_lengths(world: World) -> str:
 
 
 @pytest.mark.slow
-def test_every_rank_is_told_of_a_loader_that_differs() -> None:
+def test_a_loader_that_differs_raises_on_every_rank() -> None:
     first, second = run_world(2, different_lengths)
     assert first == second
     assert "length 10" in first

@@ -182,7 +182,7 @@ HALVES: dict[str, Callable[[int], Any]] = {
 
 
 @pytest.mark.parametrize("make", HALVES.values(), ids=list(HALVES))
-def test_ranks_that_hold_different_parts_are_told(make: Callable[[int], Any]) -> None:
+def test_ranks_that_hold_different_parts_raise(make: Callable[[int], Any]) -> None:
     with pytest.raises(ValueError, match=r"(?s)different loaders.*rank 0: dataset (.*)\n  rank 1: dataset (?!\1\n)"):
         share_out(lambda rank: DataLoader(make(rank), 2), 2)
     assert share_out(lambda rank: DataLoader(make(0), 2), 2)
@@ -199,11 +199,11 @@ def test_numbers_that_differ_by_rounding_are_the_same() -> None:
     assert share_out(make, 2)
 
 
-def test_objects_that_say_where_they_lie_in_memory_are_the_same() -> None:
+def test_objects_whose_repr_has_their_address_are_the_same() -> None:
     assert share_out(lambda _: DataLoader([object() for _ in range(SIZE)], 2), 2)  # type: ignore[arg-type]
 
 
-def test_a_dataset_of_the_users_is_not_read_at_set_up() -> None:
+def test_a_custom_dataset_is_not_read_at_set_up() -> None:
     assert share_out(lambda _: DataLoader(Subset(Opens(range(SIZE)), range(10)), 2), 2)  # type: ignore[arg-type]
 
 
@@ -224,7 +224,7 @@ def test_samplers_of_torch_are_compared_without_being_copied() -> None:
         share_out(lambda rank: DataLoader(range(9), 2, sampler=RandomSampler(range(9), rank == 1)), 2)  # type: ignore[arg-type]
 
 
-def test_a_sampler_of_the_users_is_compared_within_one_of_torch() -> None:
+def test_a_custom_sampler_is_compared_within_one_of_torch() -> None:
     def make(rank: int) -> DataLoader[int]:
         batches = BatchSampler(Strided(count=2, index=rank), 2, False)
         return DataLoader(range(SIZE), sampler=batches, batch_size=None)  # type: ignore[arg-type]
@@ -233,7 +233,7 @@ def test_a_sampler_of_the_users_is_compared_within_one_of_torch() -> None:
         share_out(make, 2)
 
 
-def test_tensors_that_have_no_numbers_at_hand_are_compared_by_their_shape() -> None:
+def test_tensors_without_readable_values_are_compared_by_shape() -> None:
     sparse, meta = torch.eye(4).to_sparse(), torch.empty(4, 2, device="meta")
     assert share_out(lambda _: DataLoader(TensorDataset(sparse, meta), 2), 2)
 
@@ -294,7 +294,7 @@ def test_set_up_leaves_every_random_generator_as_it_was(make: Callable[[], Any],
     assert [states(loader) for loader in loaders] == before
 
 
-def test_a_generator_of_another_state_takes_over_that_of_rank_zero_at_the_first_epoch() -> None:
+def test_a_generator_whose_state_differs_gets_that_of_rank_zero_at_the_first_epoch() -> None:
     generators = [torch.Generator().manual_seed(rank) for rank in range(2)]
     loaders = share_out(lambda rank: DataLoader(range(SIZE), 2, shuffle=True, generator=generators[rank]), 2)
     assert generators[1].get_state().tolist() == torch.Generator().manual_seed(1).get_state().tolist()

@@ -60,7 +60,7 @@ class SizedShards(Shards):
         return len(range(self.index, self.size, self.num_shards))
 
 
-def test_a_stream_is_cut_at_the_batches_of_one_process_and_its_tail_is_evened_out() -> None:
+def test_a_stream_is_split_at_the_batches_of_one_process_and_its_last_batch_is_made_even() -> None:
     for size in (24, 25, 27, 29):
         shares = read(share_out(lambda _, n=size: DataLoader(Stream(n), 4), 3))  # type: ignore[misc]
         assert in_order(shares) == list(range(size))
@@ -69,7 +69,7 @@ def test_a_stream_is_cut_at_the_batches_of_one_process_and_its_tail_is_evened_ou
     assert in_order(read(share_out(lambda _: DataLoader(Stream(29), 4, drop_last=True), 3))) == list(range(24))
 
 
-def test_a_stream_that_each_rank_reads_whole_is_said_to_be() -> None:
+def test_a_stream_that_each_rank_reads_whole_is_reported() -> None:
     said: list[str] = []
     share_out(lambda _: DataLoader(Stream(8), 2), 2, said=said)
     assert said == [
@@ -89,7 +89,7 @@ def tracker() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("tracker")
 @pytest.mark.parametrize(("method", "persistent"), [("fork", False), ("fork", True), ("spawn", True)])
-def test_workers_share_a_shuffled_stream_alike_on_all_ranks(method: str, persistent: bool) -> None:
+def test_workers_split_a_shuffled_stream_in_the_same_way_on_all_ranks(method: str, persistent: bool) -> None:
     def make(rank: int) -> DataLoader[int]:
         return DataLoader(Shuffled(41), 3, num_workers=2, persistent_workers=persistent, multiprocessing_context=method)
 
@@ -129,7 +129,7 @@ def test_shards_of_unequal_length_are_an_error_in_training() -> None:
     assert [len(share) for share in read(share_out(lambda _: DataLoader(SizedShards(9), 2), 2, "test"))] == [3, 2]
 
 
-def test_unbatched_items_go_round_and_a_tail_is_left_out_in_training_and_said() -> None:
+def test_unbatched_items_are_dealt_out_and_an_uneven_rest_is_dropped_in_training_with_a_warning() -> None:
     said: list[str] = []
     loaders = share_out(lambda _: DataLoader(Stream(8), batch_size=None), 3, said=said)
     assert read(loaders) == [[0, 3], [1, 4], [2, 5]]
@@ -141,14 +141,14 @@ def test_unbatched_items_go_round_and_a_tail_is_left_out_in_training_and_said() 
 
 
 @pytest.mark.slow
-def test_a_tail_left_out_in_a_worker_is_said_by_the_rank() -> None:
+def test_a_rest_that_a_worker_drops_is_reported_by_the_rank() -> None:
     said: list[str] = []
     loaders = share_out(lambda _: DataLoader(Stream(5), batch_size=None, num_workers=1), 2, said=said)
     assert read(loaders) == [[0, 2], [1, 3]]
     assert said[1].startswith("The last 1 batches of the epoch were too few to give each of the 2 ranks one")
 
 
-def test_a_list_of_batches_goes_round_and_has_a_length() -> None:
+def test_a_list_of_batches_is_dealt_out_and_has_a_length() -> None:
     batches = [[0], [1], [2], [3], [4]]
     loaders = share_out(lambda _: batches, 2, "test")
     assert read(loaders) == [[[0], [2], [4]], [[1], [3]]]
@@ -159,7 +159,7 @@ def test_a_list_of_batches_goes_round_and_has_a_length() -> None:
         share_out(lambda rank: list(range(2 + 2 * rank)), 2)
 
 
-def test_an_endless_iterable_is_shared_and_not_read_beyond_the_step() -> None:
+def test_an_infinite_iterable_is_split_and_not_read_beyond_the_step() -> None:
     reads = [0, 0]
 
     class Endless:
@@ -185,7 +185,7 @@ def test_a_generator_is_exhausted_once_as_in_plain_python() -> None:
     assert read(loaders) == [[], []]
 
 
-def test_ranks_with_different_streams_are_told() -> None:
+def test_ranks_with_different_streams_raise() -> None:
     with pytest.raises(ValueError, match=r"(?s)batch size 2, num_workers 0\n  rank 1: batch size 3, num_workers 1"):
         share_out(lambda rank: DataLoader(Stream(8), 2 + rank, num_workers=rank), 2)
 

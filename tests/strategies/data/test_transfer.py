@@ -57,7 +57,7 @@ def loader_on(device: torch.device, loader: Any, *, move: bool = True) -> Device
     )
 
 
-def test_every_nest_is_moved_and_keeps_its_type() -> None:
+def test_nested_batches_are_moved_and_keep_their_types() -> None:
     x = torch.ones(2)
     groups = defaultdict(list, {"a": [x]})
     batch = {
@@ -94,7 +94,7 @@ def test_every_nest_is_moved_and_keeps_its_type() -> None:
     assert not groups["a"][0].is_meta
 
 
-def test_a_loader_moves_its_batches_only_when_told_to() -> None:
+def test_a_loader_moves_its_batches_only_on_request() -> None:
     plain = DataLoader(TensorDataset(torch.arange(4)), 2)
     assert all(batch[0].is_meta for batch in loader_on(META, plain))
     assert not any(batch[0].is_meta for batch in loader_on(META, plain, move=False))

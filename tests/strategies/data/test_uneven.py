@@ -43,14 +43,14 @@ def agree_over_threads(lengths: list[int], uneven: Uneven, *, ahead: bool, epoch
 
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("uneven", ["stop", "error", "repeat"])
-def test_ranks_with_the_same_number_of_batches_read_them_all_and_nothing_is_said(uneven: Uneven, ahead: bool) -> None:
+def test_ranks_with_the_same_number_of_batches_read_them_all_without_a_warning(uneven: Uneven, ahead: bool) -> None:
     for length in (0, 1, 4):
         found = agree_over_threads([length] * 3, uneven, ahead=ahead, epochs=2)
         assert found == [([list(range(length))] * 2, [])] * 3
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_ranks_stop_with_the_first_that_ends_and_say_so_once(ahead: bool) -> None:
+def test_ranks_stop_with_the_first_that_ends_with_one_warning(ahead: bool) -> None:
     rng = random.Random(0)
     for lengths in ([3, 2], [0, 2], [5, 1, 5], *([rng.randrange(5) for _ in range(3)] for _ in range(5))):
         if len(set(lengths)) == 1:
@@ -69,7 +69,7 @@ def test_ranks_stop_with_the_first_that_ends_and_say_so_once(ahead: bool) -> Non
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_ranks_that_have_ended_begin_anew_until_all_have_read_everything(ahead: bool) -> None:
+def test_ranks_that_have_ended_start_again_until_all_have_read_everything(ahead: bool) -> None:
     for lengths in ([5, 2], [1, 4, 3]):
         for rank, (batches, said) in enumerate(agree_over_threads(lengths, "repeat", ahead=ahead, epochs=2)):
             assert batches == [[step % lengths[rank] for step in range(max(lengths))]] * 2
@@ -211,7 +211,7 @@ def peek(fabric: Fabric) -> str:
 
 
 @pytest.mark.slow
-def test_a_rank_that_reads_a_batch_alone_is_told_on_every_rank_and_nobody_waits_for_ever() -> None:
+def test_a_rank_that_reads_a_batch_alone_raises_on_every_rank() -> None:
     first, second = run_world(2, on_fabric, "ddp", peek)
     assert first == second
     assert "they are at different batches (rank 0: iteration 1, batch 2; rank 1: iteration 2, batch 0;" in first
@@ -229,7 +229,7 @@ def test_a_rank_that_raises_within_the_loop_ends_the_others_with_its_error() -> 
         run_world(2, on_fabric, "ddp", fail_within)
 
 
-def test_words_that_do_not_go_together_are_refused() -> None:
+def test_arguments_that_exclude_each_other_are_refused() -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
     loader = DataLoader(Own(3), 1)
     with pytest.raises(
@@ -241,7 +241,7 @@ def test_words_that_do_not_go_together_are_refused() -> None:
     assert [float(batch) for batch in fabric.setup_dataloaders(loader, uneven="error")] == [0, 1, 2]
 
 
-def test_different_known_lengths_name_the_word_that_settles_it() -> None:
+def test_different_known_lengths_raise_with_the_argument_to_pass() -> None:
     with pytest.raises(ValueError, match=r"4, 6 batches, .* pass `uneven=\"stop\"` or `uneven=\"repeat\"`"):
         share_out(lambda rank: DataLoader(range(8), 1, sampler=Some(2, rank)), 2)  # type: ignore[arg-type]
 

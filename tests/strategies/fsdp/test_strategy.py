@@ -145,7 +145,7 @@ def whole_state(fabric: Fabric, module: nn.Module) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_users_objects_go_on_in_shards(size: int) -> None:
+def test_references_to_module_and_optimizer_are_valid_after_sharding(size: int) -> None:
     fabric_with(size).launch(prepare_many_ways)
 
 
@@ -239,7 +239,7 @@ def compile_before_and_after(fabric: Fabric) -> None:
     ],
     ids=lambda body: body.__name__,
 )
-def test_every_rank_can(body: Callable[[Fabric], None]) -> None:
+def test_every_rank_supports_it(body: Callable[[Fabric], None]) -> None:
     fabric_with(2).launch(body)
 
 
@@ -455,7 +455,7 @@ def save_an_unknown_state(world: World) -> None:
     runtime.collective.teardown()
 
 
-def test_state_that_nobody_knows_how_to_cut_is_an_error() -> None:
+def test_optimizer_state_that_cannot_be_sharded_is_an_error() -> None:
     run_world(1, save_an_unknown_state)
 
 
@@ -474,5 +474,5 @@ def release_takes_off_what_is_ours(world: World) -> None:
     runtime.collective.teardown()
 
 
-def test_release_takes_off_what_is_ours() -> None:
+def test_release_removes_every_hook() -> None:
     run_world(1, release_takes_off_what_is_ours)

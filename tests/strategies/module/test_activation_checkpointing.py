@@ -152,13 +152,13 @@ def fabric_with(strategy: Strategy | str, devices: int = 2, precision: Any = "32
 
 @pytest.mark.parametrize("strategy", ["single_device", "dp"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_on_one_device_activations_are_computed_again_to_the_bit(strategy: str, precision: str) -> None:
+def test_on_one_device_activations_are_recomputed_bit_for_bit(strategy: str, precision: str) -> None:
     fabric_with(strategy, 1, precision).launch(compare)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_activations_are_computed_again_to_the_bit(name: str) -> None:
+def test_activations_are_recomputed_bit_for_bit(name: str) -> None:
     fabric_with(STRATEGIES[name]).launch(compare)
 
 
@@ -222,7 +222,7 @@ def test_a_replica_of_data_parallel_computes_with_its_own_parameters() -> None:
     assert "forward" not in vars(block)
 
 
-def test_xla_has_no_activation_checkpointing_of_torchs_and_says_what_to_call() -> None:
+def test_xla_refuses_activation_checkpointing_of_torch_with_what_to_call() -> None:
     strategy = SingleDeviceXLAStrategy(activation_checkpointing_policy=Block)
     said = accelerator_against_the_strategy(XLAAccelerator(), strategy, "'single_xla'")
     assert said is not None
@@ -230,7 +230,7 @@ def test_xla_has_no_activation_checkpointing_of_torchs_and_says_what_to_call() -
     assert "call `torch_xla.utils.checkpoint.checkpoint` in the model's own forward." in said
 
 
-def test_a_policy_that_means_nothing_is_an_error_and_leaves_the_model_as_it_was() -> None:
+def test_an_invalid_policy_is_an_error_and_leaves_the_model_unchanged() -> None:
     fabric = Fabric(
         accelerator="cpu", devices=1, strategy=SingleDeviceStrategy(activation_checkpointing_policy=nn.Conv2d)
     )
@@ -279,7 +279,7 @@ def train_in_wrappers(fabric: Fabric) -> tuple[list[Tensor], list[str], int]:
 
 
 @pytest.mark.slow
-def test_parallelize_fn_may_call_torchs_checkpoint_wrapper_and_names_stay_the_users() -> None:
+def test_parallelize_fn_may_call_checkpoint_wrapper_and_parameter_names_are_unchanged() -> None:
     found = [
         Fabric(accelerator="cpu", devices=2, strategy=ModelParallelStrategy(parallelize_fn=function, shard=2)).launch(
             train_in_wrappers

@@ -83,7 +83,7 @@ def come_late(fabric: Fabric, stage: int) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ZERO, ids=repr)
-def test_what_comes_after_setup_raises_under_deepspeed_by_its_name(strategy: DeepSpeedStrategy) -> None:
+def test_parameters_added_after_setup_raise_under_deepspeed_by_name(strategy: DeepSpeedStrategy) -> None:
     fabric = Fabric(accelerator="cpu", strategy=strategy, devices=2)
     unfrozen, added, group, appended = fabric.launch(come_late, strategy.stage)
     what_to_write = "or set up the model again in a new `Fabric`, or pass `strategy='ddp'`."

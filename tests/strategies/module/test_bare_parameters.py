@@ -64,7 +64,7 @@ def temperatures(fabric: Fabric) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [DDPStrategy(), DDPStrategy(shard_optimizer=True)], ids=["ddp", "ZeRO-1"])
-def test_a_temperature_is_averaged_with_everything_that_gathered_in_it(strategy: Strategy) -> None:
+def test_the_gradients_of_a_temperature_are_averaged_with_those_that_accumulated(strategy: Strategy) -> None:
     Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver").launch(temperatures)
 
 

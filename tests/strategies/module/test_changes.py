@@ -209,7 +209,7 @@ IN_NO_SHARD = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fsdp", "model_parallel"])
-def test_layers_that_come_to_a_model_in_shards_raise_at_the_next_forward(name: str) -> None:
+def test_layers_added_to_a_sharded_model_raise_at_the_next_forward(name: str) -> None:
     sentences = {"replace the head": "head", "append a layer": r"body\.4"}
     launch(SHARDED[name], refused, {change: IN_NO_SHARD.format(name=each) for change, each in sentences.items()})
 
@@ -271,7 +271,7 @@ def test_buffers_that_are_each_ranks_own_stay_so_where_a_layer_is_added() -> Non
     assert launch(DDPStrategy(broadcast_buffers=False), count) == [2.0, 4.0]
 
 
-def test_contents_see_every_change_and_no_other() -> None:
+def test_contents_detect_every_change_and_nothing_else() -> None:
     net = Net()
     contents = Contents(net)
     net.eval().requires_grad_(False)

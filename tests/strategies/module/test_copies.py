@@ -31,7 +31,7 @@ def unchanged(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 @pytest.mark.parametrize(
     "duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))], ids=["copy", "pickle"]
 )
-def test_a_copy_is_prepared_anew_and_released_without_a_trace(duplicate: Callable[[nn.Module], Any]) -> None:
+def test_a_copy_can_be_prepared_and_released(duplicate: Callable[[nn.Module], Any]) -> None:
     linear = nn.Linear(2, 1)
     before = set(vars(linear))
     calls: list[str] = []
@@ -84,7 +84,7 @@ def averages(fabric: Fabric) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [None, {nn.Linear}], ids=["root", "parts"])
-def test_what_the_error_in_shards_advises_gives_the_averages_of_plain_pytorch(policy: Any) -> None:
+def test_what_the_error_for_sharded_models_advises_gives_the_averages_of_plain_pytorch(policy: Any) -> None:
     strategy = FSDPStrategy(auto_wrap_policy=policy)
     found = Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver").launch(averages)
     assert found == pytest.approx([0.0, 0.0], abs=1e-6)

@@ -84,7 +84,7 @@ def test_a_model_that_was_made_empty_trains_however_it_was_filled(
         assert not any(vars(parameter) for parameter in net.parameters())
 
 
-def test_one_tensor_that_nothing_wrote_is_named_and_a_frozen_one_too() -> None:
+def test_a_tensor_that_was_never_initialised_is_named_also_if_it_is_frozen() -> None:
     def all_but_one(net: nn.Module) -> None:
         state = Words().state_dict()
         del state["out.weight"]

@@ -75,7 +75,7 @@ def test_marking_a_method_that_is_not_there_names_it() -> None:
         net.mark_forward_method("generate")
 
 
-def test_release_leaves_nothing_behind() -> None:
+def test_release_restores_the_module() -> None:
     net = Net()
     before = set(vars(net))
     path = ForwardPath(net, Recorder())

@@ -35,7 +35,7 @@ def test_groups_keep_their_options_and_get_the_new_parameters() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
 
 
-def test_state_and_gradients_move_along() -> None:
+def test_optimizer_state_and_gradients_are_moved_to_the_new_parameters() -> None:
     model = tied()
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
