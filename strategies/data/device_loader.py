@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol, final, runtime_checkable
 
@@ -138,10 +139,13 @@ class DeviceLoader(ABC):
         reading = self._reading
         for begin in reading.begin:
             begin()
+        if reading.order is not None:
+            reading.order.keeps_workers = self._keeps_workers()
         with reading.order.opening() if reading.order is not None else self._undrawn() as opened:
             if reading.stream is not None and reading.order is not None and opened is not None:
                 reading.stream.announce(reading.order.seed, opened.number)
-            batches = self._begin()
+            with self._seeding_workers(opened):
+                batches = self._begin()
         if opened is not None and opened.begun_at.batches and reading.position is None and reading.rereads:
             self._say_reread()
         if reading.stream is not None:
@@ -193,6 +197,27 @@ class DeviceLoader(ABC):
         start = self._reading.start
         with nullcontext() if start is None else start.starting():
             return iter(self._reading.source)
+
+    def _keeps_workers(self) -> bool:
+        source = self._reading.source
+        return isinstance(source, DataLoader) and source.persistent_workers and source._iterator is not None
+
+    @contextmanager
+    def _seeding_workers(self, opened: Epoch | None) -> Iterator[None]:
+        """Context: torch draws a seed for the workers if the epoch's order needs that. See Note [The seed of the
+        workers]."""
+        source = self._reading.source
+        if opened is None or opened.seeds_workers != self._keeps_workers() or not isinstance(source, DataLoader):
+            yield
+        elif opened.seeds_workers:
+            opened.seed_workers = partial(torch.empty((), dtype=torch.int64).random_, generator=source.generator)
+            yield
+        else:
+            generator, source.generator = source.generator, torch.Generator()
+            try:
+                yield
+            finally:
+                source.generator = generator
 
     def _undrawn(self) -> AbstractContextManager[None]:
         # A resumed loader draws its seeds again, which the saved run had drawn when the epoch began: undone, once.
@@ -292,6 +317,7 @@ class StatefulDeviceLoader(DeviceLoader):
         if reading.position is not None:
             state["loader"] = reading.position.state_dict()
         if reading.order is not None:
+            reading.order.keeps_workers = self._keeps_workers()
             order = reading.order.state_dict()
             state["order"] = order if reading.position is None else order | asdict(Position())
             state["cut"] = self._cut()

@@ -9,7 +9,7 @@ epoch is that of the loop, not of prefetching workers. Knows items and epochs; k
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice
@@ -102,8 +102,12 @@ class Epoch:
     next iteration is the next epoch. `over`: all batches were received.
     """
 
-    def __init__(self, number: int, streams: Streams, begun_at: Position) -> None:
+    def __init__(self, number: int, streams: Streams, begun_at: Position, *, seeds_workers: bool) -> None:
         self.number, self.streams = number, streams
+        self.seeds_workers = seeds_workers
+        """See Note [The seed of the workers]."""
+        self.seed_workers: Callable[[], object] | None = None
+        """Draws a seed that the loader does not draw itself."""
         self.drawn: Drawn[Any] | None = None
         self.counted = self.over = False
         self.begun_at = self.position = begun_at
@@ -128,6 +132,9 @@ class Epoch:
         self.fetched.clear()
         if eager:
             drawn.begin(again=again)
+        if self.seed_workers is not None:
+            with self.streams.drawing():
+                self.seed_workers()
         self.drawn = drawn
         return iter(drawn)
 
@@ -140,11 +147,13 @@ class Order:
         """`own`: the sampler's generators. `states`: theirs on rank 0, copied into them when the first epoch begins."""
         self.seed, self.own, self.epoch = seed, own, 0
         self._adopted = [(rng, digest(rng.read()), state) for rng, state in zip(own, states, strict=bool(states))]
+        self.keeps_workers = False
+        """Whether the next iteration finds the workers of the one before."""
         self.latest: Epoch | None = None
         self.standing: Epoch | None = None
         """The epoch of the loop's latest batch."""
-        self._resumed: tuple[int, Position] | None = None
-        """A restored epoch number and position."""
+        self._resumed: tuple[int, Position, bool] | None = None
+        """A restored epoch number, position and `seeds_workers`."""
         self._opening: Epoch | None = None
         self._unsettled: Epoch | None = None
 
@@ -196,14 +205,23 @@ class Order:
         epoch = self.standing
         if epoch is not None and not epoch.over:
             number, position, own = epoch.number, epoch.position, epoch.streams.begun
+            seeds_workers = epoch.seeds_workers
         else:
-            number, position, own = self.epoch, self._beginning(), [rng.read() for rng in self.own]
-        return {"seed": self.seed, "epoch": number, "generators": own, **asdict(position)}
+            number, own = self.epoch, [rng.read() for rng in self.own]
+            position, seeds_workers = self._beginning()
+        return {
+            "seed": self.seed,
+            "epoch": number,
+            "generators": own,
+            "seeds_workers": seeds_workers,
+            **asdict(position),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iteration begin at the position in `state`."""
         self.seed, self.epoch = state["seed"], state["epoch"]
-        self._resumed = self.epoch, Position(**{name: state[name] for name in ("start", "batches", "samples")})
+        position = Position(**{name: state[name] for name in ("start", "batches", "samples")})
+        self._resumed = self.epoch, position, state["seeds_workers"]
         self.latest = self.standing = self._unsettled = None
         self._adopted.clear()
         for rng, own in zip(self.own, state["generators"], strict=True):
@@ -223,9 +241,20 @@ class Order:
     def _new(self) -> Epoch:
         self._adopt()
         self.settle()
-        return Epoch(self.epoch, Streams(mix(self.seed, self.epoch), self.own), self._beginning())
+        position, seeds_workers = self._beginning()
+        streams = Streams(mix(self.seed, self.epoch), self.own)
+        return Epoch(self.epoch, streams, position, seeds_workers=seeds_workers)
 
-    def _beginning(self) -> Position:
-        """Where the next epoch begins: a restored position is dropped if `set_epoch` has chosen another epoch."""
-        number, position = self._resumed or (self.epoch, Position())
-        return position if number == self.epoch else Position()
+    def _beginning(self) -> tuple[Position, bool]:
+        """Where the next epoch begins: a restored position is dropped if `set_epoch` has chosen another epoch.
+
+        # Note [The seed of the workers]
+        When torch starts workers it draws a seed for them, before the sampler's first draw; persistent workers get none
+        in later epochs. A resumed run starts workers in an epoch in which the saved run kept them, so the order of the
+        epoch must not depend on that. From generators of the sampler the order is that of plain PyTorch, so whether
+        there was a seed is saved; from our own streams there always is one.
+        """
+        number, position, seeds_workers = self._resumed or (None, Position(), True)
+        if number == self.epoch:
+            return position, seeds_workers
+        return Position(), not (self.keeps_workers and self.own)

@@ -184,7 +184,8 @@ def _indexed(loader: DataLoader[Any], setup: _Setup, *, reader: int) -> Reading:
     own = own_rngs(loader)
     seeds = agree_on_seed(own, setup.numbers.next(), setup.ranks)
     order = Order(seeds.seed, own, seeds.states)
-    seeded = loader.num_workers > 0 and not isinstance(loader, Resumable)
+    # torchdata's `StatefulDataLoader` saves the state of a dataset that has one, which `SeededDataset` would hide.
+    seeded = loader.num_workers > 0 and not (isinstance(loader, Resumable) and isinstance(loader.dataset, Resumable))
     name, index = index_source(
         loader, setup.share, setup.uneven, order, _left_out(setup), reader=reader if seeded else None
     )

@@ -13,6 +13,7 @@ import pytest
 import torch
 from shares import in_order, read, share_out
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from fabric.strategies.data.loaders import DeviceLoader
 
@@ -213,6 +214,33 @@ def test_workers_that_prefetch_repeat_what_they_draw(kind: Any, persistent: bool
         again = resumed(lambda n=num_workers: make(n), 2, states)  # type: ignore[misc]
         assert rows(again) == [share[5:] for share in whole]
         assert rows(again) == following
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize("generated", [False, True])
+def test_an_epoch_that_kept_its_workers_is_resumed_by_new_ones(kind: Any, generated: bool) -> None:
+    def make() -> Any:
+        torch.manual_seed(8)
+        generator = torch.Generator().manual_seed(9) if generated else None
+        return share_out(
+            lambda _: kind(Augmented(8), 2, shuffle=True, generator=generator, num_workers=1, persistent_workers=True),
+            1,
+        )[0]
+
+    loader = make()
+    epochs = [[torch.stack(batch).tolist() for batch in loader] for _ in range(3)]
+    loader = make()
+    list(loader)
+    states = [loader.state_dict()]
+    for _ in zip(range(3), loader, strict=False):
+        states.append(loader.state_dict())
+    for number, state in enumerate(states[::2]):
+        loader = make()
+        loader.load_state_dict(pickle.loads(pickle.dumps(state)))
+        assert [torch.stack(batch).tolist() for batch in loader] == epochs[1][2 * number :]
+        assert [torch.stack(batch).tolist() for batch in loader] == epochs[2]
 
 
 def test_a_peek_does_not_move_the_position_and_a_break_does() -> None:
