@@ -91,7 +91,7 @@ from fabric.strategies.module.activation_checkpointing import recompute
 from fabric.strategies.module.bare_parameters import BareParameters, outside, refuse_later, refuse_shards
 from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.module.same_model import refuse_different_models, refuse_renormalized
-from fabric.strategies.precision.forward_precision import autocast
+from fabric.strategies.precision.forward_precision import autocast, casts
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
@@ -547,7 +547,8 @@ class Fabric:
             backward = self._backward_for([self._prepared(each, "backward(model=...)") for each in named])
         if backward is None:
             raise RuntimeError("`fabric.backward(loss)` before `fabric.setup(model)`. Set the model up first.")
-        runtime = self._connected
+        runtime = self._runtime
+        assert runtime is not None, "a model is set up"
         runtime.loader_numbers.num_backwards += 1
         replicas = None if self._accumulation.held else self._replica_guard
         if replicas is not None:
@@ -556,14 +557,13 @@ class Fabric:
             self._guard.note_backward(loss)
         runtime.backward.is_running = True
         try:
-            with runtime.new_tensors:  # activation checkpointing runs forward again in backward
-                if weight is not None:
-                    self._backward_weighted(partial(backward, loss, *args, **kwargs), named, weight)
-                else:
-                    runtime.loader_numbers.num_unweighted += 1
-                    if self._weighting is not None:
-                        self._weighting.refuse_unweighted()
-                    backward(loss, *args, **kwargs)
+            if weight is not None:
+                self._backward_weighted(partial(backward, loss, *args, **kwargs), named, weight)
+            else:
+                runtime.loader_numbers.num_unweighted += 1
+                if self._weighting is not None:
+                    self._weighting.refuse_unweighted()
+                backward(loss, *args, **kwargs)
         finally:
             runtime.backward.is_running = False
         accumulation = self._accumulation
@@ -1145,11 +1145,13 @@ class Fabric:
 
     def _backward_of(self, *models: Prepared) -> Callable[..., None]:
         """The backward of a loss that may reach these models."""
-        scaler = self._connected.loss_scaler
+        runtime = self._connected
+        scaler = runtime.loss_scaler
         scale = models[0].scale_loss if len(models) == 1 else None
-        bare = [self._bare] if self._bare else []
         return backward_through(
-            scale or (None if scaler is None else scaler.scale_loss), [*(model.sync for model in models), *bare]
+            scale or (None if scaler is None else scaler.scale_loss),
+            [*(model.sync for model in models), *([self._bare] if self._bare else [])],
+            runtime.new_tensors if casts(runtime.precision) else None,
         )
 
     def _writer(self, logger: object) -> MetricWriter:

@@ -116,11 +116,11 @@ class ReplicaGuard:
                 load.is_late = True
                 self._counted.append(load)
                 continue
+            if load.was_broadcast():
+                continue
             try:
                 self._store.wait([f"{load.key}/all"], _GRACE)
             except dist.DistStoreError:
-                if load.was_broadcast():
-                    continue
                 number = self._store.add(load.key, 0)
                 text = _LOADED_ALONE.format(number=number, size=self._runtime.world.size, line=load.line)
                 raise RuntimeError(text) from None

@@ -66,24 +66,33 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(number, handler)
 
 
-WHOLE = ("tests/contracts", "tests/conformance")
-"""Folders whose tests run with all their parameters: the contracts of each role, and the suite over every strategy,
-which marks its own rows."""
+WHOLE = (
+    "tests/contracts",
+    "tests/conformance",
+    "tests/fabric/test_hangs.py",
+    "tests/launchers/rank/test_fork_safety.py::test_an_unsafe_fork",
+    "tests/launchers/supervision/test_failure.py",
+    "tests/strategies/gradients/test_sparse.py",
+    "tests/strategies/model_parallel/pipeline/test_refusals.py",
+    "tests/strategies/model_parallel/test_strategy.py",
+)
+"""Where each parameter is a role, a strategy, a fault or a refusal of its own: these tests run with all of them."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a slow test with many parameters, all but a few cases are thorough: every fifth one, and at least two, spread
-    over its list, run in `make test`. Tests marked `gpu` are for hardware that is not everywhere: `make test` on a
-    machine with one runs them."""
+    over its list, run in `make test`. Where a test marks some of its cases itself, all others run. Tests marked `gpu`
+    are for hardware that is not everywhere: `make test` on a machine with one runs them."""
     import torch
 
     cases: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        is_slow = "slow" in item.keywords and "thorough" not in item.keywords
-        if is_slow and isinstance(item, pytest.Function) and not item.nodeid.startswith(WHOLE):
+        if isinstance(item, pytest.Function) and "slow" in item.keywords and not item.nodeid.startswith(WHOLE):
             cases.setdefault((item.path, item.originalname), []).append(item)
     for alike in cases.values():
+        if any("thorough" in item.keywords for item in alike):
+            continue
         kept = max(2, len(alike) // 5)
         chosen = {number * len(alike) // kept for number in range(kept)}
         for number, item in enumerate(alike):

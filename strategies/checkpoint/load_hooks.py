@@ -8,8 +8,12 @@ from typing import Any, final
 from torch import nn
 
 
+class KeepsNamesAndShapes:
+    """A hook of this package, after which a state has the names and shapes that it had."""
+
+
 @final
-class LoadObserver:
+class LoadObserver(KeepsNamesAndShapes):
     """A hook on the user's module; in a copy of the module, and in a pickle, it does nothing."""
 
     def __init__(self, notify: Callable[[], None]) -> None:
@@ -45,6 +49,11 @@ def observe_loads(module: nn.Module, before: Callable[[], None], after: Callable
 
 
 def has_converting_hook(module: nn.Module) -> bool:
-    """Whether the module itself has a hook, not one of ours, that may change a state before it is loaded."""
-    hooks = module._load_state_dict_pre_hooks.values()
-    return any(not isinstance(getattr(hook, "hook", hook), LoadObserver) for hook in hooks)
+    """Whether the module itself has a hook that may change the names or shapes of a state before it is loaded. Ours do
+    not, nor do those of torch's sharding, which restore the shards."""
+    hooks = (getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values())
+    return any(
+        not isinstance(hook, KeepsNamesAndShapes)
+        and not getattr(hook, "__module__", "").startswith("torch.distributed.")
+        for hook in hooks
+    )

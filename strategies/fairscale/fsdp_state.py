@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from fabric.strategies.checkpoint.load_hooks import KeepsNamesAndShapes
 from fabric.strategies.checkpoint.loading import in_memory
 from fabric.strategies.checkpoint.state import PLAIN, StateAccess
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, flat_shard
@@ -141,7 +142,7 @@ def _sliced_entry(name: str, value: Any, parameter: Any, rank: int, size: int) -
 
 
 @final
-class _Hook:
+class _Hook(KeepsNamesAndShapes):
     """A hook on a sharded module. It makes copies raise: they would have shards that nothing gathers."""
 
     def __init__(self, function: Callable[..., None], *first: Any) -> None:
@@ -201,6 +202,10 @@ def _slice(
             )
 
 
+def _named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return module.named_parameters(remove_duplicate=False)
+
+
 def _in_slices(part: nn.Module) -> Sequence[tuple[str, Any]]:
     return [(name, parameter) for name, parameter in part._parameters.items() if parameter is not None]
 
@@ -233,11 +238,17 @@ class SlicedState(StateAccess):
     def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
         self.write_optimizer(optimizer, in_memory(content, mapped=True))  # each rank copies its shards
 
+    def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...] | None]:
+        with self._slices.as_they_are():
+            shapes = super().shapes(module)
+        whole = {name: tuple(cast(Any, parameter)._orig_size) for name, parameter in _named(module)}
+        return {name: whole.get(name, shape) for name, shape in shapes.items()}
+
     def _module_state(self, module: nn.Module, entry: _Entry) -> dict[str, Any]:
         with self._slices.as_they_are():
             state = module.state_dict()
         made: dict[Tensor, Any] = {}  # tied weights are one tensor in the file as well
-        for name, parameter in module.named_parameters(remove_duplicate=False):
+        for name, parameter in _named(module):
             if name in state:
                 if parameter not in made:
                     made[parameter] = entry(parameter, cast(Any, parameter)._orig_size)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, TypeAlias, final
 
 import torch
@@ -119,11 +120,14 @@ def all_of(*finishes: Finish | None) -> Finish | None:
 
 
 def backward_through(
-    scale_loss: Callable[[Tensor], Tensor] | None, syncs: Sequence[GradientSync]
+    scale_loss: Callable[[Tensor], Tensor] | None,
+    syncs: Sequence[GradientSync],
+    within: AbstractContextManager[None] | None = None,
 ) -> Callable[..., None]:
     """The function `backward(loss, *args, **kwargs)` for a loss that may reach any of the models of `syncs`.
 
     `scale_loss`: the precision's loss scaling. It is called first, because it may rescale existing gradients.
+    `within`: the context of backward, because activation checkpointing runs forward again in it.
     """
     watches = [sync.watch for sync in syncs if not isinstance(sync, LocalGradientSync)]
 
@@ -137,4 +141,10 @@ def backward_through(
         for finish in finishes:
             finish()
 
-    return backward_alone if scale_loss is None and not watches else backward
+    chosen = backward_alone if scale_loss is None and not watches else backward
+    return chosen if within is None else partial(_run_within, within, chosen)
+
+
+def _run_within(context: AbstractContextManager[None], run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    with context:
+        run(*args, **kwargs)

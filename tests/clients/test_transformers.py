@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers_training as training
 from transformers_training import BLOCKS, MODELS, Trained
+from worlds import preload
 
 from fabric import Fabric
 from fabric.strategies import (
@@ -81,6 +82,12 @@ def make_fabric(name: str) -> Fabric:
     row = ROWS[name]
     launcher = "forkserver" if row.devices > 1 else "auto"
     return Fabric(accelerator="cpu", strategy=row.strategy, devices=row.devices, launcher=launcher)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ranks_import_nothing() -> None:
+    """Each rank would import transformers, for 8 s."""
+    preload("transformers_training")
 
 
 @pytest.fixture(autouse=True)

@@ -33,9 +33,10 @@ def run_world(size: int, body: Callable[..., R], *args: Any) -> list[R]:
 
 
 @functools.cache
-def preload() -> None:
-    """Make the fork server import what ranks need, for tests that call `fabric.launch(function)`."""
-    run_world(1, _nothing)
+def preload(*modules: str) -> None:
+    """Make the fork server import what ranks need, and `modules`, for tests that call `fabric.launch(function)`."""
+    launcher = forkserver(Topology(num_processes=1), (*PRELOAD, "preloaded", *modules))
+    launcher.launch_all(_nothing)
 
 
 def _nothing(world: World) -> None:

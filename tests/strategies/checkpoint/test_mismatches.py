@@ -88,3 +88,25 @@ def test_a_module_that_converts_older_states_still_converts_them(fabric: Fabric,
     fabric.save(tmp_path / "saved", {"model": {"old": torch.ones(2, 2), "bias": torch.ones(2)}})
     fabric.load(tmp_path / "saved", {"model": model})
     assert torch.equal(model.weight, torch.ones(2, 2))
+
+
+def load_into_another(fabric: Fabric, path: Path) -> tuple[str, bool]:
+    """Save a model and load it into another one of the strategy: the error, and whether the weights are unchanged."""
+    fabric.save(path, {"model": fabric.setup(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4)))})
+    other = fabric.setup(nn.Sequential(nn.Linear(3, 5), nn.Linear(4, 4, bias=False)))
+    before = fabric.state_dict(other)
+    with pytest.raises(CheckpointError) as caught:
+        fabric.load(path, {"model": other})
+    after = fabric.state_dict(other)
+    return str(caught.value), all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp_fully_sharded"])
+def test_shapes_of_shards_are_compared_as_whole_ones_and_nothing_is_changed(tmp_path: Path, strategy: str) -> None:
+    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=2)
+    error, is_unchanged = fabric.launch(load_into_another, tmp_path / "saved")
+    found = [line.split() for line in error.splitlines()]
+    for line in ("model: 0.weight (5, 3) (4, 3)", "model: 0.bias (5,) (4,)", "model: 1.bias missing (4,)"):
+        assert line.split() in found, error
+    assert is_unchanged

@@ -17,7 +17,7 @@ from fabric.strategies.checkpoint.manifest import NAME
 from fabric.strategies.checkpoint.storage import storage_of
 from fabric.strategies.checkpoint.tensor_shards import replicated
 
-pytestmark = [pytest.mark.slow, pytest.mark.thorough]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +65,7 @@ def test_ranks_save_to_a_bucket_together_and_a_failure_of_one_leaves_the_last_ch
     assert sorted(each.split(".")[-1] for each in storage_of(address).names()) == ["bin", "bin", "json"]
 
 
+@pytest.mark.thorough  # the same as in a folder
 def test_a_directory_in_a_bucket_resumes_from_the_newest_complete_checkpoint(bucket: str) -> None:
     model, fabric = nn.Linear(3, 2), Fabric(accelerator="cpu", devices=1)
     checkpoints = CheckpointDirectory(f"{bucket}/directory", keep_last=2)
@@ -84,6 +85,7 @@ def test_a_directory_in_a_bucket_resumes_from_the_newest_complete_checkpoint(buc
     fabric.close()
 
 
+@pytest.mark.thorough  # the same as in a folder
 def test_a_flipped_bit_in_a_bucket_raises_with_the_name_of_the_tensor(bucket: str) -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
     address = f"{bucket}/run/one"

@@ -297,7 +297,13 @@ def all_scenarios(world: World, strategy: DeepSpeedStrategy, folder: str) -> lis
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "size", "offload"),
-    [(1, 2, False), (2, 2, False), (2, 4, True), (3, 2, False), (3, 2, True)],
+    [
+        (1, 2, False),
+        (2, 4, True),
+        (3, 2, False),
+        pytest.param(2, 2, False, marks=pytest.mark.thorough),
+        pytest.param(3, 2, True, marks=pytest.mark.thorough),
+    ],
 )
 def test_zero_equals_one_process(stage: int, size: int, offload: bool, tmp_path: Path) -> None:
     strategy = strategy_of(stage, offload)

@@ -45,6 +45,16 @@ BY_OTHER_LAUNCHERS = ("ddp_fork", "ddp_notebook", "ddp_spawn", "ddp_sharded_spaw
 """Strategies of this list whose ranks come to be in another way; and those of XLA, which have tests of their own."""
 
 
+THOROUGH = (
+    "ddp_find_unused_parameters_true",
+    "deepspeed",
+    "deepspeed_stage_1_offload",
+    "deepspeed_stage_2_offload",
+    "hsdp",
+)
+"""Names of a class that another name stands for."""
+
+
 def rows() -> list[tuple[str, Strategy, int]]:
     """What can run here, on two ranks where it can."""
     found = []
@@ -172,7 +182,11 @@ def plain(loop: Callable[[Any, dict[str, Any]], None]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "strategy", "size"), rows(), ids=lambda value: str(value).split("(")[0])
+@pytest.mark.parametrize(
+    ("name", "strategy", "size"),
+    [pytest.param(*row, marks=[pytest.mark.thorough] if row[0] in THOROUGH else []) for row in rows()],
+    ids=lambda value: str(value).split("(")[0],
+)
 def test_gradients_of_accumulation_clipping_and_several_models_are_those_of_plain_pytorch(
     name: str, strategy: Strategy, size: int, tmp_path: Path
 ) -> None:

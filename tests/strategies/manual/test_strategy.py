@@ -79,7 +79,9 @@ def shard_the_other_half_along_one_axis(net: Net, context: ManualContext) -> Par
         (2, average_everything, None),
         (2, wrap_everything, None),
         (2, replicate_one_half_and_shard_the_other, None),
-        (4, replicate_one_half_and_shard_the_other, {"replicate": 2, "shard": 2}),
+        pytest.param(
+            4, replicate_one_half_and_shard_the_other, {"replicate": 2, "shard": 2}, marks=pytest.mark.thorough
+        ),
         (4, shard_the_other_half_along_one_axis, {"replicate": 2, "shard": 2}),
     ],
     ids=["one", "averaged", "wrapped", "two", "four", "four by hand"],

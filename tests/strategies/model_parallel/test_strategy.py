@@ -132,8 +132,13 @@ MESHES = {
 }
 
 
+THOROUGH = ("data-tensor", "data-shard")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] if name in THOROUGH else []) for name in MESHES]
+)
 def test_losses_norms_weights_and_moments_equal_those_of_one_process(name: str, tmp_path: Path) -> None:
     size, strategy = MESHES[name]
     recipes = recipes_of_a_new_seed()

@@ -138,6 +138,10 @@ STRATEGIES: dict[str, Strategy | str] = {
     "deepspeed_stage_2": "deepspeed_stage_2",
     "deepspeed_stage_3": "deepspeed_stage_3",
 }
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.thorough] if name in ("ddp_fully_sharded", "deepspeed_stage_1") else [])
+    for name in STRATEGIES
+]
 
 
 def fabric_with(strategy: Strategy | str, devices: int = 2, precision: Any = "32-true") -> Fabric:
@@ -157,7 +161,7 @@ def test_on_one_device_activations_are_recomputed_bit_for_bit(strategy: str, pre
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_activations_are_recomputed_bit_for_bit(name: str) -> None:
     fabric_with(STRATEGIES[name]).launch(compare)
 
@@ -188,7 +192,7 @@ def _plain(block: Block, x: Tensor, *, gain: float) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_models_that_checkpoint_by_themselves_train_as_those_that_do_not(name: str) -> None:
     strategy = STRATEGIES[name]
     made = make_strategy(strategy) if isinstance(strategy, str) else strategy

@@ -170,12 +170,14 @@ SHARDED = FSDPStrategy(auto_wrap_policy=Block)
 @pytest.mark.parametrize(
     ("strategy", "ways"),
     [
-        ("ddp", EVERY_WAY),
+        ("ddp", ("before", "in place", "in a function", "each block")),
         ("single_device", ("after",)),
-        (SHARDED, ("after", "each block in place", "loss")),
+        (SHARDED, ("each block in place", "loss")),
         ("ddp_sharded", ("after",)),
         ("deepspeed_stage_2", ("after",)),
         ("deepspeed_stage_3", ("after",)),
+        pytest.param("ddp", EVERY_WAY, marks=pytest.mark.thorough),
+        pytest.param(SHARDED, ("after", "each block in place", "loss"), marks=pytest.mark.thorough),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )

@@ -33,6 +33,7 @@ from fabric import Fabric, WorkerError
 from fabric.strategies import DDPStrategy, ModelParallelStrategy
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+OVER_FOUR = ("Interleaved1F1B", "DualPipeV")
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
@@ -61,7 +62,14 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "size"),
-    [*((schedule, size) for schedule in SCHEDULES for size in (2, 4)), ("1F1B", 1), ("LoopedBFS", 1), ("DualPipeV", 1)],
+    [
+        *((schedule, 2) for schedule in SCHEDULES),
+        *((schedule, 4) for schedule in OVER_FOUR),
+        *(pytest.param(schedule, 4, marks=pytest.mark.thorough) for schedule in SCHEDULES if schedule not in OVER_FOUR),
+        ("1F1B", 1),
+        ("LoopedBFS", 1),
+        ("DualPipeV", 1),
+    ],
 )
 def test_losses_norms_weights_moments_and_outputs_equal_those_of_one_process(
     schedule: str, size: int, tmp_path: Path
@@ -86,10 +94,10 @@ def test_losses_norms_weights_moments_and_outputs_equal_those_of_one_process(
 @pytest.mark.parametrize(
     ("schedule", "others"),
     [
-        ("1F1B", {"data": 2}),
+        pytest.param("1F1B", {"data": 2}, marks=pytest.mark.thorough),
         ("DualPipeV", {"data": 2}),
         ("Interleaved1F1B", {"shard": 2, "parallelize_fn": shard_blocks}),
-        ("GPipe", {"shard": 2, "parallelize_fn": shard_only_blocks}),
+        pytest.param("GPipe", {"shard": 2, "parallelize_fn": shard_only_blocks}, marks=pytest.mark.thorough),
         ("LoopedBFS", {"tensor": 2, "parallelize_fn": cut_layers}),
     ],
     ids=["replicas", "replicas-v", "shards", "shards-of-blocks", "tensors"],
@@ -150,7 +158,13 @@ def train_on_sums(fabric: Fabric, recipe: Recipe, shares: int) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("schedule", "degree", "size"), [("GPipe", 2, 2), ("DualPipeV", 2, 4), ("1F1B", 4, 4), ("Interleaved1F1B", 2, 2)]
+    ("schedule", "degree", "size"),
+    [
+        ("GPipe", 2, 2),
+        ("DualPipeV", 2, 4),
+        pytest.param("1F1B", 4, 4, marks=pytest.mark.thorough),
+        pytest.param("Interleaved1F1B", 2, 2, marks=pytest.mark.thorough),
+    ],
 )
 def test_losses_that_are_sums_equal_those_of_one_process(schedule: str, degree: int, size: int) -> None:
     recipe = Recipe(random.randrange(2**31))
