@@ -363,7 +363,7 @@ class Fabric:
         strangers = self._outside(optimizers, module)
         refuse_renormalized(runtime, module)
         if self.strategy.sets_up_one_model:
-            refuse_different_models(runtime, module)
+            refuse_different_models(runtime, module, fills_from_rank_zero=self.strategy.fills_from_rank_zero)
         with ExitStack() as stack:  # restores the module if the strategy raises
             stack.callback(recompute(uncompiled(module), self.strategy.activation_checkpointing_policy))
             before = list(uncompiled(module).parameters())

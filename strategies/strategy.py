@@ -56,6 +56,11 @@ class Strategy(ABC):
         return True
 
     @property
+    def fills_from_rank_zero(self) -> bool:
+        """Whether a model may be on the meta device on all ranks but rank 0."""
+        return False
+
+    @property
     @abstractmethod
     def launchers(self) -> tuple[str, ...]:
         """The launchers that can start it. If there are several, `Fabric(launcher=...)` chooses."""

@@ -77,6 +77,10 @@ class FSDPStrategy(ProcessGroupStrategy):
             )
 
     @property
+    def fills_from_rank_zero(self) -> bool:
+        return True
+
+    @property
     def lacks(self) -> Mapping[Capability, str]:
         return {"copies": IN_SHARDS, "scalars": _SCALARS}
 

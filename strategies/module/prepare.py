@@ -31,9 +31,9 @@ from fabric.strategies.undo import undo_all
 def place(runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], *, move: bool) -> None:
     """Cast the module to the precision's dtype and move it and the optimizers' state to the device, in place.
 
-    Ranks: all call it. Raises: CollectiveError or ValueError: see `refuse_meta`.
+    Raises: ValueError: a tensor is on the meta device, and has no values.
     """
-    refuse_meta(runtime, module)
+    refuse_meta(module)
     cast_module(runtime.precision, module)
     if move:
         module.to(runtime.device)

@@ -17,9 +17,15 @@ from fabric.strategies.runtime import Runtime
 
 
 def refuse_different_models(
-    runtime: Runtime, module: nn.Module, moment: str = "setup of", *, recurse: bool = True
+    runtime: Runtime,
+    module: nn.Module,
+    moment: str = "setup of",
+    *,
+    recurse: bool = True,
+    fills_from_rank_zero: bool = False,
 ) -> None:
-    """Raise unless the ranks have parameters and buffers of the same names, shapes and dtypes in the same order.
+    """Raise unless the ranks have parameters and buffers of the same names, shapes and dtypes in the same order, and
+    the same ones on the meta device (unless `fills_from_rank_zero`).
 
     `moment`: begins the error. `recurse`: also those of submodules. Dtypes are those after the precision's cast.
     Ranks: all call it. Cost: one all-reduce of two numbers, and some microseconds per tensor; none in a world of one.
@@ -28,20 +34,21 @@ def refuse_different_models(
     if runtime.collective.size == 1:
         return
     inner = uncompiled(module)
+
+    def words(tensor: Tensor) -> str:
+        there = ", on the meta device" if tensor.is_meta and not fills_from_rank_zero else ""
+        return _words(runtime, tensor) + there
+
     lines = [
-        *(f"{name}: {_words(runtime, each)}" for name, each in inner.named_parameters(recurse=recurse)),
-        *(f"{name}: {_words(runtime, each)}, a buffer" for name, each in inner.named_buffers(recurse=recurse)),
+        *(f"{name}: {words(each)}" for name, each in inner.named_parameters(recurse=recurse)),
+        *(f"{name}: {words(each)}, a buffer" for name, each in inner.named_buffers(recurse=recurse)),
     ]
     call = "\n".join([f"{moment} `{type(inner).__name__}`", *lines])
     check_call(runtime.collective, call, advice=_SAME)
 
 
-def refuse_meta(runtime: Runtime, module: nn.Module) -> None:
-    """Raise if a tensor is on the meta device on any rank, for a strategy that fills none. Ranks: all call it.
-
-    Raises: CollectiveError on every rank, if it is so on some ranks; ValueError if it is so on all.
-    """
-    refuse_partly_on_meta(runtime, module)
+def refuse_meta(module: nn.Module) -> None:
+    """Raise ValueError if a tensor is on the meta device, for a strategy that fills none."""
     names = _on_meta(module)
     if names:
         model = type(uncompiled(module)).__name__
@@ -97,6 +104,7 @@ _ON_META = (
     "`setup`; `strategy='fsdp'` takes models on the meta device, and initialises them in shards."
 )
 _SAME = (
-    "`fabric.setup` needs the same model on every rank, made in the same order (a `set` has another on each rank). "
-    "Where each rank has a part of its own, such as experts of other sizes, pass `strategy=ManualStrategy(...)`."
+    "`fabric.setup` needs the same model on every rank, made in the same order (a `set` has another on each rank), and "
+    "on the meta device on every rank or on none (`strategy='fsdp'` takes one that is made on rank 0 alone). Where "
+    "each rank has a part of its own, such as experts of other sizes, pass `strategy=ManualStrategy(...)`."
 )

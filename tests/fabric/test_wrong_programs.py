@@ -362,7 +362,7 @@ def set_up_different(fabric: Fabric) -> dict[str, list[str]]:
     return found
 
 
-META = "with these tensors on the meta device, at tests"
+META = ", on the meta device"
 
 
 def set_up_with_values_on_rank_zero(fabric: Fabric) -> str:
