@@ -63,6 +63,8 @@ class Gathered:
         self._hooks: list[Any] = []
         self._module = module
         self._places = _places(_params(self._units))
+        self._storages: dict[Tensor, tuple[torch.UntypedStorage, Tensor]] = {}
+        self._refuse_other_data()
         self._is_read = module in cast("Sequence[nn.Module]", units)
         if not self._units:
             return
@@ -128,6 +130,7 @@ class Gathered:
         if self._depth > 1:
             return
         self._refuse_replaced()
+        self._refuse_other_data()
         self._refuse_hooks()
         self._is_read = True
         self._take()
@@ -177,6 +180,21 @@ class Gathered:
             if names:
                 some = ", ".join(map(repr, names[:5]))
                 raise RuntimeError(_REPLACED.format(model=user_class(self._module).__name__, names=some))
+
+    def _refuse_other_data(self) -> None:
+        """Raise RuntimeError after `parameter.data = other`: a DTensor then has another storage, and the same shard."""
+        moved = []
+        for part, _, name, each in self._places:
+            shard = each.sharded_param
+            if (
+                not shard.is_meta
+                and self._storages.setdefault(shard, storage := shard.untyped_storage()) is not storage
+            ):
+                moved.append((part, name))
+        if moved:
+            prefixes = {part: f"{prefix}." if prefix else "" for prefix, part in self._module.named_modules()}
+            some = ", ".join(repr(f"{prefixes.get(part, '')}{name}") for part, name in moved[:5])
+            raise RuntimeError(_OTHER_DATA.format(model=user_class(self._module).__name__, names=some))
 
     def _refuse_hooks(self) -> None:
         """Raise RuntimeError for a hook on a shard: backward computes gradients of the gathered parameters."""
@@ -294,6 +312,10 @@ _ASSIGNED = (
     "A parameter was given another gradient by assignment to `grad` between forward and backward, and `fully_shard` "
     "would step with the one it keeps in shards. Assign it after backward, or change the loss. `None` discards the "
     "gradient."
+)
+_OTHER_DATA = (
+    "`parameter.data = ...` after `fabric.setup` does not change a parameter that is sharded (a DTensor): {names} of "
+    "`{model}`. Change it in place: `parameter.data.copy_(...)`, `parameter.data.clamp_(...)`."
 )
 _REPLACED = (
     "Parameters of `{model}` were replaced after `fabric.setup`, and `fully_shard` would run with those from before: "

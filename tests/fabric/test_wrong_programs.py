@@ -252,6 +252,11 @@ def clamp_data(model: nn.Module) -> None:
         parameter.data.clamp_(-0.3, 0.3)
 
 
+def assign_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5
+
+
 def other_weights(fabric: Fabric) -> nn.Module:
     def call(model: nn.Module, inputs: Tensor) -> Tensor:
         weights = {name: parameter * 1.0 for name, parameter in model.named_parameters()}
@@ -300,6 +305,7 @@ PROGRAMS: dict[str, tuple[Callable[[Fabric], nn.Module], dict[str, Change]]] = {
     "hooks from before setup": (hooks_before, {}),
     "hooks after setup": (lambda fabric: usual(fabric, before=hook_gradients), {"before": hook_gradients}),
     "weights clamped through .data": (lambda fabric: usual(fabric, before=clamp_data), {"before": clamp_data}),
+    "weights assigned through .data": (lambda fabric: usual(fabric, before=assign_data), {"before": assign_data}),
     "functional_call with other weights": (other_weights, {}),
     "gradients changed in place": (lambda fabric: usual(fabric, after=halve_gradients), {"after": halve_gradients}),
 }
@@ -396,12 +402,16 @@ CORRECT = {
 }
 """Programs that look like a mistake, and the strategies under which they are right: nothing may raise."""
 
-UNSEEN = {("deepspeed_stage_3", "weights clamped through .data")}
+UNSEEN = {("deepspeed_stage_3", f"weights {how} through .data") for how in ("clamped", "assigned")}
 """Between forwards the weights are empty there, and a write through `.data` to an empty tensor shows nowhere."""
 
 SENTENCES = {
     ("ddp", "submodules called by themselves"): "were not averaged over the ranks",
     ("ddp", "never synchronised"): "`SGD.step()` after a `fabric.backward` within `no_backward_sync`",
+    (
+        "fsdp",
+        "weights assigned through .data",
+    ): "`parameter.data = ...` after `fabric.setup` does not change a parameter",
     ("ddp", "embedding with max_norm"): "`0` has `max_norm=1`, with which each forward rescales the rows",
     ("fsdp", "never synchronised"): "`SGD.step()` after a `fabric.backward` within `no_backward_sync`",
     ("fsdp", "optimizer from before setup"): "has replaced the parameters of `FSDPSequential`",
