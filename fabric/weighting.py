@@ -2,9 +2,9 @@
 
 Both sums are over all ranks and micro-batches, so padding, shorter batches and ranks with fewer samples do not change
 the result. Strategies average gradients over ranks; weighting then divides the averages by the mean weight of the
-ranks, which travels with the gradients (`GradientSync.carry`) or in one scalar all-reduce that overlaps with backward.
-Ranks that hold parts of one model have the same loss and
-the same weight, so the mean over all ranks equals the mean over those with data of their own.
+ranks. It is reduced together with the gradients (`GradientSync.carry`), or by a scalar all-reduce that overlaps with
+backward. Ranks that hold parts of one model have the same loss and the same weight, so the mean over all ranks equals
+the mean over those with data of their own.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def first_difference(activities: Sequence[Activity]) -> str:
     return "\n".join(lines)
 
 
-def have_parted(activities: Sequence[Activity]) -> bool:
+def have_diverged(activities: Sequence[Activity]) -> bool:
     """Whether a pending call is another operation on another rank.
 
     Backends match the calls of a process group by their number, so it never returns, however long it is waited for.
@@ -103,8 +103,8 @@ def _advice(activities: Sequence[Activity]) -> list[str]:
         return [f"The others wait for {ranks_in_words(gone)}."]
     if busy:
         return [f"The others wait for {ranks_in_words(busy)}, which may be slow, or in another part of the program."]
-    if have_parted(activities):
-        return ["Ranks made different calls, and wait for each other for ever."]
+    if have_diverged(activities):
+        return ["Ranks made different calls, and wait for each other forever."]
     return []
 
 
@@ -121,7 +121,7 @@ def _difference(group: str, activities: Sequence[Activity]) -> list[str]:
             before = next((known[number - 1] for known in calls.values() if number - 1 in known), None)
             alike = [f"  call {number - 1}, on all ranks: {_said(before)}"] if before is not None else []
             return [
-                f"In the process group {group} the ranks part at call {number}:",
+                f"In the process group {group} the ranks diverge at call {number}:",
                 *alike,
                 *_side_by_side(number, made),
             ]

@@ -38,7 +38,7 @@ from fabric.launchers.watch import process_state
 from fabric.launchers.watch.activity import Activity, Call, Kind
 from fabric.launchers.watch.questions import Listener, Place, Silence, ask_all, is_reachable
 from fabric.launchers.watch.stack import frames_of, is_within, users_line
-from fabric.launchers.watch.table import first_difference, have_parted, ranks_in_words, who_waits
+from fabric.launchers.watch.table import first_difference, have_diverged, ranks_in_words, who_waits
 from fabric.launchers.world import World
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ LAST_WORDS_SECONDS = 3.0
 if that is less."""
 NUM_MISSED = 3
 """How many times in a row a machine cannot be reached before its ranks are lost: at 30, 60 and 120 s of a wait."""
-PARTED_CHARACTERS = 8000
+DIVERGED_CHARACTERS = 8000
 """How much of the calls in which ranks differ is sent to each of them."""
 LOOK_SECONDS = 5.0
 """The longest interval between two looks at the flight recorder."""
@@ -225,8 +225,8 @@ class Watcher:
             case "lost":
                 self._fail(_lost(question.partition(" ")[2]))
                 return b"ok"
-            case "parted":
-                self._fail(_parted(json.loads(question.partition(" ")[2])))
+            case "diverged":
+                self._fail(_diverged(json.loads(question.partition(" ")[2])))
                 return b"ok"
             case "processes":
                 return "\n".join(process_state.describe(int(pid)) for pid in question.split()[1:]).encode()
@@ -259,8 +259,8 @@ class Watcher:
             lost = [rank for rank, times in self._missed.items() if times >= NUM_MISSED]
             if lost:
                 self._end_lost(lost)
-            elif have_parted(activities) and not last_words:
-                self._end_parted()
+            elif have_diverged(activities) and not last_words:
+                self._end_diverged()
 
     def _reaches_store(self) -> bool:
         """Whether the machine with the job's store can be reached; fail this rank if not, for the third time."""
@@ -281,13 +281,13 @@ class Watcher:
         ask_all([place for rank, place in places.items() if rank not in self._missed], f"lost {words}", ANSWER_SECONDS)
         self._fail(_lost(words))
 
-    def _end_parted(self) -> None:
+    def _end_diverged(self) -> None:
         """Fail all ranks, with the first call in which they differ."""
         words = first_difference(self._all_activities("journal"))
         if words:
             others = [place for place in self._places(range(self._world.size)) if place.rank != self._world.rank]
-            ask_all(others, f"parted {json.dumps(words[:PARTED_CHARACTERS])}", ANSWER_SECONDS)
-            self._fail(_parted(words))
+            ask_all(others, f"diverged {json.dumps(words[:DIVERGED_CHARACTERS])}", ANSWER_SECONDS)
+            self._fail(_diverged(words))
 
     def _fail(self, error: Exception) -> None:
         """Report a failure of this rank to its supervisor, which ends the ranks of this node."""
@@ -359,9 +359,9 @@ def _lost(words: str) -> ConnectionError:
     )
 
 
-def _parted(words: str) -> RuntimeError:
+def _diverged(words: str) -> RuntimeError:
     return RuntimeError(
-        f"The ranks did not make the same call, and would wait for each other for ever.\n{words}\n"
+        f"The ranks did not make the same call, and would wait for each other forever.\n{words}\n"
         'Make all ranks call the same operations, in the same order. With `debug="collectives"`, or `fabric run '
         "--debug collectives`, each call is compared before it runs."
     )

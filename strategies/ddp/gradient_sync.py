@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.collectives.call_check import check_call
-from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.packing import Spec
 from fabric.strategies.ddp.carrier import Carrier, can_carry
 from fabric.strategies.ddp.comm_hooks import register
@@ -29,6 +28,7 @@ from fabric.strategies.module.changes import Contents
 
 if TYPE_CHECKING:
     from fabric.strategies.ddp.strategy import DDPStrategy
+    from fabric.strategies.runtime import Runtime
 
 _grad = attrgetter("grad")
 
@@ -37,8 +37,9 @@ _grad = attrgetter("grad")
 class DDPGradientSync(GradientSync):
     """Gradient averaging of one model: whether the next backward synchronises, and whether the last one did."""
 
-    def __init__(self, options: DDPStrategy, collective: Collective, module: nn.Module) -> None:
-        self.options, self.collective, self.module = options, collective, module
+    def __init__(self, options: DDPStrategy, runtime: Runtime, module: nn.Module) -> None:
+        self.options, self.collective, self.module = options, runtime.collective, module
+        self.backward = runtime.backward
         self.expects_backward = False
         self.synced = True
         self.needs_all = not (options.find_unused_parameters or options.static_graph)
@@ -50,7 +51,7 @@ class DDPGradientSync(GradientSync):
         self.has_weights = False
         """Whether a backward had a weight that could have been sent with the gradients."""
         self.watched = False
-        """Whether `fabric.backward` runs."""
+        """Whether the backward that `fabric.backward` runs is of this model."""
         self.direct: RemovableHandle | None = None
         self.alike: Contents | None = None  # tensors that were broadcast from rank 0
         if any(self.contents.flags()):
@@ -197,7 +198,8 @@ class DDPGradientSync(GradientSync):
 
     def _arrived(self, parameter: Tensor) -> None:
         """Called within each backward, once the model has a carrier."""
-        if self.synced and self.expects_backward and not self.watched:
+        is_ours = self.watched and self.backward.is_running  # one that raised leaves `watched`
+        if self.synced and self.expects_backward and not is_ours:
             raise RuntimeError(_DIRECT.format(name=type(self.module).__name__))
 
 

@@ -76,7 +76,7 @@ class DDPStrategy(ProcessGroupStrategy):
         if shards:
             refuse_whole(optimizers)
         place(runtime, module, optimizers, move=move)
-        sync = DDPGradientSync(self, runtime.collective, module)
+        sync = DDPGradientSync(self, runtime, module)
         if not shards:
             prepared = replica(runtime, module, optimizers, sync)
             return replace(prepared, state=PlainState(runtime.world.size))

@@ -17,6 +17,6 @@ class CallModule(nn.Module):
         self.module = module
 
     def __call__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return `function(*args, **kwargs)`. Not `forward`: nobody has hooks on this module, and the call of a module
-        takes 1 us."""
+        """Return `function(*args, **kwargs)`. Not `forward`: this module has no hooks, and `nn.Module.__call__`
+        takes 1 us to look for them."""
         return function(*args, **kwargs)

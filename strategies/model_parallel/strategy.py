@@ -38,7 +38,6 @@ from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.module.parameter_rebinding import rebinding
 from fabric.strategies.module.prepare import prepared, with_precision
-from fabric.strategies.module.same_model import refuse_partly_on_meta
 from fabric.strategies.options import check_function
 from fabric.strategies.precision.forward_precision import cast_module
 from fabric.strategies.prepared import Prepared
@@ -163,7 +162,6 @@ def place_and_broadcast(runtime: Runtime, module: nn.Module, optimizers: Sequenc
     Ranks: all call it, before the module is parallelised.
     """
     cast_module(runtime.precision, module)
-    refuse_partly_on_meta(runtime, module)
     tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta]
     if move:
         for tensor in tensors:

@@ -55,17 +55,6 @@ def refuse_meta(module: nn.Module) -> None:
         raise ValueError(_ON_META.format(name=names[0], model=model, count=len(names)))
 
 
-def refuse_partly_on_meta(runtime: Runtime, module: nn.Module) -> None:
-    """Raise unless the same tensors are on the meta device on all ranks. Ranks: all call it. Cost: as above.
-
-    Raises: CollectiveError on every rank, with the tensors that each has there.
-    """
-    if runtime.collective.size == 1:
-        return
-    call = f"setup of `{type(uncompiled(module)).__name__}`, with these tensors on the meta device"
-    check_call(runtime.collective, "\n".join([call, *_on_meta(module)]), advice=_META)
-
-
 def _on_meta(module: nn.Module) -> list[str]:
     inner = uncompiled(module)
     return [name for name, tensor in (*inner.named_parameters(), *inner.named_buffers()) if tensor.is_meta]
@@ -90,9 +79,6 @@ def _words(runtime: Runtime, tensor: Tensor) -> str:
     return f"{str(dtype).removeprefix('torch.')} {tuple(tensor.shape)}{frozen}"
 
 
-_META = (
-    "Make the model on the meta device on every rank or on none; a model made on rank 0 alone needs `strategy='fsdp'`."
-)
 _RENORMALIZED = (
     "`{name}` has `max_norm={limit:g}`, with which each forward rescales the rows that its batch reads, in place. "
     "Ranks read different rows, so their weights would differ. Leave `max_norm` out, and rescale all rows after each "

@@ -175,11 +175,8 @@ class Gathered:
             and (self._is_read or as_sharded(now) is None)
         ]
         if lost:
-            prefixes = {part: f"{prefix}." if prefix else "" for prefix, part in self._module.named_modules()}
-            names = [f"{prefixes[part]}{name}" for part, name in lost if part in prefixes]
-            if names:
-                some = ", ".join(map(repr, names[:5]))
-                raise RuntimeError(_REPLACED.format(model=user_class(self._module).__name__, names=some))
+            present = set(self._module.modules())
+            self._refuse(_REPLACED, [place for place in lost if place[0] in present])
 
     def _refuse_other_data(self) -> None:
         """Raise RuntimeError after `parameter.data = other`: a DTensor then has another storage, and the same shard."""
@@ -191,22 +188,19 @@ class Gathered:
                 and self._storages.setdefault(shard, storage := shard.untyped_storage()) is not storage
             ):
                 moved.append((part, name))
-        if moved:
-            prefixes = {part: f"{prefix}." if prefix else "" for prefix, part in self._module.named_modules()}
-            some = ", ".join(repr(f"{prefixes.get(part, '')}{name}") for part, name in moved[:5])
-            raise RuntimeError(_OTHER_DATA.format(model=user_class(self._module).__name__, names=some))
+        self._refuse(_OTHER_DATA, moved)
 
     def _refuse_hooks(self) -> None:
         """Raise RuntimeError for a hook on a shard: backward computes gradients of the gathered parameters."""
-        if any(each.sharded_param._backward_hooks for *_, each in self._places):
+        hooked = [(part, name) for part, _, name, each in self._places if each.sharded_param._backward_hooks]
+        self._refuse(HOOKED, hooked)
+
+    def _refuse(self, sentence: str, lost: Sequence[tuple[nn.Module, str]]) -> None:
+        """Raise RuntimeError that names these parameters, each given by its module and its name there, if any."""
+        if lost:
             prefixes = {part: f"{prefix}." if prefix else "" for prefix, part in self._module.named_modules()}
-            hooked = [
-                f"{prefixes.get(part, '')}{name}"
-                for part, _, name, each in self._places
-                if each.sharded_param._backward_hooks
-            ]
-            some = ", ".join(map(repr, hooked[:5]))
-            raise RuntimeError(HOOKED.format(model=user_class(self._module).__name__, names=some))
+            some = ", ".join(repr(f"{prefixes.get(part, '')}{name}") for part, name in lost[:5])
+            raise RuntimeError(sentence.format(model=user_class(self._module).__name__, names=some))
 
     def _show(self, kept: list[_Unit]) -> None:
         """Give gathered copies a gradient that is zeroed for that of their shard, until it is taken back."""

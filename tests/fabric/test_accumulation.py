@@ -300,8 +300,13 @@ def test_weights_are_sent_with_the_gradients_of_ddp_from_the_second_window_on() 
         assert [others for _, others in found] == [1, 0, 0]
 
 
+def fail(gradient: Tensor) -> None:
+    raise ArithmeticError("in the backward of a loss")
+
+
 def mix_weights(world: World) -> tuple[list[list[float]], str]:
-    """The gradients of windows with and without weights, of layers frozen and unfrozen; then a backward of torch."""
+    """The gradients of windows with and without weights, of layers frozen and unfrozen; then a backward that raises,
+    and a backward of torch."""
     fabric = ranks(world)
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
@@ -318,6 +323,10 @@ def mix_weights(world: World) -> tuple[list[list[float]], str]:
         found.append([number for p in model.parameters() if p.grad is not None for number in p.grad.flatten().tolist()])
         optimizer.step()
         optimizer.zero_grad()
+    loss = model(SAMPLES[:4]).sum()
+    loss.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        fabric.backward(loss, weight=4)
     said = ""
     try:
         model(SAMPLES[:4]).sum().backward()

@@ -17,7 +17,7 @@ from fabric.launchers.watch import process_state
 from fabric.launchers.watch.activity import WORLD, Activity, Call, Kind
 from fabric.launchers.watch.questions import Listener, Place, ask_all
 from fabric.launchers.watch.stack import users_line
-from fabric.launchers.watch.table import first_difference, have_parted, ranks_in_words, who_waits
+from fabric.launchers.watch.table import first_difference, have_diverged, ranks_in_words, who_waits
 
 
 def doing(rank: int, words: str, kind: Kind = "collective", seconds: float | None = 31.0, **more: str) -> Activity:
@@ -66,7 +66,7 @@ def test_a_rank_that_does_not_answer_is_the_one_that_is_waited_for() -> None:
 
 def test_ranks_that_wait_in_different_calls_of_one_number_wait_for_ever() -> None:
     words = who_waits([made(0, "barrier", is_pending=True), made(1, "broadcast of float32 (3,)", is_pending=True)])
-    assert words.endswith("Ranks made different calls, and wait for each other for ever.")
+    assert words.endswith("Ranks made different calls, and wait for each other forever.")
 
 
 @pytest.mark.parametrize(
@@ -78,12 +78,12 @@ def test_ranks_that_wait_in_different_calls_of_one_number_wait_for_ever() -> Non
         made(1, "recv of int64 (1,)", is_pending=True),
     ],
 )
-def test_ranks_whose_calls_may_still_meet_have_not_parted(other: Activity) -> None:
-    assert not have_parted([made(0, "all_reduce of float32 (2,)", is_pending=True), other])
+def test_ranks_whose_calls_may_still_meet_have_not_diverged(other: Activity) -> None:
+    assert not have_diverged([made(0, "all_reduce of float32 (2,)", is_pending=True), other])
 
 
-def test_ranks_that_part_in_a_call_that_is_over_have_not_parted() -> None:
-    assert not have_parted([made(0, "reduce"), made(1, "broadcast")])
+def test_ranks_that_diverge_in_a_call_that_is_over_have_not_diverged() -> None:
+    assert not have_diverged([made(0, "reduce"), made(1, "broadcast")])
 
 
 def test_ranks_in_words() -> None:
@@ -91,10 +91,10 @@ def test_ranks_in_words() -> None:
     assert ranks_in_words([5, 1, 0, 2]) == "ranks 0-2, 5"
 
 
-def test_the_first_call_at_which_ranks_part_is_named() -> None:
+def test_the_first_call_at_which_ranks_diverge_is_named() -> None:
     one, other = made(0, "barrier", "all_reduce of float32 (2,)"), made(1, "barrier", "all_reduce of float32 (3,)")
     assert first_difference([one, other]).splitlines() == [
-        "In the process group of all ranks the ranks part at call 2:",
+        "In the process group of all ranks the ranks diverge at call 2:",
         "  call 1, on all ranks: barrier, train.py:1",
         "  call 2, rank 0: all_reduce of float32 (2,), train.py:2",
         "  call 2, rank 1: all_reduce of float32 (3,), train.py:2",

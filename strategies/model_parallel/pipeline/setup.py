@@ -37,7 +37,6 @@ from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.parameter_rebinding import rebinding
 from fabric.strategies.module.prepare import place, prepared
-from fabric.strategies.module.same_model import refuse_partly_on_meta
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.dtensor import ShardedState
@@ -70,7 +69,6 @@ def pipelined(
     unfilled = Unfilled(inner)
     all_stages = split_model(inner, options)
     stages = [all_stages[index] for index in options.stages_of(line.rank)]
-    refuse_partly_on_meta(runtime, inner)
     tensors = [tensor for tensor in (*inner.parameters(), *inner.buffers()) if not tensor.is_meta]
     if runtime.world.size > 1:
         follow_rank_zero(runtime.collective, tensors)
