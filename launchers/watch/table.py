@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 
 from fabric.launchers.watch.activity import WORLD, Activity, Call
 
@@ -43,20 +44,29 @@ def first_difference(activities: Sequence[Activity]) -> str:
 
 
 def have_diverged(activities: Sequence[Activity]) -> bool:
-    """Whether a pending call is another operation on another rank.
+    """Whether a pending call never returns, because the ranks did not make the same calls.
 
-    Backends match the calls of a process group by their number, so it never returns, however long it is waited for.
-    `send` and `recv`, which NCCL records as well, are not matched like this.
+    Backends match the calls of a process group by their number. So a call is lost that is another operation, or has
+    other tensors, on another rank. And so are the calls of two ranks of which each has made one that the other has not,
+    in two groups: calls of all groups are made in the order of the program.
     """
-    operations: dict[tuple[str, int], set[str]] = {}
-    pending = set()
-    for call in (call for each in activities for call in each.calls):
-        name = call.operation.partition(" ")[0]
-        if not name.startswith(("send", "recv")):
-            operations.setdefault((call.group, call.number), set()).add(name)
-            if call.pending:
-                pending.add((call.group, call.number))
-    return any(len(operations[each]) > 1 for each in pending)
+    calls = [
+        (each.rank, call)
+        for each in activities
+        for call in each.calls
+        if not call.operation.startswith(("send", "recv"))  # recorded on NCCL, and not matched by their number
+    ]
+    pending = {(call.group, call.number) for _, call in calls if call.pending}
+    made: dict[tuple[str, int], set[str]] = {}
+    last: dict[str, dict[int, int]] = {}
+    for rank, call in calls:
+        made.setdefault((call.group, call.number), set()).add(_never_differs(call.operation))
+        last.setdefault(call.group, {})[rank] = call.number
+    if any(len(made[each]) > 1 for each in pending):
+        return True
+    of_all = [numbers for group, numbers in last.items() if len(numbers) == len(activities)]
+    waiting = [each.rank for each in activities if each.kind == "collective"]
+    return any(_cross(one, other, waiting) for one, other in itertools.combinations(of_all, 2))
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
@@ -133,6 +143,18 @@ def _side_by_side(number: int, made: dict[int, Call | None]) -> list[str]:
     for rank, call in made.items():
         speakers.setdefault(_said(call), []).append(rank)
     return [f"  call {number}, {ranks_in_words(ranks)}: {said}" for said, ranks in speakers.items()]
+
+
+def _never_differs(operation: str) -> str:
+    """The part of an operation that is the same on all ranks, for all backends. NCCL gathers tensors of any size."""
+    name = operation.partition(" ")[0]
+    return operation if name in ("all_reduce", "broadcast") else name
+
+
+def _cross(one: Mapping[int, int], other: Mapping[int, int], ranks: Sequence[int]) -> bool:
+    """Whether a rank is ahead of another one in the calls of one group, and behind it in those of the other."""
+    numbers = [other[rank] for rank in sorted(ranks, key=lambda rank: (one[rank], other[rank]))]
+    return numbers != sorted(numbers)
 
 
 def _compared(call: Call | None) -> str:

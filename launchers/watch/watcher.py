@@ -259,8 +259,8 @@ class Watcher:
             lost = [rank for rank, times in self._missed.items() if times >= NUM_MISSED]
             if lost:
                 self._end_lost(lost)
-            elif have_diverged(activities) and not last_words:
-                self._end_diverged()
+            elif not last_words and (have_diverged(activities) or all(each.kind == "collective" for each in activities)):
+                self._end_if_diverged()
 
     def _reaches_store(self) -> bool:
         """Whether the machine with the job's store can be reached; fail this rank if not, for the third time."""
@@ -281,9 +281,10 @@ class Watcher:
         ask_all([place for rank, place in places.items() if rank not in self._missed], f"lost {words}", ANSWER_SECONDS)
         self._fail(_lost(words))
 
-    def _end_diverged(self) -> None:
-        """Fail all ranks, with the first call in which they differ."""
-        words = first_difference(self._all_activities("journal"))
+    def _end_if_diverged(self) -> None:
+        """Fail all ranks if their recorded calls have diverged, with the first call in which they differ."""
+        activities = self._all_activities("journal")
+        words = first_difference(activities) if have_diverged(activities) else ""
         if words:
             others = [place for place in self._places(range(self._world.size)) if place.rank != self._world.rank]
             ask_all(others, f"diverged {json.dumps(words[:DIVERGED_CHARACTERS])}", ANSWER_SECONDS)
