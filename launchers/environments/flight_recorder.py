@@ -5,8 +5,10 @@ On gloo it is off unless the variable is set; on NCCL torch keeps 2000 calls by 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
+from contextlib import AbstractContextManager, nullcontext
+
+from fabric.launchers.environments.defaults import default
 
 SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 """Torch's names for how many calls are kept."""
@@ -14,14 +16,6 @@ NUM_CALLS = 256
 """Enough for loops that differ by a step: a call takes about 1 KB."""
 
 
-@contextlib.contextmanager
-def recording(environ: MutableMapping[str, str]) -> Iterator[None]:
+def recording(environ: MutableMapping[str, str]) -> AbstractContextManager[None]:
     """Context manager: the first use of the flight recorder inside turns it on. A value set by the user is kept."""
-    if any(name in environ for name in SIZES):
-        yield
-        return
-    environ[SIZES[0]] = str(NUM_CALLS)
-    try:
-        yield
-    finally:
-        environ.pop(SIZES[0], None)
+    return nullcontext() if SIZES[1] in environ else default(environ, SIZES[0], str(NUM_CALLS))

@@ -259,7 +259,9 @@ class Watcher:
             lost = [rank for rank, times in self._missed.items() if times >= NUM_MISSED]
             if lost:
                 self._end_lost(lost)
-            elif not last_words and (have_diverged(activities) or all(each.kind == "collective" for each in activities)):
+            elif not last_words and (
+                have_diverged(activities) or all(each.kind == "collective" for each in activities)
+            ):
                 self._end_if_diverged()
 
     def _reaches_store(self) -> bool:

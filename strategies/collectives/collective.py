@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import Store
+    from torch.distributed.distributed_c10d import ProcessGroup, Store
 
 ReduceOp: TypeAlias = Literal["sum", "mean", "min", "max", "product"]
 
@@ -85,6 +85,11 @@ class Collective(ABC):
     @abstractmethod
     def size(self) -> int:
         """The number of ranks."""
+
+    @property
+    def process_group(self) -> ProcessGroup | None:
+        """Torch's process group of these ranks, for classes of torch that take one; None: there is none."""
+        return None
 
     @abstractmethod
     def setup(self) -> None:
@@ -187,6 +192,14 @@ class Collective(ABC):
         The same ranks always return the same object, which exists until this collective's `teardown`. It cannot be
         split again.
         """
+
+    def for_gradients(self) -> Collective:
+        """The same ranks, for gradients: where the backend aborts on calls that differ over ranks, its calls are not
+        matched with those of this collective.
+
+        Ranks: all; the same object each time, which exists until this collective's `teardown`.
+        """
+        return self
 
     def reduce_boolean_decision(self, decision: bool, *, require_all: bool = True) -> bool:
         """Decide together: True if all ranks (`require_all=False`: any rank) pass True."""

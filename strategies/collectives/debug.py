@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 
 from fabric.launchers.watch.stack import frames_of, users_line
 from fabric.strategies.collectives.call_check import difference, hash_of, is_comparing
-from fabric.strategies.collectives.process_group import TorchCollective
+from fabric.strategies.collectives.process_group import GRADIENTS, TorchCollective
 
 _ADVICE = (
     "`Fabric(debug='collectives')` compares the line of the program, too. If the ranks are meant to make this call on "
@@ -117,7 +117,10 @@ def _compare(group: ProcessGroup, shown: _Operator, given: Mapping[str, Any], ca
     operands = [words for name in shown.arguments for words in _operands(name, given[name], shown)]
     call = "\n".join([shown.words, *operands])
     line = os.path.basename(users_line(frames_of(caller)))  # nodes may have the program in different folders
-    collective, mine = TorchCollective.over(group), hash_of(f"{call}\n{line}")
+    # Gradients are compared with the program's own calls, so that both raise where one meets the other.
+    whole = dist.group.WORLD
+    compared = whole if whole is not None and group.group_desc == GRADIENTS else group
+    collective, mine = TorchCollective.over(compared), hash_of(f"{call}\n{line}")
     hashes, _ = collective.add_numbers(mine, 0.0)
     if hashes != mine * group.size():
         raise difference(collective, call, _ADVICE)

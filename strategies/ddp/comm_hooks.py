@@ -87,14 +87,14 @@ def register(parallel: DistributedDataParallel, hook: CommHook) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
         state = powerSGD_hook.PowerSGDState(
-            None,
+            parallel.process_group,
             matrix_approximation_rank=hook.matrix_approximation_rank,
             start_powerSGD_iter=hook.start_step,
             min_compression_rate=hook.min_compression_rate,
         )
         _register(parallel, state, powerSGD_hook.powerSGD_hook)
     elif isinstance(hook, str):
-        _register(parallel, _DTYPES[hook], _round)
+        _register(parallel, (_DTYPES[hook], parallel.process_group), _round)
     else:
         _register(parallel, None, hook)
 
@@ -107,16 +107,17 @@ def _register(parallel: DistributedDataParallel, state: Any, hook: TorchHook) ->
     parallel.register_comm_hook(state, travel)
 
 
-def _round(dtype: torch.dtype, bucket: Any) -> Future[Tensor]:
+def _round(state: tuple[torch.dtype, dist.ProcessGroup], bucket: Any) -> Future[Tensor]:
     """Average in `dtype`. Torch's own hook does the same, but refuses bfloat16 off CUDA; gloo can add it."""
+    dtype, group = state
     gradients: Tensor = bucket.buffer()
     numbers = torch.view_as_real(gradients) if gradients.is_complex() else gradients
     # Divided before it is rounded: the quotient may fit into float16 where the sum does not.
-    rounded = (numbers / dist.get_world_size()).to(dtype)
+    rounded = (numbers / group.size()).to(dtype)
 
     def take(reduced: Future[Any]) -> Tensor:
         numbers.copy_(reduced.value()[0])
         return gradients
 
-    reduced: Future[Any] = dist.all_reduce(rounded, async_op=True).get_future()
+    reduced: Future[Any] = dist.all_reduce(rounded, group=group, async_op=True).get_future()
     return reduced.then(take)

@@ -138,6 +138,7 @@ class DDPGradientSync(GradientSync):
             self.direct = parameters[0].register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
         self.parallel = DistributedDataParallel(
             wrapped,
+            process_group=self.collective.for_gradients().process_group,
             bucket_cap_mb=options.bucket_bytes / 2**20,
             find_unused_parameters=options.find_unused_parameters,
             static_graph=options.static_graph,
