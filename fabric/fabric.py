@@ -628,7 +628,7 @@ class Fabric:
                 "`average_gradients` was given a sharded parameter, of which every rank holds another part. Set its "
                 "model up, and call `fabric.backward`."
             )
-        average_over_ranks(self._connected.collective, given, checked)
+        average_over_ranks(self._connected.collective.for_gradients(), given, checked)
 
     def ema(self, module: nn.Module, decay: float = 0.999) -> MovingAverage:
         """Create an exponential moving average of a prepared model's weights, sharded like the weights.
@@ -1128,7 +1128,7 @@ class Fabric:
         if len(self._models) > 1 and (not named or bare is not None):
             raise ValueError(_WEIGHT_OF_WHICH_MODEL if bare is None else _WEIGHT_OF_BARE_PARAMETERS)
         if self._weighting is None:
-            self._weighting = Weighting(self._connected.collective)
+            self._weighting = Weighting(self._connected.collective.for_gradients())
         held = [any(each is model for each in self._accumulation.held) for model in models]
         if all(held):
             self._weighting.accumulate(models, checked, run)

@@ -11,6 +11,8 @@ Kind: TypeAlias = Literal["collective", "loader", "python", "silent", "ended"]
 
 WORLD = "of all ranks"
 """How the process group of all ranks is named here."""
+GRADIENTS = "gradients"
+"""The description of another one of all ranks, see `process_group.py`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,8 @@ class Call:
     timeout_seconds: float = 0.0
     """The timeout of the group; 0: unknown."""
     pending: bool = False
+    in_order: bool = True
+    """Whether it was made in the order of the program: by the thread that runs the loop, or by autograd for it."""
 
     def seconds(self, now_ns: int) -> float:
         """How long ago it was started."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
-from fabric.launchers.watch.activity import WORLD, Activity, Call
+from fabric.launchers.watch.activity import GRADIENTS, WORLD, Activity, Call
 
 SAME_SHAPES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier")
 """Operations whose tensors have the same shapes on all ranks."""
+MOST_COMPARED = 16
+"""How many of the calls in which ranks wait are compared with each other."""
 
 
 def who_waits(activities: Sequence[Activity], *, are_ending: bool = False) -> str:
@@ -47,26 +49,17 @@ def have_diverged(activities: Sequence[Activity]) -> bool:
     """Whether a pending call never returns, because the ranks did not make the same calls.
 
     Backends match the calls of a process group by their number. So a call is lost that is another operation, or has
-    other tensors, on another rank. And so are the calls of two ranks of which each has made one that the other has not,
-    in two groups: calls of all groups are made in the order of the program.
+    other tensors, on another rank. Calls of several groups are made in the order of the program. So they are lost, too,
+    if one rank is ahead of another in one group, and behind it in another group.
     """
-    calls = [
-        (each.rank, call)
-        for each in activities
-        for call in each.calls
-        if not call.operation.startswith(("send", "recv"))  # recorded on NCCL, and not matched by their number
-    ]
-    pending = {(call.group, call.number) for _, call in calls if call.pending}
     made: dict[tuple[str, int], set[str]] = {}
-    last: dict[str, dict[int, int]] = {}
-    for rank, call in calls:
-        made.setdefault((call.group, call.number), set()).add(_never_differs(call.operation))
-        last.setdefault(call.group, {})[rank] = call.number
-    if any(len(made[each]) > 1 for each in pending):
-        return True
-    of_all = [numbers for group, numbers in last.items() if len(numbers) == len(activities)]
-    waiting = [each.rank for each in activities if each.kind == "collective"]
-    return any(_cross(one, other, waiting) for one, other in itertools.combinations(of_all, 2))
+    pending = set()
+    for call in (call for each in activities for call in each.calls):
+        if not call.operation.startswith(("send", "recv")):  # recorded on NCCL, and not matched by their number
+            made.setdefault((call.group, call.number), set()).add(_never_differs(call.operation))
+            if call.pending:
+                pending.add((call.group, call.number))
+    return any(len(made[each]) > 1 for each in pending) or _have_crossed(activities)
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
@@ -151,10 +144,33 @@ def _never_differs(operation: str) -> str:
     return operation if name in ("all_reduce", "broadcast") else name
 
 
-def _cross(one: Mapping[int, int], other: Mapping[int, int], ranks: Sequence[int]) -> bool:
-    """Whether a rank is ahead of another one in the calls of one group, and behind it in those of the other."""
-    numbers = [other[rank] for rank in sorted(ranks, key=lambda rank: (one[rank], other[rank]))]
-    return numbers != sorted(numbers)
+def _have_crossed(activities: Sequence[Activity]) -> bool:
+    """Whether two ranks wait in calls of two groups of all ranks, of which neither has made the other's."""
+    recorded = {each.rank: [call for call in each.calls if call.in_order] for each in activities}
+    groups = [{call.group for call in calls} for calls in recorded.values()]
+    of_all = {name for name in set.union(*groups) if name.startswith(WORLD) or name.endswith(f"({GRADIENTS})")}
+    of_all |= set.intersection(*groups)
+    waiting = {}
+    for each in activities:
+        pending = next((call for call in recorded[each.rank] if call.pending and call.group in of_all), None)
+        if each.kind == "collective" and pending is not None:
+            waiting[pending.group, pending.number] = recorded[each.rank]
+    return any(
+        one[0] != other[0] and _lacks(waiting[one], other, waiting[other]) and _lacks(waiting[other], one, waiting[one])
+        for one, other in itertools.combinations(list(waiting)[:MOST_COMPARED], 2)
+    )
+
+
+def _lacks(calls: Sequence[Call], wanted: tuple[str, int], others: Sequence[Call]) -> bool:
+    """Whether a rank with these `calls` has certainly not made the call that another rank waits in."""
+    group, number = wanted
+    made = [call.number for call in calls if call.group == group]
+    if made:
+        return number > made[-1]
+    # None of that group is recorded. So it has made none since any call that both have recorded.
+    known = {(call.group, call.number) for call in calls}
+    before = itertools.takewhile(lambda call: (call.group, call.number) != wanted, others)
+    return any((call.group, call.number) in known for call in before)
 
 
 def _compared(call: Call | None) -> str:

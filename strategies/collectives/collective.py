@@ -197,7 +197,7 @@ class Collective(ABC):
         """The same ranks, for gradients: where the backend aborts on calls that differ over ranks, its calls are not
         matched with those of this collective.
 
-        Ranks: all; the same object each time, which exists until this collective's `teardown`.
+        The same object each time, which exists until `teardown`.
         """
         return self
 

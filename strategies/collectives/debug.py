@@ -25,9 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fabric.launchers.watch.activity import GRADIENTS
 from fabric.launchers.watch.stack import frames_of, users_line
 from fabric.strategies.collectives.call_check import difference, hash_of, is_comparing
-from fabric.strategies.collectives.process_group import GRADIENTS, TorchCollective
+from fabric.strategies.collectives.process_group import TorchCollective
 
 _ADVICE = (
     "`Fabric(debug='collectives')` compares the line of the program, too. If the ranks are meant to make this call on "

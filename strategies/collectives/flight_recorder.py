@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import pickle
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -23,7 +24,7 @@ _DUMPS: list[Callable[..., bytes]] = [
 """Torch has a recorder for NCCL, and one for all other backends; a build without CUDA has only the second."""
 
 
-_DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32", "Byte": "uint8"}
+_DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32", "Byte": "uint8", "Char": "int8"}
 
 
 @final
@@ -32,6 +33,7 @@ class FlightRecorder:
     created earlier. The first instance of a process turns the recorder on, if the environment says so."""
 
     def __init__(self) -> None:
+        self._thread_id = str(threading.get_ident())
         _read(calls=False)
 
     def is_waiting(self) -> bool:
@@ -42,7 +44,7 @@ class FlightRecorder:
     def calls(self, *, with_lines: bool) -> Sequence[Call]:
         """The recorded calls, oldest first, numbered per process group and rank; lines where they can be read."""
         recorded = _read(calls=True, stacks=with_lines and _can_read_stacks())
-        calls = [_call(entry) for found in recorded for entry in found.get("entries", ())]
+        calls = [self._call(entry) for found in recorded for entry in found.get("entries", ())]
         return sorted(calls, key=lambda call: call.started_ns)
 
     def num_elements(self, operation: str, since_ns: int, until_ns: int) -> int:
@@ -53,6 +55,24 @@ class FlightRecorder:
             for entry in found.get("entries", ())
             if since_ns <= entry["time_created_ns"] <= until_ns and operation in entry["profiling_name"]
             for shape in entry["input_sizes"]
+        )
+
+    def _call(self, entry: Mapping[str, Any]) -> Call:
+        name, description = entry["process_group"]
+        group = (
+            WORLD if description == "default_pg" else name if description == "undefined" else f"{name} ({description})"
+        )
+        backend = str(entry["profiling_name"]).partition(":")[0]  # each backend of a group counts its own calls
+        frames = ((frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames", ()))
+        return Call(
+            group=group if backend == "gloo" else f"{group} over {backend}",
+            number=entry["collective_seq_id"],
+            operation=_operation(entry),
+            where=users_line(frames),
+            started_ns=entry["time_created_ns"],
+            timeout_seconds=entry.get("timeout_ms", 0) / 1e3,
+            pending=not entry["retired"],
+            in_order=entry["thread_id"] == self._thread_id or entry["thread_name"].startswith("pt_autograd"),
         )
 
 
@@ -73,22 +93,6 @@ def _can_read_stacks() -> bool:
     return not any(
         is_within(frames_of(frame), "importlib._bootstrap>", ("_find_and_load",))
         for frame in sys._current_frames().values()
-    )
-
-
-def _call(entry: Mapping[str, Any]) -> Call:
-    name, description = entry["process_group"]
-    group = WORLD if description == "default_pg" else name if description == "undefined" else f"{name} ({description})"
-    backend = str(entry["profiling_name"]).partition(":")[0]  # each backend of a group counts its own calls
-    frames = ((frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames", ()))
-    return Call(
-        group=group if backend == "gloo" else f"{group} over {backend}",
-        number=entry["collective_seq_id"],
-        operation=_operation(entry),
-        where=users_line(frames),
-        started_ns=entry["time_created_ns"],
-        timeout_seconds=entry.get("timeout_ms", 0) / 1e3,
-        pending=not entry["retired"],
     )
 
 

@@ -29,6 +29,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from fabric.launchers.environments.defaults import default
 from fabric.launchers.rendezvous.join import join
+from fabric.launchers.watch.activity import GRADIENTS
 from fabric.launchers.world import World
 from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import (
@@ -50,9 +51,6 @@ _LOGGER = logging.getLogger("fabric")
 # torch 2.13 deprecates the old names of these two; 2.9 has only those.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-GRADIENTS = "gradients"
-"""The description of the process group for gradients."""
 
 _TWO_NUMBERS = struct.Struct("dd")
 
@@ -128,6 +126,9 @@ class TorchCollective(CarriesObjects):
             self._make_group(store)
             self._owns_group = True
         self._group = dist.group.WORLD
+        if self._size > 1 and _by_device(self._backends) == {"cpu": "gloo"}:  # NCCL's calls never meet those of gloo
+            with default(os.environ, "TORCH_GLOO_LAZY_INIT", "1"):
+                self._for_gradients = self._part(tuple(range(self._size)), GRADIENTS)
 
     def teardown(self) -> None:
         if not self._is_part:  # a part is torn down with its whole
@@ -241,14 +242,8 @@ class TorchCollective(CarriesObjects):
         return self._splits[key]
 
     def for_gradients(self) -> TorchCollective:
-        """See Note [Gradients have a group of their own]. NCCL's calls never meet those of gloo."""
-        if self._is_part or self._size == 1 or _by_device(self._backends) != {"cpu": "gloo"}:
-            return self
-        if self._for_gradients is None:
-            with default(os.environ, "TORCH_GLOO_LAZY_INIT", "1"):
-                self._for_gradients = self._part(tuple(range(self._size)), GRADIENTS)
-            assert self._for_gradients is not None
-        return self._for_gradients
+        """See Note [Gradients have a group of their own]."""
+        return self._for_gradients or self
 
     def store(self) -> Store | None:
         self._joined("store")

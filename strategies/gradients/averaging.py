@@ -41,7 +41,7 @@ class MeshAveraging:
         # Ranks whose models differ (pipeline stages) may need different groups, and all ranks must create each of them.
         wanted = {axes for axes in (*layout.unaveraged, data, tensor) if axes}
         wanted = wanted.union(*runtime.collective.all_gather_object(wanted))
-        groups = {axes: along(runtime.collective, runtime.mesh, axes) for axes in sorted(wanted)}
+        groups = {axes: along(runtime.collective, runtime.mesh, axes).for_gradients() for axes in sorted(wanted)}
         self.module = module
         self.synced = True
         self.parameters = list(module.parameters())

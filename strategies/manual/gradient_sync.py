@@ -62,7 +62,7 @@ class ManualGradientSync(GradientSync):
         self.hooks: list[RemovableHandle] = []
         for parameter in ours:
             self._arrange(parameter)
-        self.along = {axes: along(context.collective, context.mesh, axes) for axes in self.averaged}
+        self.along = {axes: along(context.collective, context.mesh, axes).for_gradients() for axes in self.averaged}
         self.additions = Additions(parallel.module, by_name=bool(self.sharded))
         self.taken_in: set[Tensor] = set()
         self.flags = [(replica, contents := Contents(replica.module), contents.flags()) for replica in self.replicas]
@@ -161,7 +161,7 @@ class ManualGradientSync(GradientSync):
         for parameter in new:
             self._arrange(parameter)
         for axes in self.averaged.keys() - self.along.keys():
-            self.along[axes] = along(self.context.collective, self.context.mesh, axes)
+            self.along[axes] = along(self.context.collective, self.context.mesh, axes).for_gradients()
 
     def _refuse_unfrozen(self) -> None:
         """Raise RuntimeError if parameters in a DistributedDataParallel were frozen or unfrozen after it was made."""

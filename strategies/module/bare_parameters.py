@@ -97,7 +97,7 @@ class BareParameters(GradientSync):
             gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in members]
             present = [members[0].new_tensor([each.grad is not None for each in members])]
             flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), *present])
-            mean = self._runtime.collective.all_reduce(flat, "mean")
+            mean = self._runtime.collective.for_gradients().all_reduce(flat, "mean")
             *means, anywhere = mean.split_with_sizes([each.numel() for each in members] + [len(members)])
             for parameter, average, share in zip(members, means, anywhere.abs().tolist(), strict=True):
                 if parameter.grad is not None:

@@ -27,6 +27,8 @@ def be_late(how):
         ctypes.PyDLL(None).pause()
     if how == "elsewhere":
         torch.distributed.broadcast(torch.ones(3), src=1)
+    if how == "metric":
+        fabric.all_gather(torch.ones(3))
     if how == "receive":
         torch.distributed.recv(torch.ones(2), 0)
     if how == "loader":
@@ -109,6 +111,15 @@ def test_ranks_that_made_different_calls_raise_with_both(tmp_path: Path) -> None
         assert program.process.wait(30) == 1
     assert f"rank 1: broadcast of float32 (3,), {line('broadcast(')} in be_late" in heard
     assert f"rank 0: all_reduce of float32 (5,), {line('fabric.backward')} in <module>" in heard
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_1"])
+def test_a_metric_of_one_rank_raises_on_all(tmp_path: Path, strategy: str) -> None:
+    with running(hanging(tmp_path, "metric", strategy)) as program:
+        heard = read_until(program, "failed first: RuntimeError: The ranks did not make the same call")
+        heard += read_until(program, "Make all ranks call the same operations, in the same order.")
+        assert program.process.wait(30) == 1
+    assert f"rank 1: all_reduce of float64 (2,), {line('fabric.all_gather(')} in be_late" in heard
 
 
 def test_the_timeout_error_names_the_call_that_a_rank_has_not_made(tmp_path: Path) -> None:

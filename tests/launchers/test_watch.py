@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from fabric.launchers.watch import process_state
-from fabric.launchers.watch.activity import WORLD, Activity, Call, Kind
+from fabric.launchers.watch.activity import GRADIENTS, WORLD, Activity, Call, Kind
 from fabric.launchers.watch.questions import Listener, Place, ask_all
 from fabric.launchers.watch.stack import users_line
 from fabric.launchers.watch.table import first_difference, have_diverged, ranks_in_words, who_waits
@@ -74,7 +74,7 @@ def test_ranks_that_wait_in_different_calls_of_one_number_wait_for_ever() -> Non
     [
         made(1, "all_gather of float32 (3,)", first=2, is_pending=True),  # not there yet
         made(1, "all_gather of float32 (3,)", group="3", is_pending=True),
-        made(1, "all_reduce of int64 (1,)", is_pending=True),
+        made(1, "all_reduce of float32 (2,)", is_pending=True),
         made(1, "recv of int64 (1,)", is_pending=True),
     ],
 )
@@ -84,6 +84,54 @@ def test_ranks_whose_calls_may_still_meet_have_not_diverged(other: Activity) -> 
 
 def test_ranks_that_diverge_in_a_call_that_is_over_have_not_diverged() -> None:
     assert not have_diverged([made(0, "reduce"), made(1, "broadcast")])
+
+
+def test_ranks_that_wait_in_one_operation_on_other_tensors_have_diverged() -> None:
+    assert have_diverged([made(0, "all_reduce of float32 (6,)", is_pending=True), made(1, "all_reduce of float64 (2,)")])
+    gathers = made(0, "all_gather of float32 (6,)", is_pending=True), made(1, "all_gather of float32 (2,)")
+    assert not have_diverged(gathers)  # NCCL gathers tensors of any size
+
+
+def waiting(rank: int, *names: str, in_order: bool = True) -> Activity:
+    """A rank in the last of these calls, each written as group and number: `g3`."""
+    calls = [
+        Call(
+            group=WORLD if name[0] == "w" else f"1 ({GRADIENTS})" if name[0] == "g" else name[0],
+            number=int(name[1:]),
+            operation="all_reduce of float32 (2,)",
+            where="",
+            started_ns=0,
+            pending=name == names[-1],
+            in_order=in_order,
+        )
+        for name in names
+    ]
+    return Activity(rank=rank, kind="collective", words="", calls=tuple(calls))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ((["w1", "g1", "g2"], ["w1", "g1", "w2"]), True),
+        ((["w1", "g1", "g2"], ["w1", "g1", "g2"]), False),
+        ((["w1", "g1", "g2"], ["w1", "g1"]), False),  # late, with nothing of its own
+        ((["w1", "g1", "w2"], ["w1", "g1", "w2", "g2"]), False),  # the first has made all that the other has passed
+        ((["g1", "g2"], ["g1", "w1"]), True),  # a group that only one of them has used
+        ((["g7", "g8"], ["w1", "g1", "w2"]), False),  # the first may have made `w2` before what is recorded
+        ((["g7", "g8"], ["w1", "g7", "w2"]), True),
+        ((["a1", "b1"], ["a1", "c1"]), False),  # ranks may be outside of these groups
+        ((["a1", "b1", "b2"], ["a1", "b1", "a2"], ["a1", "b1", "b2"]), True),
+    ],
+)
+def test_ranks_that_wait_in_calls_of_two_groups_have_diverged_if_neither_has_made_the_others(
+    ranks: tuple[list[str], ...], expected: bool
+) -> None:
+    assert have_diverged([waiting(rank, *names) for rank, names in enumerate(ranks)]) is expected
+
+
+def test_calls_of_other_threads_have_no_order() -> None:
+    assert not have_diverged([waiting(0, "w1", "g1"), waiting(1, "g0", "w0", "w2", in_order=False)])
+    assert not have_diverged([waiting(0, "w1", "g1", "g2"), waiting(1, "w1", "g1", "w2", in_order=False)])
 
 
 def test_ranks_in_words() -> None:
