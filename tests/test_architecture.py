@@ -38,6 +38,15 @@ PART_IMPORTS = {
         "fabric.launchers.rendezvous.join",
     ): "goes where the launcher said to meet",
     (
+        "strategies/collectives/process_group.py",
+        "fabric.launchers.environments.defaults",
+    ): "gloo's option for one group is a variable",
+    (
+        "strategies/collectives/process_group.py",
+        "fabric.launchers.watch.activity",
+    ): "the name by which a group is known",
+    ("strategies/collectives/debug.py", "fabric.launchers.watch.activity"): "the name by which a group is known",
+    (
         "strategies/collectives/flight_recorder.py",
         "fabric.launchers.watch.activity",
     ): "a call in words, as the watcher takes it",
@@ -56,6 +65,7 @@ ENVIRONMENT = {
     "launchers/rank/inherit.py": "a rank takes over the environment of the process that launched it",
     "launchers/rank/task.py": "a rank's environment is the supervisor's and its place",
     "launchers/rank/rank.py": "a process becomes a rank",
+    "strategies/collectives/process_group.py": "gloo's option for one group is a variable",
     "strategies/deepspeed/library.py": "takes back what DeepSpeed writes",
 }
 

@@ -12,8 +12,7 @@ machine closes its connections. If the machine itself is lost, or the network to
 waits for its timeout. So if the machine of a rank cannot be reached three times in a row, the rank is lost, and the
 ranks that are left fail. One that answers, is stopped or holds the GIL is slow, and is waited for. The other exception
 are ranks that made different calls: a pending all-reduce that is a broadcast on another rank never returns. Under other
-launchers nothing is ended: SLURM and torchrun have ways of their own to notice the loss of a node, and the backend has
-a timeout.
+launchers only these end, each by itself: SLURM and torchrun have ways of their own to notice the loss of a node.
 
 Cost: one request to the store and one open port per rank, and 0.1 ms of the GIL every few seconds.
 """
@@ -226,7 +225,7 @@ class Watcher:
                 self._fail(_lost(question.partition(" ")[2]))
                 return b"ok"
             case "diverged":
-                self._fail(_diverged(json.loads(question.partition(" ")[2])))
+                self._end(_diverged(json.loads(question.partition(" ")[2])))
                 return b"ok"
             case "processes":
                 return "\n".join(process_state.describe(int(pid)) for pid in question.split()[1:]).encode()
@@ -290,12 +289,19 @@ class Watcher:
         if words:
             others = [place for place in self._places(range(self._world.size)) if place.rank != self._world.rank]
             ask_all(others, f"diverged {json.dumps(words[:DIVERGED_CHARACTERS])}", ANSWER_SECONDS)
-            self._fail(_diverged(words))
+            self._end(_diverged(words))
 
     def _fail(self, error: Exception) -> None:
         """Report a failure of this rank to its supervisor, which ends the ranks of this node."""
         if self._supervisor is not None:
             self._supervisor.failure(error)
+
+    def _end(self, error: Exception) -> None:
+        """Fail, or, if another launcher has started this rank, leave: the main thread cannot be woken up."""
+        self._fail(error)
+        if self._supervisor is None:
+            print(f"rank {self._world.rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
 
     def _all_activities(self, question: str) -> list[Activity]:
         """The activities of all ranks, in rank order."""

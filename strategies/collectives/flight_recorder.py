@@ -24,7 +24,15 @@ _DUMPS: list[Callable[..., bytes]] = [
 """Torch has a recorder for NCCL, and one for all other backends; a build without CUDA has only the second."""
 
 
-_DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32", "Byte": "uint8", "Char": "int8"}
+_DTYPES = {
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "Long": "int64",
+    "Int": "int32",
+    "Byte": "uint8",
+    "Char": "int8",
+}
 
 
 @final

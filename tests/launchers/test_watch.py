@@ -87,7 +87,9 @@ def test_ranks_that_diverge_in_a_call_that_is_over_have_not_diverged() -> None:
 
 
 def test_ranks_that_wait_in_one_operation_on_other_tensors_have_diverged() -> None:
-    assert have_diverged([made(0, "all_reduce of float32 (6,)", is_pending=True), made(1, "all_reduce of float64 (2,)")])
+    assert have_diverged(
+        [made(0, "all_reduce of float32 (6,)", is_pending=True), made(1, "all_reduce of float64 (2,)")]
+    )
     gathers = made(0, "all_gather of float32 (6,)", is_pending=True), made(1, "all_gather of float32 (2,)")
     assert not have_diverged(gathers)  # NCCL gathers tensors of any size
 
