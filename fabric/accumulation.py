@@ -7,6 +7,7 @@ position is exactly after the samples trained on. Uses `GradientSync` and no str
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import islice
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fabric.strategies.collectives.flight_recorder import FlightRecorder
+from fabric.strategies.data.repeated import NOT_COUNTED, RepeatedBatches
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.gradients.sync import GradientSync
 from fabric.strategies.prepared import Prepared
@@ -34,6 +36,8 @@ class Accumulation:
         """Whether the last backward ran without synchronisation."""
         self.kept: list[_Kept] = []
         """Models whose last backward left gradients on the rank that computed them."""
+        self.repeated: RepeatedBatches | None = None
+        """Set once a loader may repeat batches on ranks whose data has ended."""
         self._window: Window[Any] | None = None
         self._steps_of: tuple[Prepared, ...] = ()
         self._guarded: dict[Optimizer, Callable[[], None]] = {}
@@ -66,7 +70,7 @@ class Accumulation:
     ) -> Iterator[Window[T]]:
         """See `Fabric.accumulate`."""
         total, taken = _length(batches), 0
-        remaining = _Ahead(iter(batches))
+        remaining = _Ahead(iter(batches), self.repeated)
         while remaining.has_next():
             if self.is_unsynced and any(p.grad is not None for model in models for p in model.sync.parameters_held()):
                 raise RuntimeError(_LEFT)
@@ -88,13 +92,15 @@ class Accumulation:
         for remove in self._guarded.values():
             remove()
         self._guarded.clear()
-        self._window, self._steps_of, self.is_unsynced, self.kept = None, (), False, []
+        self._window, self._steps_of, self.is_unsynced, self.kept, self.repeated = None, (), False, [], None
 
     def _note(self, batch: Any) -> None:
         if self.note_batch is not None:
             self.note_batch(batch, self)
 
     def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self.repeated is not None and self.repeated.is_uncounted:
+            raise RuntimeError(f"`{type(optimizer).__name__}.step()` {NOT_COUNTED}")
         in_window = self.is_unsynced and any(model.holds(optimizer) for model in self._steps_of)
         if in_window and self._window is not None:
             if all(parameter.grad is None for parameter in parameters_of(optimizer)):
@@ -196,17 +202,27 @@ class Window(Generic[T]):
 class _Ahead(Iterator[T]):
     """An iterator that reads one item ahead, to know whether there is another."""
 
-    def __init__(self, iterator: Iterator[T]) -> None:
-        self._iterator = iterator
+    def __init__(self, iterator: Iterator[T], repeated: RepeatedBatches | None) -> None:
+        self._iterator, self._repeated = iterator, repeated
         self._held: list[T] = []
+        self._received: Counter[tuple[object, float]] = Counter()
+        """What `repeated` was told when the item was read; it is told when the item is yielded."""
 
     def has_next(self) -> bool:
         if not self._held:
+            before = None if self._repeated is None else self._repeated.take()
             self._held = list(islice(self._iterator, 1))
+            if self._repeated is not None and before is not None:
+                self._received = self._repeated.take()
+                self._repeated.put(before)
         return bool(self._held)
 
     def __next__(self) -> T:
-        return self._held.pop() if self.has_next() else next(self._iterator)
+        if not self.has_next():
+            return next(self._iterator)
+        if self._repeated is not None:
+            self._repeated.put(self._received)
+        return self._held.pop()
 
 
 def _length(batches: Any) -> int | None:

@@ -86,7 +86,7 @@ from fabric.strategies.data.share import Use
 from fabric.strategies.data.transfer import move
 from fabric.strategies.data.uneven import Uneven
 from fabric.strategies.gradients.clipping import gradients_are_finite
-from fabric.strategies.gradients.sync import backward_through
+from fabric.strategies.gradients.sync import backward_through, scale_gradients
 from fabric.strategies.module.activation_checkpointing import recompute
 from fabric.strategies.module.bare_parameters import BareParameters, outside, refuse_later, refuse_shards
 from fabric.strategies.module.initialization import new_tensors
@@ -98,7 +98,7 @@ from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.dtensor import as_sharded, local_part
 from fabric.strategies.strategy import Strategy
 from fabric.unprepared import UnpreparedOptimizers
-from fabric.weighting import Weighting, average_over_ranks, check_weight
+from fabric.weighting import Weight, Weighting, average_over_ranks, check_weight
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -464,10 +464,12 @@ class Fabric:
         The user's loader is neither changed nor constructed again. `use`: train (default), validate, test or predict.
         `use_distributed_sampler=False`: every rank reads its loader as it is.
         `uneven`: what ranks that train on streams of different lengths do when the first stream ends: "stop" together
-        (the default, with a message), raise an "error", or "repeat" their own data until all streams have ended. For
-        this the ranks exchange one message before each batch, so every rank must iterate, and leave its loop at the
-        same step; for a loop on some ranks only, use another `use` than 'train'. With `use_distributed_sampler=False`
-        this happens only if `uneven` is given.
+        (the default, with a message), raise an "error", or "repeat" their last batch until all streams have ended. A
+        repeated batch counts zero in `fabric.backward`, with and without `weight=`: gradients are those of the ranks
+        that still have data (after `loss.backward()`, which would count it, a step raises). The ranks exchange one
+        message before each batch, so every rank must iterate, and leave its loop at the same step; for a loop on some
+        ranks only, use another `use` than 'train'. With `use_distributed_sampler=False` this happens only if `uneven`
+        is given.
         `dispatch=True`: rank 0 alone reads the loader, and sends each rank whole batches in turn, as the loader made
         them: for data that cannot be read in parts. Before each step the ranks wait for rank 0; an error of the loader
         is raised on every rank (DispatchError). The other ranks pass any iterable. All iterate, and leave their loop
@@ -486,6 +488,9 @@ class Fabric:
         runtime = self._connected
         if uneven is not None or dispatch:
             runtime = replace(runtime, uneven=uneven, dispatch=dispatch)
+        if uneven == "repeat":
+            self._accumulation.repeated = runtime.loader_numbers.repeated
+            self._accumulation.guard(self._optimizers)
         if self._replica_guard is not None and not use_distributed_sampler:
             self._replica_guard.expect_same_data()
         prepared = tuple(
@@ -555,15 +560,18 @@ class Fabric:
             replicas.before_backward()
         if self._guard is not None:
             self._guard.note_backward(loss)
+        factor = runtime.loader_numbers.repeated.factor()
+        counted = loss if factor == 1 or (weight is not None and factor) else loss * factor
         runtime.backward.is_running = True
         try:
             if weight is not None:
-                self._backward_weighted(partial(backward, loss, *args, **kwargs), named, weight)
+                checked = check_weight(weight) if factor else 0.0 * check_weight(weight)
+                self._backward_weighted(partial(backward, counted, *args, **kwargs), named, checked)
             else:
                 runtime.loader_numbers.num_unweighted += 1
                 if self._weighting is not None:
                     self._weighting.refuse_unweighted()
-                backward(loss, *args, **kwargs)
+                backward(counted, *args, **kwargs)
         finally:
             runtime.backward.is_running = False
         accumulation = self._accumulation
@@ -628,7 +636,12 @@ class Fabric:
                 "`average_gradients` was given a sharded parameter, of which every rank holds another part. Set its "
                 "model up, and call `fabric.backward`."
             )
-        average_over_ranks(self._connected.collective.for_gradients(), given, checked)
+        runtime = self._connected
+        factor = runtime.loader_numbers.repeated.factor()
+        if factor != 1 and (checked is None or not factor):
+            scale_gradients(given, factor)
+        checked = checked if factor or checked is None else 0.0 * checked
+        average_over_ranks(runtime.collective.for_gradients(), given, checked)
 
     def ema(self, module: nn.Module, decay: float = 0.999) -> MovingAverage:
         """Create an exponential moving average of a prepared model's weights, sharded like the weights.
@@ -1080,6 +1093,8 @@ class Fabric:
             self._guard = self._accumulation.note_batch = self._connected.loader_numbers.note_batch = None
 
     def _guard_steps(self, optimizers: Iterable[Optimizer]) -> None:
+        if self._accumulation.repeated is not None:
+            self._accumulation.guard(optimizers)
         if self._guard is not None:
             for optimizer in optimizers:
                 self._guard.attach(optimizer)
@@ -1121,8 +1136,7 @@ class Fabric:
             return self._backward_of(*named)
         return self._backward
 
-    def _backward_weighted(self, run: Callable[[], None], named: Sequence[nn.Module], weight: Any) -> None:
-        checked = check_weight(weight)
+    def _backward_weighted(self, run: Callable[[], None], named: Sequence[nn.Module], weight: Weight) -> None:
         models = [self._models[each] for each in named or self._models]
         bare = self._bare or None
         if len(self._models) > 1 and (not named or bare is not None):
@@ -1131,11 +1145,11 @@ class Fabric:
             self._weighting = Weighting(self._connected.collective.for_gradients())
         held = [any(each is model for each in self._accumulation.held) for model in models]
         if all(held):
-            self._weighting.accumulate(models, checked, run)
+            self._weighting.accumulate(models, weight, run)
         elif any(held):
             raise RuntimeError(_SYNCED_IN_PART)
         else:
-            self._weighting.synchronise(models, checked, run, bare, self._optimizers)
+            self._weighting.synchronise(models, weight, run, bare, self._optimizers)
 
     def _joint_backward(self) -> Callable[..., None]:
         models = self._models.values()

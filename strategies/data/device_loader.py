@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any, Protocol, final, runtime_checkable
@@ -17,10 +17,11 @@ from fabric.strategies.data.batch_sampler import IndexSource
 from fabric.strategies.data.epochs import Epoch, Order, Position
 from fabric.strategies.data.iterable import SharedStream, without_left_out
 from fabric.strategies.data.loader_check import length_of
+from fabric.strategies.data.repeated import RepeatedBatches
 from fabric.strategies.data.rng import preserved_rngs
 from fabric.strategies.data.share import Share
 from fabric.strategies.data.transfer import Carry, one_by_one
-from fabric.strategies.data.uneven import Agreement
+from fabric.strategies.data.uneven import Agreed, Agreement
 from fabric.strategies.data.workers import WorkerStart
 
 END = object()
@@ -79,8 +80,12 @@ class Reading:
     """Number of backward passes so far."""
     num_unweighted: Callable[[], int] = lambda: 0
     """Number of backward passes without `weight=`."""
+    trains: bool = True
+    """Whether the loop trains on the batches."""
     note: Callable[[], Callable[[Any, object], None] | None] = lambda: None
     """Returns the function to call with each batch that the loop receives, or None."""
+    repeated: RepeatedBatches = field(default_factory=RepeatedBatches)
+    """Counts repeated batches zero in the gradients of the loop."""
     draw_apart: Callable[[], None] = lambda: None
     """Makes random numbers differ between ranks that read different data; called before each batch is yielded."""
 
@@ -89,26 +94,44 @@ class Reading:
 class Iteration:
     """How many batches the loop has received in one iteration over a loader."""
 
-    def __init__(self, num_read: Callable[[], int] | None = None) -> None:
-        """`num_read`: number of batches of this rank's data without repeated ones; None if no batch is repeated."""
+    def __init__(self, agreed: Agreed | None = None, repeated: RepeatedBatches | None = None) -> None:
+        """`agreed`: where ranks agree on the number of batches. `repeated`: told of each batch that the loop gets."""
         self.num_batches = 0
         self.is_complete = False
         """Whether the iteration has raised StopIteration."""
-        self._num_read = num_read
+        self._agreed, self._repeated = agreed, repeated
 
     @property
     def num_own(self) -> int:
         """Number of batches received, without repeated ones."""
-        return self.num_batches if self._num_read is None else min(self.num_batches, self._num_read())
+        return self.num_batches if self._agreed is None else min(self.num_batches, self._agreed.num_read)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the latest batch was a repeated one."""
+        return self.num_own < self.num_batches
+
+    @property
+    def next_repeats(self) -> bool:
+        """Whether the batch that the loop receives next, and that is read already, is a repeated one."""
+        return self._agreed is not None and self.num_batches >= self._agreed.num_read
 
     def follow(self, batches: Iterator[Any], note: Callable[[Any, object], None] | None = None) -> Iterator[Any]:
         """Yield the batches, count them, and call `note` with each."""
-        for batch in batches:
-            self.num_batches += 1
-            if note is not None:
-                note(batch, self)
-            yield batch
-        self.is_complete = True
+        repeated, agreed = self._repeated, self._agreed
+        try:
+            for batch in batches:
+                self.num_batches += 1
+                if note is not None:
+                    note(batch, self)
+                factor = 1.0 if agreed is None else agreed.factors.popleft()
+                if repeated is not None and repeated.is_used:
+                    repeated.receive(self, factor)
+                yield batch
+            self.is_complete = True
+        finally:
+            if repeated is not None:
+                repeated.end(self)
 
 
 def read_as(loader: Iterable[Any], reading: Reading) -> DeviceLoader:
@@ -131,6 +154,8 @@ class DeviceLoader(ABC):
     def __init__(self, loader: Iterable[Any], reading: Reading) -> None:
         self._loader, self._reading = loader, reading
         self._resumes = self._said_reread = self._said_unequal = False
+        self._ended = False
+        """Whether a restored position is after the last batch of this rank, within an epoch of the other ranks."""
         self.iteration = Iteration()
         """The latest iteration."""
 
@@ -152,10 +177,13 @@ class DeviceLoader(ABC):
             batches = without_left_out(batches, reading.leave_out)
             if opened is not None:
                 batches = islice(batches, opened.begun_at.batches, None)
-        self.iteration = Iteration()
+        agreed, ended, self._ended = None, self._ended, False
         if reading.agreement is not None:
-            batches, num_read = reading.agreement(batches, again=self._begin)
-            self.iteration = Iteration(num_read)
+            agreed = reading.agreement(batches, self._example, ended=ended)
+            batches = agreed.batches
+            if reading.agreement.repeats:
+                reading.repeated.begin()
+        self.iteration = Iteration(agreed, reading.repeated if reading.trains else None)
         if reading.device is not None and reading.device.type != "cpu":
             batches = reading.carry(batches, reading.device)
         if reading.order is None or opened is None:
@@ -197,6 +225,13 @@ class DeviceLoader(ABC):
         start = self._reading.start
         with nullcontext() if start is None else start.starting():
             return iter(self._reading.source)
+
+    def _example(self) -> Any:
+        """A batch of this rank's data, from the beginning of an epoch; None if there is none. Changes no position."""
+        order = self._reading.order
+        with preserved_rngs(), nullcontext() if order is None else order.apart():
+            batches = self._begin()
+            return next(batches, None)
 
     def _keeps_workers(self) -> bool:
         source = self._reading.source
@@ -253,7 +288,8 @@ class DeviceLoader(ABC):
             batch = next(islice(batches, epoch.begun_at.batches - 1, None), END)
         try:
             while batch is not END:
-                order.receive(epoch)
+                if not self.iteration.next_repeats:
+                    order.receive(epoch)
                 self._reading.draw_apart()
                 num_unweighted = self._reading.num_unweighted()
                 yield batch
@@ -323,6 +359,8 @@ class StatefulDeviceLoader(DeviceLoader):
             state["cut"] = self._cut()
         if reading.part is not None:
             state["part"] = [reading.part.index, reading.part.count]
+        if self._ended or (self.iteration.repeats and not self.iteration.is_complete):
+            state["ended"] = True
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -354,7 +392,7 @@ class StatefulDeviceLoader(DeviceLoader):
             order.load_state_dict(self._recut(state_dict["order"], state_dict["cut"]))
         if reading.position is not None:
             reading.position.load_state_dict(state_dict["loader"])
-        self._resumes = True
+        self._resumes, self._ended = True, state_dict.get("ended", False)
 
     def _kind(self) -> set[str]:
         reading = self._reading

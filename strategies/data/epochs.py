@@ -167,6 +167,17 @@ class Order:
         finally:
             self._opening = None
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Context: an iteration begins at the first batch of the epoch, and the order stays as it is."""
+        kept = self.latest, self._opening
+        self._opening = Epoch(self.epoch, Streams(mix(self.seed, self.epoch), self.own), Position(), seeds_workers=True)
+        try:
+            with self._opening.streams.drawing():
+                yield
+        finally:
+            self.latest, self._opening = kept
+
     def begin(self) -> Epoch:
         """The epoch of the enclosing `opening`, or a new one."""
         self.latest = self._opening or self._new()

@@ -14,6 +14,7 @@ from typing import Any, final
 import torch
 
 from fabric.strategies.data.dispatch import Channel
+from fabric.strategies.data.repeated import RepeatedBatches
 from fabric.strategies.data.rng import Rng, digest, mix
 from fabric.strategies.data.uneven import Votes
 
@@ -52,6 +53,7 @@ class LoaderNumbers:
         """Backward passes of the loop. An iteration that ends after one batch and none of these uses up no epoch."""
         self.num_unweighted = 0
         """Backward passes without `weight=`."""
+        self.repeated = RepeatedBatches()
         self.note_batch: Callable[[Any, object], None] | None = None
         """Called with each batch that the loop receives, and the `Iteration` that it is of."""
 

@@ -101,6 +101,8 @@ def process_dataloader(
         "num_backwards": lambda: numbers.num_backwards,
         "num_unweighted": lambda: numbers.num_unweighted,
         "note": lambda: numbers.note_batch if use == "train" else None,
+        "trains": use == "train",
+        "repeated": numbers.repeated,
     }
     return read_as(loader, replace(reading, draw_apart=draw_apart, **counts))
 

@@ -1,26 +1,44 @@
-"""Ranks whose data has different numbers of batches: all stop at the first end, or repeat data until the last.
+"""Ranks whose data has different numbers of batches: all stop at the first end, or go on until the last.
 
 The length of a stream is known only after it was read. So before each batch the ranks all-reduce whether they have
 one: two numbers, over a separate process group, so that they are not matched with collectives of the loop. The next
 batch is read, and its all-reduce started, before this one is yielded: it overlaps with the step. Every rank must
 iterate such a loader, and equally often.
 
-A rank without data cannot take part with a weight of zero instead: a mean over ranks would still count it.
+A rank whose data has ended, while others go on, gets its last batch again. `RepeatedBatches` makes it count zero.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, final
 
 Uneven: TypeAlias = Literal["stop", "error", "repeat"]
-"""What all ranks do when the first of them has no batch left: stop, raise an error, or repeat their data."""
+"""What all ranks do when the first of them has no batch left: stop, raise an error, or repeat their last batch."""
 
 _END = object()
-_NOTHING = -(2**20)
+_NOTHING_OF_ONE = 2**20
+_NOTHING = -_NOTHING_OF_ONE
 """The vote of a rank that has no batch to repeat: negative in sum, whatever the others vote."""
+
+
+@final
+class Agreed:
+    """One iteration over the batches of this rank, for as many steps as the ranks agree on."""
+
+    def __init__(self, supply: _Supply, steps: Callable[[Agreed], Iterator[Any]]) -> None:
+        self._supply = supply
+        self.factors: deque[float] = deque()
+        """For each batch that the loop has not received yet: the factor of its loss, see `RepeatedBatches`."""
+        self.batches = steps(self)
+
+    @property
+    def num_read(self) -> int:
+        """Number of batches read, without repeated ones."""
+        return self._supply.num_read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,54 +61,58 @@ class Agreement:
         self._uneven, self._votes, self._words, self._ahead = uneven, votes, words, ahead
         self._report = report
         self._iterations = 0
+        self.repeats = uneven == "repeat"
+        """Whether a rank may get a batch again."""
 
-    def __call__(
-        self, batches: Iterator[Any], again: Callable[[], Iterator[Any]]
-    ) -> tuple[Iterator[Any], Callable[[], int]]:
-        """The batches for as many steps as the ranks agree on, and a function that returns how many were read.
+    def __call__(self, batches: Iterator[Any], example: Callable[[], Any], *, ended: bool = False) -> Agreed:
+        """One iteration. `batches`: those of this rank. `ended`: it has read them all before a checkpoint.
 
-        `again` iterates this rank's data again; those batches are not counted.
+        `example`: returns a batch to repeat if `batches` has none, because all were read before a checkpoint; None if
+        there is no data at all.
         Raises, while the batches are iterated: RuntimeError: on every rank, if ranks are at different batches, have
         different numbers of batches under `"error"`, or nothing to repeat under `"repeat"`.
         """
         self._iterations += 1
-        supply = _Supply(batches, again if self._uneven == "repeat" else None)
-        return self._agreed(supply, self._iterations), lambda: supply.num_read
+        supply = _Supply(iter(()) if ended else batches, example if self._uneven == "repeat" else None)
+        number = self._iterations
+        return Agreed(supply, lambda agreed: self._agreed(supply, number, agreed.factors))
 
-    def _agreed(self, supply: _Supply, iteration: int) -> Iterator[Any]:
+    def _agreed(self, supply: _Supply, iteration: int, factors: deque[float]) -> Iterator[Any]:
         step = 0
         batch = supply.draw()
-        ask = self._ask(supply, iteration, step)
-        while self._all_go_on(ask(), supply, iteration, step):
+        vote, ask = supply.vote, self._ask(supply, iteration, step)
+        while have := self._num_that_have(ask(), supply, iteration, step):
             step += 1
+            factors.append(self._votes.size / have if vote == 1 else 0.0)
             if self._ahead:
                 current, batch = batch, supply.draw()
-                ask = self._ask(supply, iteration, step)
+                vote, ask = supply.vote, self._ask(supply, iteration, step)
                 yield current
                 del current
             else:
                 yield batch
                 batch = supply.draw()
-                ask = self._ask(supply, iteration, step)
+                vote, ask = supply.vote, self._ask(supply, iteration, step)
 
     def _ask(self, supply: _Supply, iteration: int, step: int) -> Callable[[], list[int]]:
         return self._votes.start([supply.vote, _place(iteration, step)])
 
-    def _all_go_on(self, answer: list[int], supply: _Supply, iteration: int, step: int) -> bool:
+    def _num_that_have(self, answer: list[int], supply: _Supply, iteration: int, step: int) -> int:
+        """How many ranks have a batch of their own for this step; 0 if no rank takes it."""
         size = self._votes.size
         have, places = answer
         if places != size * _place(iteration, step):
             raise RuntimeError(self._astray(self._votes.gather([iteration, step])))
         if have == size or (have > 0 and self._uneven == "repeat"):
-            return True
+            return have
         if self._uneven == "repeat":
-            self._tell_of_repeats([number for (number,) in self._votes.gather([supply.num_read])], step)
+            self._tell_of_repeats([number for (number,) in self._votes.gather([supply.num_read])], step, have)
         elif have > 0:
             self._tell_of_rest([vote == 1 for (vote,) in self._votes.gather([supply.vote])], step)
-        return False
+        return 0
 
-    def _tell_of_repeats(self, read: list[int], step: int) -> None:
-        if min(read) == 0 and step < max(read):
+    def _tell_of_repeats(self, read: list[int], step: int, have: int) -> None:
+        if have < 0 < have % _NOTHING_OF_ONE:
             raise RuntimeError(
                 f"{self._begin()} has no batch for {_ranks([number == 0 for number in read])}, and "
                 "nothing to repeat there. Give every rank some data."
@@ -98,7 +120,8 @@ class Agreement:
         if min(read) < step:
             self._say_once(
                 f"{self._begin()} has different numbers of batches: {_per_rank(read)}. The ranks take {step} steps, "
-                'and those with fewer repeat theirs, because of `uneven="repeat"`. This is reported once.'
+                "and those with fewer repeat their last one, which counts zero in gradients, because of "
+                '`uneven="repeat"`. This is reported once.'
             )
 
     def _tell_of_rest(self, has_more: list[bool], step: int) -> None:
@@ -112,8 +135,8 @@ class Agreement:
             )
         self._say_once(
             f"{found}, which are not used: all ranks stop at the same step. To use all data, pass "
-            '`setup_dataloaders(..., uneven="repeat")`, with which ranks that have ended repeat theirs, or make the '
-            "parts equal. This is reported once."
+            '`setup_dataloaders(..., uneven="repeat")`, with which ranks that have ended repeat their last batch, and '
+            "it counts zero in gradients; or make the parts equal. This is reported once."
         )
 
     def _say_once(self, sentence: str) -> None:
@@ -135,36 +158,31 @@ class Agreement:
 
 @final
 class _Supply:
-    """One rank's batches of one iteration, repeated at their end if `again` is given."""
+    """One rank's batches of one iteration; at their end the last one again, if `example` is given."""
 
-    def __init__(self, batches: Iterator[Any], again: Callable[[], Iterator[Any]] | None) -> None:
-        self._batches, self._again = batches, again
+    def __init__(self, batches: Iterator[Any], example: Callable[[], Any] | None) -> None:
+        self._batches, self._example = batches, example
+        self._last: Any = None
         self.num_read = 0
         """Number of batches read, without repeated ones."""
         self._ended = False
 
     def draw(self) -> Any:
         """The next batch; `_END` if there is none."""
-        batch = next(self._batches, _END)
+        batch = _END if self._ended else next(self._batches, _END)
         if batch is not _END:
-            self.num_read += not self._ended
+            self.num_read += 1
+            self._last = batch if self._example is not None else None
             return batch
+        if not self._ended and self.num_read == 0 and self._example is not None:
+            self._last = self._example()
         self._ended = True
-        if self._again is None or self.num_read == 0:
-            return batch
-        self._batches = self._again()
-        batch = next(self._batches, _END)
-        if batch is _END:
-            raise RuntimeError(
-                '`setup_dataloaders(..., uneven="repeat")` of data that yields nothing when it is iterated a second '
-                'time. Pass an iterable that starts again, such as a `DataLoader`, or `uneven="stop"`.'
-            )
-        return batch
+        return _END if self._last is None else self._last
 
     @property
     def vote(self) -> int:
         """1 for a batch that is not repeated, `_NOTHING` if there is none to repeat, otherwise 0."""
-        if self._ended and self._again is not None and self.num_read == 0:
+        if self._ended and self._example is not None and self._last is None:
             return _NOTHING
         return int(not self._ended)
 

@@ -61,6 +61,7 @@ class Engine:
         ]
         self._places: dict[Tensor, tuple[int, int]] = {}
         self._gradients: dict[Tensor, tuple[Tensor | None, int]] = {}  # at stage 1, after the last backward
+        self._partitions: list[list[Tensor]] = []  # at stage 3, after the first window
         self.engine.set_gradient_accumulation_boundary(False)
         if stage == 3:
             self._step_from_accumulated()
@@ -98,6 +99,11 @@ class Engine:
         self._follow_zero_grad()
         self._is_started = False
         self.zero.clear_backward_seen_flag()
+        if self.stage == 3 and self.zero.micro_step_id and len(self._accumulated) < len(self.trained):
+            # Only the first backward of a window overwrites, and through a frozen model it reached no parameter.
+            for parameter in self.trained:
+                if parameter not in self._accumulated:
+                    self._zero(parameter)
         check = self.order.watch()
 
         def finish() -> None:
@@ -405,6 +411,11 @@ class Engine:
             self.engine.allreduce_gradients()
         else:
             self.zero.finalize_gradient_accumulation_boundary()
+        if self.stage == 3 and not self.zero.offload_optimizer:
+            # After a backward through the model while it was frozen, DeepSpeed would step with zeros.
+            partition, groups = self.zero._get_fp32_grad_state_partition, self.zero.fp16_groups
+            self._partitions = self._partitions or [[partition(each, True)[0] for each in group] for group in groups]
+            self.zero.averaged_gradients = dict(enumerate(map(list, self._partitions)))
         self._is_reduced = True
 
     def _refuse_missing(self) -> None:

@@ -183,6 +183,14 @@ class FairScaleShardedGradientSync(GradientSync):
                 f"`{type(optimizer).__name__}` was given {len(strangers)} parameters after `fabric.setup`, which no "
                 "rank owns. Add all parameter groups before `fabric.setup(model, optimizer)`."
             )
+        frozen = [self.names[p] for p in parameters_of(optimizer) if p.grad is not None and not p.requires_grad]
+        if frozen:
+            raise RuntimeError(
+                f"{len(frozen)} parameters of `{type(self.module).__name__}` ({name_some(frozen)}) have gradients and "
+                "are frozen in the step: FairScale would step on the rank that owns them, and not tell the others. "
+                "Write `model.requires_grad_(True)` before the step, or `optimizer.zero_grad()`."
+            )
+        self._follow_trainable()  # the step is broadcast for those that are trained now
         moved = [self.names[parameter] for parameter, place in self.places.items() if parameter.data_ptr() != place]
         if moved:
             raise RuntimeError(

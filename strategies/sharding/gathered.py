@@ -106,7 +106,7 @@ class Gathered:
             return None
         self._take()
         self._drop_discarded()
-        return self._find_unreduced
+        return functools.partial(self._find_unreduced, [(each, _marks(each[0])) for each in self._unreduced])
 
     def zero_grad(self, part: nn.Module, *, set_to_none: bool) -> None:
         """Clear the gradients of shards whose gathered copies `part` has now."""
@@ -237,14 +237,20 @@ class Gathered:
         """The units that are gathered now."""
         return [(unit, groups) for unit, groups in self._units if not all(group.is_sharded for group in groups)]
 
-    def _find_unreduced(self) -> None:
-        self._unreduced = []
-        lost = [unit for unit, groups in self._kept() if all(g.reduce_grads for g in groups) and _any_unreduced(groups)]
+    def _find_unreduced(self, before: list[tuple[tuple[Any, Tensor, int], list[tuple[Tensor, int]]]]) -> None:
+        # A loss of another model leaves these as they are: the backward that reduces them comes later.
+        left = {each[0]: each for each, marks in before if marks and _are_same(marks, _marks(each[0]))}
+        lost = [
+            unit
+            for unit, groups in self._kept()
+            if all(group.reduce_grads for group in groups)
+            and any(_marks(each) and each not in left for group in groups for each in group.fsdp_params)
+        ]
         if lost:
             raise RuntimeError(_LOST.format(unit=user_class(cast(nn.Module, lost[0])).__name__))
-        held_back = [each for each in self._units if not all(group.reduce_grads for group in each[1])]
-        for each in _params(held_back):
-            if _has_unreduced(each):
+        self._unreduced = list(left.values())
+        for each in _params(unit for unit in self._units if not all(group.reduce_grads for group in unit[1])):
+            if _marks(each) and each not in left:
                 shard = each.sharded_param
                 if shard.grad is None:
                     shard.grad = torch.zeros_like(shard)
@@ -318,10 +324,6 @@ _REPLACED = (
 )
 
 
-def _any_unreduced(groups: Iterable[Any]) -> bool:
-    return any(_has_unreduced(each) for group in groups for each in group.fsdp_params)
-
-
 def _groups(unit: FSDPModule) -> list[Any]:
     """The parameter groups of a unit: one up to torch 2.12, several from then on."""
     state = cast(Any, unit)._get_fsdp_state()
@@ -347,11 +349,15 @@ def _places(params: Iterable[Any]) -> list[tuple[nn.Module, dict[str, Any], str,
     return found
 
 
-def _has_unreduced(each: Any) -> bool:
-    if each.unsharded_accumulated_grad is not None:
-        return True
+def _marks(each: Any) -> list[tuple[Tensor, int]]:
+    """The gradients of a gathered copy that are not reduced yet, with their versions."""
     copy = vars(each).get("_unsharded_param")  # absent before the first forward
-    return copy is not None and copy.grad is not None
+    found = (each.unsharded_accumulated_grad, None if copy is None else copy.grad)
+    return [(gradient, gradient._version) for gradient in found if gradient is not None]
+
+
+def _are_same(marks: list[tuple[Tensor, int]], others: list[tuple[Tensor, int]]) -> bool:
+    return len(marks) == len(others) and all(a is b and v == w for (a, v), (b, w) in zip(marks, others, strict=True))
 
 
 def _versions(units: Iterable[_Unit]) -> list[tuple[int, int]]:

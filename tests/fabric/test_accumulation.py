@@ -413,3 +413,82 @@ def test_a_window_accumulates_the_gradients_of_two_models_that_share_a_loss(stra
             optimizer.zero_grad()
     for found in run_world(2, train_pair, strategy):
         torch.testing.assert_close(found, [maker.state_dict(), judge.state_dict()], rtol=1e-5, atol=1e-6)
+
+
+def adversaries() -> tuple[nn.Module, SGD, nn.Module, SGD]:
+    torch.manual_seed(5)
+    maker = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 3))
+    critic = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 1))
+    return maker, SGD(maker.parameters(), lr=0.1), critic, SGD(critic.parameters(), lr=0.1)
+
+
+def train_adversaries(tools: Any, rank: int, size: int, in_one_window: bool) -> list[dict[str, Tensor]]:
+    """A critic is frozen in the backward of what it judges, in each micro-batch or after its own step. Plain PyTorch
+    without `tools`."""
+    maker, of_maker, critic, of_critic = adversaries()
+    if tools is not None:
+        maker, of_maker = tools.setup(maker, of_maker)
+        critic, of_critic = tools.setup(critic, of_critic)
+
+    def windows(start: int) -> Any:
+        batches = [SAMPLES[begin : begin + 4].chunk(size)[rank] for begin in range(start, start + 8, 4)]
+        return [batches] if tools is None else tools.accumulate(batches, 2)
+
+    def backward(loss: Tensor, model: nn.Module) -> None:
+        if tools is None:
+            loss.backward()  # type: ignore[no-untyped-call]
+        else:
+            tools.backward(loss, model=model)
+
+    def judge(batch: Tensor) -> None:
+        critic.requires_grad_(True)
+        backward((critic(maker(batch).detach()).mean() - critic(batch).mean()) / 2, critic)
+
+    def make(batch: Tensor) -> None:
+        critic.requires_grad_(False)
+        backward(-critic(maker(batch)).mean() / 2, maker)
+
+    for start in range(0, 32, 8):
+        for passes in [[judge, make]] if in_one_window else [[judge], [make]]:
+            for window in windows(start):
+                for batch in window:
+                    for each in passes:
+                        each(batch)
+            for each, optimizer in ((judge, of_critic), (make, of_maker)):
+                if each in passes:
+                    critic.requires_grad_(True)
+                    optimizer.step()
+                    optimizer.zero_grad()
+    if tools is None:
+        return [dict(maker.state_dict()), dict(critic.state_dict())]
+    return [tools.state_dict(model, all_ranks=True) for model in (maker, critic)]
+
+
+def train_adversaries_both_ways(world: World, strategy: str) -> list[Any]:
+    found = []
+    for in_one_window in (False, True):
+        fabric = ranks(world, strategy)
+        found.append(train_adversaries(fabric, world.rank, world.size, in_one_window))
+        fabric.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "ddp",
+        "fsdp",
+        "ddp_sharded",
+        "ddp_fully_sharded",
+        "deepspeed_stage_1",
+        "deepspeed_stage_2",
+        "deepspeed_stage_3",
+        "deepspeed_stage_3_offload",
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_critic_that_is_frozen_in_the_backward_of_what_it_judges_keeps_its_own_gradients(strategy: str) -> None:
+    expected = [train_adversaries(None, 0, 1, in_one_window) for in_one_window in (False, True)]
+    for found in run_world(2, train_adversaries_both_ways, strategy):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

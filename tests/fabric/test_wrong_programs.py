@@ -396,7 +396,9 @@ CORRECT = {
         "manual",
         "ddp_sharded",
         "ddp_fully_sharded",
+        "deepspeed_stage_1",
         "deepspeed_stage_2",
+        "deepspeed_stage_3",
     ),
     "gradient of the input": ("ddp", "fsdp", "ddp_fully_sharded", "deepspeed_stage_2"),
 }

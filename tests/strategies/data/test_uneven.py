@@ -34,7 +34,7 @@ def agree_over_threads(lengths: list[int], uneven: Uneven, *, ahead: bool, epoch
         agreement = Agreement(uneven, votes_over(collective), "parts", said.append, ahead=ahead)
         data = range(lengths[collective.rank])
         try:
-            return [list(agreement(iter(data), lambda: iter(data))[0]) for _ in range(epochs)], said
+            return [list(agreement(iter(data), lambda: next(iter(data), None)).batches) for _ in range(epochs)], said
         except RuntimeError as error:
             return str(error), said
 
@@ -63,16 +63,16 @@ def test_ranks_stop_with_the_first_that_ends_with_one_warning(ahead: bool) -> No
     assert said == [
         "The data that each rank reads by `parts` has different numbers of batches: rank 1 had 2, and rank 0 more, "
         "which are not used: all ranks stop at the same step. To use all data, pass "
-        '`setup_dataloaders(..., uneven="repeat")`, with which ranks that have ended repeat theirs, or make the '
-        "parts equal. This is reported once."
+        '`setup_dataloaders(..., uneven="repeat")`, with which ranks that have ended repeat their last batch, and it '
+        "counts zero in gradients; or make the parts equal. This is reported once."
     ]
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_ranks_that_have_ended_start_again_until_all_have_read_everything(ahead: bool) -> None:
+def test_ranks_that_have_ended_repeat_their_last_batch_until_all_have_read_everything(ahead: bool) -> None:
     for lengths in ([5, 2], [1, 4, 3]):
         for rank, (batches, said) in enumerate(agree_over_threads(lengths, "repeat", ahead=ahead, epochs=2)):
-            assert batches == [[step % lengths[rank] for step in range(max(lengths))]] * 2
+            assert batches == [[min(step, lengths[rank] - 1) for step in range(max(lengths))]] * 2
             assert len(said) == 1
     (_, said), _ = agree_over_threads([5, 2], "repeat", ahead=ahead)
     assert "has different numbers of batches: 5 on rank 0, 2 on rank 1. The ranks take 5 steps, and those" in said[0]
@@ -90,7 +90,7 @@ def test_what_a_loop_may_change_is_not_read_ahead() -> None:
     def body(collective: Collective) -> list[int]:
         state, seen = [0], []
         agreement = Agreement("stop", votes_over(collective), "parts", print, ahead=False)
-        for batch in agreement((state[0] for _ in range(4)), lambda: iter(()))[0]:
+        for batch in agreement((state[0] for _ in range(4)), lambda: None).batches:
             seen.append(batch)
             state[0] += 1
         return seen

@@ -49,6 +49,11 @@ def mistakes(fabric: Fabric) -> dict[str, str]:
     said["alone"] = sentence(fabric.backward, other(torch.ones(1, 3)).sum())
     with torch.no_grad():
         said["evaluation"] = sentence(other, torch.ones(1, 3))
+    fabric.backward(model(torch.ones(1, 3)).sum())
+    model.requires_grad_(False)
+    said["frozen"] = sentence(optimizer.step)
+    model.requires_grad_(True)
+    optimizer.zero_grad()
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     said["added"] = sentence(optimizer.step)
     optimizer.param_groups.pop()
@@ -68,6 +73,7 @@ def test_mistakes_under_ddp_sharded_raise_with_what_to_write() -> None:
     assert "RuntimeError: This backward computed gradients of `Linear`, set up without an optimizer" in said["alone"]
     assert said["evaluation"] == "no error"
     assert "RuntimeError: `SGD` was given 1 parameters after `fabric.setup`, which no rank owns" in said["added"]
+    assert "have gradients and are frozen in the step: FairScale would step on the rank that owns" in said["frozen"]
     assert "RuntimeError: 2 parameters of `Linear` ('weight', 'bias') were given other memory" in said["moved"]
 
 
