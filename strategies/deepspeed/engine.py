@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from fabric.strategies.collectives.packing import Spec
 from fabric.strategies.deepspeed.gradients import Placeholders
 from fabric.strategies.deepspeed.library import STAGE_3, look_up
+from fabric.strategies.deepspeed.state import as_changed
 from fabric.strategies.module.added_parameters import AddedParameters
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
 from fabric.strategies.module.copies import Hook
@@ -72,7 +73,6 @@ class Engine:
         if stage == 2:
             for group, parameters in enumerate(self.zero.params_in_partition):
                 self._places.update({parameter: (group, place) for place, parameter in enumerate(parameters)})
-        self._num_steps = 0
         self.discard()
         self.remember_weights()
 
@@ -264,41 +264,52 @@ class Engine:
             if gradient.count_nonzero():
                 raise RuntimeError(_CHANGED_GRADIENT.format(name=self.placeholders.names[parameter]))
 
-    def refuse_changed_weights(self) -> None:
-        """Raise RuntimeError if the user changed weights since the last step or load.
+    def follow_weights(self) -> None:
+        """Write what the program has changed in the weights since the last step into the shards that DeepSpeed trains.
 
-        A write through `.data` shows in the weights alone: they are compared in the steps 1, 2, 3, 5, 9 and so on.
+        At stage 3 the weights are released between forwards. Raises: RuntimeError: there they were changed; at the
+        other stages `parameter.data` has another shape, dtype or device.
         """
-        marks, then = self._marks(), self._marks_then
-        is_due = self.stage != 3 and self._num_steps & (self._num_steps - 1) == 0
-        self._num_steps += 1
-        changed = [number for number, (now, before) in enumerate(zip(marks, then, strict=True)) if now != before]
-        if not changed and not is_due:
-            return
-        has_moved = any(marks[number][1] != then[number][1] for number in changed)
-        if self.stage == 3 or has_moved or not self._are_as_trained():
-            parameter = self.trained[changed[0] if changed else 0]
-            raise RuntimeError(_CHANGED_WEIGHT.format(name=self.placeholders.names[parameter]))
+        marks = self._marks()
+        changed = [
+            number for number, (now, then) in enumerate(zip(marks, self._marks_then, strict=True)) if now != then
+        ]
+        if changed and self.stage == 3:
+            raise RuntimeError(_CHANGED_WEIGHT.format(name=self._name(changed[0])))
+        if changed:
+            self._move_back(changed)
+        if self.stage != 3:
+            zero = self.zero
+            partitions = zip(zero.parallel_partitioned_bit16_groups, zero.single_partition_of_fp32_groups, strict=True)
+            for (parts, trained), group in zip(partitions, zero.real_dp_process_group, strict=True):
+                trained.data.copy_(as_changed(trained.data, parts[torch.distributed.get_rank(group)]))
 
-    def _are_as_trained(self) -> bool:
-        """Whether this rank's shards of the weights equal those that DeepSpeed trains, because a change was undone."""
-        shards = zip(
-            self.zero.parallel_partitioned_bit16_groups, self.zero.single_partition_of_fp32_groups, strict=True
-        )
-        return all(
-            torch.equal(parts[torch.distributed.get_rank(group)].to(trained.device), trained.to(parts[0].dtype))
-            for (parts, trained), group in zip(shards, self.zero.real_dp_process_group, strict=True)
-        )
+    def _move_back(self, moved: Iterable[int]) -> None:
+        """Copy weights that were set by `parameter.data = other` to where DeepSpeed looks for them."""
+        given = {number: self.trained[number].data for number in moved}
+        for group in range(len(self.zero.bit16_groups)):
+            self.zero._update_model_bit16_weights(group)
+        for number, other in given.items():
+            weight = self.trained[number].data
+            if (other.shape, other.dtype, other.device) != (weight.shape, weight.dtype, weight.device):
+                raise RuntimeError(
+                    _OTHER_WEIGHT.format(name=self._name(number), now=Spec.of(other), then=Spec.of(weight))
+                )
+            weight.copy_(other)
+
+    def _name(self, number: int) -> str:
+        return self.placeholders.names[self.trained[number]]
 
     def remember_weights(self) -> None:
         """Record the current weights as those that DeepSpeed trains."""
         self._marks_then = self._marks()
 
-    def _marks(self) -> list[tuple[int, int]]:
-        """The version of each weight, and its address: `parameter.data = other` changes only that."""
-        if self.stage == 3:  # which allocates them in each forward
-            return [(parameter._version, 0) for parameter in self.trained]
-        return [(parameter._version, parameter.data_ptr()) for parameter in self.trained]
+    def _marks(self) -> list[int]:
+        """What `parameter.data = other` changes; at stage 3, which allocates weights in each forward, what a change in
+        place does."""
+        if self.stage == 3:
+            return [parameter._version for parameter in self.trained]
+        return [parameter.data_ptr() for parameter in self.trained]
 
     def _are_in_parameters(self) -> bool:
         """Whether gradients accumulate in `parameter.grad`, as in plain PyTorch."""
@@ -439,7 +450,7 @@ class Engine:
         self._follow_zero_grad()
         if not self._has_gradients:
             return
-        self.refuse_changed_weights()
+        self.follow_weights()
         self._reduce()
         self.engine.step()
         self.remember_weights()
@@ -562,9 +573,14 @@ _CHANGED_GRADIENT = (
     "instead of gradients, or use `strategy='ddp'`."
 )
 _CHANGED_WEIGHT = (
-    "`{name}` was changed after `fabric.setup`, by `load_state_dict` or in place, but DeepSpeed trains a copy of the "
-    "weights that it keeps in shards, so the step would undo the change. Change weights before `fabric.setup`, or load "
-    "them by `fabric.load` or `fabric.load_raw`, which also write the copy; or use `strategy='ddp'`."
+    "`{name}` was changed after `fabric.setup`, by `load_state_dict` or in place, but at ZeRO stage 3 DeepSpeed trains "
+    "a copy of the weights that it keeps in shards, so the step would undo the change. Change weights before "
+    "`fabric.setup`, or load them by `fabric.load` or `fabric.load_raw`, which also write the copy; or use "
+    "`strategy='deepspeed_stage_2'`."
+)
+_OTHER_WEIGHT = (
+    "`{name}.data` was replaced after `fabric.setup` by {now}, but DeepSpeed trains {then}. Keep shape, dtype and "
+    "device."
 )
 _RUN_TWICE = (
     "A second backward through one forward of `{name}`: at ZeRO stage 3 the weights were released after the first. Add "

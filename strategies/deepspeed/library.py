@@ -35,6 +35,7 @@ NAMES: Names = {
     },
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": {
         "bit16_groups single_partition_of_fp32_groups params_in_partition get_param_id": "the parameters of a shard",
+        "parallel_partitioned_bit16_groups _update_model_bit16_weights": "weights that the program changes are trained",
         "micro_step_id averaged_gradients all_grad_tensors overflow": "the window of accumulated gradients",
         "clear_backward_seen_flag finalize_gradient_accumulation_boundary needs_scaler loss_scale": "for each backward",
         "ipg_buckets reduce_ipg_grads": "the order in which ranks reduce is compared",

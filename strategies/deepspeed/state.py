@@ -91,7 +91,8 @@ class ZeroState(StateAccess):
         from deepspeed.utils import safe_get_full_fp32_param
 
         if id(tensor) in self.trained:
-            return _shaped(safe_get_full_fp32_param(tensor), tensor)
+            whole = _shaped(safe_get_full_fp32_param(tensor), tensor)
+            return whole if self.stage == 3 else as_changed(whole, tensor.detach())
         with GatheredParameters([tensor], enabled=is_sharded(tensor)):
             return tensor.detach().clone()
 
@@ -212,7 +213,10 @@ class ZeroState(StateAccess):
         mapping = cast(Any, parameter)._hp_mapping
         if mapping is None:  # this rank has no shard of it
             return no_shards(shape, torch.float32)
-        return flat_shard(shape, mapping.lp_fragment_address.start, mapping.get_hp_fragment(key).flatten(), rank)
+        start, own = mapping.lp_fragment_address.start, mapping.get_hp_fragment(key).flatten()
+        if key is None:
+            own = as_changed(own, parameter.detach().flatten()[start : start + own.numel()])
+        return flat_shard(shape, start, own, rank)
 
     def _keep(self, tensor: Tensor) -> Tensor:
         return tensor.cpu() if self.world.is_global_zero else torch.empty(0)
@@ -259,6 +263,15 @@ def _is_elementwise(key: str, value: Any, parameter: Tensor) -> bool:
 def _shape_of(parameter: Tensor) -> tuple[int, ...]:
     """The unsharded shape of the parameter."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def as_changed(trained: Tensor, weight: Tensor) -> Tensor:
+    """The weight as it is trained, except where the program has changed the weight that it sees: `(*S)`, `(*S)` ->
+    `(*S)`. Rounding alone is no change. Does not wait for the device."""
+    seen = weight.to(trained.device)
+    if seen.dtype == trained.dtype:
+        return seen
+    return torch.where(trained.to(seen.dtype) == seen, trained, seen.to(trained.dtype))
 
 
 def _shaped(whole: Tensor, parameter: Tensor) -> Tensor:
