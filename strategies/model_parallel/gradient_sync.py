@@ -16,6 +16,7 @@ from fabric.strategies.module.deferred_init import Unfilled
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
 from fabric.strategies.sharding.gathered import Gathered, mark_gathering, take_as_root
+from fabric.strategies.sharding.other_data import OtherData
 from fabric.strategies.sharding.same_gradients import SameGradients
 
 
@@ -31,6 +32,7 @@ class ModelParallelGradientSync(GradientSync):
         self.additions = Additions(module, by_name=bool(units))
         self.flags = GatheredFlags(module) if units else None
         self.gathered = Gathered(module, units)
+        self.other_data = OtherData(module, known={each.sharded_param for each in self.gathered.params()})
         self.order = ExecutionOrder(runtime, module, units)
         take_as_root(module, units)
         self.same = SameGradients(runtime, module, self.gathered)
@@ -65,6 +67,7 @@ class ModelParallelGradientSync(GradientSync):
     def _forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.unfilled.check(self.runtime.collective)
         self.additions.refuse()
+        self.other_data.refuse()
         if self.flags is not None:
             self.flags.update()
         output = function(*args, **kwargs)

@@ -32,6 +32,7 @@ from fabric.strategies.module.copies import Hook
 from fabric.strategies.module.forward import leave_uncompiled
 from fabric.strategies.module.parameter_rebinding import HOOKED
 from fabric.strategies.sharding.dtensor import as_sharded, user_class
+from fabric.strategies.sharding.other_data import OTHER_DATA, Storages
 from fabric.strategies.torch_internals import current_graph_task_id, disable_dynamo, require_fully_shard
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class Gathered:
         self._hooks: list[Any] = []
         self._module = module
         self._places = _places(_params(self._units))
-        self._storages: dict[Tensor, tuple[torch.UntypedStorage, Tensor]] = {}
+        self._storages = Storages()
         self._refuse_other_data()
         self._is_read = module in cast("Sequence[nn.Module]", units)
         if not self._units:
@@ -179,16 +180,9 @@ class Gathered:
             self._refuse(_REPLACED, [place for place in lost if place[0] in present])
 
     def _refuse_other_data(self) -> None:
-        """Raise RuntimeError after `parameter.data = other`: a DTensor then has another storage, and the same shard."""
-        moved = []
-        for part, _, name, each in self._places:
-            shard = each.sharded_param
-            if (
-                not shard.is_meta
-                and self._storages.setdefault(shard, storage := shard.untyped_storage()) is not storage
-            ):
-                moved.append((part, name))
-        self._refuse(_OTHER_DATA, moved)
+        """Raise RuntimeError after `parameter.data = other`."""
+        moved = [(part, name) for part, _, name, each in self._places if self._storages.is_other(each.sharded_param)]
+        self._refuse(OTHER_DATA, moved)
 
     def _refuse_hooks(self) -> None:
         """Raise RuntimeError for a hook on a shard: backward computes gradients of the gathered parameters."""
@@ -312,10 +306,6 @@ _ASSIGNED = (
     "A parameter was given another gradient by assignment to `grad` between forward and backward, and `fully_shard` "
     "would step with the one it keeps in shards. Assign it after backward, or change the loss. `None` discards the "
     "gradient."
-)
-_OTHER_DATA = (
-    "`parameter.data = ...` after `fabric.setup` does not change a parameter that is sharded (a DTensor): {names} of "
-    "`{model}`. Change it in place: `parameter.data.copy_(...)`, `parameter.data.clamp_(...)`."
 )
 _REPLACED = (
     "Parameters of `{model}` were replaced after `fabric.setup`, and `fully_shard` would run with those from before: "

@@ -1,0 +1,53 @@
+"""Finds `parameter.data = other` of DTensors. Torch changes the storage of the DTensor, and not its local tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from fabric.strategies.sharding.dtensor import as_sharded, user_class
+from fabric.strategies.torch_internals import disable_dynamo
+
+OTHER_DATA = (
+    "`parameter.data = ...` after `fabric.setup` does not change a parameter that is sharded (a DTensor): {names} of "
+    "`{model}`. Change it in place: `parameter.data.copy_(...)`, `parameter.data.clamp_(...)`."
+)
+
+
+@final
+class Storages:
+    """The storage that each tensor had when it was first seen."""
+
+    def __init__(self) -> None:
+        self._first: dict[Tensor, torch.UntypedStorage] = {}
+
+    def is_other(self, tensor: Tensor) -> bool:
+        """Whether the tensor has another storage than before. Never on the meta device."""
+        storage = tensor.untyped_storage()
+        return not tensor.is_meta and self._first.setdefault(tensor, storage) is not storage
+
+
+@final
+class OtherData:
+    """The DTensors of a module but for those in `known`, which are compared elsewhere."""
+
+    def __init__(self, module: nn.Module, known: Container[Tensor] = ()) -> None:
+        self._model, self._storages = user_class(module).__name__, Storages()
+        self._shards = {
+            name: each for name, each in module.named_parameters() if as_sharded(each) is not None and each not in known
+        }
+        self.refuse()
+
+    def refuse(self) -> None:
+        """Raise RuntimeError with the names of parameters that were given other data since. 0.4 us each."""
+        if self._shards:
+            self._refuse()
+
+    @disable_dynamo
+    def _refuse(self) -> None:
+        moved = [name for name, each in self._shards.items() if self._storages.is_other(each)]
+        if moved:
+            raise RuntimeError(OTHER_DATA.format(names=", ".join(map(repr, moved[:5])), model=self._model))
