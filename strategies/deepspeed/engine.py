@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from fabric.strategies.collectives.packing import Spec
 from fabric.strategies.deepspeed.gradients import Placeholders
 from fabric.strategies.deepspeed.library import STAGE_3, look_up
+from fabric.strategies.deepspeed.released import Released
 from fabric.strategies.deepspeed.state import as_changed
 from fabric.strategies.module.added_parameters import AddedParameters
 from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
@@ -58,6 +59,7 @@ class Engine:
         self._stepped: set[Tensor] = set()
         self._hooks: list[RemovableHandle] = [
             module.register_forward_pre_hook(Hook(self._enter), prepend=True),
+            module.register_forward_hook(Hook(self._leave)),  # after DeepSpeed's, which releases weights
             *(each.register_post_accumulate_grad_hook(self._reached_by_backward) for each in self.trained),  # type: ignore[no-untyped-call]
         ]
         self._places: dict[Tensor, tuple[int, int]] = {}
@@ -74,6 +76,7 @@ class Engine:
             for group, parameters in enumerate(self.zero.params_in_partition):
                 self._places.update({parameter: (group, place) for place, parameter in enumerate(parameters)})
         self.discard()
+        self.released = Released(module.named_parameters(), runtime.world.rank) if stage == 3 else None
         self.remember_weights()
 
     # Forward and backward
@@ -97,6 +100,8 @@ class Engine:
     def watch(self) -> Callable[[], None]:
         """Called before a backward. Returns a post-backward hook."""
         self._follow_zero_grad()
+        if self.released is not None:
+            self.released.refuse_other_data()
         self._is_started = False
         self.zero.clear_backward_seen_flag()
         if self.stage == 3 and self.zero.micro_step_id and len(self._accumulated) < len(self.trained):
@@ -110,6 +115,8 @@ class Engine:
             if check is not None:
                 check()
             self._set_placeholders()
+            if self.released is not None:
+                self.released.put()
 
         return finish
 
@@ -130,7 +137,14 @@ class Engine:
     def _enter(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():  # at stage 3 before the hooks of DeepSpeed, which would not know an added parameter
             self.added_parameters.refuse(NEVER_TRAINED)
+        if self.released is not None:
+            self.released.refuse_other_data()
         self._is_called = True
+
+    @disable_dynamo
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.released is not None:
+            self.released.put()
 
     def _starts_backward(self) -> Callable[[Tensor], None]:
         """A hook for the outputs of one forward; it starts the engine's backward when the first of them is reached."""
@@ -267,22 +281,20 @@ class Engine:
     def follow_weights(self) -> None:
         """Write what the program has changed in the weights since the last step into the shards that DeepSpeed trains.
 
-        At stage 3 the weights are released between forwards. Raises: RuntimeError: there they were changed; at the
-        other stages `parameter.data` has another shape, dtype or device.
+        Raises: RuntimeError: they were changed at stage 3; at the other stages `parameter.data` has another shape,
+        dtype or device.
         """
-        marks = self._marks()
-        changed = [
-            number for number, (now, then) in enumerate(zip(marks, self._marks_then, strict=True)) if now != then
-        ]
-        if changed and self.stage == 3:
-            raise RuntimeError(_CHANGED_WEIGHT.format(name=self._name(changed[0])))
-        if changed:
-            self._move_back(changed)
-        if self.stage != 3:
-            zero = self.zero
-            partitions = zip(zero.parallel_partitioned_bit16_groups, zero.single_partition_of_fp32_groups, strict=True)
-            for (parts, trained), group in zip(partitions, zero.real_dp_process_group, strict=True):
-                trained.data.copy_(as_changed(trained.data, parts[torch.distributed.get_rank(group)]))
+        if self.released is not None:
+            self.released.refuse_changes()
+            return
+        addresses = self._addresses()
+        moved = [n for n, (now, then) in enumerate(zip(addresses, self._addresses_then, strict=True)) if now != then]
+        if moved:
+            self._move_back(moved)
+        zero = self.zero
+        partitions = zip(zero.parallel_partitioned_bit16_groups, zero.single_partition_of_fp32_groups, strict=True)
+        for (parts, trained), group in zip(partitions, zero.real_dp_process_group, strict=True):
+            trained.data.copy_(as_changed(trained.data, parts[torch.distributed.get_rank(group)]))
 
     def _move_back(self, moved: Iterable[int]) -> None:
         """Copy weights that were set by `parameter.data = other` to where DeepSpeed looks for them."""
@@ -302,13 +314,12 @@ class Engine:
 
     def remember_weights(self) -> None:
         """Record the current weights as those that DeepSpeed trains."""
-        self._marks_then = self._marks()
+        if self.released is not None:
+            self.released.put()
+        self._addresses_then = self._addresses()
 
-    def _marks(self) -> list[int]:
-        """What `parameter.data = other` changes; at stage 3, which allocates weights in each forward, what a change in
-        place does."""
-        if self.stage == 3:
-            return [parameter._version for parameter in self.trained]
+    def _addresses(self) -> list[int]:
+        """What `parameter.data = other` changes."""
         return [parameter.data_ptr() for parameter in self.trained]
 
     def _are_in_parameters(self) -> bool:
@@ -571,12 +582,6 @@ _CHANGED_GRADIENT = (
     "The gradient of `{name}` was changed after `fabric.backward`, but DeepSpeed reduces it only in the step: until "
     "then it has the values, and the norm, of this rank alone. To clip, call `fabric.clip_gradients`; change the loss "
     "instead of gradients, or use `strategy='ddp'`."
-)
-_CHANGED_WEIGHT = (
-    "`{name}` was changed after `fabric.setup`, by `load_state_dict` or in place, but at ZeRO stage 3 DeepSpeed trains "
-    "a copy of the weights that it keeps in shards, so the step would undo the change. Change weights before "
-    "`fabric.setup`, or load them by `fabric.load` or `fabric.load_raw`, which also write the copy; or use "
-    "`strategy='deepspeed_stage_2'`."
 )
 _OTHER_WEIGHT = (
     "`{name}.data` was replaced after `fabric.setup` by {now}, but DeepSpeed trains {then}. Keep shape, dtype and "

@@ -56,7 +56,7 @@ STAGE_3: Names = {
         "_offload_boundary_param_ids": "the window of accumulated gradients",
     },
     "deepspeed.runtime.zero.partition_parameters:Init": {
-        "ds_tensor ds_shape": "the shard of a parameter, and its unsharded shape",
+        "ds_tensor ds_shape ds_numel ds_status": "the shard of a parameter, its unsharded shape, and if it is gathered",
         "_post_init_method": "parameters are compared over the ranks before they are sharded",
     },
     "deepspeed.runtime.zero.partition_parameters": {"is_zero_param": "whether a parameter is sharded"},
