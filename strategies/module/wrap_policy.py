@@ -18,9 +18,9 @@ SMALL_BYTES = 2**28
 def check_policy(policy: Policy | None, option: str) -> None:
     """Raise TypeError if the policy has another type. `option`: its name in the error."""
     if isinstance(policy, Collection) and not isinstance(policy, (str, nn.Module)):
-        strangers = [each for each in policy if not isinstance(each, type)]
-        if strangers:
-            raise TypeError(f"`{option}` has {strangers[0]!r}, which is not a class. Name classes of modules.")
+        others = [each for each in policy if not isinstance(each, type)]
+        if others:
+            raise TypeError(f"`{option}` has {others[0]!r}, which is not a class. Name classes of modules.")
     elif isinstance(policy, nn.Module):
         raise TypeError(
             f"`{option}` is a module, a `{type(policy).__name__}`. Pass its class, or a function of a module that "

@@ -75,7 +75,7 @@ def connect_program(
     if not xr.is_spmd():
         if runtime_is_initialized():
             raise RuntimeError(
-                f"This process has used an XLA device already, and `strategy={word!r}` must be told to XLA "
+                f"This process has used an XLA device already, and `strategy={word!r}` must be set in XLA "
                 "before that. Make the `Fabric`, and launch, before the first tensor on 'xla'."
             )
         xr.use_spmd()

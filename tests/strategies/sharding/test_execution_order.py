@@ -1,4 +1,4 @@
-"""Where the weights of a part travel as it runs, ranks that run parts in another order hear of it."""
+"""Ranks that run submodules in different orders raise, where a submodule's parameters are gathered when it runs."""
 
 from __future__ import annotations
 
@@ -121,5 +121,5 @@ def test_ranks_that_run_submodules_in_different_orders_raise(name: str, heard: s
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver")
     losses, said = fabric.launch(orders, heard, compiled) or ([], "")
     assert losses == pytest.approx(plain(), rel=1e-5)
-    assert "Experts` in different orders. Weights of a part travel as it runs" in said
+    assert "Experts` in different orders. A submodule's parameters are all-gathered when it runs" in said
     assert said.endswith("Number 0 is 'one' on rank 0, and 'two' on rank 1.")
