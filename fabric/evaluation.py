@@ -39,8 +39,8 @@ def gather_for_metrics(
         mine = _read(values, loader, pad_value)
     except (TypeError, ValueError, RuntimeError) as error:
         fault, mine = error, _Values([], None, pad_value)
-    said = torch.tensor([fault is not None, len(mine.batches), share.index], device="cpu")
-    faults, counts, shares = collective.all_gather(said).T.tolist()
+    own = torch.tensor([fault is not None, len(mine.batches), share.index], device="cpu")
+    faults, counts, shares = collective.all_gather(own).T.tolist()
     if any(faults):
         _raise_together(collective, fault)
     if not any(counts):
@@ -176,7 +176,7 @@ def _raise_together(collective: Collective, fault: Exception | None) -> None:
     words = collective.all_gather_object("" if fault is None else str(fault))
     if fault is not None:
         raise fault
-    rank = next(rank for rank, said in enumerate(words) if said)
+    rank = next(rank for rank, own in enumerate(words) if own)
     raise CollectiveError(f"`gather_for_metrics` on rank {rank}: {words[rank]}", rank=collective.rank)
 
 

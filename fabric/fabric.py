@@ -360,7 +360,7 @@ class Fabric:
         check_optimizers(*optimizers)
         runtime = self._connected
         self._refuse_twice(module, *optimizers)
-        strangers = self._outside(optimizers, module)
+        bare = self._outside(optimizers, module)
         refuse_renormalized(runtime, module)
         if self.strategy.sets_up_one_model:
             refuse_different_models(runtime, module, fills_from_rank_zero=self.strategy.fills_from_rank_zero)
@@ -378,7 +378,7 @@ class Fabric:
         self._models[prepared.module] = prepared
         runtime.rank_rng.has_model = True
         self._optimizers.update(dict.fromkeys(prepared.optimizers, prepared.state))
-        self._take_in(strangers, prepared.optimizers, move=move_to_device)
+        self._take_in(bare, prepared.optimizers, move=move_to_device)
         self._tell_skips(prepared.optimizers)
         self._guard_steps(prepared.optimizers)
         if self._replica_check is not None:
@@ -405,11 +405,11 @@ class Fabric:
             raise ValueError("`fabric.setup_optimizers()` was given no optimizer. Pass at least one.")
         check_optimizers(*optimizers)
         self._refuse_twice(*optimizers)
-        strangers = self._outside(optimizers)
+        bare = self._outside(optimizers)
         self._open.callback(self.strategy.setup_optimizers(self._connected, optimizers))
         shared = next((model.state for model in self._models.values()), PLAIN)  # for parameters outside of any module
         self._optimizers.update({each: self._state_access(each, otherwise=shared) for each in optimizers})
-        self._take_in(strangers, optimizers, move=True)
+        self._take_in(bare, optimizers, move=True)
         self._tell_skips(optimizers)
         self._guard_steps(optimizers)
         self._compare_after_steps(optimizers)
@@ -1254,26 +1254,26 @@ class Fabric:
             )
         if self._unprepared is not None:
             self._unprepared.refuse_replaced(optimizers)
-        strangers = outside(optimizers, (*self._models, *coming))
+        bare = outside(optimizers, (*self._models, *coming))
         lack = self.strategy.lacks.get("bare_parameters")
         if lack is not None and self.world_size == 1:
             return []
-        if strangers and lack is not None:
-            optimizer, parameter = strangers[0]
+        if bare and lack is not None:
+            optimizer, parameter = bare[0]
             raise ValueError(
-                f"The `{type(optimizer).__name__}` holds {len(strangers)} parameters (the first of shape "
+                f"The `{type(optimizer).__name__}` holds {len(bare)} parameters (the first of shape "
                 f"{tuple(parameter.shape)}) that belong to no module set up so far. {lack}"
             )
-        refuse_shards(strangers)
-        return [parameter for _, parameter in strangers]
+        refuse_shards(bare)
+        return [parameter for _, parameter in bare]
 
-    def _take_in(self, strangers: Sequence[Tensor], optimizers: Sequence[Optimizer], *, move: bool) -> None:
+    def _take_in(self, bare: Sequence[Tensor], optimizers: Sequence[Optimizer], *, move: bool) -> None:
         """Average parameters that are in no module, and raise if such a parameter is added later."""
-        if strangers:
+        if bare:
             if self._bare is None:
                 self._bare = BareParameters(self._connected)
                 self._open.callback(self._bare.release)
-            self._bare.add(strangers, move=move)
+            self._bare.add(bare, move=move)
         if self.world_size > 1 and "bare_parameters" not in self.strategy.lacks:
             for optimizer in optimizers:
                 self._open.callback(refuse_later(optimizer, partial(self._unknown, optimizer)))
@@ -1288,9 +1288,9 @@ class Fabric:
 
     def _unknown(self, optimizer: Optimizer) -> list[Tensor]:
         """The parameters of an optimizer that nothing averages."""
-        strangers = [parameter for _, parameter in outside([optimizer], self._models)]
+        bare = [parameter for _, parameter in outside([optimizer], self._models)]
         known = () if self._bare is None else self._bare
-        return [each for each in strangers if as_sharded(each) is None and each not in known]
+        return [each for each in bare if as_sharded(each) is None and each not in known]
 
     def _stop_request(self) -> StopRequest:
         if self._stop is None:

@@ -181,8 +181,8 @@ def _topology(request: Request, machine: Machine, num_processes: int) -> Topolog
     if request.num_nodes == 1:
         return Topology(num_processes=num_processes, log_dir=request.log_dir, prefix_output=request.prefix_output)
     rank, address, port = (
-        said if said is not None else found
-        for said, found in (
+        written if written is not None else found
+        for written, found in (
             (request.node_rank, machine.node_rank),
             (request.main_address, machine.main_address),
             (request.main_port, machine.main_port),

@@ -82,9 +82,7 @@ _TABLE = (
     LauncherRow(
         name="fork",
         path="fork:Fork",
-        description=(
-            "goes on from the very line; safe while the process has one thread and its accelerator is untouched"
-        ),
+        description="continues at the line of `launch()`; safe with one thread and an unused accelerator",
         why=_where_processes_fork,
     ),
     LauncherRow(

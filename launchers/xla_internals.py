@@ -19,7 +19,7 @@ NAMES: Names = {
         "_xla_set_default_device": "the device of a thread",
         "_xla_runtime_is_initialized": "whether this process holds the devices; asking in public opens them",
         "_get_xla_sharding_spec _get_xla_op_sharding _xla_mark_sharding": (
-            "a tensor's sharding over devices, and another with the same; `mark_sharding` is not told by a tensor"
+            "how a tensor is sharded over devices, and the same for another one: `mark_sharding` cannot copy it"
         ),
     },
     "torch_xla._internal.pjrt": {"initialize_multiprocess": "tells PJRT which process of the host this is"},

@@ -115,11 +115,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     """A line with what was skipped and why, and a line with what is left to `make check`."""
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped"))
     if reasons:
-        told = "; ".join(f"{number} ({reason})" for reason, number in reasons.most_common())
-        terminalreporter.write_line(f"{reasons.total()} skipped: {told}")
+        counted = "; ".join(f"{number} ({reason})" for reason, number in reasons.most_common())
+        terminalreporter.write_line(f"{reasons.total()} skipped: {counted}")
     if files := Counter(config.stash[LEFT]):
-        told = ", ".join(f"{number} of {file}" for file, number in files.most_common())
-        terminalreporter.write_line(f"{files.total()} left to `make check`: {told}")
+        counted = ", ".join(f"{number} of {file}" for file, number in files.most_common())
+        terminalreporter.write_line(f"{files.total()} left to `make check`: {counted}")
 
 
 FOREIGN = ("tqdm_monitor",)

@@ -64,8 +64,8 @@ class XLAAccelerator(Accelerator):
         if client == "CPU":
             return None
         if client != "TPU":
-            said = "is not set" if client is None else f"is {client!r}"
-            return f"PJRT_DEVICE {said}. Set `PJRT_DEVICE=TPU`, or `PJRT_DEVICE=CPU` to run XLA on the processor."
+            setting = "is not set" if client is None else f"is {client!r}"
+            return f"PJRT_DEVICE {setting}. Set `PJRT_DEVICE=TPU`, or `PJRT_DEVICE=CPU` to run XLA on the processor."
         return None if _num_tpu_devices() else "PJRT_DEVICE=TPU, but this machine has no TPU."
 
     def device(self, index: int) -> torch.device:

@@ -3,7 +3,7 @@
 All calls on process groups go through torch's dispatcher, also those that DDP's reducer makes in C++. So one kernel for
 each operator of `c10d` sees them all, on every group and in every thread, and while none is registered they cost
 nothing. The ranks of the group compare what they are about to call as `call_check.py` does: one all-reduce of two
-numbers; the calls themselves travel only for the error. So each call waits until all ranks of its group make it, also
+numbers; the calls themselves are sent only for the error. So each call waits until all ranks of its group make it, also
 one that was started with `async_op=True`.
 
 Unlike `TORCH_DISTRIBUTED_DEBUG=DETAIL`, it needs no second process group, compares the line of the program, and works

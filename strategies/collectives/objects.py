@@ -67,9 +67,9 @@ def _broadcast_bytes(collective: Collective, mine: bytes, src: int) -> bytes:
     """Return the bytes of rank `src` on every rank: one message with their length and start, then the rest if
     needed."""
     header = bytearray(len(mine).to_bytes(8, "little") + mine[:_INLINE_BYTES]).ljust(_HEADER_BYTES, b"\0")
-    heard = to_bytes(collective.broadcast(to_tensor(header), src))
-    length = int.from_bytes(heard[:8], "little")
-    start = heard[8 : 8 + min(length, _INLINE_BYTES)]
+    received = to_bytes(collective.broadcast(to_tensor(header), src))
+    length = int.from_bytes(received[:8], "little")
+    start = received[8 : 8 + min(length, _INLINE_BYTES)]
     rest = bytearray(mine[_INLINE_BYTES:] or max(length - _INLINE_BYTES, 0))
     return start + to_bytes(collective.broadcast(to_tensor(rest), src)) if rest else start
 

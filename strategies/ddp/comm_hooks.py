@@ -69,7 +69,7 @@ def why_not(hook: CommHook, backend: str, num_processes: int, param_dtype: torch
     if isinstance(hook, str) and param_dtype.itemsize <= _DTYPES[hook].itemsize:
         return (
             f"`comm_hook={hook!r}` rounds gradients to {_DTYPES[hook]}, but this precision has them in {param_dtype}: "
-            "nothing would become shorter. Leave `comm_hook` out."
+            "no fewer bytes would be sent. Leave `comm_hook` out."
         )
     if isinstance(hook, PowerSGD) and num_processes > 1 and backend == "gloo":
         # It issues collectives from callbacks, which gloo's threads run in a different order on each rank: the process
@@ -101,10 +101,10 @@ def register(parallel: DistributedDataParallel, hook: CommHook) -> None:
 
 def _register(parallel: DistributedDataParallel, state: Any, hook: TorchHook) -> None:
     # torch needs a name, which a partial does not have, and refuses annotations that are strings.
-    def travel(state, bucket):  # type: ignore[no-untyped-def]
+    def reduce_bucket(state, bucket):  # type: ignore[no-untyped-def]
         return hook(state, bucket)
 
-    parallel.register_comm_hook(state, travel)
+    parallel.register_comm_hook(state, reduce_bucket)
 
 
 def _round(state: tuple[torch.dtype, dist.ProcessGroup], bucket: Any) -> Future[Tensor]:

@@ -1,4 +1,4 @@
-"""Optimizer state dealt out over ranks that each hold the whole model and its averaged gradients (ZeRO, stage 1).
+"""Optimizer state sharded over ranks that each hold the whole model and its averaged gradients (ZeRO, stage 1).
 
 The optimizer stays the user's own: during its `step` a rank sees the gradients of the parameters that it owns, and so
 steps, and keeps state for, exactly those; then every rank takes their new values from their owner. Torch's
@@ -100,7 +100,7 @@ class _Share:
         return loss
 
     def _hide(self) -> None:
-        """Optimizers pass over a parameter without gradient."""
+        """Optimizers skip a parameter without a gradient."""
         self.hidden = [(p, p.grad) for p in self.owner if p.grad is not None and self._is_others(p)]
         for parameter, _ in self.hidden:
             parameter.grad = None
@@ -114,7 +114,7 @@ class _Share:
         self._show()
         moved = [parameter for parameter in self.owner if parameter.requires_grad or parameter.grad is not None]
         fill_from(self.collective, ((parameter, self.owner[parameter]) for parameter in moved))
-        # Written past autograd, which is to know: a backward through a forward from before is wrong on every rank.
+        # `.data` was written, which autograd does not see: after this, a backward through an earlier forward raises.
         torch.autograd.graph.increment_version(moved)
 
     def _refuse_part(self, optimizer: Optimizer) -> None:
@@ -126,7 +126,7 @@ class _Share:
         )
 
     def _keep_owned(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Of a whole state, what belongs to this rank's parameters."""
+        """The part of an unsharded state that belongs to this rank's parameters."""
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
         others = {i for i, p in zip(indices, parameters_of(optimizer), strict=False) if self._is_others(p)}
         return {**state_dict, "state": {key: one for key, one in state_dict["state"].items() if key not in others}}
@@ -134,7 +134,7 @@ class _Share:
 
 @final
 class OwnersState(StateAccess):
-    """Modules are whole on every rank; the state of an optimizer comes from whoever has it, a parameter at a time."""
+    """Modules are unsharded; an optimizer's state is received from the ranks that own it, one parameter at a time."""
 
     def __init__(self, collective: Collective) -> None:
         self.collective = collective
@@ -152,7 +152,7 @@ class OwnersState(StateAccess):
         PLAIN.load_optimizer(optimizer, content)
 
     def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state, on the CPU of rank 0."""
+        """The unsharded state, on the CPU of rank 0."""
         parameters, state = parameters_of(optimizer), optimizer.state
         held = self.collective.all_gather_object([i for i, p in enumerate(parameters) if p in state])
         owner = {index: rank for rank, indices in enumerate(held) for index in indices}

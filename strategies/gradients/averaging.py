@@ -95,7 +95,7 @@ class MeshAveraging:
         """Called within each backward, for each gradient."""
         if self.synced and not self.expected:
             raise RuntimeError(
-                "`loss.backward()` computes gradients that nobody averages over the mesh: those of "
+                "`loss.backward()` computes gradients that are not averaged over the mesh: those of "
                 f"`{type(self.module).__name__}` are averaged after it, by `fabric.backward(loss)`. Call that."
             )
 
@@ -139,9 +139,10 @@ class Replicas:
 
 _UNEQUAL = (
     "The gradient of `{name}` must be the same on the {size} ranks along the axis 'tensor', but differs by "
-    "{spread:.2g} (its largest element is {largest:.2g}): each rank computed it from other activations, and nobody "
-    "adds the parts up. Give its module a plan in `parallelize_fn` (`SequenceParallel()`, `ColwiseParallel()`, "
-    "`RowwiseParallel()`), give it activations that are whole on every rank, or seed the ranks alike."
+    "{spread:.2g} (its largest element is {largest:.2g}): each rank computed it from other activations, and no "
+    "collective adds the parts up. Give its module a plan in `parallelize_fn` (`SequenceParallel()`, "
+    "`ColwiseParallel()`, `RowwiseParallel()`), give it activations that are whole on every rank, or seed the ranks "
+    "alike."
 )
 
 

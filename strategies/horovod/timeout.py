@@ -65,7 +65,7 @@ class Watch:
     def _late(self, operation: str, tensor: Tensor, number: int) -> CollectiveError:
         """The error of a timeout: it names the ranks that have arrived and those that have not."""
         says = [self._store.get(f"{rank}") if self._store.check([f"{rank}"]) else b"" for rank in range(self._size)]
-        here = [rank for rank, said in enumerate(says) if said == str(number).encode()]
+        here = [rank for rank, value in enumerate(says) if value == str(number).encode()]
         missing = [rank for rank in range(self._size) if rank not in here]
         return CollectiveError(
             f"`{operation}` of a tensor {Spec.of(tensor)} on rank {self._rank} of {self._size}, its call {number}, "

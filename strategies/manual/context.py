@@ -95,10 +95,10 @@ class Parallelized:
     def __post_init__(self) -> None:
         if not isinstance(self.module, nn.Module):
             raise TypeError(f"`Parallelized(module={self.module!r})` is no module. Pass the one that the loop calls.")
-        strangers = [part for part in self.averaged_modules if not isinstance(part, nn.Module)]
-        if strangers:
+        others = [part for part in self.averaged_modules if not isinstance(part, nn.Module)]
+        if others:
             raise TypeError(
-                f"`Parallelized(averaged=...)` has a `{type(strangers[0]).__name__}`, which is not a module. Pass "
+                f"`Parallelized(averaged=...)` has a `{type(others[0]).__name__}`, which is not a module. Pass "
                 "modules; `nn.ParameterList([...])` makes a module of parameters."
             )
 

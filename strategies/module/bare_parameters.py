@@ -112,9 +112,9 @@ def outside(optimizers: Iterable[Optimizer], modules: Iterable[nn.Module]) -> li
     return [(each, p) for each in optimizers for p in dict.fromkeys(parameters_of(each)) if id(p) not in known]
 
 
-def refuse_shards(strangers: Iterable[tuple[Optimizer, Tensor]]) -> None:
+def refuse_shards(others: Iterable[tuple[Optimizer, Tensor]]) -> None:
     """Raise ValueError for a DTensor: it belongs to a model that was not set up."""
-    for optimizer, parameter in strangers:
+    for optimizer, parameter in others:
         if as_sharded(parameter) is not None:
             raise ValueError(
                 f"The `{type(optimizer).__name__}` holds a sharded parameter, of shape {tuple(parameter.shape)}, "
@@ -137,11 +137,11 @@ def refuse_later(optimizer: Optimizer, find: Callable[[], Sequence[Tensor]]) -> 
             number += len(group["params"])
         if number == seen:
             return
-        strangers = [parameter for parameter in find() if parameter not in known]
-        if strangers:
+        others = [parameter for parameter in find() if parameter not in known]
+        if others:
             raise RuntimeError(
-                f"The `{type(optimizer).__name__}` was given {len(strangers)} parameters after it was set up (the "
-                f"first of shape {tuple(strangers[0].shape)}) that are in no module that was set up, so their "
+                f"The `{type(optimizer).__name__}` was given {len(others)} parameters after it was set up (the "
+                f"first of shape {tuple(others[0].shape)}) that are in no module that was set up, so their "
                 "gradients were not averaged over the ranks. Make an optimizer of them, and pass it to "
                 "`fabric.setup_optimizers`, or set up the module that they are in."
             )

@@ -18,9 +18,9 @@ SMALL_BYTES = 2**28
 def check_policy(policy: Policy | None, option: str) -> None:
     """Raise TypeError if the policy has another type. `option`: its name in the error."""
     if isinstance(policy, Collection) and not isinstance(policy, (str, nn.Module)):
-        strangers = [each for each in policy if not isinstance(each, type)]
-        if strangers:
-            raise TypeError(f"`{option}` has {strangers[0]!r}, which is not a class. Name classes of modules.")
+        others = [each for each in policy if not isinstance(each, type)]
+        if others:
+            raise TypeError(f"`{option}` has {others[0]!r}, which is not a class. Name classes of modules.")
     elif isinstance(policy, nn.Module):
         raise TypeError(
             f"`{option}` is a module, a `{type(policy).__name__}`. Pass its class, or a function of a module that "
@@ -56,17 +56,17 @@ def whole_at_once(module: nn.Module) -> str | None:
     size = _bytes(module.parameters())
     if size < SMALL_BYTES:
         return None
-    said = (
+    warning = (
         f"`{type(module).__name__}` has {size / 2**30:.1f} GiB of parameters, and `strategy='fsdp'` without "
         "`auto_wrap_policy` gathers all of them at once on every rank, which saves no memory in forward."
     )
     block = _largest_repeated(module)
     if block is None:
-        return f"{said} Name the classes of its largest submodules: `FSDPStrategy(auto_wrap_policy={{...}})`."
+        return f"{warning} Name the classes of its largest submodules: `FSDPStrategy(auto_wrap_policy={{...}})`."
     kind, count = block
     name = f"nn.{kind.__name__}" if kind.__module__.startswith("torch.nn.") else kind.__name__
     return (
-        f"{said} It has {count} submodules of class `{name}`: write `FSDPStrategy(auto_wrap_policy={{{name}}})` to "
+        f"{warning} It has {count} submodules of class `{name}`: write `FSDPStrategy(auto_wrap_policy={{{name}}})` to "
         "gather one of them at a time."
     )
 

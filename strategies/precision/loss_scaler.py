@@ -148,8 +148,8 @@ class LossScaler:
         if any(argument is not None for argument in (*args[1:], *kwargs.values())):  # args[0] is the optimizer
             raise RuntimeError(
                 f"`{type(optimizer).__name__}.step(closure)` under a precision that scales losses: the closure "
-                "computes gradients of its own, which nobody would divide. Call `step()` without a closure, or choose "
-                "`precision='bf16-mixed'` or `'32-true'`, which need no scaling."
+                "computes gradients of its own, which would not be divided by the loss scale. Call `step()` without a "
+                "closure, or choose `precision='bf16-mixed'` or `'32-true'`, which need no scaling."
             )
         gradients = self._known[optimizer]
         if not self.unscale(optimizer):

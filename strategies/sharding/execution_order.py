@@ -33,7 +33,7 @@ class ExecutionOrder:
 
     def __init__(self, runtime: Runtime, module: nn.Module, parts: Iterable[Any]) -> None:
         self._runtime, self._module = runtime, module
-        self._sentence = _APART.format(name=user_class(module).__name__)
+        self._sentence = _DIFFERENT.format(name=user_class(module).__name__)
         self._ran: list[str] = []
         self._compare: Callable[[], None] | None = None
         chosen = set(parts)
@@ -106,12 +106,12 @@ def start_comparing(runtime: Runtime, names: Sequence[str], sentence: str) -> Ca
 
     def compare() -> None:
         if (gathered() != checksum).any():
-            raise RuntimeError(f"{sentence} {_first_apart(runtime.collective.all_gather_object(list(names)))}")
+            raise RuntimeError(f"{sentence} {_first_difference(runtime.collective.all_gather_object(list(names)))}")
 
     return compare
 
 
-def _first_apart(named: Sequence[Sequence[str]]) -> str:
+def _first_difference(named: Sequence[Sequence[str]]) -> str:
     """The first difference between the ranks' lists of names, of which at least two differ."""
     for place, several in enumerate(zip_longest(*named)):
         for rank, name in enumerate(several):
@@ -124,8 +124,8 @@ def _quoted(name: str | None) -> str:
     return "none" if name is None else repr(name)
 
 
-_APART = (
-    "Ranks ran parts of `{name}` in different orders. Weights of a part travel as it runs, and ranks pair what they "
-    "send by when they send it. Run the same parts in the same order on every rank, or pass "
+_DIFFERENT = (
+    "Ranks ran submodules of `{name}` in different orders. A submodule's parameters are all-gathered when it runs, and "
+    "collectives are matched by issue order. Run the same submodules in the same order on every rank, or pass "
     "`strategy='ddp_find_unused_parameters_true'`."
 )

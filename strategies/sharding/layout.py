@@ -99,7 +99,7 @@ def layout_of(module: nn.Module, mesh: DeviceMesh) -> Layout:
         averaged = axes & set(data)
         if averaged and parameter not in managed:
             raise ValueError(
-                f"`{name}` lies over the axis {_words(averaged)}, whose ranks have different data, but not by "
+                f"`{name}` is sharded over the axis {_words(averaged)}, whose ranks have different data, but not by "
                 f"`fully_shard`, so its gradients would be wrong. Use `fully_shard(module, mesh=mesh['shard'])`; "
                 "`parallelize_module` and `distribute_tensor` are for `mesh['tensor']`."
             )
@@ -131,14 +131,14 @@ def _axes_of(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> frozenset[
     axes = axes_of(sharded.device_mesh, mesh)
     if axes is None:
         raise ValueError(
-            f"`{name}` lies over a mesh of its own, {sharded.device_mesh}, which runs along no axes of the mesh that "
-            "`parallelize_fn` was given. Take parts of that one: `mesh['tensor']`, `mesh['data', 'shard']`."
+            f"`{name}` is sharded over a mesh of its own, {sharded.device_mesh}, which is no submesh of the mesh "
+            "that `parallelize_fn` was given. Take parts of that one: `mesh['tensor']`, `mesh['data', 'shard']`."
         )
     mixed = next((each for each in axes if len(each) > 1 and not each <= set(DATA_AXES)), None)
     if mixed is not None:
         raise ValueError(
-            f"`{name}` lies over the axes {_words(mixed)} as if they were one. Ranks along 'tensor' have the same data "
-            "and those along 'shard' different data. Name the mesh: `fully_shard(module, mesh=mesh['shard'])`."
+            f"`{name}` is sharded over the axes {_words(mixed)} as one. Ranks along 'tensor' have the same data and "
+            "those along 'shard' different data. Name the mesh: `fully_shard(module, mesh=mesh['shard'])`."
         )
     return frozenset[str]().union(*axes)
 
@@ -170,7 +170,7 @@ def _refuse_unused(mesh: DeviceMesh, used: set[str]) -> None:
     for axis, way in ways.items():
         if degree(mesh, axis) > 1 and axis not in used:
             raise ValueError(
-                f"`{axis}={degree(mesh, axis)}` was written, but `parallelize_fn` laid no parameter over "
+                f"`{axis}={degree(mesh, axis)}` was written, but `parallelize_fn` sharded no parameter over "
                 f"`mesh[{axis!r}]`. Call {way} in it, or write `{axis}=1`."
             )
 

@@ -75,7 +75,7 @@ def connect_program(
     if not xr.is_spmd():
         if runtime_is_initialized():
             raise RuntimeError(
-                f"This process has used an XLA device already, and `strategy={word!r}` must be told to XLA "
+                f"This process has used an XLA device already, and `strategy={word!r}` must be set in XLA "
                 "before that. Make the `Fabric`, and launch, before the first tensor on 'xla'."
             )
         xr.use_spmd()
@@ -131,11 +131,11 @@ def axes_of(tensor: Tensor, mesh: Any) -> frozenset[str]:
 
     from fabric.launchers.xla_internals import sharding_of
 
-    said = _TILES.match(sharding_of(tensor))
-    if said is None:
+    match = _TILES.match(sharding_of(tensor))
+    if match is None:
         return frozenset()
-    tiles, devices = (numpy.array([int(number) for number in numbers.split(",")]) for numbers in said.groups())
-    copies = tiles[-1] if "last_tile_dim_replicate" in said.string else 1
+    tiles, devices = (numpy.array([int(number) for number in numbers.split(",")]) for numbers in match.groups())
+    copies = tiles[-1] if "last_tile_dim_replicate" in match.string else 1
     part_of = {device: index // copies for index, device in enumerate(devices.tolist())}
     parts = numpy.vectorize(part_of.__getitem__)(mesh.get_logical_mesh())
     return frozenset(axis for dim, axis in enumerate(mesh.axis_names) if (parts != parts.take([0], dim)).any())

@@ -64,10 +64,10 @@ def place(tmp_path: Path) -> Path:
 
 
 def places(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
-    """What the ranks said, by rank."""
+    """What the ranks printed, by rank."""
     assert done.returncode == 0, done.stderr
-    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return sorted(said, key=lambda place: place["rank"])
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return sorted(found, key=lambda place: place["rank"])
 
 
 def check_world(found: list[dict[str, Any]], *, size: int, launcher: str) -> None:
@@ -108,8 +108,8 @@ def test_a_batch_script_is_not_a_rank_and_srun_in_it_starts_ranks(cluster: Slurm
     script.write_text("\n".join(("#!/bin/sh", *commands)))
     job = cluster.run("sbatch", "--parsable", "--nodes=2", "--ntasks=2", "--output", output, script).stdout.strip()
     wait_for(over, cluster, output, job)  # `sbatch --wait` looks every 2 s, then every 4 s, then every 8 s
-    said = output.read_text()
-    alone, *together = places(subprocess.CompletedProcess((), 0, said, said))
+    text = output.read_text()
+    alone, *together = places(subprocess.CompletedProcess((), 0, text, text))
     assert (alone["launcher"], alone["size"]) == (None, 1)
     check_world(together, size=2, launcher="slurm")
 
@@ -124,15 +124,15 @@ def test_one_task_with_a_terminal_is_a_person_and_several_are_ranks(cluster: Slu
 
 
 def on_terminal(cluster: Slurm, *command: str | Path) -> list[dict[str, Any]]:
-    """Type a command at a terminal. What the ranks said there, by rank."""
+    """Type a command at a terminal. What the ranks printed there, by rank."""
     ours, theirs = os.openpty()
     session = ("setsid", "--ctty", "--wait")  # salloc wants the terminal to be its session's own
     with cluster.start(*session, *command, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE) as process:
         _, errors = process.communicate(timeout=110)
-    said = os.read(ours, 65536).decode() if select.select([ours], [], [], 0)[0] else ""
+    text = os.read(ours, 65536).decode() if select.select([ours], [], [], 0)[0] else ""
     os.close(ours)
     os.close(theirs)
-    return places(subprocess.CompletedProcess(process.args, process.returncode, said, errors))
+    return places(subprocess.CompletedProcess(process.args, process.returncode, text, errors))
 
 
 def test_tasks_that_are_called_bash_are_ranks(cluster: Slurm, place: Path) -> None:

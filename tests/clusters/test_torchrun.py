@@ -58,9 +58,9 @@ def test_two_nodes_are_one_world(nodes: tuple[Machine, ...], place: Path) -> Non
         agents = [stack.enter_context(node.start(sys.executable, *TORCHRUN, *meet, place, **pipes)) for node in nodes]
         for agent in agents:
             stack.callback(agent.kill)
-        said = [agent.communicate(timeout=110) for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], said
-    found = [json.loads(line) for output, _ in said for line in output.splitlines()]
+        outputs = [agent.communicate(timeout=110) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    found = [json.loads(line) for output, _ in outputs for line in output.splitlines()]
     assert {(one["sum"], one["launcher"], one["attempt"]) for one in found} == {(15.0, "torchelastic", 0)}
     assert sorted((one["rank"], one["node_rank"], one["local_rank"]) for one in found) == [
         (0, 0, 0),

@@ -74,9 +74,21 @@ def load(fabric: Fabric, paths: list[str], seed: int) -> None:
             )
 
 
+EVERY = len(SAVED_BY)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_checkpoint_of_any_strategy_goes_on_in_every_other_and_with_other_numbers_of_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "num_checkpoints",
+    [3, pytest.param(EVERY, marks=pytest.mark.thorough)],
+    ids=["three of the others", "all"],
+)
+def test_a_checkpoint_of_any_strategy_resumes_under_others_and_with_other_numbers_of_ranks(
+    num_checkpoints: int, tmp_path: Path
+) -> None:
+    """The format is one, so `make test` loads under each strategy what three others have saved, and each checkpoint
+    under three strategies."""
     seed = random.randrange(2**31)
     print(f"seed {seed}")
     for name, size in SAVED_BY.items():
@@ -88,5 +100,7 @@ def test_a_checkpoint_of_any_strategy_goes_on_in_every_other_and_with_other_numb
         tied = expected.keys() - model.keys()
         assert len(tied) == 1, f"under {name} {tied} are the names that were left out"
         torch.testing.assert_close(model, {key: expected[key] for key in model}, rtol=0, atol=0)
-    for name, size in LOADED_BY.items():
-        launch(name, size, load, [str(tmp_path / other) for other in SAVED_BY], seed)
+    savers = [str(tmp_path / name) for name in SAVED_BY]
+    for place, (name, size) in enumerate(LOADED_BY.items(), start=1):
+        others = [savers[(place + 3 * number) % EVERY] for number in range(num_checkpoints)]
+        launch(name, size, load, others, seed)

@@ -46,8 +46,8 @@ def test_launching_without_a_function_gives_the_numbers_of_one_process(
     print(f"seed {seed}")
     program = tmp_path / "train.py"
     program.write_text(SCRIPT)
-    said = run(program, launcher, size, str(seed))
-    assert eval(said.splitlines()[-1]) == [("sgd", "equal", ""), ("adamw", "equal", ""), ("load", "equal", "")]
+    output = run(program, launcher, size, str(seed))
+    assert eval(output.splitlines()[-1]) == [("sgd", "equal", ""), ("adamw", "equal", ""), ("load", "equal", "")]
 
 
 RANDOM = """

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import template
 
 PACKAGE = '''
 """Strategies that are ddp, but for one thing."""
@@ -102,7 +102,7 @@ def test_a_wrong_strategy_fails_and_a_right_one_passes(tmp_path: Path) -> None:
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
     (installed / "entry_points.txt").write_text(ENTRY_POINTS)
     (tmp_path / "test_outside.py").write_text(TESTS)
-    said = subprocess.run(
+    output = template.run(
         [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", "test_outside.py"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
@@ -110,7 +110,7 @@ def test_a_wrong_strategy_fails_and_a_right_one_passes(tmp_path: Path) -> None:
         text=True,
         timeout=280,
     ).stdout
-    lines = re.findall(r"^(PASSED|FAILED) test_outside.py::test_strategy\[(\S+)\]", said, re.MULTILINE)
+    lines = re.findall(r"^(PASSED|FAILED) test_outside.py::test_strategy\[(\S+)\]", output, re.MULTILINE)
     ended = {name: outcome for outcome, name in lines}
     assert ended == {
         "outside-sgd": "PASSED",
@@ -121,10 +121,10 @@ def test_a_wrong_strategy_fails_and_a_right_one_passes(tmp_path: Path) -> None:
         "outside_modest-clip_value": "FAILED",
         "outside_boastful-sgd": "PASSED",
         "outside_boastful-clip_value": "FAILED",
-    }, said
+    }, output
     for words in (
         r"sgd \(ten steps of SGD with momentum\) over 'outside_summed', 2 devices: seed \d+, Sizes",
         r"the strategy declares 'The outside strategy clips no values. Pass `max_norm`.', but nothing was raised",
         r"ValueError: The outside strategy clips no values.",
     ):
-        assert re.search(words, said), f"{words!r} is not in:\n{said}"
+        assert re.search(words, output), f"{words!r} is not in:\n{output}"

@@ -101,8 +101,8 @@ def test_two_nodes_train_as_one_process_does(nodes: tuple[Node, Node], tmp_path:
     print(f"seed {seed}")
     running = [_start(node, rank, script, nodes[0], str(result), str(seed)) for rank, node in enumerate(nodes)]
     for process in running:
-        _, said = process.communicate(timeout=100)
-        assert process.returncode == 0, said
+        _, outputs = process.communicate(timeout=100)
+        assert process.returncode == 0, outputs
     content = read_checkpoint(result)
     assert content["places"]["node"].tolist() == [0, 0, 1, 1]
     assert content["places"]["local"].tolist() == [0, 1, 0, 1]
@@ -126,9 +126,9 @@ def test_a_failure_on_one_node_ends_the_other(nodes: tuple[Node, Node], tmp_path
     script = tmp_path / "train.py"
     script.write_text(FAILING)
     running = [_start(node, rank, script, nodes[0]) for rank, node in enumerate(nodes)]
-    said = [process.communicate(timeout=60)[1] for process in running]
+    outputs = [process.communicate(timeout=60)[1] for process in running]
     assert [process.returncode != 0 for process in running] == [True, True]
-    assert said[1].strip().endswith("ValueError: boom on the second node")
+    assert outputs[1].strip().endswith("ValueError: boom on the second node")
 
 
 LOSING = """
@@ -155,7 +155,7 @@ def test_ranks_that_wait_for_a_lost_machine_fail_long_before_their_timeout(
         assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(2)] == ["begun\n"] * 2
     _ip("-n", nodes[1].namespace, "link", "set", "cable0", "down")
-    said = [process.communicate(timeout=100)[1] for process in running]
+    outputs = [process.communicate(timeout=100)[1] for process in running]
     assert [process.returncode for process in running] == [1, 1]
-    assert "ConnectionError: the machine of ranks 2-3, " in said[0]
-    assert f"ConnectionError: the machine of node 0, {nodes[0].address}, could not be reached 3 times" in said[1]
+    assert "ConnectionError: the machine of ranks 2-3, " in outputs[0]
+    assert f"ConnectionError: the machine of node 0, {nodes[0].address}, could not be reached 3 times" in outputs[1]

@@ -257,24 +257,24 @@ def foreign_optimizer(fabric: Fabric) -> tuple[str, str, bool]:
     """An optimizer of a copy of the model: it would step parameters that nobody uses. The model stays as it was."""
     model, optimizer = net()
     _, of_another = net()
-    said = sentence(fabric.setup, model, of_another)
+    message = sentence(fabric.setup, model, of_another)
     plain = "forward" not in vars(model) and type(model.weight) is nn.Parameter
-    return said, sentence(fabric.setup, model, optimizer), plain
+    return message, sentence(fabric.setup, model, optimizer), plain
 
 
 def no_such_part(fabric: Fabric) -> tuple[str, str, bool]:
     """A policy that matches nothing. The model stays as it was."""
     model, optimizer = net()
-    said = sentence(fabric.setup, model, optimizer)
+    message = sentence(fabric.setup, model, optimizer)
     plain = "forward" not in vars(model) and type(model.weight) is nn.Parameter
-    return said, "no error", plain
+    return message, "no error", plain
 
 
 def compiled(fabric: Fabric) -> tuple[str, str, bool]:
     model, optimizer = net()
     model, optimizer = fabric.setup(model, optimizer)
-    said = sentence(torch.compile(model, backend="eager"), torch.ones(1, 2))
-    return said, sentence(model, torch.ones(1, 2)), True
+    message = sentence(torch.compile(model, backend="eager"), torch.ones(1, 2))
+    return message, sentence(model, torch.ones(1, 2)), True
 
 
 ON_RANKS: dict[str, tuple[Strategy, Callable[[Fabric], tuple[str, str, bool]], str]] = {
@@ -307,8 +307,8 @@ def test_a_setup_that_raises_leaves_the_model_unchanged(name: str) -> None:
     strategy, body, words = ON_RANKS[name]
     found = two(strategy, launcher="forkserver").launch(body)
     assert found is not None
-    said, afterwards, plain = found
-    assert words in said
+    message, afterwards, plain = found
+    assert words in message
     assert afterwards == "no error"
     assert plain
 
@@ -362,6 +362,6 @@ def test_a_missing_package_raises_with_the_command_that_installs_it(tmp_path: Pa
     command = [sys.executable, str(program), *EXTRAS, "ddp"]
     done = template.run(command, capture_output=True, text=True, timeout=100, env=dict(os.environ))
     assert done.returncode == 0, done.stderr
-    said = dict(line.split("|", 1) for line in done.stdout.splitlines())
-    assert said.pop("ddp") == "no error"
-    assert {name: words in said[name] for name, words in EXTRAS.items()} == dict.fromkeys(EXTRAS, True), said
+    message = dict(line.split("|", 1) for line in done.stdout.splitlines())
+    assert message.pop("ddp") == "no error"
+    assert {name: words in message[name] for name, words in EXTRAS.items()} == dict.fromkeys(EXTRAS, True), message

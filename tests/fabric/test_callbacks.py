@@ -8,11 +8,11 @@ from fabric.callbacks import call
 
 
 class Recorder:
-    def __init__(self, name: str, heard: list[object]) -> None:
-        self.name, self.heard = name, heard
+    def __init__(self, name: str, calls: list[object]) -> None:
+        self.name, self.calls = name, calls
 
     def on_step(self, step: int, *, loss: float = 0.0) -> None:
-        self.heard.append((self.name, step, loss))
+        self.calls.append((self.name, step, loss))
 
 
 class Deaf:
@@ -20,9 +20,9 @@ class Deaf:
 
 
 def test_every_callback_that_has_the_hook_is_called_in_order() -> None:
-    heard: list[object] = []
-    call([Recorder("first", heard), Deaf(), Recorder("second", heard)], "on_step", 3, loss=0.5)
-    assert heard == [("first", 3, 0.5), ("second", 3, 0.5)]
+    calls: list[object] = []
+    call([Recorder("first", calls), Deaf(), Recorder("second", calls)], "on_step", 3, loss=0.5)
+    assert calls == [("first", 3, 0.5), ("second", 3, 0.5)]
 
 
 def test_a_hook_that_no_callback_has_calls_nothing() -> None:
@@ -43,14 +43,14 @@ def test_an_attribute_that_cannot_be_called_is_an_error_before_any_callback_runs
     class Odd:
         on_step = 7
 
-    heard: list[object] = []
+    calls: list[object] = []
     words = (
         "`call('on_step')`: `Odd.on_step` is 7, a `int`, which cannot be called. "
         "Make it a method, or give the attribute another name."
     )
     with pytest.raises(TypeError, match=f"^{re.escape(words)}$"):
-        call([Recorder("first", heard), Odd()], "on_step", 1)
-    assert heard == []
+        call([Recorder("first", calls), Odd()], "on_step", 1)
+    assert calls == []
 
 
 def test_an_exception_of_a_callback_reaches_the_caller_and_later_callbacks_are_not_called() -> None:
@@ -58,7 +58,7 @@ def test_an_exception_of_a_callback_reaches_the_caller_and_later_callbacks_are_n
         def on_step(self, step: int) -> None:
             raise KeyError(step)
 
-    heard: list[object] = []
+    calls: list[object] = []
     with pytest.raises(KeyError):
-        call([Failing(), Recorder("after", heard)], "on_step", 1)
-    assert heard == []
+        call([Failing(), Recorder("after", calls)], "on_step", 1)
+    assert calls == []

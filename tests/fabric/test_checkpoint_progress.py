@@ -40,12 +40,12 @@ def test_a_progress_bar_is_shown_on_a_terminal_after_a_second(
 def test_a_save_and_a_load_report_their_progress_up_to_the_last_byte(tmp_path: Path) -> None:
     tensors = {"a": torch.zeros(BLOCK_BYTES + 1000, dtype=torch.uint8), "b": torch.ones(1000)}
     with Fabric(accelerator="cpu", devices=1) as fabric:
-        told: list[tuple[int, int]] = []
-        save(fabric.collective, Folder(tmp_path / "saved"), tensors, advance=lambda *each: told.append(each))
+        calls: list[tuple[int, int]] = []
+        save(fabric.collective, Folder(tmp_path / "saved"), tensors, advance=lambda *each: calls.append(each))
         (file,) = (tmp_path / "saved").glob("*.bin")
-        assert told[-1][0] == file.stat().st_size
-        assert told[-1][1] == sum(tensor.nbytes for tensor in tensors.values())
-        assert len(told) > 2
-        told.clear()
-        load(fabric.collective, Folder(tmp_path / "saved"), advance=lambda *each: told.append(each))
-        assert told == [(BLOCK_BYTES, 2 * BLOCK_BYTES), (2 * BLOCK_BYTES, 2 * BLOCK_BYTES)]
+        assert calls[-1][0] == file.stat().st_size
+        assert calls[-1][1] == sum(tensor.nbytes for tensor in tensors.values())
+        assert len(calls) > 2
+        calls.clear()
+        load(fabric.collective, Folder(tmp_path / "saved"), advance=lambda *each: calls.append(each))
+        assert calls == [(BLOCK_BYTES, 2 * BLOCK_BYTES), (2 * BLOCK_BYTES, 2 * BLOCK_BYTES)]

@@ -74,26 +74,26 @@ def hanging(tmp_path: Path, how: str, strategy: str) -> list[str | Path]:
 def read_until(program: Program, words: str) -> str:
     """Read stderr to the line that holds `words`."""
     assert program.process.stderr is not None
-    heard = ""
+    output = ""
     for line in program.process.stderr:
-        heard += line
+        output += line
         if words in line:
-            return heard
-    raise AssertionError(f"{words!r} did not come; stderr was:\n{heard}")
+            return output
+    raise AssertionError(f"{words!r} did not come; stderr was:\n{output}")
 
 
 @pytest.mark.parametrize("how", LATE)
 def test_the_table_shows_what_the_late_rank_does(tmp_path: Path, how: str) -> None:
     with running(hanging(tmp_path, how, "ddp")) as program:
-        heard = read_until(program, LATE[how])
-    assert f"rank 0  waits in all_reduce of float32 (5,), {line('fabric.backward')} in <module>" in heard
+        output = read_until(program, LATE[how])
+    assert f"rank 0  waits in all_reduce of float32 (5,), {line('fabric.backward')} in <module>" in output
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_2", "ddp_sharded"])
 def test_the_table_shows_collectives_of_every_backend(tmp_path: Path, strategy: str) -> None:
     with running(hanging(tmp_path, "python", strategy)) as program:
-        heard = read_until(program, f"rank 1  runs Python, {line('signal.pause()')} in be_late")
-    assert "rank 0  waits in " in heard
+        output = read_until(program, f"rank 1  runs Python, {line('signal.pause()')} in be_late")
+    assert "rank 0  waits in " in output
 
 
 def test_the_table_is_printed_again_while_the_ranks_still_wait(tmp_path: Path) -> None:
@@ -105,26 +105,26 @@ def test_the_table_is_printed_again_while_the_ranks_still_wait(tmp_path: Path) -
 
 def test_ranks_that_made_different_calls_raise_with_both(tmp_path: Path) -> None:
     with running(hanging(tmp_path, "elsewhere", "ddp")) as program:
-        heard = read_until(program, "failed first: RuntimeError: The ranks did not make the same call")
-        heard += read_until(program, "Make all ranks call the same operations, in the same order.")
+        output = read_until(program, "failed first: RuntimeError: The ranks did not make the same call")
+        output += read_until(program, "Make all ranks call the same operations, in the same order.")
         assert program.process.wait(30) == 1
-    assert f"rank 1: broadcast of float32 (3,), {line('broadcast(')} in be_late" in heard
-    assert f"rank 0: all_reduce of float32 (5,), {line('fabric.backward')} in <module>" in heard
+    assert f"rank 1: broadcast of float32 (3,), {line('broadcast(')} in be_late" in output
+    assert f"rank 0: all_reduce of float32 (5,), {line('fabric.backward')} in <module>" in output
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_1"])
 def test_a_metric_of_one_rank_raises_on_all(tmp_path: Path, strategy: str) -> None:
     with running(hanging(tmp_path, "metric", strategy)) as program:
-        heard = read_until(program, "failed first: RuntimeError: The ranks did not make the same call")
-        heard += read_until(program, "Make all ranks call the same operations, in the same order.")
+        output = read_until(program, "failed first: RuntimeError: The ranks did not make the same call")
+        output += read_until(program, "Make all ranks call the same operations, in the same order.")
         assert program.process.wait(30) == 1
-    assert f"rank 1: all_reduce of float64 (2,), {line('fabric.all_gather(')} in be_late" in heard
+    assert f"rank 1: all_reduce of float64 (2,), {line('fabric.all_gather(')} in be_late" in output
 
 
 def test_the_timeout_error_names_the_call_that_a_rank_has_not_made(tmp_path: Path) -> None:
     with running(hanging(tmp_path, "python", "short")) as program:
-        heard = read_until(program, "rank 1: has not made it")
-        assert f"rank 0: all_reduce of float32 (5,), {line('fabric.backward')} in <module>" in heard
+        output = read_until(program, "rank 1: has not made it")
+        assert f"rank 0: all_reduce of float32 (5,), {line('fabric.backward')} in <module>" in output
         read_until(program, "failed first")
         assert program.process.wait(30) == 1
 
@@ -136,8 +136,8 @@ def test_ctrl_c_on_a_job_that_hangs_prints_the_table(tmp_path: Path) -> None:
         program.wait_for("late")
         read_until(program, "The others wait for rank 1.")  # the hang has lasted for long enough
         program.process.send_signal(signal.SIGINT)
-        heard = read_until(program, "The others wait for rank 1.")
-        assert "does not answer: stopped by a signal" in heard
+        output = read_until(program, "The others wait for rank 1.")
+        assert "does not answer: stopped by a signal" in output
         program.process.send_signal(signal.SIGINT)
         assert program.process.wait(30) == -signal.SIGINT
 
@@ -145,20 +145,22 @@ def test_ctrl_c_on_a_job_that_hangs_prints_the_table(tmp_path: Path) -> None:
 def test_a_healthy_job_prints_nothing(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM.replace("report_after_seconds=0.3", "report_after_seconds=30"))
     with running([tmp_path / "program.py", "not", "ddp"]) as program:
-        _, heard = program.process.communicate(timeout=60)
-    assert heard == ""
+        _, output = program.process.communicate(timeout=60)
+    assert output == ""
 
 
 def test_ranks_of_torchrun_print_the_table_and_end_themselves(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     with running([*torchrun, tmp_path / "program.py", "metric", "ddp"]) as program:
-        heard = read_until(program, "rank 0  waits in all_reduce")
+        output = read_until(program, "rank 0  waits in all_reduce")
         for _ in range(2):
-            heard += read_until(program, f"rank 1: all_reduce of float64 (2,), {line('fabric.all_gather(')} in be_late")
+            output += read_until(
+                program, f"rank 1: all_reduce of float64 (2,), {line('fabric.all_gather(')} in be_late"
+            )
         assert program.process.wait(60) == 1
     for rank in (0, 1):
-        assert f"rank {rank}: RuntimeError: The ranks did not make the same call" in heard
+        assert f"rank {rank}: RuntimeError: The ranks did not make the same call" in output
 
 
 PARTED = """
@@ -184,8 +186,8 @@ def test_a_step_that_was_skipped_on_one_rank_raises_with_the_lines_of_both(tmp_p
     """One rank averages gradients, and the other one a loss: in one process group, gloo aborts."""
     (tmp_path / "program.py").write_text(PARTED)
     with running([tmp_path / "program.py"]) as program:
-        _, heard = program.process.communicate(timeout=60)
-    assert "failed first: RuntimeError: The ranks did not make the same call" in heard
+        _, output = program.process.communicate(timeout=60)
+    assert "failed first: RuntimeError: The ranks did not make the same call" in output
     lines = PARTED.splitlines()
     for words in ("    fabric.backward(loss)", "    fabric.all_reduce("):
-        assert f"program.py:{next(number for number, text in enumerate(lines, 1) if words in text)}" in heard
+        assert f"program.py:{next(number for number, text in enumerate(lines, 1) if words in text)}" in output

@@ -203,8 +203,8 @@ def test_a_loader_without_a_state_is_left_out_of_checkpoints_and_reported_once(
     written = read_checkpoint(tmp_path / "second")
     assert set(written) == {"model", "nested", "step", "fabric"}
     assert written["nested"]["loaders"] == [None]
-    said = [record.getMessage() for record in caplog.records]
-    assert said == [
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == [
         f"`state[{name!r}]` is a `DataLoader`, which has no state: checkpoints leave it out, and a resumed "
         "run starts its epoch from the beginning. Save what `fabric.setup_dataloaders` returned to resume in "
         "mid-epoch, or leave it out of the state."

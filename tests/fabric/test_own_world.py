@@ -32,11 +32,11 @@ def train(fabric):
         torch.save(torch.zeros(()), sys.argv[2] + "/written.pt")
         player.save(sys.argv[2] + "/player.ckpt", {"rank": rank})  # the other ranks do not call it
         assert player.load(sys.argv[2] + "/player.ckpt")["rank"] == 0
-    told = [player.world_size, player.global_rank, player.all_gather(torch.tensor(rank)).tolist()]
+    seen = [player.world_size, player.global_rank, player.all_gather(torch.tensor(rank)).tolist()]
     player.close()
     gathered = fabric.all_gather(torch.tensor(rank)).tolist()
     if fabric.is_global_zero:
-        print(json.dumps([type(player.strategy).__name__, told, gathered]), flush=True)
+        print(json.dumps([type(player.strategy).__name__, seen, gathered]), flush=True)
 
 if __name__ == "__main__":
     launcher, _, *as_function = sys.argv[1:]
@@ -72,9 +72,9 @@ def test_a_fabric_on_one_device_next_to_the_learner_has_its_own_world(
     script = tmp_path / "learner.py"
     script.write_text(LEARNER_AND_PLAYER)
     launcher, *as_function = words
-    told = run([*before, script, launcher, tmp_path, *as_function])
-    assert told.returncode == 0, told.stderr
-    assert json.loads(told.stdout) == OWN
+    done = run([*before, script, launcher, tmp_path, *as_function])
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == OWN
 
 
 @pytest.mark.slow
@@ -82,12 +82,12 @@ def test_one_device_under_torchrun_without_a_launched_fabric_raises_with_what_to
     tmp_path: Path,
 ) -> None:
     (tmp_path / "alone.py").write_text("from fabric import Fabric\nFabric(accelerator='cpu', devices=1)\n")
-    told = run([*TORCHRUN, tmp_path / "alone.py"])
-    assert told.returncode != 0
-    assert "ask for 1 process on this node, but torchelastic started 2 processes (2 on this node; read: " in told.stderr
+    done = run([*TORCHRUN, tmp_path / "alone.py"])
+    assert done.returncode != 0
+    assert "ask for 1 process on this node, but torchelastic started 2 processes (2 on this node; read: " in done.stderr
     assert (
         "For a separate world of one process, create `Fabric(devices=1, strategy='single_device')` after the "
-        "`launch()` of the fabric that has all ranks." in told.stderr
+        "`launch()` of the fabric that has all ranks." in done.stderr
     )
 
 

@@ -53,26 +53,26 @@ def started_by(launcher: str, size: int, *, num_nodes: int = 1, rank: int = 0, c
 
 @dataclass(frozen=True)
 class Row:
-    """What was said on which machine, and the outcome: fields of the `Resolved`, or a fragment of the error."""
+    """Arguments on a machine, and the outcome: fields of the `Resolved`, or a fragment of the error."""
 
-    said: dict[str, Any]
+    arguments: dict[str, Any]
     here: Machine = field(default_factory=machine)
     expected: dict[str, Any] = field(default_factory=dict)
     error: str = ""
 
     def __repr__(self) -> str:
-        said = ",".join(f"{name}={value}" for name, value in self.said.items()) or "nothing"
+        arguments = ",".join(f"{name}={value}" for name, value in self.arguments.items()) or "nothing"
         devices = "+".join(f"{found.num_devices}{found.accelerator.name}" for found in self.here.usable())
         world = self.here.world
         around = f"{world.launcher}{world.size}" if world is not None else self.here.program.kind
-        return f"{said}-on-{devices}-{around}"
+        return f"{arguments}-on-{devices}-{around}"
 
 
 NODE_1 = {"num_nodes": 2, "node_rank": 1, "main_address": "10.0.0.1", "main_port": 29500}
 BY_HAND = {"node_rank": 1, "main_address": "10.0.0.1", "main_port": 29500}
 
 CHOSEN = [
-    # Nothing said: one process on the CPU, every device elsewhere
+    # No arguments: one process on the CPU, every device elsewhere
     Row(
         {}, machine(), {"strategy": SingleDeviceStrategy(), "accelerator": "cpu", "devices": (0,), "launcher": "inline"}
     ),
@@ -342,7 +342,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("row", CHOSEN, ids=repr)
 def test_supported_requests_resolve_to_their_configuration(row: Row) -> None:
-    chosen = resolve(Request(**row.said), row.here)
+    chosen = resolve(Request(**row.arguments), row.here)
     found = {
         "strategy": chosen.strategy,
         "accelerator": chosen.accelerator.name,
@@ -376,7 +376,7 @@ ALONE = [
 
 @pytest.mark.parametrize("row", ALONE, ids=repr)
 def test_one_device_inside_a_rank_is_a_world_of_its_own(row: Row) -> None:
-    chosen = resolve(Request(**row.said), row.here)
+    chosen = resolve(Request(**row.arguments), row.here)
     assert chosen.world is None
     assert (chosen.topology.size, chosen.launcher, chosen.strategy) == (1, "inline", SingleDeviceStrategy())
     assert chosen.devices == row.expected.get("devices", (0,))
@@ -385,13 +385,13 @@ def test_one_device_inside_a_rank_is_a_world_of_its_own(row: Row) -> None:
 @pytest.mark.parametrize("row", REFUSED, ids=repr)
 def test_unsupported_requests_raise_with_their_error(row: Row) -> None:
     with pytest.raises(ValueError) as raised:  # noqa: PT011 - the words are compared below
-        resolve(Request(**row.said), row.here)
+        resolve(Request(**row.arguments), row.here)
     assert row.error in str(raised.value)
 
 
 def test_every_conflict_has_a_row_that_raises_it() -> None:
     met = {
-        next((conflict for conflict in CONFLICTS if conflict(Request(**row.said), row.here) is not None), None)
+        next((conflict for conflict in CONFLICTS if conflict(Request(**row.arguments), row.here) is not None), None)
         for row in REFUSED
     }
     assert met >= set(CONFLICTS)
@@ -399,7 +399,7 @@ def test_every_conflict_has_a_row_that_raises_it() -> None:
 
 def test_no_conflict_refuses_a_supported_request() -> None:
     for row in CHOSEN:
-        assert [conflict(Request(**row.said), row.here) for conflict in CONFLICTS] == [None] * len(CONFLICTS), row
+        assert [conflict(Request(**row.arguments), row.here) for conflict in CONFLICTS] == [None] * len(CONFLICTS), row
 
 
 def test_the_same_request_and_machine_give_the_same_configuration() -> None:

@@ -448,7 +448,7 @@ SENTENCES = {
     ("fsdp", "hooks from before setup"): "are sharded: '0.weight', '0.bias', '2.weight', '2.bias'",
     ("fsdp", "hooks after setup"): "of `Sequential`, which are sharded: '0.weight'",
     ("model_parallel", "functional_call with other weights"): "`torch.func.functional_call` replaces them, too",
-    ("model_parallel", "plain backward"): "nobody averages over the mesh",
+    ("model_parallel", "plain backward"): "gradients that are not averaged over the mesh",
     ("manual", "plain backward"): "is averaged over the ranks after `fabric.backward(loss)`",
     ("ddp_sharded", "optimizer from before setup, plain backward"): "that was not set up",
     ("deepspeed_stage_1", "clip_grad_norm_ of torch"): "To clip, call `fabric.clip_gradients`",

@@ -163,11 +163,16 @@ class Popen(subprocess.Popen[Any]):
 
 
 class PopenOfPrograms(Popen):
-    """What a forked program has for `subprocess.Popen`: its fork server is forked, and all else is as it was."""
+    """What a forked program has for `subprocess.Popen`: its fork server is forked, and so is its own file, if it starts
+    that again. All else is as it was."""
 
     def __init__(self, args: Any, *more: Any, **options: Any) -> None:
         is_fork_server = isinstance(args, list) and len(args) == 3 and str(args[1]).endswith(FORK_SERVER)
-        super().__init__(args, *more, fresh=not (is_fork_server and all(map(_is_open, range(3)))), **options)
+        is_own_file = (
+            isinstance(args, list) and len(args) > 1 and args[1] == vars(sys.modules["__main__"]).get("__file__")
+        )
+        forked = (is_fork_server or is_own_file) and all(map(_is_open, range(3)))
+        super().__init__(args, *more, fresh=not forked, **options)
 
 
 def _is_open(fd: int) -> bool:

@@ -58,8 +58,8 @@ def test_a_function_is_restarted_on_all_ranks_and_each_failure_is_reported(tmp_p
     done = start(tmp_path, "launch", size=2, failures=2, max_restarts=2)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"attempt": 2, "found": ["2", "2"], "told": 2}
-    told = ["ValueError: boom 0", "restart 1 of 2.", "ValueError: boom 1", "restart 2 of 2."]
-    assert sorted(told, key=done.stderr.rindex) == told
+    messages = ["ValueError: boom 0", "restart 1 of 2.", "ValueError: boom 1", "restart 2 of 2."]
+    assert sorted(messages, key=done.stderr.rindex) == messages
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -76,7 +76,7 @@ def test_dtypes_that_horovod_cannot_reduce_give_the_numbers_of_torch() -> None:
 
 
 def call_differently(world: World) -> list[str]:
-    collective, said = opened(world), []
+    collective, messages = opened(world), []
     mine = torch.ones(2 + world.rank)
     for call in (
         lambda: collective.all_reduce(mine),
@@ -88,10 +88,10 @@ def call_differently(world: World) -> list[str]:
     ):
         with pytest.raises(CollectiveError) as raised:
             call()
-        said.append(str(raised.value))
+        messages.append(str(raised.value))
     assert collective.all_reduce(torch.tensor(1)).item() == world.size  # they agree again
     collective.teardown()
-    return said
+    return messages
 
 
 def test_ranks_that_make_different_calls_raise_with_the_difference() -> None:
@@ -103,8 +103,8 @@ def test_ranks_that_make_different_calls_raise_with_the_difference() -> None:
         "Mismatched BROADCAST root ranks",
         "Mismatched data types",
     ]
-    for rank, (*said, kinds) in enumerate(run_world(2, call_differently)):
-        for sentence, part in zip(said, words, strict=True):
+    for rank, (*messages, kinds) in enumerate(run_world(2, call_differently)):
+        for sentence, part in zip(messages, words, strict=True):
             assert f"failed on rank {rank} of 2: {part}" in sentence
         mine, other = ("`all_reduce`", "`broadcast`")[:: 1 - 2 * rank]
         assert kinds.startswith(f"{mine} of a tensor float32 (2,) on cpu on rank {rank} of 2 is its call 5, and that ")
@@ -117,22 +117,22 @@ def one_stays_away(world: World) -> tuple[str, float]:
     store = collective.store()
     assert store is not None
     assert collective.all_reduce(torch.tensor(1)).item() == 3
-    start, said = time.monotonic(), ""
+    start, messages = time.monotonic(), ""
     if world.rank != 1:
         with pytest.raises(CollectiveError) as raised:
             collective.all_gather(torch.ones(2, 3))
-        said = str(raised.value)
+        messages = str(raised.value)
         store.set(f"told/{world.rank}", "")
     store.wait(["told/0", "told/2"], timedelta(seconds=30))
     seconds = time.monotonic() - start
     collective.teardown()
-    return said, seconds
+    return messages, seconds
 
 
 def test_a_rank_that_does_not_arrive_is_named_at_the_timeout() -> None:
     (first, seconds), _, (last, _) = run_world(3, one_stays_away)
-    for rank, said in ((0, first), (2, last)):
-        assert said.startswith(
+    for rank, messages in ((0, first), (2, last)):
+        assert messages.startswith(
             f"`all_gather` of a tensor float32 (2, 3) on cpu on rank {rank} of 3, its call 1, waited 1 s: "
             "ranks 0, 2 arrived, rank 1 did not arrive. "
         )
@@ -152,8 +152,8 @@ def leave_early(world: World) -> str:
 
 
 def test_a_call_of_a_rank_whose_peer_has_left_raises() -> None:
-    said, _ = run_world(2, leave_early)
-    assert "`all_reduce` of a tensor float32 (1,) on cpu failed on rank 0 of 2: Horovod has been shut down" in said
+    messages, _ = run_world(2, leave_early)
+    assert "`all_reduce` of a tensor float32 (1,) on cpu failed on rank 0 of 2: Horovod has been shut down" in messages
 
 
 def open_again(world: World) -> list[Any]:

@@ -67,7 +67,7 @@ def by_horovodrun(size: int, *arguments: str | Path) -> list[str]:
 
 
 def places(done: subprocess.CompletedProcess[str]) -> list[list[object]]:
-    """What the ranks said of themselves, by rank; horovodrun writes who speaks before each line."""
+    """What the ranks printed of themselves, by rank; horovodrun writes the rank before each line."""
     assert done.returncode == 0, done.stderr
     return sorted(json.loads(line[line.index('["') :]) for line in done.stdout.splitlines() if '["' in line)
 
@@ -92,8 +92,8 @@ def test_ranks_of_torchrun_communicate_over_horovod(program: Path) -> None:
 def test_a_number_of_devices_that_is_not_horovodruns_is_an_error_with_both(program: Path) -> None:
     done = run(by_horovodrun(2, program, "auto", "end", "3"))
     assert done.returncode != 0
-    said = done.stdout + done.stderr
-    assert "ask for 3 processes on this node, but horovod started 2 processes (2 on this node; read: HOROVOD_" in said
+    output = done.stdout + done.stderr
+    assert "ask for 3 processes on this node, but horovod started 2 processes (2 on this node; read: HOROVOD_" in output
 
 
 def test_a_rank_that_raises_is_reported_first_and_ends_the_others_at_once(program: Path) -> None:

@@ -43,8 +43,10 @@ def test_ranks_on_two_nodes_average_their_gradients_over_horovod(tmp_path: Path)
         program = Path(sys.executable).with_name("horovodrun")
         done = nodes[0].run(program, *command, env=environ, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stdout + done.stderr
-    said = [line.partition("<stdout>:")[2] for line in done.stdout.splitlines()]  # after the rank that speaks
-    assert sorted(json.loads(line) for line in said if line.startswith("[")) == [
+    lines = [
+        line.partition("<stdout>:")[2] for line in done.stdout.splitlines()
+    ]  # without the rank, which horovodrun writes
+    assert sorted(json.loads(line) for line in lines if line.startswith("[")) == [
         [0, "n1", 0, 0, 2, "horovod", 4, 3.75],
         [1, "n1", 0, 1, 2, "horovod", 4, 3.75],
         [2, "n2", 1, 0, 2, "horovod", 4, 3.75],

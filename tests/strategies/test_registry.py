@@ -71,7 +71,7 @@ def test_a_name_that_is_taken_cannot_be_registered(name: str) -> None:
 
 @pytest.mark.slow
 def test_a_registered_name_is_as_good_as_ours_and_cannot_be_taken_again() -> None:
-    said = run("""
+    output = run("""
 from fabric.strategies import DDPStrategy, available_strategies, register_strategy
 from fabric.strategies.registry import make_strategy, strategy_registrations
 make = lambda: DDPStrategy(static_graph=True)
@@ -84,14 +84,14 @@ try: make_strategy("none")
 except TypeError as error: print(error)
 register_strategy("mine", make)
 """)
-    assert "The strategy 'none' of this program made {}, a `dict` and not a `fabric.strategies.Strategy`." in said
-    assert "`register_strategy('mine', ...)`: the name is taken" in said
+    assert "The strategy 'none' of this program made {}, a `dict` and not a `fabric.strategies.Strategy`." in output
+    assert "`register_strategy('mine', ...)`: the name is taken" in output
 
 
 @pytest.mark.slow
 def test_an_installed_package_adds_a_strategy_that_is_imported_when_it_is_made(tmp_path: Path) -> None:
     install(tmp_path, "faraway", "[fabric.strategies]\nfar = faraway:make\n", OWN)
-    said = run(
+    output = run(
         """
 import sys
 from fabric.strategies import available_strategies
@@ -103,15 +103,17 @@ print(make_strategy("far").static_graph)
 """,
         tmp_path,
     )
-    assert said == "True\n"
+    assert output == "True\n"
 
 
 @pytest.mark.slow
 def test_an_installed_package_cannot_take_a_name_of_ours(tmp_path: Path) -> None:
     install(tmp_path, "faraway", "[fabric.strategies]\nddp = faraway:make\n", OWN)
-    said = run("from fabric.strategies import available_strategies; available_strategies()", tmp_path)
-    assert "The installed package 'faraway' names a strategy 'ddp' (entry point 'faraway:make'), but that is a" in said
-    assert said.endswith("strategy of torchfabric already. Uninstall one, or rename it.\n")
+    output = run("from fabric.strategies import available_strategies; available_strategies()", tmp_path)
+    assert (
+        "The installed package 'faraway' names a strategy 'ddp' (entry point 'faraway:make'), but that is a" in output
+    )
+    assert output.endswith("strategy of torchfabric already. Uninstall one, or rename it.\n")
 
 
 @pytest.mark.slow
@@ -120,7 +122,7 @@ def test_an_installed_package_adds_an_accelerator(tmp_path: Path) -> None:
         "from fabric.strategies.accelerators import TorchAccelerator\ndef make(): return TorchAccelerator('maia')\n"
     )
     install(tmp_path, "faraway", "[fabric.accelerators]\nmaia = faraway:make\n", module)
-    said = run(
+    output = run(
         """
 from fabric.machine import Machine
 from fabric.request import Request
@@ -130,12 +132,12 @@ print(Machine.look({}, Request(accelerator="maia")).of("maia").num_devices)
 """,
         tmp_path,
     )
-    assert said == "0\n"
+    assert output == "0\n"
 
 
 @pytest.mark.slow
 def test_reading_the_names_imports_no_strategy() -> None:
-    said = run(
+    output = run(
         """
 import sys
 from fabric.strategies import available_strategies
@@ -144,4 +146,4 @@ print([name for name in ("torch", "fabric.strategies.ddp.strategy") if name in s
 """,
         fresh=True,
     )
-    assert said == "[]\n"
+    assert output == "[]\n"

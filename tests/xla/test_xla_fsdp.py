@@ -87,4 +87,4 @@ def test_weights_moments_and_batches_are_cut_over_the_devices(seen: dict[str, An
 def test_a_device_touched_before_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     done = run(tmp_path, LATE)
     assert done.returncode == 1
-    assert "`strategy='xla_fsdp'` must be told to XLA before that." in done.stderr
+    assert "`strategy='xla_fsdp'` must be set in XLA before that." in done.stderr

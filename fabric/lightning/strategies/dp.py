@@ -15,8 +15,8 @@ class DataParallelStrategy(ParallelStrategy):
     def __init__(
         self, accelerator: Any = None, parallel_devices: Any = None, checkpoint_io: Any = None, precision: Any = None
     ) -> None:
-        said = {"accelerator": accelerator, "parallel_devices": parallel_devices}
+        given = {"accelerator": accelerator, "parallel_devices": parallel_devices}
         refuse_arguments(
-            "DataParallelStrategy", {**said, "checkpoint_io": checkpoint_io, "precision": precision}, FABRIC_ARGUMENTS
+            "DataParallelStrategy", {**given, "checkpoint_io": checkpoint_io, "precision": precision}, FABRIC_ARGUMENTS
         )
         self._core = CoreDataParallel()

@@ -26,13 +26,13 @@ def processes(
     process_group_backend: str | None,
     timeout: timedelta | None,
     start_method: str = "popen",
-    **said: Any,
+    **given: Any,
 ) -> dict[str, Any]:
     """The core's options for processes. `said`: arguments that belong to `Fabric`; None if not passed.
 
-    Raises: ValueError, TypeError: a value is not allowed. UnsupportedError: one of `said` has a value.
+    Raises: ValueError, TypeError: a value is not allowed. UnsupportedError: one of `given` has a value.
     """
-    refuse_arguments(where, said, FABRIC_ARGUMENTS)
+    refuse_arguments(where, given, FABRIC_ARGUMENTS)
     if start_method not in LAUNCHERS:
         raise ValueError(f"`{where}(start_method={start_method!r})`: write one of {', '.join(map(repr, LAUNCHERS))}.")
     if timeout is not None and not isinstance(timeout, timedelta):

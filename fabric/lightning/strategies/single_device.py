@@ -15,7 +15,7 @@ class SingleDeviceStrategy(Strategy):
     def __init__(
         self, device: Any = None, accelerator: Any = None, checkpoint_io: Any = None, precision: Any = None
     ) -> None:
-        said = {"device": device, "accelerator": accelerator, "checkpoint_io": checkpoint_io, "precision": precision}
+        given = {"device": device, "accelerator": accelerator, "checkpoint_io": checkpoint_io, "precision": precision}
         device_instead = {"device": "Pass it to `Fabric`: `Fabric(accelerator='cuda', devices=[1])` for `cuda:1`."}
-        refuse_arguments("SingleDeviceStrategy", said, {**FABRIC_ARGUMENTS, **device_instead})
+        refuse_arguments("SingleDeviceStrategy", given, {**FABRIC_ARGUMENTS, **device_instead})
         self._core = CoreSingleDevice()

@@ -20,8 +20,8 @@ class XLAStrategy(ParallelStrategy):
         precision: Any = None,
         sync_module_states: bool = True,
     ) -> None:
-        said = {"accelerator": accelerator, "parallel_devices": parallel_devices, "checkpoint_io": checkpoint_io}
-        refuse_arguments("XLAStrategy", {**said, "precision": precision}, FABRIC_ARGUMENTS)
+        given = {"accelerator": accelerator, "parallel_devices": parallel_devices, "checkpoint_io": checkpoint_io}
+        refuse_arguments("XLAStrategy", {**given, "precision": precision}, FABRIC_ARGUMENTS)
         if not sync_module_states:
             raise unsupported(
                 "XLAStrategy(sync_module_states=False)", "Leave it out: weights are always broadcast from rank 0."

@@ -168,13 +168,13 @@ class PipelineState(StateAccess):
             return {}
         tensors = {key: value.detach().to("cpu") for key, value in mine.items() if isinstance(value, Tensor)}
         others = {key: value for key, value in mine.items() if key not in tensors}
-        told = self.line.all_gather_object(({key: Spec.of(tensor) for key, tensor in tensors.items()}, others))
+        gathered = self.line.all_gather_object(({key: Spec.of(tensor) for key, tensor in tensors.items()}, others))
         if self.line.rank != 0:
             for tensor in tensors.values():
                 self.line.send(tensor, 0)
             return {}
         whole: dict[Hashable, Any] = {}
-        for rank, (specs, plain) in enumerate(told):
+        for rank, (specs, plain) in enumerate(gathered):
             whole = {**plain, **whole}
             for key, spec in specs.items():
                 like = torch.empty(spec.shape, dtype=spec.dtype) if rank else tensors[key]

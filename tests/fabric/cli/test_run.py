@@ -60,7 +60,7 @@ def fabric(
     )
 
 
-def told(done: subprocess.CompletedProcess[str]) -> list[list[object]]:
+def options_of(done: subprocess.CompletedProcess[str]) -> list[list[object]]:
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -73,31 +73,31 @@ def tell(tmp_path: Path) -> Path:
 
 def test_a_script_gets_the_options_and_its_own_arguments(tell: Path) -> None:
     done = fabric("run", "--devices", "2", "--strategy", "ddp", "tell.py", "--devices", "9", "-m", "x", at=tell)
-    assert told(done) == [[{"strategy": "ddp", "devices": "2"}, ["--devices", "9", "-m", "x"]]]
+    assert options_of(done) == [[{"strategy": "ddp", "devices": "2"}, ["--devices", "9", "-m", "x"]]]
 
 
 def test_a_module_gets_the_options(tell: Path) -> None:
     done = fabric("run", "--precision", "bf16", "-m", "tell", "a", at=tell)
-    assert told(done) == [[{"precision": "bf16"}, ["a"]]]
+    assert options_of(done) == [[{"precision": "bf16"}, ["a"]]]
 
 
 def test_a_package_gets_the_options(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__main__.py").write_text(TELL)
-    assert told(fabric("run", "--devices=-1", "-m", "package", at=tmp_path)) == [[{"devices": "-1"}, []]]
-    assert told(fabric("run", "--devices=-1", "package", at=tmp_path)) == [[{"devices": "-1"}, []]]
+    assert options_of(fabric("run", "--devices=-1", "-m", "package", at=tmp_path)) == [[{"devices": "-1"}, []]]
+    assert options_of(fabric("run", "--devices=-1", "package", at=tmp_path)) == [[{"devices": "-1"}, []]]
 
 
 def test_the_ranks_of_a_script_get_the_options(tmp_path: Path) -> None:
     (tmp_path / "tell.py").write_text(TELL_FROM_A_CHILD)
-    assert told(fabric("run", "--devices", "3", "tell.py", at=tmp_path)) == [[{"devices": "3"}, []]] * 4
+    assert options_of(fabric("run", "--devices", "3", "tell.py", at=tmp_path)) == [[{"devices": "3"}, []]] * 4
 
 
 def test_other_scripts_do_not_get_the_options(tmp_path: Path) -> None:
     (tmp_path / "tell.py").write_text(START_OTHERS)
     (tmp_path / "other.py").write_text(TELL)
-    heard = [words for words, _ in told(fabric("run", "--devices", "3", "tell.py", at=tmp_path))]
-    assert heard == [{"devices": "3"}, {}, {"devices": "3"}, {}]
+    printed = [words for words, _ in options_of(fabric("run", "--devices", "3", "tell.py", at=tmp_path))]
+    assert printed == [{"devices": "3"}, {}, {"devices": "3"}, {}]
 
 
 def test_the_exit_code_is_the_scripts(tmp_path: Path) -> None:

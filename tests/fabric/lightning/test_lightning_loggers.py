@@ -28,13 +28,13 @@ class Recorder:
     """Somebody's logger."""
 
     def __init__(self) -> None:
-        self.heard: list[Any] = []
+        self.calls: list[Any] = []
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.heard.append((metrics, step))
+        self.calls.append((metrics, step))
 
     def log_hyperparams(self, params: dict[str, Any]) -> None:
-        self.heard.append(params)
+        self.calls.append(params)
 
 
 def test_a_csv_logger_has_its_version_and_directory_before_the_first_row(tmp_path: Path) -> None:
@@ -89,8 +89,8 @@ def test_loggers_may_be_appended_after_launch_and_take_settings(make: Any, tmp_p
         fabric.loggers.append(object())
         with pytest.raises(TypeError, match=r"A logger has `log_metrics\(metrics, step=None\)`"):
             fabric.log("c", 3)
-    assert first.heard[:3] == [({"a": 1}, None), ({"b": 2}, 4), {"lr": 0.1}]
-    assert second.heard[:2] == [({"b": 2}, 4), {"lr": 0.1}]
+    assert first.calls[:3] == [({"a": 1}, None), ({"b": 2}, 4), {"lr": 0.1}]
+    assert second.calls[:2] == [({"b": 2}, 4), {"lr": 0.1}]
 
 
 def test_loggers_can_be_assigned_and_may_be_empty() -> None:
@@ -101,7 +101,7 @@ def test_loggers_can_be_assigned_and_may_be_empty() -> None:
         fabric.log_hyperparams({"lr": 0.1})
         fabric.loggers = [recorder]
         fabric.log("a", 1)
-    assert recorder.heard == [({"a": 1}, None)]
+    assert recorder.calls == [({"a": 1}, None)]
 
 
 def test_hyperparameters_that_no_logger_accepts_raise_in_the_core() -> None:

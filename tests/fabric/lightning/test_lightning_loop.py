@@ -139,19 +139,19 @@ class Callback:
     """Hooks with other keywords each."""
 
     def __init__(self) -> None:
-        self.heard: list[Any] = []
+        self.calls: list[Any] = []
 
     def on_after_setup(self, module: Any) -> None:
-        self.heard.append(("setup", type(module).__name__))
+        self.calls.append(("setup", type(module).__name__))
 
     def on_after_optimizer_step(self, optimizer: Any, strategy: Any) -> None:
-        self.heard.append(("step", type(optimizer).__name__, type(strategy).__name__))
+        self.calls.append(("step", type(optimizer).__name__, type(strategy).__name__))
 
     def on_epoch(self, loss: float) -> None:
-        self.heard.append(loss)
+        self.calls.append(loss)
 
     def on_all(self, **kwargs: Any) -> None:
-        self.heard.append(kwargs)
+        self.calls.append(kwargs)
 
 
 def test_hooks_are_called_by_setup_and_steps_with_the_keywords_they_accept() -> None:
@@ -163,14 +163,14 @@ def test_hooks_are_called_by_setup_and_steps_with_the_keywords_they_accept() -> 
         fabric.call("on_epoch", loss=0.5, epoch=2)
         fabric.call("on_all", loss=0.5, epoch=2)
         fabric.call("on_nothing", loss=0.5)
-    assert callback.heard == [
+    assert callback.calls == [
         ("setup", "_FabricModule"),
         ("step", "SGD", "SingleDeviceStrategy"),
         0.5,
         {"loss": 0.5, "epoch": 2},
     ]
     optimizer.step()
-    assert len(callback.heard) == 4, "a hook outlived `close()`"
+    assert len(callback.calls) == 4, "a hook outlived `close()`"
     assert not is_wrapped(optimizer)
 
 

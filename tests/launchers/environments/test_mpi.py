@@ -45,8 +45,8 @@ def test_jobs_of_mpirun_have_ports_and_keys_of_their_own() -> None:
 
 
 def test_the_users_port_and_address_count() -> None:
-    said = meeting({**OPEN_MPI, "MASTER_PORT": "29500", "MASTER_ADDR": "n7"})
-    assert (said.address, said.port) == ("n7", 29500)
+    rendezvous = meeting({**OPEN_MPI, "MASTER_PORT": "29500", "MASTER_ADDR": "n7"})
+    assert (rendezvous.address, rendezvous.port) == ("n7", 29500)
 
 
 def test_a_local_rank_that_is_not_the_rank_is_taken_as_it_is_on_one_node() -> None:

@@ -49,20 +49,20 @@ def test_after_the_timeout_the_missing_ranks_are_named(point: MeetingPoint) -> N
 
 @pytest.mark.slow
 def test_missing_ranks_are_reported_until_they_arrive(point: MeetingPoint) -> None:
-    said: list[str] = []
-    heard = threading.Event()
+    messages: list[str] = []
+    reported = threading.Event()
 
     def report(words: str) -> None:
-        said.append(words)
-        heard.set()
+        messages.append(words)
+        reported.set()
 
     with ThreadPoolExecutor(2) as ranks:
         first = ranks.submit(join, world(0, point.port), 60, report)
-        assert heard.wait(60)
+        assert reported.wait(60)
         second = ranks.submit(join, world(1, point.port), 60, report)
         first.result()
         second.result()
-    assert said[0] == "rank 0 of 2 waits for rank 1"
+    assert messages[0] == "rank 0 of 2 waits for rank 1"
 
 
 def test_an_address_without_a_server_is_an_error_that_names_it() -> None:

@@ -112,9 +112,9 @@ def fail_on_rank_zero(world: World) -> tuple[str, float]:
 
 
 def test_processes_hear_of_the_failure_long_before_any_timeout() -> None:
-    (own, _), (heard, seconds) = run_world(2, fail_on_rank_zero)
+    (own, _), (message, seconds) = run_world(2, fail_on_rank_zero)
     assert own == "OSError: no space left"
-    assert heard.endswith("that it runs before the others: OSError: no space left")
+    assert message.endswith("that it runs before the others: OSError: no space left")
     assert seconds < 50
 
 

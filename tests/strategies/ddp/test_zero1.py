@@ -415,8 +415,8 @@ def possessions(fabric: Fabric) -> dict[str, Any]:
     # Autograd hears of the step on every rank: a backward through a forward from before it raises everywhere.
     before = [parameter._version for parameter in model.parameters()]
     optimizer.step()
-    heard = [parameter._version > was for parameter, was in zip(model.parameters(), before, strict=True)]
-    found["heard"] = fabric.all_gather(torch.tensor(heard)).tolist()
+    versioned = [parameter._version > was for parameter, was in zip(model.parameters(), before, strict=True)]
+    found["versions"] = fabric.all_gather(torch.tensor(versioned)).tolist()
     fabric.close()
     found["hooks left"] = hooks == {name: len(value) for name, value in vars(optimizer).items() if "hook" in name}
     return found
@@ -432,5 +432,5 @@ def test_each_parameter_has_one_owner_and_the_ranks_own_about_as_much() -> None:
     assert found["copy"] == (AdamW, AdamW)
     assert "ValueError: `shard_optimizer=True` cannot run `LBFGS`" in found["lbfgs"]
     assert not found["lbfgs left it"]
-    assert found["heard"] == [[True] * 6] * 2
+    assert found["versions"] == [[True] * 6] * 2
     assert found["hooks left"]

@@ -383,24 +383,24 @@ REFUSED = {
         (
             setup_alone,
             ValueError,
-            r"`tensor=2` was written, but `parallelize_fn` laid no parameter over `mesh\['tensor'",
+            r"`tensor=2` was written, but `parallelize_fn` sharded no parameter over `mesh\['tensor'",
         ),
     ),
     "unused shard": (
         ModelParallelStrategy(parallelize_fn=leave_whole, shard=2),
-        (setup_alone, ValueError, r"laid no parameter over `mesh\['shard'\]`. Call `fully_shard\(module, mesh="),
+        (setup_alone, ValueError, r"sharded no parameter over `mesh\['shard'\]`. Call `fully_shard\(module, mesh="),
     ),
     "over data": (
         ModelParallelStrategy(parallelize_fn=cut_over_data, data=2),
         (
             setup_alone,
             ValueError,
-            r"`blocks.0.hidden.weight` lies over the axis 'data', whose ranks have different data",
+            r"`blocks.0.hidden.weight` is sharded over the axis 'data', whose ranks have different data",
         ),
     ),
     "over everything": (
         ModelParallelStrategy(parallelize_fn=shard_over_everything, tensor=2, shard=2),
-        (setup_alone, ValueError, r"`embed.weight` lies over the axes 'shard' and 'tensor' as if they were one"),
+        (setup_alone, ValueError, r"`embed.weight` is sharded over the axes 'shard' and 'tensor' as one"),
     ),
     "part of nothing": (
         ModelParallelStrategy(parallelize_fn=cut_a_number_in_two, tensor=2, shard=2),
@@ -435,7 +435,7 @@ REFUSED = {
         (
             backward_by_hand,
             RuntimeError,
-            r"`loss.backward\(\)` computes gradients that nobody averages .* those of `Net`",
+            r"`loss.backward\(\)` computes gradients that are not averaged .* those of `Net`",
         ),
     ),
 }
@@ -658,7 +658,7 @@ def prepare_many_ways(fabric: Fabric) -> None:
     fabric.backward(model(mine[4]).sum())
     assert equal_on_all_ranks(fabric, dict(model.norm.named_buffers()))
 
-    # Nothing of ours is left on the model: nobody minds a backward that nobody averages.
+    # Nothing of ours is left on the model: a backward that is not averaged raises nothing.
     fabric.close()
     assert not {"forward", "mark_forward_method"} & set(vars(model))
     model.norm.weight.sum().backward()

@@ -228,10 +228,12 @@ def test_a_replica_of_data_parallel_computes_with_its_own_parameters() -> None:
 
 def test_xla_refuses_activation_checkpointing_of_torch_with_what_to_call() -> None:
     strategy = SingleDeviceXLAStrategy(activation_checkpointing_policy=Block)
-    said = accelerator_against_the_strategy(XLAAccelerator(), strategy, "'single_xla'")
-    assert said is not None
-    assert "`activation_checkpointing_policy` with `accelerator='xla'`: torch's activation checkpointing does" in said
-    assert "call `torch_xla.utils.checkpoint.checkpoint` in the model's own forward." in said
+    message = accelerator_against_the_strategy(XLAAccelerator(), strategy, "'single_xla'")
+    assert message is not None
+    assert (
+        "`activation_checkpointing_policy` with `accelerator='xla'`: torch's activation checkpointing does" in message
+    )
+    assert "call `torch_xla.utils.checkpoint.checkpoint` in the model's own forward." in message
 
 
 def test_an_invalid_policy_is_an_error_and_leaves_the_model_unchanged() -> None:

@@ -1,4 +1,4 @@
-"""Where the weights of a part travel as it runs, ranks that run parts in another order hear of it."""
+"""Ranks that run submodules in different orders raise, where a submodule's parameters are gathered when it runs."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ STRATEGIES = {
         stage=3, config={"zero_optimization": {"stage3_param_persistence_threshold": 0}}
     ),
 }
-HEARD = ("in backward", "in the next forward", "in evaluation", "without gradients")
+MOMENTS = ("in backward", "in the next forward", "in evaluation", "without gradients")
 FORTH, BACK = ("one", "two"), ("two", "one")
 
 
-def orders(fabric: Fabric, heard: str, compiled: bool) -> tuple[list[float], str]:
-    """Losses where all ranks run one order and then another, and what is said where they differ."""
+def orders(fabric: Fabric, moment: str, compiled: bool) -> tuple[list[float], str]:
+    """Losses where all ranks run one order and then another, and the error where they differ."""
     torch.manual_seed(0)
     net = Experts()
     model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=0.1))
     if compiled:
         model = torch.compile(model)
-    losses, said = [], ""
+    losses, message = [], ""
     x = torch.ones(4, 8)
     for names in (FORTH, BACK):
         loss = model(x, names)
@@ -68,21 +68,21 @@ def orders(fabric: Fabric, heard: str, compiled: bool) -> tuple[list[float], str
         optimizer.zero_grad()
         losses.append(loss.item())
     assert hooks_of_ours(net) == 3
-    model.train(heard != "in evaluation")
+    model.train(moment != "in evaluation")
     model.mark_forward_method("again")
-    call = model.again if heard == "in a method" else model
+    call = model.again if moment == "in a method" else model
     try:
-        with torch.set_grad_enabled(heard != "without gradients"):
+        with torch.set_grad_enabled(moment != "without gradients"):
             loss = call(x, BACK if fabric.global_rank else FORTH)
-        if heard in ("in backward", "in a method"):
+        if moment in ("in backward", "in a method"):
             fabric.backward(loss)
-        elif heard == "in the next forward":
+        elif moment == "in the next forward":
             model(x, FORTH)
     except RuntimeError as error:
-        said = str(error)
+        message = str(error)
     fabric.close()
     assert hooks_of_ours(net) == 0
-    return losses, said
+    return losses, message
 
 
 def hooks_of_ours(module: nn.Module) -> int:
@@ -111,15 +111,15 @@ def plain() -> list[float]:
 @pytest.mark.parametrize(
     ("name", "heard", "compiled"),
     [
-        *((name, heard, False) for name in STRATEGIES for heard in HEARD),
+        *((name, moment, False) for name in STRATEGIES for moment in MOMENTS),
         ("fsdp", "in a method", False),
         ("fsdp", "in backward", True),
     ],
 )
-def test_ranks_that_run_submodules_in_different_orders_raise(name: str, heard: str, compiled: bool) -> None:
+def test_ranks_that_run_submodules_in_different_orders_raise(name: str, moment: str, compiled: bool) -> None:
     strategy: Strategy = STRATEGIES[name]
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver")
-    losses, said = fabric.launch(orders, heard, compiled) or ([], "")
+    losses, message = fabric.launch(orders, moment, compiled) or ([], "")
     assert losses == pytest.approx(plain(), rel=1e-5)
-    assert "Experts` in different orders. Weights of a part travel as it runs" in said
-    assert said.endswith("Number 0 is 'one' on rank 0, and 'two' on rank 1.")
+    assert "Experts` in different orders. A submodule's parameters are all-gathered when it runs" in message
+    assert message.endswith("Number 0 is 'one' on rank 0, and 'two' on rank 1.")

@@ -46,10 +46,10 @@ def at_once(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def train(fabric: Fabric) -> tuple[list[float], list[str]]:
-    """The losses of the windows, and what was said where ranks took another branch each."""
+    """The losses of the windows, and the errors where ranks took different branches."""
     model, optimizer = fabric.setup(*make())
     mine = slice(2 * fabric.global_rank, 2 * fabric.global_rank + 2)
-    losses, said = [], []
+    losses, messages = [], []
     for epoch in range(2):
         for window in WINDOWS:
             for number, branches in enumerate(window):
@@ -62,9 +62,9 @@ def train(fabric: Fabric) -> tuple[list[float], list[str]]:
         if epoch == 0:
             with pytest.raises(RuntimeError) as raised:
                 fabric.backward(model(INPUT[mine], torch.tensor((0, 0, 1, 1))[mine]))
-            said.append(str(raised.value))
+            messages.append(str(raised.value))
             optimizer.zero_grad()
-    return losses, said
+    return losses, messages
 
 
 def plainly() -> list[float]:
@@ -86,9 +86,9 @@ def plainly() -> list[float]:
     ids=["fsdp", "model_parallel"],
 )
 def test_gradients_of_different_parameters_raise_and_training_goes_on_once_they_are_cleared(strategy: Strategy) -> None:
-    losses, said = Fabric(accelerator="cpu", strategy=strategy, devices=2).launch(train)
+    losses, messages = Fabric(accelerator="cpu", strategy=strategy, devices=2).launch(train)
     assert losses == pytest.approx(plainly(), rel=1e-5)
-    assert said == [
+    assert messages == [
         "Ranks computed gradients of different parameters of `Branches`, and `fully_shard` adds up gradients by their "
         "place among those that a rank has. The weights are unchanged; `optimizer.zero_grad()` discards the gradients. "
         "Use the same parameters on every rank, or pass `strategy='ddp_find_unused_parameters_true'`. Number 0 is "
