@@ -13,6 +13,7 @@ One save at a time: the next one waits for the previous one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -101,12 +102,19 @@ class BackgroundSaves:
                     "it out"
                 )
             staged.append(self._staging.copy(plan(state, collective.rank, token)))
+            if collective.rank == 0:
+                locked.callback(storage.lock())
 
-        refuse_together(collective, storage, attempt(stage), token)
-        agreement = None if store is None else Agreement(store, token, collective.rank, collective.size)
-        self._pending = PendingSave(
-            storage.path, lambda: _save(storage, staged.pop(), agreement, collective.size, after_commit)
-        )
+        with contextlib.ExitStack() as locked:
+            refuse_together(collective, storage, attempt(stage), token)
+            agreement = None if store is None else Agreement(store, token, collective.rank, collective.size)
+            until_saved = locked.pop_all()
+
+        def save() -> Exception | None:
+            with until_saved:
+                return _save(storage, staged.pop(), agreement, collective.size, after_commit)
+
+        self._pending = PendingSave(storage.path, save)
         return self._pending
 
     def finish(self) -> None:

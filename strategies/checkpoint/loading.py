@@ -13,8 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -24,9 +23,11 @@ from fabric.strategies.checkpoint.chunk import Chunk, Shape, whole
 from fabric.strategies.checkpoint.errors import CheckpointError, sentence_of
 from fabric.strategies.checkpoint.manifest import BLOCK_BYTES, NAME, Entry, Manifest, Piece, Table
 from fabric.strategies.checkpoint.saving import Advance, attempt
-from fabric.strategies.checkpoint.storage import Storage, storage_of
+from fabric.strategies.checkpoint.storage import Storage, local_path, storage_of
 from fabric.strategies.checkpoint.values import DTYPES, decode, keys_of
 from fabric.strategies.collectives.collective import Collective
+
+T = TypeVar("T")
 
 
 @final
@@ -193,7 +194,8 @@ def load(
 
     Ranks: all call it. Raises: CheckpointError: on every rank, if a rank could not read it, or found it damaged.
     """
-    content = _manifest_of(collective, storage)
+    # Read once, so that all ranks load the same checkpoint even if another is saved.
+    content = from_rank_zero(collective, storage, lambda: _manifest_of(storage))
     opened: list[Checkpoint] = []
 
     def open_and_verify() -> None:
@@ -213,19 +215,27 @@ def refuse_unread(collective: Collective, storage: Storage, problem: Exception |
     raise CheckpointError(_UNREAD.format(rank=rank, path=storage.path, why=sentence), rank=rank) from problem
 
 
-def _manifest_of(collective: Collective, storage: Storage) -> bytes:
-    """The bytes of the manifest, read once, so that all ranks load the same checkpoint even if another is saved."""
-    read: list[bytes] = []
-    problem = attempt(lambda: read.append(storage.read(NAME))) if collective.rank == 0 else None
-    if isinstance(problem, (FileNotFoundError, NotADirectoryError)):
-        problem = FileNotFoundError(_what_is_there(storage))
-    refuse_unread(collective, storage, problem)
-    content: bytes = collective.broadcast_object(read[0] if read else None)
-    return content
+def from_rank_zero(collective: Collective, storage: Storage, read: Callable[[], T]) -> T:
+    """What `read` returns on rank 0, on every rank. Ranks: all. Raises: CheckpointError on every rank, if it raised."""
+    found: list[T] = []
+    problem = attempt(lambda: found.append(read())) if collective.rank == 0 else None
+    sent: tuple[list[T], str | None] = (found, None if problem is None else sentence_of(problem))
+    found, sentence = collective.broadcast_object(sent)
+    if sentence is not None:
+        raise CheckpointError(_UNREAD.format(rank=0, path=storage.path, why=sentence), rank=0) from problem
+    return found[0]
+
+
+def _manifest_of(storage: Storage) -> bytes:
+    """The bytes of the manifest."""
+    try:
+        return storage.read(NAME)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(_what_is_there(storage)) from error
 
 
 def _what_is_there(storage: Storage) -> str:
-    if Path(storage.path).is_file():
+    if local_path(storage.path).is_file():
         return (
             "It is a file, and a checkpoint is a folder. `fabric.load_raw(path, module)` reads files of `torch.save` "
             "and safetensors."

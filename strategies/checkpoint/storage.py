@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
@@ -67,14 +67,30 @@ class Storage(ABC):
         """A folder in this one."""
 
     @abstractmethod
+    def lock(self) -> Callable[[], None]:
+        """Lock the folder against other jobs that save to it, where the file system can. Returns a function to unlock.
+
+        A process that ends unlocks. Raises: OSError: another job holds the lock.
+        """
+
+    @abstractmethod
     def discard(self) -> None:
         """Delete the folder with its contents. Raises: OSError: it could not be deleted."""
 
 
 def storage_of(path: str | os.PathLike[str]) -> Storage:
-    """The storage at a path; an address with `://` is opened by fsspec."""
-    text = os.fspath(path)
-    return Remote(text) if "://" in text else Folder(Path(text))
+    """The storage at a path; an address with `://` is opened by fsspec. Raises: TypeError, ValueError: not a path."""
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str):
+        raise TypeError(f"The path of a checkpoint is {path!r}, a `{type(path).__name__}`. Pass a string or a `Path`.")
+    if not text:
+        raise ValueError("The path of a checkpoint is empty. Pass the path of a folder, such as 'runs/1/last'.")
+    return Remote(text) if "://" in text else Folder(local_path(text))
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """The path on a disk, with `~` replaced by the user's folder."""
+    return Path(path).expanduser()
 
 
 @final
@@ -94,7 +110,7 @@ class Folder(Storage):
             flush_folder(self._folder)
 
     def _write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._make()
         try:
             with open(self._folder / name, "xb", buffering=0) as file:
                 for block in blocks:
@@ -106,6 +122,15 @@ class Folder(Storage):
             if isinstance(error, OSError) and error.errno is not None and error.errno in _FULL:
                 raise OSError(error.errno, f"{os.strerror(error.errno)}: {self._space()}") from error
             raise
+
+    def _make(self) -> None:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            taken = next((each for each in (self._folder, *self._folder.parents) if each.is_file()), self._folder)
+            raise NotADirectoryError(
+                errno.ENOTDIR, f"A checkpoint is a folder, but {str(taken)!r} is a file. Pass another path"
+            ) from error
 
     def _space(self) -> str:
         """The limits of the disk, after the incomplete file was removed."""
@@ -157,6 +182,27 @@ class Folder(Storage):
 
     def inside(self, folder: str) -> Folder:
         return Folder(self._folder / folder)
+
+    def lock(self) -> Callable[[], None]:
+        self._make()
+        if sys.platform == "win32":
+            return _nothing
+        import fcntl
+
+        handle = os.open(self._folder, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(handle)
+            if isinstance(error, BlockingIOError):
+                raise OSError(error.errno, "Another process is saving to this folder. Save to another one") from error
+            return _nothing  # some network file systems lock no folders
+
+        def unlock() -> None:
+            fcntl.flock(handle, fcntl.LOCK_UN)  # processes that were forked meanwhile hold the handle as well
+            os.close(handle)
+
+        return unlock
 
     def discard(self) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -214,6 +260,9 @@ class Remote(Storage):
     def inside(self, folder: str) -> Remote:
         return Remote(f"{self._address}/{folder}")
 
+    def lock(self) -> Callable[[], None]:
+        return _nothing
+
     def discard(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._system.rm(self._root, recursive=True)
@@ -227,6 +276,10 @@ class Remote(Storage):
 
 
 _FULL = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG") if name in dir(errno)}
+
+
+def _nothing() -> None:
+    pass
 
 
 def _write_all(handle: int, block: memoryview) -> None:
