@@ -85,7 +85,7 @@ def test_a_file_in_the_way_of_the_folder_raises_and_is_kept(fabric: Fabric, tmp_
 
 def test_a_file_that_is_no_checkpoint_raises(fabric: Fabric, tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("hello")
-    with pytest.raises(CheckpointError, match="`notes` is damaged, or `torch.save` did not"):
+    with pytest.raises(CheckpointError, match=r"`notes` is damaged, or `torch\.save` did not write it"):
         fabric.load(tmp_path / "notes", {"model": nn.Linear(2, 2)})
 
 
