@@ -23,8 +23,8 @@ from fabric.strategies.checkpoint.chunk import Chunk, Shape, whole
 from fabric.strategies.checkpoint.errors import CheckpointError, sentence_of
 from fabric.strategies.checkpoint.manifest import BLOCK_BYTES, NAME, Entry, Manifest, Piece, Table
 from fabric.strategies.checkpoint.saving import Advance, attempt
-from fabric.strategies.checkpoint.storage import Storage, local_path, storage_of
-from fabric.strategies.checkpoint.values import DTYPES, decode, keys_of
+from fabric.strategies.checkpoint.storage import Contents, Storage, local_path, storage_of
+from fabric.strategies.checkpoint.values import DTYPES, are_integers, decode, keys_of
 from fabric.strategies.collectives.collective import Collective
 
 T = TypeVar("T")
@@ -34,12 +34,12 @@ T = TypeVar("T")
 class Stored:
     """A tensor in a checkpoint. Its bytes are not read until they are needed."""
 
-    def __init__(self, pointer: str, entry: Entry, bytes_of_file: Callable[[str], Tensor]) -> None:
+    def __init__(self, pointer: str, entry: Entry, open_file: Callable[[str], Contents]) -> None:
         self.pointer = pointer
         self.shape: Shape = entry.shape
         self.dtype = DTYPES[entry.dtype]
         self._pieces = entry.pieces
-        self._bytes_of_file = bytes_of_file
+        self._open_file = open_file
 
     @property
     def like(self) -> Tensor:
@@ -66,19 +66,45 @@ class Stored:
         return made
 
     def copy_to(self, target: Tensor, chunk: Chunk) -> None:
-        """Fill `target` with the elements of a chunk, copied directly from the mapped files."""
+        """Fill `target` with the elements of a chunk, copied directly from the files."""
         with torch.no_grad():
             for piece in self._pieces:
                 shared = piece.chunk.intersection(chunk)
-                if shared is not None:
-                    target[shared.slices_in(chunk)].copy_(self._elements(piece)[shared.slices_in(piece.chunk)])
+                if shared is None:
+                    continue
+                part = target[shared.slices_in(chunk)]
+                # Rows of the piece are bytes that follow one another.
+                if shared.shape[1:] == piece.chunk.shape[1:] and _is_as_stored(part, self.dtype):
+                    self._open_file(piece.file).copy_to(
+                        part, piece.offset_bytes + self._num_bytes_before(shared, piece)
+                    )
+                else:
+                    part.copy_(self._elements(piece)[shared.slices_in(piece.chunk)])
+
+    def _num_bytes_before(self, rows: Chunk, piece: Piece) -> int:
+        """The number of bytes of a piece before some of its rows."""
+        if not rows.shape:
+            return 0
+        num_rows = rows.offsets[0] - piece.chunk.offsets[0]
+        return num_rows * math.prod(rows.shape[1:]) * self.dtype.itemsize
 
     def _elements(self, piece: Piece) -> Tensor:
         num_bytes = piece.chunk.numel * self.dtype.itemsize
-        content = self._bytes_of_file(piece.file)[piece.offset_bytes : piece.offset_bytes + num_bytes]
+        content = self._open_file(piece.file).tensor[piece.offset_bytes : piece.offset_bytes + num_bytes]
         if piece.offset_bytes % self.dtype.itemsize:  # files of other libraries may not be aligned
             content = content.clone()
         return content.view(self.dtype).view(piece.chunk.shape)
+
+
+def _is_as_stored(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the tensor's memory is what a file has: its elements in row-major order, on the CPU."""
+    return (
+        tensor.dtype == dtype
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
 
 
 def in_memory(content: Any, *, mapped: bool = False) -> Any:
@@ -93,7 +119,7 @@ def in_memory(content: Any, *, mapped: bool = False) -> Any:
         for key, entry in content.items():
             read[key] = in_memory(entry, mapped=mapped)
         return read
-    if type(content) in (list, tuple):
+    if type(content) in (list, tuple) and not are_integers(content):
         return type(content)(in_memory(entry, mapped=mapped) for entry in content)
     return content
 
@@ -105,8 +131,8 @@ class Checkpoint:
 
     storage: Storage
     manifest: Manifest
-    bytes_of_file: Callable[[str], Tensor]
-    """Maps each file, or reads it, once."""
+    open_file: Callable[[str], Contents]
+    """Opens each file once."""
 
     @classmethod
     def open(cls, storage: Storage, content: bytes | None = None) -> Checkpoint:
@@ -116,14 +142,13 @@ class Checkpoint:
         """
         manifest = Manifest.of_bytes(storage.read(NAME) if content is None else content)
         files = manifest.table.files
-        bytes_of_file = cache(lambda name: storage.tensor(name, files[name].num_bytes))
-        return cls(storage=storage, manifest=manifest, bytes_of_file=bytes_of_file)
+        open_file = cache(lambda name: storage.open(name, files[name].num_bytes))
+        return cls(storage=storage, manifest=manifest, open_file=open_file)
 
     def content(self) -> Any:
         """The state that was saved, with a `Stored` for each tensor."""
         stored = {
-            pointer: Stored(pointer, entry, self.bytes_of_file)
-            for pointer, entry in self.manifest.table.tensors.items()
+            pointer: Stored(pointer, entry, self.open_file) for pointer, entry in self.manifest.table.tensors.items()
         }
         found = decode(self.manifest.values, stored.pop)
         for pointer, tensor in stored.items():  # those that rank 0 did not have
@@ -144,7 +169,7 @@ class Checkpoint:
         """
         blocks = sorted(_blocks_of(self.manifest.table, None if names is None else set(names)))[share::num_shares]
         files = self.manifest.table.files
-        tensors = {name: self.bytes_of_file(name) for name in {name for name, _ in blocks}}
+        tensors = {name: self.open_file(name).tensor for name in {name for name, _ in blocks}}
 
         def is_damaged(block: tuple[str, int]) -> bool:
             name, number = block

@@ -12,6 +12,7 @@ import mmap
 import os
 import shutil
 import sys
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -44,11 +45,8 @@ class Storage(ABC):
         """The contents of a small file. Raises: FileNotFoundError."""
 
     @abstractmethod
-    def tensor(self, name: str, num_bytes: int) -> Tensor:
-        """A file of this length as a tensor of bytes, mapped if possible. Writing to the tensor changes no file.
-
-        Raises: ValueError: the file has another length.
-        """
+    def open(self, name: str, num_bytes: int) -> Contents:
+        """A file of this length, to be read. Raises: ValueError: the file has another length."""
 
     @abstractmethod
     def names(self) -> Sequence[str]:
@@ -76,6 +74,35 @@ class Storage(ABC):
     @abstractmethod
     def discard(self) -> None:
         """Delete the folder with its contents. Raises: OSError: it could not be deleted."""
+
+
+@final
+class Contents:
+    """The bytes of one file, as long as this object exists, even if the file is deleted meanwhile."""
+
+    def __init__(self, tensor: Tensor, handle: int | None = None) -> None:
+        self.tensor = tensor
+        """All bytes, mapped if possible. Writing to the tensor changes no file."""
+        self._handle = handle
+        if handle is not None:
+            weakref.finalize(self, os.close, handle)
+
+    def copy_to(self, target: Tensor, offset_bytes: int) -> None:
+        """Fill `target`, which is contiguous and on the CPU, with the bytes from `offset_bytes` on.
+
+        A system call copies from the page cache in four fifths of the time that a copy from mapped pages takes.
+        """
+        content = target.detach().reshape(-1).view(torch.uint8)
+        if self._handle is None or sys.platform == "win32":
+            content.copy_(self.tensor[offset_bytes : offset_bytes + content.numel()])
+            return
+        left = content.numpy().data
+        while left.nbytes:
+            num_read = os.preadv(self._handle, [left], offset_bytes)
+            if num_read == 0:
+                raise OSError(errno.EIO, "A file of the checkpoint became shorter while it was read")
+            offset_bytes += num_read
+            left = left[num_read:]
 
 
 def storage_of(path: str | os.PathLike[str]) -> Storage:
@@ -112,7 +139,7 @@ class Folder(Storage):
     def _write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True) -> None:
         self._make()
         try:
-            with open(self._folder / name, "xb", buffering=0) as file:
+            with (self._folder / name).open("xb", buffering=0) as file:
                 for block in blocks:
                     _write_all(file.fileno(), memoryview(block))
                 if is_flushed:
@@ -154,15 +181,15 @@ class Folder(Storage):
     def read(self, name: str) -> bytes:
         return (self._folder / name).read_bytes()
 
-    def tensor(self, name: str, num_bytes: int) -> Tensor:
-        with open(self._folder / name, "rb") as file:
-            found = os.fstat(file.fileno()).st_size
-            if found != num_bytes:
-                raise ValueError(f"`{name}` has {found} bytes, but {num_bytes} were written.")
-            if num_bytes == 0:
-                return torch.empty(0, dtype=torch.uint8)
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        return torch.frombuffer(mapped, dtype=torch.uint8)
+    def open(self, name: str, num_bytes: int) -> Contents:
+        handle = os.open(self._folder / name, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        contents = Contents(torch.empty(0, dtype=torch.uint8), handle)  # closes it
+        found = os.fstat(handle).st_size
+        if found != num_bytes:
+            raise ValueError(f"`{name}` has {found} bytes, but {num_bytes} were written.")
+        if num_bytes:
+            contents.tensor = torch.frombuffer(mmap.mmap(handle, 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        return contents
 
     def names(self) -> Sequence[str]:
         try:
@@ -237,11 +264,11 @@ class Remote(Storage):
     def read(self, name: str) -> bytes:
         return bytes(self._system.cat_file(self._at(name)))
 
-    def tensor(self, name: str, num_bytes: int) -> Tensor:
+    def open(self, name: str, num_bytes: int) -> Contents:
         content = bytearray(self._system.cat_file(self._at(name)))
         if len(content) != num_bytes:
             raise ValueError(f"`{name}` has {len(content)} bytes, but {num_bytes} were written.")
-        return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+        return Contents(torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8))
 
     def names(self) -> Sequence[str]:
         self._system.invalidate_cache(self._root)
