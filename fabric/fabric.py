@@ -1194,11 +1194,12 @@ class Fabric:
         """Read a checkpoint, or a file of another library. Ranks: all."""
         self.wait_for_save()
         collective = self._connected.collective
-        kind = collective.broadcast_object(foreign.kind_of(path) if collective.rank == 0 else None)
+        storage = storage_of(path)
+        kind = loading.from_rank_zero(collective, storage, lambda: foreign.kind_of(path))
         if kind is not None:
             return foreign.load(collective, path, kind)
         with checkpoint_progress(f"load {path}", enabled=self.is_global_zero) as advance:
-            return loading.load(collective, storage_of(path), advance=advance)
+            return loading.load(collective, storage, advance=advance)
 
     def _refuse_misfits(
         self, method: str, path: str | os.PathLike[str], state: Any, content: Any, *, strict: bool

@@ -6,7 +6,8 @@ compare theirs before they save.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -37,6 +38,15 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {own_name(module, name): each for name, each in module.named_parameters(remove_duplicate=False)}
 
 
+def _renamed(state: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+    """The state with other names, also of the submodules whose versions torch attaches to it."""
+    renamed = OrderedDict((rename(name), value) for name, value in state.items())
+    versions = getattr(state, "_metadata", None)
+    if versions is not None:
+        renamed._metadata = OrderedDict((rename(name), each) for name, each in versions.items())  # type: ignore[attr-defined]
+    return renamed
+
+
 @final
 class ManualState(StateAccess):
     """The state of the module that `parallelize` returned, with the names of the module that was passed to `setup`.
@@ -52,15 +62,13 @@ class ManualState(StateAccess):
     def read_module(self, module: nn.Module) -> dict[str, Any]:
         module = self._named_by(module)
         self._check({f"`{name}`": parameter for name, parameter in own_parameters(module).items()})
-        state = self._sharded.read_module(module)
-        return {own_name(module, name): value for name, value in state.items()}
+        return _renamed(self._sharded.read_module(module), lambda name: own_name(module, name))
 
     def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
         module = self._named_by(module)
-        names = {own_name(module, name): name for name in module.state_dict()}
-        self._sharded.write_module(
-            module, {names.get(name, name): value for name, value in content.items()}, strict=strict
-        )
+        tensors, submodules = module.state_dict(), dict(module.named_modules(remove_duplicate=False))
+        names = {own_name(module, name): name for name in (*submodules, *tensors)}
+        self._sharded.write_module(module, _renamed(content, lambda name: names.get(name, name)), strict=strict)
 
     def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...] | None]:
         module = self._named_by(module)
@@ -69,8 +77,7 @@ class ManualState(StateAccess):
     def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
         module = self._named_by(module)
         self._check({f"`{name}`": parameter for name, parameter in own_parameters(module).items()})
-        state = self._sharded.read_module_shards(module)
-        return {own_name(module, name): value for name, value in state.items()}
+        return _renamed(self._sharded.read_module_shards(module), lambda name: own_name(module, name))
 
     def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
         self._check_states(optimizer)
