@@ -469,7 +469,8 @@ class Fabric:
         that still have data (after `loss.backward()`, which would count it, a step raises). The ranks exchange one
         message before each batch, so every rank must iterate, and leave its loop at the same step; for a loop on some
         ranks only, use another `use` than 'train'. With `use_distributed_sampler=False` this happens only if `uneven`
-        is given.
+        is given. In evaluation ranks may have different numbers of batches, except under strategies that gather
+        parameters in forward: there "repeat" evaluates all data, and without it different numbers are an error.
         `dispatch=True`: rank 0 alone reads the loader, and sends each rank whole batches in turn, as the loader made
         them: for data that cannot be read in parts. Before each step the ranks wait for rank 0; an error of the loader
         is raised on every rank (DispatchError). The other ranks pass any iterable. All iterate, and leave their loop
@@ -484,11 +485,11 @@ class Fabric:
             raise ValueError("`fabric.setup_dataloaders()` was given no loader. Pass at least one.")
         check_use(use)
         check_uneven(uneven, use)
-        check_dispatch(dispatch, uneven, use_distributed_sampler)
+        check_dispatch(dispatch, uneven, use_distributed_sampler, use)
         runtime = self._connected
         if uneven is not None or dispatch:
             runtime = replace(runtime, uneven=uneven, dispatch=dispatch)
-        if uneven == "repeat":
+        if uneven == "repeat" and use in (None, "train"):
             self._accumulation.repeated = runtime.loader_numbers.repeated
             self._accumulation.guard(self._optimizers)
         if self._replica_guard is not None and not use_distributed_sampler:

@@ -100,6 +100,9 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     def look_for_packages(self) -> Mapping[str, str]:
         return releases("deepspeed")
 
+    def forward_communicates(self, degrees: Mapping[str, int]) -> bool:
+        return self._stage == 3
+
     def why_not(self, target: Target) -> str | None:
         missing = why_not(target.packages.get("deepspeed"))
         if missing is not None:

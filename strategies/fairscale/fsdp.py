@@ -85,6 +85,9 @@ class FairScaleFSDPStrategy(ProcessGroupStrategy):
     def look_for_packages(self) -> Mapping[str, str]:
         return releases("fairscale")
 
+    def forward_communicates(self, degrees: Mapping[str, int]) -> bool:
+        return True
+
     def why_not(self, target: Target) -> str | None:
         precision = target.precision
         if precision.param_dtype not in _DTYPES:
