@@ -449,6 +449,7 @@ class Engine:
         """Step all shards, and all-gather the new weights. Does nothing without gradients, as in PyTorch."""
         self._follow_zero_grad()
         if not self._has_gradients:
+            self._refuse_own_gradients()
             return
         self.follow_weights()
         self._reduce()
@@ -463,6 +464,12 @@ class Engine:
         else:
             self._end_window()
         self._stepped, self._reached = self._reached, set()
+
+    def _refuse_own_gradients(self) -> None:
+        """Raise RuntimeError for gradients that the program has assigned: the step would do nothing."""
+        own = [each for each in self.trained if each.grad is not None and each.grad.count_nonzero()]
+        if own:
+            raise RuntimeError(_OWN_GRADIENT.format(name=self.placeholders.names[own[0]]))
 
     def drive(self, optimizer: Optimizer) -> Callable[[], None]:
         """Make `optimizer.step()` and `zero_grad()` run the engine's. Returns a function that undoes it."""
@@ -571,6 +578,11 @@ _CHANGED_GRADIENT = (
     "The gradient of `{name}` was changed after `fabric.backward`, but DeepSpeed reduces it only in the step: until "
     "then it has the values, and the norm, of this rank alone. To clip, call `fabric.clip_gradients`; change the loss "
     "instead of gradients, or use `strategy='ddp'`."
+)
+_OWN_GRADIENT = (
+    "`optimizer.step()` with a gradient that was assigned to `{name}`, of `torch.autograd.grad` or of a copy of the "
+    "model: DeepSpeed steps with the gradients that it has reduced itself. Compute it by `fabric.backward(loss)`, or "
+    "pass `strategy='ddp'` and average it: `parameter.grad = fabric.all_reduce(gradient)`."
 )
 _CHANGED_WEIGHT = (
     "`{name}` was changed after `fabric.setup`, by `load_state_dict` or in place, but at ZeRO stage 3 DeepSpeed trains "
