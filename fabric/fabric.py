@@ -55,6 +55,7 @@ from fabric.request import Request
 from fabric.resolve import resolve
 from fabric.run_state import generators_of, has_objects, is_run, restore_generators, run_state_of
 from fabric.seed import seed_everything
+from fabric.step_checks import StepChecks
 from fabric.stop import StopRequest
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint import foreign, loading, run_state, saving
@@ -98,7 +99,6 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.dtensor import as_sharded, local_part
 from fabric.strategies.strategy import Strategy
-from fabric.step_checks import StepChecks
 from fabric.unprepared import UnpreparedOptimizers
 from fabric.weighting import Weight, Weighting, average_over_ranks, check_weight
 

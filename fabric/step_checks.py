@@ -26,6 +26,7 @@ from fabric.strategies.torch_internals import current_graph_task_id
 
 _Mark: TypeAlias = tuple[int, int] | None
 """The identity and the version of an optimizer's first gradient."""
+_NEVER: tuple[int, _Mark, int] = (-1, None, 0)
 
 
 @final
@@ -37,13 +38,13 @@ class StepChecks:
         self._models: list[Prepared] = []
         self._last: WeakKeyDictionary[Optimizer, tuple[int, _Mark, int]] = WeakKeyDictionary()
         self._averaging: WeakSet[Optimizer] = WeakSet()
-        self._started_ns = 0
         undo.callback(register_optimizer_step_pre_hook(self._check).remove)
 
     def add(self, model: Prepared) -> None:
         """Take in a model that was set up."""
         self._models.append(model)
-        self._started_ns = time.time_ns()
+        number, now_ns = self._runtime.loader_numbers.num_backwards, time.time_ns()
+        self._last.update(dict.fromkeys(model.optimizers, (number, None, now_ns)))
 
     def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if current_graph_task_id() != -1:
@@ -51,7 +52,7 @@ class StepChecks:
         if optimizer not in self._prepared:
             return
         number, mark = self._runtime.loader_numbers.num_backwards, _mark(optimizer)
-        last = self._last.get(optimizer, (0, None, self._started_ns))
+        last = self._last.get(optimizer, _NEVER)
         self._last[optimizer] = number, mark, time.time_ns()
         if number != last[0] or mark is None or mark == last[1] or optimizer in self._averaging:
             return

@@ -33,8 +33,8 @@ def refuse_whole(optimizers: Sequence[Optimizer]) -> None:
 
 
 _WHOLE = (
-    "`shard_optimizer=True` cannot run `{optimizer}`: it computes each step from all gradients, and a rank steps a part "
-    "of the parameters. Leave `shard_optimizer` out."
+    "`shard_optimizer=True` cannot run `{optimizer}`: it computes each step from all gradients, and a rank steps a "
+    "part of the parameters. Leave `shard_optimizer` out."
 )
 
 

@@ -70,9 +70,9 @@ ONE_OPTIMIZER = (
     "with its own."
 )
 _DEPENDENT = (
-    "`{optimizer}` in `setup` uses whole tensors, but ZeRO passes an optimizer slices of one flat tensor, so the results would "
-    "differ: on small tensors they did. Use one that updates each element independently (SGD, Adam, AdamW, RMSprop), "
-    "or `strategy='ddp'` or 'fsdp'."
+    "`{optimizer}` in `setup` uses whole tensors, but ZeRO passes an optimizer slices of one flat tensor, so the "
+    "results would differ: on small tensors they did. Use one that updates each element independently (SGD, Adam, "
+    "AdamW, RMSprop), or `strategy='ddp'` or 'fsdp'."
 )
 _FLAT = (
     "ZeRO passes `{name}` slices of one flat tensor. That is right for an optimizer that updates each element "

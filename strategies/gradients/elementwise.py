@@ -87,7 +87,10 @@ def _steps(
 
 
 def _copy(
-    optimizer: Optimizer, group: dict[str, Any], parameters: list[torch.nn.Parameter], memo: dict[int, Any] | None = None
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    parameters: list[torch.nn.Parameter],
+    memo: dict[int, Any] | None = None,
 ) -> Optimizer:
     """The optimizer with these parameters and no state, and with it those that it wraps. `memo`: as in `deepcopy`."""
     memo = {} if memo is None else memo
@@ -103,7 +106,9 @@ def _copy(
             vars(tried)[name] = OrderedDict()
         elif isinstance(value, Optimizer) and id(value) not in memo:
             vars(tried)[name] = _copy(value, group, parameters, memo)
-        elif not callable(getattr(type(optimizer), name, None)):  # schedulers replace `step` by a method of the instance
+        elif not callable(
+            getattr(type(optimizer), name, None)
+        ):  # schedulers replace `step` by a method of the instance
             vars(tried)[name] = value
             with suppress(Exception):  # a process group, or a lock
                 vars(tried)[name] = copy.deepcopy(value, memo)

@@ -367,9 +367,9 @@ _READ = (
     "For the norm, call `fabric.clip_gradients(model, optimizer, max_norm=...)`; read gradients after backward."
 )
 _SECOND = (
-    "`torch.autograd.grad(..., create_graph=True)` of parameters of `{model}`, which are in shards: `fully_shard` frees "
-    "the gathered ones after it, and second derivatives need them. Pass `strategy='ddp'` for a loss that contains "
-    "gradients of parameters; gradients of inputs may be part of it under every strategy."
+    "`torch.autograd.grad(..., create_graph=True)` of parameters of `{model}`, which are in shards: `fully_shard` "
+    "frees the gathered ones after it, and second derivatives need them. Pass `strategy='ddp'` for a loss that "
+    "contains gradients of parameters; gradients of inputs may be part of it under every strategy."
 )
 _WRITTEN = (
     "Parameters of `{model}`, or their `grad`, were written to after `torch.autograd.grad`: these are gathered copies "

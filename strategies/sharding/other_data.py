@@ -1,4 +1,8 @@
-"""Finds `parameter.data = other` of DTensors. Torch changes the storage of the DTensor, and not its local tensor."""
+"""Finds `parameter.data = other` and `nn.init.eye_(parameter)` of DTensors.
+
+Torch changes the storage of the DTensor for the first, and not its local tensor. For the second it makes each local
+tensor as large as the whole parameter.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +12,28 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from fabric.strategies.sharding.dtensor import as_sharded, user_class
+from fabric.strategies.sharding.dtensor import as_sharded, local_part, user_class
 from fabric.strategies.torch_internals import disable_dynamo
 
 OTHER_DATA = (
     "`parameter.data = ...` after `fabric.setup` does not change a parameter that is sharded (a DTensor): {names} of "
-    "`{model}`. Change it in place: `parameter.data.copy_(...)`, `parameter.data.clamp_(...)`."
+    "`{model}`. Change it in place: `parameter.data.copy_(...)`, `parameter.data.clamp_(...)`. Nor does "
+    "`nn.init.eye_(parameter)`: call it before `setup`."
 )
 
 
 @final
 class Storages:
-    """The storage that each tensor had when it was first seen."""
+    """The storage that each DTensor, and the size that its local tensor, had when it was first seen."""
 
     def __init__(self) -> None:
-        self._first: dict[Tensor, torch.UntypedStorage] = {}
+        self._first: dict[Tensor, tuple[torch.UntypedStorage, int]] = {}
 
     def is_other(self, tensor: Tensor) -> bool:
-        """Whether the tensor has another storage than before. Never on the meta device."""
-        storage = tensor.untyped_storage()
-        return not tensor.is_meta and self._first.setdefault(tensor, storage) is not storage
+        """Whether the DTensor has another storage than before, or as much more in it. Never on the meta device."""
+        storage, size = tensor.untyped_storage(), local_part(tensor).numel()
+        first, size_then = self._first.setdefault(tensor, (storage, size))
+        return not tensor.is_meta and (first is not storage or size != size_then)
 
 
 @final
