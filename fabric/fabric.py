@@ -55,6 +55,7 @@ from fabric.request import Request
 from fabric.resolve import resolve
 from fabric.run_state import generators_of, has_objects, is_run, restore_generators, run_state_of
 from fabric.seed import seed_everything
+from fabric.step_checks import StepChecks
 from fabric.stop import StopRequest
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint import foreign, loading, run_state, saving
@@ -85,6 +86,7 @@ from fabric.strategies.data.device_loader import DeviceLoader
 from fabric.strategies.data.share import Use
 from fabric.strategies.data.transfer import move
 from fabric.strategies.data.uneven import Uneven
+from fabric.strategies.gradients.by_hand import refuse_updates_by_hand
 from fabric.strategies.gradients.clipping import gradients_are_finite
 from fabric.strategies.gradients.sync import backward_through, scale_gradients
 from fabric.strategies.module.activation_checkpointing import recompute
@@ -188,6 +190,7 @@ class Fabric:
         self._guard: GradientGuard | None = None
         self._stop: StopRequest | None = None
         self._unprepared: UnpreparedOptimizers | None = None
+        self._step_checks: StepChecks | None = None
         self._replica_guard: ReplicaGuard | None = None
         self._replica_check: ReplicaCheck | None = None
         self._saves: BackgroundSaves | None = None
@@ -376,6 +379,7 @@ class Fabric:
         if self._replica_guard is not None and optimizers:
             self._open.callback(self._replica_guard.count_loads(uncompiled(prepared.module)))
         self._models[prepared.module] = prepared
+        self._check_steps(prepared)
         runtime.rank_rng.has_model = True
         self._optimizers.update(dict.fromkeys(prepared.optimizers, prepared.state))
         self._take_in(bare, prepared.optimizers, move=move_to_device)
@@ -1082,7 +1086,7 @@ class Fabric:
         self._accumulation.release()
         self._unguard()
         self._models, self._optimizers, self._schedulers, self._backward = {}, {}, [], None
-        self._unprepared = self._replica_guard = self._replica_check = None
+        self._unprepared = self._step_checks = self._replica_guard = self._replica_check = None
         self._bare = self._weighting = None
 
     def _collective_load(self) -> AbstractContextManager[None]:
@@ -1099,6 +1103,18 @@ class Fabric:
         if self._guard is not None:
             for optimizer in optimizers:
                 self._guard.attach(optimizer)
+
+    def _check_steps(self, model: Prepared) -> None:
+        """Raise for steps with gradients that nobody averages, where the strategy knows what is averaged."""
+        runtime, strategy = self._connected, self.strategy
+        if runtime.world.size == 1 or not (strategy.uses_process_groups and strategy.sets_up_one_model):
+            return
+        if self._step_checks is None:
+            self._step_checks = StepChecks(runtime, self._optimizers, self._open)
+        self._step_checks.add(model)
+        module = uncompiled(model.module)
+        whole = [each for each in module.parameters() if each.requires_grad and as_sharded(each) is None]
+        self._open.callback(refuse_updates_by_hand(runtime, module, whole))
 
     def _compare_after_steps(self, optimizers: Iterable[Optimizer]) -> None:
         if self._replica_check is not None:

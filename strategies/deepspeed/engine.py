@@ -63,7 +63,7 @@ class Engine:
             *(each.register_post_accumulate_grad_hook(self._reached_by_backward) for each in self.trained),  # type: ignore[no-untyped-call]
         ]
         self._places: dict[Tensor, tuple[int, int]] = {}
-        self._gradients: dict[Tensor, tuple[Tensor | None, int]] = {}  # at stage 1, after the last backward
+        self._unreduced: dict[Tensor, Tensor] = {}  # at stage 1, between backwards: this rank's gradients
         self._partitions: list[list[Tensor]] = []  # at stage 3, after the first window
         self.engine.set_gradient_accumulation_boundary(False)
         if stage == 3:
@@ -127,9 +127,6 @@ class Engine:
             raise RuntimeError(
                 _PAST_FORWARD.format(name=self.placeholders.names[parameter], model=type(self.module).__name__)
             )
-        if self.stage == 1:
-            gradient = parameter.grad
-            self._gradients[parameter] = (gradient, -1 if gradient is None else gradient._version)
         self._reached.add(parameter)
         self._accumulated.add(parameter)
 
@@ -243,18 +240,16 @@ class Engine:
                 self.zero.reset_cpu_buffers()
         self._has_gradients = self._is_reduced = False
         self._accumulated = set()
-        self._gradients = {}
+        self._unreduced = {}
 
     def _follow_zero_grad(self) -> None:
         """Discard the gradients that the user has zeroed since the last backward, not through the optimizer."""
         if not self._has_gradients:
             return
-        if self._are_in_parameters():
-            self._refuse_changed_gradients()
-        gone = [each for each in self._accumulated if each.grad is None]
-        zeroed: list[Tensor] = []
-        if not self._are_in_parameters():
-            gone, zeroed = self.placeholders.take()
+        gone, zeroed = self.placeholders.take()
+        unreduced, self._unreduced = self._unreduced, {}
+        for parameter, gradient in unreduced.items():
+            parameter.grad = gradient
         if not gone and not zeroed:
             return
         if len(gone) == len(self._reached):
@@ -265,18 +260,11 @@ class Engine:
             raise RuntimeError(_CLIPPED.format(name=type(self.module).__name__, count=len(gone) + len(zeroed)))
         self._reached.difference_update(gone)
         self._accumulated.difference_update(gone)
-        if not self._are_in_parameters():
-            for parameter in (*gone, *zeroed):
+        for parameter in (*gone, *zeroed):
+            if not self._are_in_parameters():
                 self._zero(parameter)
-
-    def _refuse_changed_gradients(self) -> None:
-        """Raise RuntimeError if the user changed gradients that are not reduced yet, other than by zeroing them."""
-        for parameter, (known, version) in self._gradients.items():
-            gradient = parameter.grad
-            if gradient is None or (gradient is known and gradient._version == version):
-                continue
-            if gradient.count_nonzero():
-                raise RuntimeError(_CHANGED_GRADIENT.format(name=self.placeholders.names[parameter]))
+            elif parameter.grad is not None:
+                parameter.grad = None if parameter in gone else parameter.grad.zero_()
 
     def follow_weights(self) -> None:
         """Write what the program has changed in the weights since the last step into the shards that DeepSpeed trains.
@@ -323,13 +311,19 @@ class Engine:
         return [parameter.data_ptr() for parameter in self.trained]
 
     def _are_in_parameters(self) -> bool:
-        """Whether gradients accumulate in `parameter.grad`, as in plain PyTorch."""
+        """Whether gradients accumulate in `parameter.grad` during backward, as in plain PyTorch."""
         return self.stage == 1 and not self._is_reduced
 
     def _set_placeholders(self) -> None:
-        """Set placeholders for gradients that DeepSpeed moved out of the parameters, so that `zero_grad` finds them."""
-        if self._has_gradients and not self._are_in_parameters():
-            self.placeholders.set(self._reached)
+        """Set placeholders for gradients that DeepSpeed moved out of the parameters, so that `zero_grad` finds them.
+
+        At stage 1 they are moved out here until the next backward or step: they are those of this rank alone.
+        """
+        if not self._has_gradients:
+            return
+        if self._are_in_parameters():
+            self._unreduced = {each: each.grad for each in self._reached if each.grad is not None}
+        self.placeholders.set(self._reached)
 
     def _zero(self, parameter: Tensor) -> None:
         """Zero this rank's part of an accumulated gradient."""
@@ -460,6 +454,7 @@ class Engine:
         """Step all shards, and all-gather the new weights. Does nothing without gradients, as in PyTorch."""
         self._follow_zero_grad()
         if not self._has_gradients:
+            self._refuse_own_gradients()
             return
         self.follow_weights()
         self._reduce()
@@ -474,6 +469,12 @@ class Engine:
         else:
             self._end_window()
         self._stepped, self._reached = self._reached, set()
+
+    def _refuse_own_gradients(self) -> None:
+        """Raise RuntimeError for gradients that the program has assigned: the step would do nothing."""
+        own = [each for each in self.trained if each.grad is not None and each.grad.count_nonzero()]
+        if own:
+            raise RuntimeError(_OWN_GRADIENT.format(name=self.placeholders.names[own[0]]))
 
     def drive(self, optimizer: Optimizer) -> Callable[[], None]:
         """Make `optimizer.step()` and `zero_grad()` run the engine's. Returns a function that undoes it."""
@@ -578,10 +579,10 @@ _PAST_FORWARD = (
     "gradients. Call the model itself, or compute the loss in a method of it, after "
     "`model.mark_forward_method('name')` (stages 1 and 2)."
 )
-_CHANGED_GRADIENT = (
-    "The gradient of `{name}` was changed after `fabric.backward`, but DeepSpeed reduces it only in the step: until "
-    "then it has the values, and the norm, of this rank alone. To clip, call `fabric.clip_gradients`; change the loss "
-    "instead of gradients, or use `strategy='ddp'`."
+_OWN_GRADIENT = (
+    "`optimizer.step()` with a gradient that was assigned to `{name}`, of `torch.autograd.grad` or of a copy of the "
+    "model: DeepSpeed steps with the gradients that it has reduced itself. Compute it by `fabric.backward(loss)`, or "
+    "pass `strategy='ddp'` and average it: `parameter.grad = fabric.all_reduce(gradient)`."
 )
 _OTHER_WEIGHT = (
     "`{name}.data` was replaced after `fabric.setup` by {now}, but DeepSpeed trains {then}. Keep shape, dtype and "
