@@ -74,7 +74,7 @@ def test_the_cpu_is_one_device_whatever_the_index() -> None:
     assert cpu.device(0) == cpu.device(7) == torch.device("cpu")
 
 
-def test_other_devices_are_told_apart_by_index() -> None:
+def test_devices_are_distinguished_by_index() -> None:
     assert not TorchAccelerator("cuda").is_shared
     assert TorchAccelerator("cuda").device(1) == torch.device("cuda", 1)
 
