@@ -52,7 +52,7 @@ class DataParallelStrategy(Strategy):
         return None
 
     def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
-        accelerator.connect(devices[0])
+        accelerator.set_device(devices[0])
         return open_runtime(
             world, [accelerator.device(index) for index in devices], SingleDeviceCollective(), precision
         )
