@@ -32,7 +32,6 @@ from fabric.arguments import (
     check_use,
 )
 from fabric.callbacks import call
-from fabric.checkpoint_progress import checkpoint_progress
 from fabric.console import print_rank_zero
 from fabric.determinism import determinism
 from fabric.evaluation import gather_for_metrics
@@ -47,7 +46,8 @@ from fabric.loggers.logger import MetricWriter, metric_writer, record_hyperparam
 from fabric.machine import Machine
 from fabric.moving_average import MovingAverage, check_decay
 from fabric.option_parsing import DEFAULT_REPORT_AFTER_SECONDS
-from fabric.progress import progress
+from fabric.progress.checkpoint import checkpoint_progress
+from fabric.progress.iteration import progress
 from fabric.replay import Replays, batches, read
 from fabric.replica_check import ReplicaCheck
 from fabric.replica_guard import ReplicaGuard
