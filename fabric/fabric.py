@@ -824,7 +824,7 @@ class Fabric:
         """Pad every tensor along `dim` with `pad_value` to the greatest length on any rank, for tensors whose lengths
         differ between ranks: `fabric.all_gather(fabric.pad_across_ranks(logits))`. Differentiable.
 
-        Ranks: all of the group. Gather the lengths as well if padding must be told from data.
+        Ranks: all of the group. Gather the lengths as well if padding must be distinguished from data.
         Raises: CollectiveError: the ranks' data differs in more than the lengths along `dim`. IndexError: a tensor has
         no such dimension. ValueError: a dtype cannot represent `pad_value`.
         """

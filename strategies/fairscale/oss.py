@@ -276,7 +276,7 @@ class NoOwnersGradientSync(GradientSync):
         if any(p.grad is not gradient or _version(p.grad) != version for p, gradient, version in before):
             raise RuntimeError(
                 f"This backward computed gradients of `{type(self.module).__name__}`, set up without an "
-                "optimizer: under `strategy='ddp_sharded'` nobody averages them. Write "
+                "optimizer: under `strategy='ddp_sharded'` they are not averaged. Write "
                 "`fabric.setup(model, optimizer)`, or freeze it with `requires_grad_(False)`."
             )
 
