@@ -206,7 +206,7 @@ class _Ahead(Iterator[T]):
         self._iterator, self._repeated = iterator, repeated
         self._held: list[T] = []
         self._received: Counter[tuple[object, float]] = Counter()
-        """What `repeated` was told when the item was read; it is told when the item is yielded."""
+        """What `repeated` recorded when the item was read; it is put back when the item is yielded."""
 
     def has_next(self) -> bool:
         if not self._held:

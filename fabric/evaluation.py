@@ -18,7 +18,7 @@ from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import Collective, CollectiveError
 from fabric.strategies.collectives.packing import check_dense
-from fabric.strategies.collectives.pytree import map_tensors
+from fabric.strategies.collectives.tensor_paths import map_tensors
 from fabric.strategies.data.device_loader import DeviceLoader, loader_name
 from fabric.strategies.data.share import Share
 

@@ -32,7 +32,6 @@ from fabric.arguments import (
     check_use,
 )
 from fabric.callbacks import call
-from fabric.checkpoint_progress import checkpoint_progress
 from fabric.console import print_rank_zero
 from fabric.determinism import determinism
 from fabric.evaluation import gather_for_metrics
@@ -47,7 +46,8 @@ from fabric.loggers.logger import MetricWriter, metric_writer, record_hyperparam
 from fabric.machine import Machine
 from fabric.moving_average import MovingAverage, check_decay
 from fabric.option_parsing import DEFAULT_REPORT_AFTER_SECONDS
-from fabric.progress import progress
+from fabric.progress.checkpoint import checkpoint_progress
+from fabric.progress.iteration import progress
 from fabric.replay import Replays, batches, read
 from fabric.replica_check import ReplicaCheck
 from fabric.replica_guard import ReplicaGuard
@@ -829,7 +829,7 @@ class Fabric:
         """Pad every tensor along `dim` with `pad_value` to the greatest length on any rank, for tensors whose lengths
         differ between ranks: `fabric.all_gather(fabric.pad_across_ranks(logits))`. Differentiable.
 
-        Ranks: all of the group. Gather the lengths as well if padding must be told from data.
+        Ranks: all of the group. Gather the lengths as well if padding must be distinguished from data.
         Raises: CollectiveError: the ranks' data differs in more than the lengths along `dim`. IndexError: a tensor has
         no such dimension. ValueError: a dtype cannot represent `pad_value`.
         """

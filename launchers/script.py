@@ -71,7 +71,7 @@ class Script(Launcher):
 
 
 def start_interpreter(program: Program, world: World, task: CallFunction | RunScript) -> Child:
-    """Start a new interpreter that runs an order."""
+    """Start a new interpreter that runs a task."""
     reader, writer = os.pipe()
     with tasks.write(world, task) as file:
         process = subprocess.Popen(

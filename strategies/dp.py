@@ -6,19 +6,18 @@ For notebooks and old scripts. One process drives all devices, so `ddp` is faste
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DataParallel
 from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.collectives.single import SingleDeviceCollective
-from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
+from fabric.strategies.gradients.sync import LocalGradientSync
 from fabric.strategies.module.activation_checkpointing import rebind_copies
 from fabric.strategies.module.prepare import place, replica
 from fabric.strategies.precision.precision import Precision
@@ -52,7 +51,7 @@ class DataParallelStrategy(Strategy):
         return None
 
     def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
-        accelerator.connect(devices[0])
+        accelerator.set_device(devices[0])
         return open_runtime(
             world, [accelerator.device(index) for index in devices], SingleDeviceCollective(), precision
         )
@@ -61,34 +60,9 @@ class DataParallelStrategy(Strategy):
         place(runtime, module, optimizers, move=move)
         if len(runtime.devices) == 1:
             return replica(runtime, module, optimizers)
-        return replica(runtime, module, optimizers, DPGradientSync(runtime, module))
-
-
-@final
-class DPGradientSync(GradientSync):
-    """Splits the batch of each forward over the devices; autograd sums the gradients of the copies on the first."""
-
-    def __init__(self, runtime: Runtime, module: nn.Module) -> None:
-        self.module = module
-        self.parallel = DataParallel(_Copy(module), device_ids=list(runtime.devices))
-
-    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.parallel(function, args, kwargs)
-
-    def unsynced(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def watch(self) -> Finish | None:
-        return None
-
-    def parameters_held(self) -> Iterable[Tensor]:
-        return self.module.parameters()
-
-    def scale(self, factor: Factor) -> None:
-        scale_gradients(self.parameters_held(), factor)
-
-    def release(self) -> None:
-        pass
+        # Splits the batch of each forward; autograd sums the gradients of the copies on the first device.
+        parallel = DataParallel(_Copy(module), device_ids=list(runtime.devices))
+        return replica(runtime, module, optimizers, LocalGradientSync(module, parallel))
 
 
 @final

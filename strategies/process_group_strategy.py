@@ -89,7 +89,7 @@ class ProcessGroupStrategy(Strategy):
         """Select this rank's device, join the process group, and create the mesh if there is one."""
         degrees = self.degrees(world.size, world.num_nodes)
         index = devices[world.local_rank]
-        accelerator.connect(index)
+        accelerator.set_device(index)
         device = accelerator.device(index)
         backend = self.backend or accelerator.backend
         collective = TorchCollective(world, backend, device=device, timeout_seconds=self.timeout_seconds)

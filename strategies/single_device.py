@@ -39,7 +39,7 @@ class SingleDeviceStrategy(Strategy):
         )
 
     def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
-        accelerator.connect(devices[0])
+        accelerator.set_device(devices[0])
         return open_runtime(world, [accelerator.device(devices[0])], SingleDeviceCollective(), precision)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:

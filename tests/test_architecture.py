@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -84,8 +85,10 @@ def named(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def nodes_of(path: Path) -> Iterator[ast.AST]:
-    return ast.walk(ast.parse(path.read_text()))
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of a file, the module first."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
 
 
 def imports_of(path: Path) -> set[str]:
@@ -263,7 +266,8 @@ def test_no_file_has_a_generic_name() -> None:
 def test_everything_public_has_a_docstring() -> None:
     missing = []
     for path in sources():
-        tree = ast.parse(path.read_text())
+        tree = nodes_of(path)[0]
+        assert isinstance(tree, ast.Module)
         if tree.body and not ast.get_docstring(tree):
             missing.append(named(path))
         missing += [f"{named(path)}: {name}" for name in undocumented(tree)]

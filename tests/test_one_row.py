@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import template
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
@@ -92,7 +93,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(copy: Path, *arguments: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "PYTHONPATH": str(copy), **environ}
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=copy, env=environ, capture_output=True, text=True, timeout=110)
+    return template.run(command, cwd=copy, env=environ, capture_output=True, text=True, timeout=110)
 
 
 def test_fabric_doctor_shows_a_new_row_of_each_table(copy: Path) -> None:

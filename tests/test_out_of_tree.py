@@ -60,7 +60,7 @@ class AbacusAccelerator(Accelerator):
     def device(self, index):
         return torch.device("cpu")
 
-    def connect(self, index):
+    def set_device(self, index):
         pass
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import template
 
 from fabric.launchers.private_names import Names, require
 
@@ -149,11 +149,11 @@ def test_no_list_names_what_no_source_file_uses() -> None:
 @pytest.mark.slow
 def test_the_installed_releases_have_each_name_of_the_lists() -> None:
     tables = {name: table for name, table in lists().items() if find_spec(next(iter(table)).partition(".")[0])}
-    program = (  # in a process of its own: importing DeepSpeed changes the environment
+    program = (  # in another process: importing DeepSpeed changes the environment
         "from fabric.launchers.private_names import require\n"
         f"for name, table in {tables!r}.items(): require(name, 'an earlier release', table)"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    ended = template.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr
 
 

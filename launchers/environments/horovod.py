@@ -14,7 +14,7 @@ from typing import final
 from zlib import crc32
 
 from fabric.launchers.environments.environment import Environment, Start
-from fabric.launchers.environments.variables import agreed, integer, port_of_job, show, text
+from fabric.launchers.environments.variables import integer, port_of_job, show, text, world_from
 from fabric.launchers.world import Rendezvous, World
 
 NAMES = (
@@ -74,7 +74,7 @@ class HorovodEnvironment(Environment):
                 f"{show(environ, *NAMES)}: nodes have different numbers of ranks, so these do not tell which node this "
                 "is. Give every host the same number of slots."
             )
-        return agreed(
+        return world_from(
             environ,
             *NAMES,
             launcher=self.name,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import final
 
 from fabric.launchers.environments.environment import Environment, Start
-from fabric.launchers.environments.variables import agreed, integer, show, text
+from fabric.launchers.environments.variables import integer, show, text, world_from
 from fabric.launchers.world import Rendezvous, World
 
 NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK")
@@ -53,7 +53,7 @@ class KubeflowEnvironment(Environment):
                 "which would be one rank alone. Write `torchrun` in the place of `python` in the command."
             )
         rank, size = number("RANK"), number("WORLD_SIZE")
-        return agreed(
+        return world_from(
             environ,
             *NAMES,
             launcher=self.name,

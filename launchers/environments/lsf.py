@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import final
 
 from fabric.launchers.environments.environment import Environment, Start
-from fabric.launchers.environments.variables import agreed, integer, port_of_job, text
+from fabric.launchers.environments.variables import integer, port_of_job, text, world_from
 from fabric.launchers.world import Rendezvous, World
 
 NAMES = (
@@ -59,7 +59,7 @@ class LSFEnvironment(Environment):
             return integer(environ, name, among="jsrun")
 
         hosts = _compute_hosts(environ)
-        return agreed(
+        return world_from(
             environ,
             *NAMES,
             launcher=self.name,

@@ -13,7 +13,7 @@ from typing import final
 from zlib import crc32
 
 from fabric.launchers.environments.environment import Environment, Start
-from fabric.launchers.environments.variables import agreed, integer, port_of_job, show
+from fabric.launchers.environments.variables import integer, port_of_job, show, world_from
 from fabric.launchers.world import Rendezvous, World
 
 OPEN_MPI = (
@@ -65,7 +65,7 @@ class MPIEnvironment(Environment):
                 f"{show(environ, *names)}: which node this is cannot be counted out of these. Give every node the same "
                 "number of ranks, one after another: `mpirun --map-by slot` (Hydra: `-ppn`)."
             )
-        return agreed(
+        return world_from(
             environ,
             *names,
             launcher=self.name,

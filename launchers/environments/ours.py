@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import final
 
 from fabric.launchers.environments.environment import Environment
-from fabric.launchers.environments.variables import agreed, integer, text
+from fabric.launchers.environments.variables import integer, text, world_from
 from fabric.launchers.world import Rendezvous, World
 
 MARK = "FABRIC_LAUNCHER"
@@ -29,7 +29,7 @@ class OursEnvironment(Environment):
         def number(name: str) -> int:
             return integer(environ, name, among=f"`launcher={environ[MARK]!r}`")
 
-        return agreed(
+        return world_from(
             environ,
             *NAMES,
             launcher=environ[MARK],

@@ -12,7 +12,7 @@ from typing import final
 
 from fabric.launchers.environments.environment import Environment, Start
 from fabric.launchers.environments.host_list import HostList
-from fabric.launchers.environments.variables import agreed, integer, port_of_job, show, text
+from fabric.launchers.environments.variables import integer, port_of_job, show, text, world_from
 from fabric.launchers.world import Rendezvous, World
 
 NAMES = (
@@ -78,7 +78,7 @@ class SlurmEnvironment(Environment):
 
         size, num_nodes = number("SLURM_STEP_NUM_TASKS"), number("SLURM_STEP_NUM_NODES")
         node_rank = number("SLURM_NODEID")
-        return agreed(
+        return world_from(
             environ,
             *NAMES,
             launcher=self.name,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import final
 
 from fabric.launchers.environments.environment import Environment, Start
-from fabric.launchers.environments.variables import agreed, integer, text
+from fabric.launchers.environments.variables import integer, text, world_from
 from fabric.launchers.world import Rendezvous, World
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
@@ -39,7 +39,7 @@ class TorchElasticEnvironment(Environment):
         def number(name: str) -> int:
             return integer(environ, name, among="torchrun")
 
-        return agreed(
+        return world_from(
             environ,
             *NAMES,
             launcher=self.name,

@@ -38,7 +38,7 @@ def port_of_job(environ: Mapping[str, str], job: int, step: int = 0, *, among: s
     return integer(environ, "MASTER_PORT", FIRST_PORT + (job * 7 + step) % NUM_PORTS, among=among)
 
 
-def agreed(
+def world_from(
     environ: Mapping[str, str],
     *names: str,
     launcher: str,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import final
 
 from fabric.launchers.environments.environment import Environment, Start
-from fabric.launchers.environments.variables import agreed, integer, text
+from fabric.launchers.environments.variables import integer, text, world_from
 from fabric.launchers.world import Rendezvous, World
 
 NAMES = (
@@ -66,7 +66,7 @@ class XLAEnvironment(Environment):
 
         addresses = text(environ, "TPU_PROCESS_ADDRESSES", among="torch_xla").split(",")
         rank, local_size = number("CLOUD_TPU_TASK_ID"), number("PJRT_LOCAL_PROCESS_COUNT")
-        return agreed(
+        return world_from(
             environ,
             *NAMES,
             launcher=self.name,

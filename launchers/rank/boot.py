@@ -1,6 +1,6 @@
-"""Entry point of a rank in a new interpreter. Run as a script: `boot.py ORDER_FD REPORT_FD PARENT`.
+"""Entry point of a rank in a new interpreter. Run as a script: `boot.py TASK_FD REPORT_FD PARENT`.
 
-It imports nothing of the package before it has read the user's import path, which is part of the order.
+It imports nothing of the package before it has read the user's import path, which is part of the task.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import pickle
 import sys
 
 
-def main(order_fd: int, report_fd: int, parent: int) -> None:
-    """Become the rank that the order describes, and run the user's program."""
-    with open(order_fd, "rb") as order:
-        own_path, sys.path[:] = sys.path[:], pickle.load(order)
+def main(task_fd: int, report_fd: int, parent: int) -> None:
+    """Become the rank that the task describes, and run the user's program."""
+    with open(task_fd, "rb") as file:
+        own_path, sys.path[:] = sys.path[:], pickle.load(file)
         from fabric.launchers.rank.task import run_task
 
-        run_task(order, report_fd, parent, own_path)
+        run_task(file, report_fd, parent, own_path)
 
 
 if __name__ == "__main__":

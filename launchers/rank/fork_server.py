@@ -151,18 +151,18 @@ class Server:
         sys.path[:], preload = pickle.loads(request)
         for name in ("fabric.launchers.rank.task", *preload):
             import_module(name)
-        order_fd, report_fd, status_fd, *streams = fds
+        task_fd, report_fd, status_fd, *streams = fds
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._become_rank(order_fd, report_fd, streams, parent)
+            self._become_rank(task_fd, report_fd, streams, parent)
         self._statuses[pid] = status_fd
-        for fd in (order_fd, report_fd, *streams):
+        for fd in (task_fd, report_fd, *streams):
             os.close(fd)
         self._connection.send(NUMBER.pack(pid))
         return True
 
-    def _become_rank(self, order_fd: int, report_fd: int, streams: list[int], parent: int) -> NoReturn:
+    def _become_rank(self, task_fd: int, report_fd: int, streams: list[int], parent: int) -> NoReturn:
         from fabric.launchers.rank.task import run_task
 
         signal.set_wakeup_fd(-1)
@@ -174,9 +174,9 @@ class Server:
             os.dup2(fd, number)
             os.close(fd)
         try:
-            with open(order_fd, "rb") as order:
-                pickle.load(order)  # the import path, which is part of the request
-                run_task(order, report_fd, parent, sys.path)
+            with open(task_fd, "rb") as file:
+                pickle.load(file)  # the import path, which is part of the request
+                run_task(file, report_fd, parent, sys.path)
         finally:
             os._exit(1)
 

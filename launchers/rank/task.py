@@ -1,6 +1,6 @@
-"""The order for a process that is to become a rank: its world, and what to run.
+"""The task of a process that is to become a rank: its world, and what to run.
 
-An order is two pickles in an unnamed file: the import path, which needs only builtins to be read, and the rest. A file
+A task is two pickles in an unnamed file: the import path, which needs only builtins to be read, and the rest. A file
 and not a pipe, so that a large argument never blocks the supervisor before all ranks are started.
 """
 
@@ -46,7 +46,7 @@ class RunScript:
 
 
 def write(world: World, task: CallFunction | RunScript) -> IO[bytes]:
-    """Write the order; returns an open file, at its start."""
+    """Write the task; returns an open file, at its start."""
     file = tempfile.TemporaryFile()  # noqa: SIM115  the caller closes it
     pickle.dump([entry or os.getcwd() for entry in sys.path], file)
     pickle.dump((world, task), file)
@@ -86,12 +86,12 @@ def _pickle_call(call: tuple[Callable[..., Any], tuple[Any, ...]], *, has_main_f
     return (pickled, needs_main) if has_main_file or not needs_main else (pickling.by_value(call), False)
 
 
-def run_task(order: IO[bytes], report_fd: int, parent: int, own_path: list[str]) -> NoReturn:
+def run_task(file: IO[bytes], report_fd: int, parent: int, own_path: list[str]) -> NoReturn:
     """Become the rank, run the task, and exit.
 
-    `own_path`: the import path of this process before that of the order was read; its first entry is this folder.
+    `own_path`: the import path of this process before that of the task was read; its first entry is this folder.
     """
-    world, task = pickle.load(order)
+    world, task = pickle.load(file)
     if isinstance(task, RunScript):
         link = become_rank(world, report_fd, parent, awaits_function=task.awaits_function)
         run_to_the_end(link, lambda: _run_script(task.program, own_path))

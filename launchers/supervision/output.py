@@ -152,7 +152,7 @@ class Output:
 
 
 def _write(fd: int, content: bytes) -> None:
-    """Write all of it. What nobody reads any more (`| head`) is dropped: the ranks go on."""
+    """Write all of it. If the reader has closed its end (`| head`), the content is dropped, and the ranks continue."""
     with contextlib.suppress(BrokenPipeError):
         while content:
             content = content[os.write(fd, content) :]

@@ -8,7 +8,7 @@ the process group is what hangs. If the ranks go on waiting, it is notified agai
 
 # Note [Slow or lost]
 It ends nothing, with two exceptions. A rank whose process has died is noticed by its supervisor, and the kernel of its
-machine closes its connections. If the machine itself is lost, or the network to it, nobody is told: the collective
+machine closes its connections. If the machine itself is lost, or the network to it, no rank is notified: the collective
 waits for its timeout. So if the machine of a rank cannot be reached three times in a row, the rank is lost, and the
 ranks that are left fail. One that answers, is stopped or holds the GIL is slow, and is waited for. The other exception
 are ranks that made different calls: a pending all-reduce that is a broadcast on another rank never returns. Under other

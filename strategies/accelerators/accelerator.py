@@ -52,5 +52,5 @@ class Accelerator(ABC):
         """The device with this index. The CPU has one device, whatever the index."""
 
     @abstractmethod
-    def connect(self, index: int) -> None:
+    def set_device(self, index: int) -> None:
         """Make device `index` the current one. Called first in a rank, before any tensor is created."""

@@ -45,5 +45,5 @@ class CPUAccelerator(Accelerator):
         """`cpu`, without an index, so that tensors of all ranks compare equal in their device."""
         return torch.device("cpu")
 
-    def connect(self, index: int) -> None:
+    def set_device(self, index: int) -> None:
         """Do nothing: a process has no current CPU."""

@@ -80,7 +80,7 @@ class TorchAccelerator(Accelerator):
         """The device of the type with this index."""
         return torch.device(self.device_type, index)
 
-    def connect(self, index: int) -> None:
+    def set_device(self, index: int) -> None:
         """Make device `index` the current one, which `torch.device(type)` and collectives use."""
         torch.accelerator.set_device_index(index)
 

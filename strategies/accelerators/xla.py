@@ -72,7 +72,7 @@ class XLAAccelerator(Accelerator):
         """The device with this index in its process."""
         return torch.device("xla", index)
 
-    def connect(self, index: int) -> None:
+    def set_device(self, index: int) -> None:
         """Make device `index` the current one of this thread."""
         import torch_xla
 

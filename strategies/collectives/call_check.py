@@ -104,7 +104,7 @@ def all_equal(collective: Collective, words: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def hash_of(words: str) -> int:
-    """32 bits that tell `words` from others, see Note [Two numbers compare all calls]."""
+    """32 bits that distinguish `words` from others, see Note [Two numbers compare all calls]."""
     return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=4).digest(), "little")
 
 

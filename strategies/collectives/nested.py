@@ -20,7 +20,7 @@ from fabric.strategies.collectives.call_check import check_call, check_call_and_
 from fabric.strategies.collectives.collective import Collective, ReduceOp, check_reduce_op
 from fabric.strategies.collectives.dtypes import from_number, is_added_as_number, reduction_dtype, to_number
 from fabric.strategies.collectives.packing import Packing, Spec, check_dense, groups, split_copies
-from fabric.strategies.collectives.pytree import map_tensors
+from fabric.strategies.collectives.tensor_paths import map_tensors
 
 T = TypeVar("T")
 

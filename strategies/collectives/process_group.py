@@ -160,7 +160,7 @@ class TorchCollective(CarriesObjects):
         under_way = []
         for tensor, src in zip(tensors, sources, strict=True):
             check_peer("fill", "sources", src, self._size)
-            whole = tensor.data.resolve_conj().resolve_neg().contiguous()  # .data: autograd is not told
+            whole = tensor.data.resolve_conj().resolve_neg().contiguous()  # .data: autograd does not record it
             work = self._run("fill", tensor, dist.broadcast, as_bytes(whole), async_op=True, group_src=src)
             under_way.append((tensor, whole, work))
         for tensor, whole, work in under_way:

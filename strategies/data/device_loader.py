@@ -95,7 +95,7 @@ class Iteration:
     """How many batches the loop has received in one iteration over a loader."""
 
     def __init__(self, agreed: Agreed | None = None, repeated: RepeatedBatches | None = None) -> None:
-        """`agreed`: where ranks agree on the number of batches. `repeated`: told of each batch that the loop gets."""
+        """`agreed`: where ranks agree on the number of batches. `repeated`: receives each batch of the loop."""
         self.num_batches = 0
         self.is_complete = False
         """Whether the iteration has raised StopIteration."""

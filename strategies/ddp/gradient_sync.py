@@ -23,7 +23,7 @@ from fabric.strategies.ddp.comm_hooks import register
 from fabric.strategies.gradients.call_module import CallModule
 from fabric.strategies.gradients.reducer import end_reducer
 from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
-from fabric.strategies.module.buffers import follow_rank_zero
+from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.changes import Contents
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class DDPGradientSync(GradientSync):
             buffers = self.contents.buffers()
             if buffers:
                 # Not before forward, as in torch: this way an evaluation finds equal buffers, and needs no message.
-                follow_rank_zero(self.collective, buffers)
+                broadcast_from_rank_zero(self.collective, buffers)
         return output
 
     def parameters_held(self) -> Iterable[Tensor]:
@@ -151,7 +151,7 @@ class DDPGradientSync(GradientSync):
         )
         if options.comm_hook is not None:
             register(self.parallel, options.comm_hook)
-        follow_rank_zero(self.collective, self.contents.new_since(self.alike))
+        broadcast_from_rank_zero(self.collective, self.contents.new_since(self.alike))
         self.alike, self.flags, self.parameters = self.contents, flags, parameters
 
     def watch(self) -> Finish | None:

@@ -23,7 +23,7 @@ from fabric.strategies.deepspeed.library import STAGE_3, look_up
 from fabric.strategies.deepspeed.released import Released
 from fabric.strategies.deepspeed.state import as_changed
 from fabric.strategies.module.added_parameters import AddedParameters
-from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
+from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.copies import Hook
 from fabric.strategies.precision.loss_scaler import all_finite
 from fabric.strategies.pytree import tensors_in
@@ -48,7 +48,7 @@ class Engine:
         self.stage = stage
         self.trained = [parameter for group in self._groups() for parameter in group]
         self.buffered = list(module.modules()) if broadcast_buffers and runtime.world.size > 1 else []
-        follow_rank_zero(runtime.collective, buffers_of(self.buffered))
+        broadcast_from_rank_zero(runtime.collective, buffers_of(self.buffered))
         self.order = ExecutionOrder(runtime, module, gathered_parts(module) if stage == 3 else ())
         self._has_gradients = self._is_reduced = self._is_called = self._is_started = False
         names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
@@ -90,7 +90,7 @@ class Engine:
             self.added_parameters.refuse(NEVER_TRAINED)
         output = function(*args, **kwargs)
         if torch.is_grad_enabled():
-            follow_rank_zero(self.runtime.collective, buffers_of(self.buffered))
+            broadcast_from_rank_zero(self.runtime.collective, buffers_of(self.buffered))
             start = self._starts_backward()
             for tensor in tensors_in(output):
                 if tensor.requires_grad:

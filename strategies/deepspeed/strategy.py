@@ -35,7 +35,7 @@ from fabric.strategies.deepspeed.own_code import own_code
 from fabric.strategies.deepspeed.state import ZeroState, is_sharded
 from fabric.strategies.gradients.sync import GradientSync, LocalGradientSync
 from fabric.strategies.module.bare_parameters import IN_MODULE
-from fabric.strategies.module.buffers import follow_rank_zero
+from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.copies import own_hooks, refuse_copies, refuse_pickles
 from fabric.strategies.module.deferred_init import refuse_empty
 from fabric.strategies.module.forward import ForwardPath
@@ -278,7 +278,7 @@ def _scalars_broadcast(runtime: Runtime, module: nn.Module, stage: int) -> Itera
     It broadcasts each parameter as bytes, and torch cannot view a 0-dimensional tensor as bytes. Ranks: all.
     """
     scalars: list[Any] = [parameter for parameter in module.parameters() if parameter.ndim == 0]
-    follow_rank_zero(runtime.collective, scalars)
+    broadcast_from_rank_zero(runtime.collective, scalars)
     for parameter in scalars:
         parameter.ds_optim_param = True  # excludes it from broadcasts at stages 1 and 2
         if stage == 3:

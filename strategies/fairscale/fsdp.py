@@ -41,7 +41,7 @@ from fabric.strategies.fairscale.library import (
 )
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.module.bare_parameters import IN_MODULE
-from fabric.strategies.module.buffers import follow_rank_zero
+from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.prepare import attach_scaler, place, replica
 from fabric.strategies.module.wrap_policy import Policy, check_policy, matching
 from fabric.strategies.precision.precision import Precision
@@ -108,7 +108,7 @@ class FairScaleFSDPStrategy(ProcessGroupStrategy):
         refuse_optimizers("ddp_fully_sharded", optimizers, _WHOLE_MATRICES, flat=True)
         if runtime.loss_scaler is not None:
             runtime.loss_scaler.when_rescaled = note_all
-        follow_rank_zero(runtime.collective, [*module.parameters(), *module.buffers()])
+        broadcast_from_rank_zero(runtime.collective, [*module.parameters(), *module.buffers()])
         sync = FairScaleFSDPGradientSync(
             runtime,
             module,

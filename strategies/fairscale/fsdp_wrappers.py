@@ -34,7 +34,7 @@ from fabric.strategies.fairscale.fsdp_state import holds_local
 from fabric.strategies.fairscale.library import FULLY_SHARDED, LATE, UNUSED, look_up, name_some, root_logger_untouched
 from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, all_of, scale_gradients
 from fabric.strategies.module.added_parameters import AddedParameters
-from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
+from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.forward import ForwardPath, leave_uncompiled
 from fabric.strategies.pytree import tensors_in
 from fabric.strategies.runtime import Runtime
@@ -125,7 +125,7 @@ class FairScaleFSDPGradientSync(GradientSync):
         self._drop_stale()
         output = self._through(self.root, function, args, kwargs)
         if torch.is_grad_enabled() and self.root._require_backward_grad_sync:
-            follow_rank_zero(self.collective, buffers_of(self.buffered))
+            broadcast_from_rank_zero(self.collective, buffers_of(self.buffered))
         return output
 
     def _through(

@@ -38,7 +38,7 @@ from fabric.strategies.gradients.call_module import CallModule
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
 from fabric.strategies.module.added_parameters import AddedParameters
-from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
+from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.pytree import map_only_tensors
 
 
@@ -94,7 +94,7 @@ class FairScaleShardedGradientSync(GradientSync):
         self._follow_trainable()
         output = self.parallel(function, args, kwargs)
         if not self.parallel._should_accumulate_grads:
-            follow_rank_zero(self.collective, buffers_of(self.buffered))
+            broadcast_from_rank_zero(self.collective, buffers_of(self.buffered))
         return output
 
     @contextmanager
@@ -285,7 +285,7 @@ class NoOwnersGradientSync(GradientSync):
         if any(p.grad is not gradient or _version(p.grad) != version for p, gradient, version in before):
             raise RuntimeError(
                 f"This backward computed gradients of `{type(self.module).__name__}`, set up without an "
-                "optimizer: under `strategy='ddp_sharded'` nobody averages them. Write "
+                "optimizer: under `strategy='ddp_sharded'` they are not averaged. Write "
                 "`fabric.setup(model, optimizer)`, or freeze it with `requires_grad_(False)`."
             )
 

@@ -30,7 +30,7 @@ from fabric.strategies.fairscale.library import (
 from fabric.strategies.fairscale.oss import FairScaleShardedGradientSync, NoOwnersGradientSync
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.module.bare_parameters import IN_MODULE
-from fabric.strategies.module.buffers import follow_rank_zero
+from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.prepare import place, replica
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
@@ -70,7 +70,7 @@ class FairScaleShardedStrategy(ProcessGroupStrategy):
         refuse_optimizers("ddp_sharded", optimizers, (), flat=False)
         if runtime.loss_scaler is not None:
             runtime.loss_scaler.when_rescaled = note_all
-        follow_rank_zero(runtime.collective, [*module.parameters(), *module.buffers()])
+        broadcast_from_rank_zero(runtime.collective, [*module.parameters(), *module.buffers()])
         if not optimizers:
             return replica(runtime, module, optimizers, NoOwnersGradientSync(module))
         sync = FairScaleShardedGradientSync(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, all_of, scale_gradients
-from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
+from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.changes import Additions, GatheredFlags
 from fabric.strategies.module.deferred_init import Unfilled
 from fabric.strategies.runtime import Runtime
@@ -87,7 +87,7 @@ class FSDPGradientSync(GradientSync):
         self.flags.update()
         output = function(*args, **kwargs)
         if self.synced and torch.is_grad_enabled():
-            follow_rank_zero(self.collective, buffers_of(self.buffered))
+            broadcast_from_rank_zero(self.collective, buffers_of(self.buffered))
         return output
 
     def _sync(self, enabled: bool) -> None:

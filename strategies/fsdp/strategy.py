@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.fsdp.gradient_sync import FSDPGradientSync
-from fabric.strategies.module.buffers import follow_rank_zero
+from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.copies import IN_SHARDS, refuse_copies
 from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
 from fabric.strategies.module.forward import ForwardPath
@@ -133,7 +133,7 @@ class FSDPStrategy(ProcessGroupStrategy):
                     self._shard(runtime, part, units)
             unfilled.finish(inner, runtime.device, runtime.collective)
             if unfilled.was_empty and runtime.world.size > 1:
-                follow_rank_zero(runtime.collective, inner.buffers())
+                broadcast_from_rank_zero(runtime.collective, inner.buffers())
         undo_draws = draw_whole(inner, runtime.device, runtime.collective)
         sync = FSDPGradientSync(runtime, inner, units, unfilled, broadcast_buffers=self.broadcast_buffers)
         path = ForwardPath(inner, with_precision(runtime, sync.forward), sync.mark)
@@ -165,7 +165,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         for tensor in tensors:
             tensor.data = tensor.data.to(runtime.device)
         if runtime.world.size > 1:
-            follow_rank_zero(runtime.collective, tensors)
+            broadcast_from_rank_zero(runtime.collective, tensors)
         mixed = runtime.precision.is_mixed and not isinstance(unit, _BatchNorm)
         fully_shard(
             unit,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.packing import exchange
 from fabric.strategies.gradients.clipping import NONE, kind_of, refuse_sparse
-from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
+from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.dtensor import as_sharded, local_part
 from fabric.strategies.sharding.layout import DATA_AXES, fsdp_modules, layout_of
@@ -76,10 +76,10 @@ class MeshAveraging:
         for collective, parameters in self.unaveraged:
             average(collective, parameters)
 
-    def follow_buffers(self) -> None:
+    def broadcast_buffers(self) -> None:
         """Broadcast buffers from the first to all ranks that hold the same part of the model."""
         if self.data is not None:
-            follow_rank_zero(self.data, [local_part(buffer) for buffer in buffers_of(self.buffered)])
+            broadcast_from_rank_zero(self.data, [local_part(buffer) for buffer in buffers_of(self.buffered)])
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:

@@ -76,13 +76,16 @@ class GradientSync(ABC):
 
 @final
 class LocalGradientSync(GradientSync):
-    """One process computes the gradients of the whole batch: nothing is communicated."""
+    """One process computes the gradients of the whole batch: nothing is communicated.
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    `run`: what runs forward, if not the method itself: it is called as `run(function, args, kwargs)`.
+    """
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any] | None = None) -> None:
+        self.module, self._run = module, run
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return function(*args, **kwargs)
+        return function(*args, **kwargs) if self._run is None else self._run(function, args, kwargs)
 
     @property
     def averages_before_hooks(self) -> bool:

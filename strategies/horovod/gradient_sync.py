@@ -16,7 +16,7 @@ from fabric.strategies.collectives.collective import Collective, CollectiveError
 from fabric.strategies.collectives.packing import Spec, exchange
 from fabric.strategies.gradients.clipping import NONE, kind_of, on_gradient, refuse_sparse
 from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
-from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
+from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.changes import Contents
 from fabric.strategies.torch_internals import after_backward
 
@@ -72,7 +72,7 @@ class HorovodGradientSync(GradientSync):
         if self.alike is not None:  # those of `setup` were compared there
             lines = [f"{name}: {Spec.of(tensor)}" for name, tensor in _tensors(self.module)]
             check_call(self.collective, "\n".join([f"forward after a change of `{self.name}`", *lines]))
-        follow_rank_zero(self.collective, self.contents.new_since(self.alike))
+        broadcast_from_rank_zero(self.collective, self.contents.new_since(self.alike))
         self.alike = self.contents
         self._remove_hooks()
         self.hooks = [on_gradient(parameter, self._note) for parameter in self.parameters]
@@ -119,7 +119,7 @@ class HorovodGradientSync(GradientSync):
         refuse_sparse(self.parameters, anywhere)
         gradients = [_gradient(each) for each, kind in zip(self.parameters, anywhere, strict=True) if kind != NONE]
         exchange(gradients, partial(self.collective.all_reduce, op="mean"))
-        follow_rank_zero(self.collective, buffers_of(self.buffered))
+        broadcast_from_rank_zero(self.collective, buffers_of(self.buffered))
 
 
 def _number(collective: Collective) -> int:

@@ -57,7 +57,7 @@ class HorovodStrategy(Strategy):
         return _why_not(target)
 
     def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
-        accelerator.connect(devices[world.local_rank])
+        accelerator.set_device(devices[world.local_rank])
         device = accelerator.device(devices[world.local_rank])
         return open_runtime(world, [device], HorovodCollective(world, timeout_seconds=self.timeout_seconds), precision)
 

@@ -26,7 +26,7 @@ from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale
 from fabric.strategies.manual.context import ManualContext, Parallelized
 from fabric.strategies.manual.replica_checks import refuse_unequal_gradients
 from fabric.strategies.manual.state import own_parameters
-from fabric.strategies.module.buffers import follow_rank_zero
+from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.changes import ADDED, Additions, Contents
 from fabric.strategies.sharding.dtensor import as_sharded
 from fabric.strategies.sharding.mesh import along, axes_of, degree
@@ -58,7 +58,9 @@ class ManualGradientSync(GradientSync):
             for name, buffer in part._buffers.items()
             if buffer is not None and buffer not in theirs
         ]
-        follow_rank_zero(context.collective, [*(each for each in ours if as_sharded(each) is None), *self._buffers()])
+        broadcast_from_rank_zero(
+            context.collective, [*(each for each in ours if as_sharded(each) is None), *self._buffers()]
+        )
         self.averaged: dict[tuple[str, ...], list[nn.Parameter]] = {}
         self.hooks: list[RemovableHandle] = []
         for parameter in ours:
@@ -134,7 +136,7 @@ class ManualGradientSync(GradientSync):
         self.expected = False
         for axes, parameters in self.averaged.items():
             average(self.along[axes], parameters)
-        follow_rank_zero(self.context.collective, self._buffers())
+        broadcast_from_rank_zero(self.context.collective, self._buffers())
         if self.parallel.finish_backward is not None:
             self.parallel.finish_backward()
 
@@ -160,7 +162,9 @@ class ManualGradientSync(GradientSync):
         new = [parameter for parameter in ours if parameter in added]
         self.names.update(added)
         self.taken_in.update(new)
-        follow_rank_zero(self.context.collective, [parameter for parameter in new if as_sharded(parameter) is None])
+        broadcast_from_rank_zero(
+            self.context.collective, [parameter for parameter in new if as_sharded(parameter) is None]
+        )
         for parameter in new:
             self._arrange(parameter)
         for axes in self.averaged.keys() - self.along.keys():

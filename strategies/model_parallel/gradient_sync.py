@@ -76,5 +76,5 @@ class ModelParallelGradientSync(GradientSync):
             self.flags.update()
         output = function(*args, **kwargs)
         if self.broadcast_buffers and self.averaging.synced and torch.is_grad_enabled():
-            self.averaging.follow_buffers()
+            self.averaging.broadcast_buffers()
         return output

@@ -31,7 +31,7 @@ from fabric.strategies.model_parallel.gradient_sync import ModelParallelGradient
 from fabric.strategies.model_parallel.pipeline.options import Pipeline
 from fabric.strategies.model_parallel.pipeline.setup import pipelined
 from fabric.strategies.module.bare_parameters import IN_MODULE
-from fabric.strategies.module.buffers import follow_rank_zero
+from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.copies import IN_SHARDS, IN_STAGES, refuse_copies
 from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
 from fabric.strategies.module.forward import ForwardPath
@@ -172,7 +172,7 @@ def place_and_broadcast(runtime: Runtime, module: nn.Module, optimizers: Sequenc
         for optimizer in optimizers:
             move_state(optimizer, runtime.device)
     if runtime.world.size > 1:
-        follow_rank_zero(runtime.collective, tensors)
+        broadcast_from_rank_zero(runtime.collective, tensors)
 
 
 def initialize_meta_tensors(runtime: Runtime, module: nn.Module, unfilled: Unfilled) -> None:
@@ -183,7 +183,7 @@ def initialize_meta_tensors(runtime: Runtime, module: nn.Module, unfilled: Unfil
     unfilled.finish(module, runtime.device, runtime.collective)
     if names and runtime.world.size > 1:
         filled = _plain_tensors(module)
-        follow_rank_zero(runtime.collective, [filled[name] for name in names])
+        broadcast_from_rank_zero(runtime.collective, [filled[name] for name in names])
 
 
 def _plain_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from fabric.strategies.gradients.clipping import on_gradient, parameters_of
 from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
-from fabric.strategies.module.buffers import follow_rank_zero
+from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.dtensor import as_sharded
 
@@ -46,7 +46,7 @@ class BareParameters(GradientSync):
                 parameter.data = parameter.data.to(self._runtime.device)
         self._parameters += new
         if self._runtime.world.size > 1:
-            follow_rank_zero(self._runtime.collective, new)
+            broadcast_from_rank_zero(self._runtime.collective, new)
             self._hooks += [
                 on_gradient(parameter, self._arrived)
                 for parameter in new

@@ -10,7 +10,7 @@ from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.packing import fill_from
 
 
-def follow_rank_zero(collective: Collective, tensors: Iterable[Tensor]) -> None:
+def broadcast_from_rank_zero(collective: Collective, tensors: Iterable[Tensor]) -> None:
     """Broadcast tensors from rank 0, in place. Ranks: all call it, with tensors of the same shapes."""
     sent = [(tensor, 0) for tensor in tensors]
     if sent:  # most models have no buffers, and this is called in every forward

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.module.buffers import follow_rank_zero
+from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.sharding.dtensor import as_sharded, local_part, shard_like, whole
 
 _ops = torch.ops.aten
@@ -54,7 +54,7 @@ class WholeDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _give(self, sharded: Tensor, values: Tensor) -> Tensor:
         if self._collective.size > 1:
-            follow_rank_zero(self._collective, [values])
+            broadcast_from_rank_zero(self._collective, [values])
         local_part(sharded).copy_(local_part(shard_like(values, sharded)))
         return sharded
 

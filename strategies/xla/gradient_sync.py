@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
-from fabric.strategies.module.buffers import buffers_of, follow_rank_zero
+from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.changes import Contents
 from fabric.strategies.xla.collective import XLACollective
 
@@ -44,7 +44,7 @@ class XLAGradientSync(GradientSync):
             self._arrange()
         output = function(*args, **kwargs)
         if self.synced and torch.is_grad_enabled():
-            follow_rank_zero(self.collective, buffers_of(self.buffered))
+            broadcast_from_rank_zero(self.collective, buffers_of(self.buffered))
         return output
 
     def parameters_held(self) -> Iterable[Tensor]:
@@ -70,7 +70,7 @@ class XLAGradientSync(GradientSync):
         self.parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         self.buffered = self.contents.modules if self.broadcast_buffers else []
         self.used: frozenset[str] | None = None
-        follow_rank_zero(self.collective, self.contents.new_since(self.alike))
+        broadcast_from_rank_zero(self.collective, self.contents.new_since(self.alike))
         self.alike = self.contents
 
     @contextmanager

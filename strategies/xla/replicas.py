@@ -84,7 +84,7 @@ class XLAStrategy(TorchXLAStrategy):
         import torch_xla
 
         if world.size == 1:
-            accelerator.connect(devices[0])
+            accelerator.set_device(devices[0])
         device = torch_xla.device()  # that of this replica, a process or a thread
         seed_device()
         several = XLACollective(world, timeout_seconds=self.timeout_seconds)

@@ -45,7 +45,7 @@ class SingleDeviceXLAStrategy(TorchXLAStrategy):
         )
 
     def connect(self, world: World, accelerator: Accelerator, devices: Sequence[int], precision: Precision) -> Runtime:
-        accelerator.connect(devices[0])
+        accelerator.set_device(devices[0])
         seed_device()
         return open_runtime(
             world, [accelerator.device(devices[0])], SingleDeviceCollective(), precision, carry=marked_batches

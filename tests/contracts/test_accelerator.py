@@ -57,7 +57,7 @@ def test_the_reason_has_the_name_and_the_version_of_torch(accelerator: Accelerat
 
 @USABLE
 def test_a_tensor_can_be_made_on_its_first_device(accelerator: Accelerator) -> None:
-    accelerator.connect(0)
+    accelerator.set_device(0)
     device = accelerator.device(0)
     assert device.type == accelerator.name
     assert torch.ones(2, device=device).sum().item() == 2
@@ -74,7 +74,7 @@ def test_the_cpu_is_one_device_whatever_the_index() -> None:
     assert cpu.device(0) == cpu.device(7) == torch.device("cpu")
 
 
-def test_other_devices_are_told_apart_by_index() -> None:
+def test_devices_are_distinguished_by_index() -> None:
     assert not TorchAccelerator("cuda").is_shared
     assert TorchAccelerator("cuda").device(1) == torch.device("cuda", 1)
 

@@ -225,7 +225,7 @@ def test_a_closure_and_another_word_raise() -> None:
         fabric.guard_gradients("stop")  # type: ignore[arg-type]
 
 
-def test_the_guard_holds_for_optimizers_set_up_before_it_and_ends_when_it_is_told_to_and_at_close() -> None:
+def test_the_guard_holds_for_optimizers_set_up_before_it_and_ends_on_request_and_at_close() -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
     net = nn.Linear(4, 1)
     model, optimizer = fabric.setup(net, SGD(net.parameters(), 0.1))

@@ -5,7 +5,7 @@ Here and not in a test's own module, so that ranks can import it.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,10 +125,23 @@ def train(fabric: Fabric, recipe: Recipe, folder: str, load: str | None = None) 
     model, optimizer = fabric.setup(*make(recipe))
     if load is not None:
         fabric.load(load, {"model": model, "optimizer": optimizer})
+    samples = batches(recipe, fabric.global_rank, fabric.world_size)
+    return train_over(fabric, recipe, model, optimizer, samples, folder)
+
+
+def train_over(
+    fabric: Fabric,
+    recipe: Recipe,
+    model: nn.Module,
+    optimizer: Optimizer,
+    samples: Iterable[tuple[Tensor, Tensor]],
+    folder: str,
+) -> Run | None:
+    """Train over these batches, and save a checkpoint. Returns its content, on rank 0."""
     losses, norms = [], []
-    for step, (tokens, targets) in enumerate(batches(recipe, fabric.global_rank, fabric.world_size), start=1):
+    for step, (tokens, targets) in enumerate(samples, start=1):
         is_last = step % recipe.accumulate == 0
-        with fabric.no_backward_sync(model) if not is_last else nullcontext():
+        with fabric.no_backward_sync(model, enabled=not is_last):
             loss = nn.functional.cross_entropy(model(tokens), targets)
             fabric.backward(loss / recipe.accumulate)
         losses.append(fabric.all_reduce(loss.detach()).item())

@@ -245,7 +245,7 @@ def test_a_process_that_accepts_and_never_answers_is_silent() -> None:
     listener.shut()
 
 
-def test_a_stopped_process_is_told_from_one_that_has_ended() -> None:
+def test_a_stopped_process_is_distinguished_from_one_that_has_ended() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"])
     os.waitid(os.P_PID, child.pid, os.WSTOPPED)
     assert "stopped by a signal" in process_state.describe(child.pid)

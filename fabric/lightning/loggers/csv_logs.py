@@ -6,14 +6,13 @@ import os
 from pathlib import Path
 from typing import Any, final
 
-from fabric.lightning.loggers.logger import Logger, prefixed, settings
+from fabric.lightning.loggers.logger import FolderLogger, prefixed, settings
 from fabric.lightning.utilities.rank_zero import rank_zero_only
 from fabric.loggers.csv_file import CSVRows, write_hyperparams
-from fabric.loggers.directory import next_version
 
 
 @final
-class CSVLogger(Logger):
+class CSVLogger(FolderLogger):
     """Writes `root_dir/name/version_N/metrics.csv`, on rank zero only.
 
     `name=None`: versions are in `root_dir` itself. `version=None`: the next free number, chosen when it is first
@@ -33,30 +32,9 @@ class CSVLogger(Logger):
     ) -> None:
         if flush_logs_every_n_steps < 1:
             raise ValueError(f"`flush_logs_every_n_steps={flush_logs_every_n_steps}`: write a number from 1 on.")
-        self._root = Path(root_dir)
-        self._name = name or ""
-        self._version = version
+        super().__init__(root_dir, name, version)
         self._prefix = prefix
         self._rows: CSVRows | None = None
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def version(self) -> int | str:
-        if self._version is None:
-            self._version = next_version(self._root / self._name)
-        return self._version
-
-    @property
-    def root_dir(self) -> str:
-        return str(self._root)
-
-    @property
-    def log_dir(self) -> str:
-        version = self.version if isinstance(self.version, str) else f"version_{self.version}"
-        return str(self._root / self._name / version)
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fabric.lightning.utilities.rank_zero import rank_zero_only
+from fabric.loggers.directory import next_version
 
 T = TypeVar("T")
 
@@ -62,6 +65,38 @@ class Logger(ABC):
     def finalize(self, status: str) -> None:
         """Called at the end of a run."""
         self.save()
+
+
+class FolderLogger(Logger):
+    """A logger that writes each version to a folder of its own: `root_dir/name/version_N`."""
+
+    def __init__(
+        self, root_dir: str | os.PathLike[str], name: str | None, version: int | str | None, sub_dir: str = ""
+    ) -> None:
+        self._root, self._name, self._version, self._sub_dir = Path(root_dir), name or "", version, sub_dir
+
+    @property
+    def name(self) -> str:
+        """The name of the experiment."""
+        return self._name
+
+    @property
+    def version(self) -> int | str:
+        """The version; the next free number, if none was given."""
+        if self._version is None:
+            self._version = next_version(self._root / self._name)
+        return self._version
+
+    @property
+    def root_dir(self) -> str:
+        """The folder of all experiments."""
+        return str(self._root)
+
+    @property
+    def log_dir(self) -> str:
+        """The folder of this version."""
+        version = self.version if isinstance(self.version, str) else f"version_{self.version}"
+        return str(self._root / self._name / version / self._sub_dir)
 
 
 def rank_zero_experiment(function: Callable[[Any], T]) -> Callable[[Any], T | _Nothing]:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any, final
 
-from fabric.lightning.loggers.logger import Logger, prefixed, rank_zero_experiment, settings
+from fabric.lightning.loggers.logger import FolderLogger, prefixed, rank_zero_experiment, settings
 from fabric.lightning.utilities.rank_zero import rank_zero_only
-from fabric.loggers.directory import next_version
 from fabric.loggers.tensorboard import check_installed
 
 
 @final
-class TensorBoardLogger(Logger):
+class TensorBoardLogger(FolderLogger):
     """Writes event files to `root_dir/name/version_N/sub_dir`, on rank zero only. Needs the extra `loggers`.
 
     Other arguments go to `torch.utils.tensorboard.SummaryWriter`.
@@ -33,33 +31,11 @@ class TensorBoardLogger(Logger):
         **kwargs: Any,
     ) -> None:
         check_installed()
-        self._root = Path(root_dir)
-        self._name = name or ""
-        self._version = version
+        super().__init__(root_dir, name, version, "" if sub_dir is None else os.fspath(sub_dir))
         self._default_hp_metric = default_hp_metric
         self._prefix = prefix
-        self._sub_dir = "" if sub_dir is None else os.fspath(sub_dir)
         self._options = kwargs
         self._writer: Any = None
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def version(self) -> int | str:
-        if self._version is None:
-            self._version = next_version(self._root / self._name)
-        return self._version
-
-    @property
-    def root_dir(self) -> str:
-        return str(self._root)
-
-    @property
-    def log_dir(self) -> str:
-        version = self.version if isinstance(self.version, str) else f"version_{self.version}"
-        return str(self._root / self._name / version / self._sub_dir)
 
     @property
     @rank_zero_experiment

@@ -30,7 +30,7 @@ from fabric.strategies.model_parallel.pipeline.split import (
     split_model,
 )
 from fabric.strategies.model_parallel.pipeline.state import PipelineState, WholeModel
-from fabric.strategies.module.buffers import follow_rank_zero
+from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.changes import Additions
 from fabric.strategies.module.copies import IN_STAGES, refuse_copies
 from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
@@ -71,7 +71,7 @@ def pipelined(
     stages = [all_stages[index] for index in options.stages_of(line.rank)]
     tensors = [tensor for tensor in (*inner.parameters(), *inner.buffers()) if not tensor.is_meta]
     if runtime.world.size > 1:
-        follow_rank_zero(runtime.collective, tensors)
+        broadcast_from_rank_zero(runtime.collective, tensors)
     drop_other_stages(inner, stages)
     whole.leave()
     with rebinding(inner, optimizers):
@@ -80,7 +80,7 @@ def pipelined(
             unfilled.fill(part, runtime.device, peers)
         unfilled.finish(None, runtime.device, peers)  # `init_weights` would need the stages that were dropped
         if was_empty and peers.size > 1:
-            follow_rank_zero(peers, (*inner.parameters(), *inner.buffers()))
+            broadcast_from_rank_zero(peers, (*inner.parameters(), *inner.buffers()))
         place(runtime, inner, optimizers, move=move)
         assign_to_stages(stages, inner)
         for stage in stages:

@@ -37,7 +37,7 @@ def test_without_variables_there_is_no_world() -> None:
     assert detect_world({}) is None
 
 
-def test_ranks_set_by_hand_are_on_one_node_unless_they_say_otherwise() -> None:
+def test_ranks_set_by_hand_are_on_one_node_unless_variables_say_otherwise() -> None:
     assert detect_world(HAND) == World(
         rank=3,
         size=4,

@@ -14,10 +14,10 @@ import atexit, ctypes, gc, logging, logging.handlers, multiprocessing, os, signa
 from fabric import Fabric
 
 folder, way, end = sys.argv[1:]
-log = os.open(f"{folder}/log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+written = os.open(f"{folder}/written", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 def tell(words):
-    os.write(log, f"{words}\\n".encode())
+    os.write(written, f"{words}\\n".encode())
 
 class Thing:
     pass
@@ -85,24 +85,26 @@ def test_what_was_open_before_a_fork_is_written_run_and_deleted_once(
     folder.mkdir()
     done = run([tmp_path / "program.py", folder, way, end])
     assert done.returncode == code, done.stderr
-    log = (folder / "log").read_text().splitlines()
-    assert log.count("exit function") == log.count("finalizer") == 1, log
-    assert log.index("exit function") > max(number for number, words in enumerate(log) if "rank" in words), log
-    # log, text, binary, log, the named file and two folders; the rank that came second may find `mine`.
-    assert set(log) & {f"rank finds {number} entries" for number in range(5)} == set(), log
+    written = (folder / "written").read_text().splitlines()
+    assert written.count("exit function") == written.count("finalizer") == 1, written
+    assert written.index("exit function") > max(number for number, words in enumerate(written) if "rank" in words), (
+        written
+    )
+    # written, text, binary, log, the named file and two folders; the rank that came second may find `mine`.
+    assert set(written) & {f"rank finds {number} entries" for number in range(5)} == set(), written
     assert done.stdout.count("printed before in C") == 1
     left = sorted(path.name for path in folder.iterdir())
     assert (folder / "text").read_text().count("written before") == 1
     assert (folder / "binary").read_text() == "written before\n"
     assert (folder / "log").read_text().count("logged before") == 1
-    assert left == ["binary", "log", "mine", "text", "log"]
+    assert left == ["binary", "log", "mine", "text", "written"]
     if end != "interrupt":  # a signal ends ranks before their files are written, as it ends a program of one process
-        assert log.count("exit function of a rank") == 2
+        assert written.count("exit function of a rank") == 2
         assert (folder / "mine").read_text() == "of a rank\n" * 2
         assert (folder / "text").read_text().count("written by a rank") == 2
         assert (folder / "log").read_text().count("logged by a rank") == 2
     if way == "function":
-        assert log[-3:] == ["[0, 1, 'before']", "exit function", "finalizer"]
+        assert written[-3:] == ["[0, 1, 'before']", "exit function", "finalizer"]
 
 
 def test_a_python_without_a_private_name_that_is_needed_raises() -> None:

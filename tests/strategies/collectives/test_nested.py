@@ -261,7 +261,7 @@ def test_ranks_that_differ_each_get_all_calls_side_by_side() -> None:
             assert of_second in message
 
 
-def test_ranks_that_say_the_same_share_a_line_and_long_calls_are_cut() -> None:
+def test_ranks_with_the_same_call_share_a_line_and_long_calls_are_cut() -> None:
     def body(collective: Collective) -> str:
         width = 2 if collective.rank == 1 else 1
         with pytest.raises(CollectiveError) as info:

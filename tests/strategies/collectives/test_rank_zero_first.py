@@ -111,7 +111,7 @@ def fail_on_rank_zero(world: World) -> tuple[str, float]:
     return f"{type(info.value).__name__}: {info.value}", passed
 
 
-def test_processes_hear_of_the_failure_long_before_any_timeout() -> None:
+def test_the_failure_of_rank_zero_reaches_other_processes_long_before_any_timeout() -> None:
     (own, _), (message, seconds) = run_world(2, fail_on_rank_zero)
     assert own == "OSError: no space left"
     assert message.endswith("that it runs before the others: OSError: no space left")

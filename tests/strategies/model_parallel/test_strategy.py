@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from sharding import BATCH_SIZE, Block, Net, Recipe, Run, batches, make, train_all, train_plain
+from sharding import BATCH_SIZE, Block, Net, Recipe, Run, batches, make, train_all, train_over, train_plain
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fabric import Fabric, read_checkpoint
+from fabric import Fabric
 from fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy, along
 from fabric.strategies.accelerators.cpu import CPUAccelerator
 from fabric.strategies.accelerators.torch_accelerator import TorchAccelerator
@@ -85,25 +85,7 @@ def train(fabric: Fabric, recipe: Recipe, folder: str, load: str | None = None) 
     assert mesh is not None
     num_shares = mesh["data"].size() * mesh["shard"].size()
     loader = fabric.setup_dataloaders(DataLoader(samples, batch_size=BATCH_SIZE // num_shares))
-    losses, norms = [], []
-    for step, (tokens, targets) in enumerate(loader, start=1):
-        is_last = step % recipe.accumulate == 0
-        with fabric.no_backward_sync(model, enabled=not is_last):
-            loss = nn.functional.cross_entropy(model(tokens), targets)
-            fabric.backward(loss / recipe.accumulate)
-        losses.append(fabric.all_reduce(loss.detach()).item())
-        if is_last:
-            if recipe.clip:
-                norm = fabric.clip_gradients(model, optimizer, **recipe.clip)
-                norms += [] if norm is None else [norm.item()]
-            optimizer.step()
-            optimizer.zero_grad()
-    path = f"{folder}/{recipe.optimizer}-{recipe.seed}"
-    fabric.save(path, {"model": model, "optimizer": optimizer})
-    if not fabric.is_global_zero:
-        return None
-    content = read_checkpoint(path)
-    return Run(losses, norms, content["model"], content["optimizer"]["state"])
+    return train_over(fabric, recipe, model, optimizer, loader, folder)
 
 
 def train_several(fabric: Fabric, recipes: list[Recipe], folder: str, load: str | None = None) -> list[Run | None]:

@@ -109,7 +109,7 @@ def plain() -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "heard", "compiled"),
+    ("name", "moment", "compiled"),
     [
         *((name, moment, False) for name in STRATEGIES for moment in MOMENTS),
         ("fsdp", "in a method", False),

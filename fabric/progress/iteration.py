@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from fabric.progress_rate import ProgressRate
+from fabric.progress.rate import ProgressRate
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,7 +58,7 @@ def _shown(
 ) -> Iterator[T]:
     from rich import get_console
 
-    from fabric.progress_views import view_for
+    from fabric.progress.views import view_for
 
     size_of = _size_of(size)
     view = view_for(description, rate, console or get_console())

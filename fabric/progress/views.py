@@ -8,7 +8,7 @@ from typing import final
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from fabric.progress_rate import ProgressRate
+from fabric.progress.rate import ProgressRate
 
 
 class View(ABC):

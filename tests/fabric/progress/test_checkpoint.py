@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from fabric import Fabric
-from fabric.checkpoint_progress import checkpoint_progress
+from fabric.progress.checkpoint import checkpoint_progress
 from fabric.strategies.checkpoint.loading import load
 from fabric.strategies.checkpoint.manifest import BLOCK_BYTES
 from fabric.strategies.checkpoint.saving import save
