@@ -300,6 +300,28 @@ class Engine:
     def _name(self, number: int) -> str:
         return self.placeholders.names[self.trained[number]]
 
+    def trained_shards(self) -> list[Tensor]:
+        """This rank's shards of the weights that DeepSpeed trains, after `follow_weights`."""
+        zero, is_changed = self.zero, self._marks() != self._marks_then
+        self.follow_weights()
+        flats = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
+        shards = [flat.detach() for flat in flats]
+        if is_changed:
+            torch.autograd.graph.increment_version(shards)
+            self.remember_weights()
+        return shards
+
+    def gather_trained(self) -> None:
+        """Make the model's weights from the shards that DeepSpeed trains, as after a step. Ranks: all."""
+        if self.stage == 3:
+            self.zero.checkpoint_event_prologue()
+            for group in range(len(self.zero.fp16_groups)):
+                self.zero._reassign_or_swap_out_partitioned_parameters(group)
+            self.zero.checkpoint_event_epilogue()
+        else:
+            self.zero.update_lp_params()
+        self.remember_weights()
+
     def remember_weights(self) -> None:
         """Record the current weights as those that DeepSpeed trains."""
         if self.released is not None:
