@@ -101,6 +101,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, seed: int) -> list[str]:
     for name, size in ALL:
         paths.append(str(folder / f"{name}-{size}"))
         launch(name, size, save, paths[-1], seed)
+        assert len(list(Path(paths[-1]).glob("*.bin"))) == size, f"under {name} not every rank has written a part"
     return paths
 
 
