@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.state import StateAccess, uncompiled
+from fabric.strategies.checkpoint.tensor_shards import replicated
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.manual.replica_checks import refuse_differing
 from fabric.strategies.sharding.dtensor import ShardedState, as_sharded
@@ -77,11 +78,24 @@ class ManualState(StateAccess):
     def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
         module = self._named_by(module)
         self._check({f"`{name}`": parameter for name, parameter in own_parameters(module).items()})
-        return _renamed(self._sharded.read_module_shards(module), lambda name: own_name(module, name))
+        state = self._sharded.read_module_shards(module)
+        for name, _ in module.named_parameters(remove_duplicate=False):
+            if name in state:
+                state[name] = self._replicated(state[name])
+        return _renamed(state, lambda name: own_name(module, name))
 
     def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
         self._check_states(optimizer)
-        return self._sharded.read_optimizer_shards(optimizer)
+        content = self._sharded.read_optimizer_shards(optimizer)
+        states = {
+            index: {name: self._replicated(value) for name, value in entries.items()}
+            for index, entries in content["state"].items()
+        }
+        return {**content, "state": states}
+
+    def _replicated(self, value: Any) -> Any:
+        """A plain tensor, which `_check` has found equal on all ranks: each of them saves a part."""
+        return replicated(value, range(self._collective.size)) if isinstance(value, Tensor) else value
 
     def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         self._check_states(optimizer)
