@@ -248,6 +248,8 @@ class Engine:
             return
         gone, zeroed = self.placeholders.take()
         unreduced, self._unreduced = self._unreduced, {}
+        for parameter in gone:
+            unreduced.pop(parameter, None)
         for parameter, gradient in unreduced.items():
             parameter.grad = gradient
         if not gone and not zeroed:
@@ -264,7 +266,7 @@ class Engine:
             if not self._are_in_parameters():
                 self._zero(parameter)
             elif parameter.grad is not None:
-                parameter.grad = None if parameter in gone else parameter.grad.zero_()
+                parameter.grad.zero_()
 
     def follow_weights(self) -> None:
         """Write what the program has changed in the weights since the last step into the shards that DeepSpeed trains.
