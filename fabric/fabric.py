@@ -1111,11 +1111,10 @@ class Fabric:
         if runtime.world.size == 1 or not (strategy.uses_process_groups and strategy.sets_up_one_model):
             return
         if self._step_checks is None:
-            self._step_checks = StepChecks(runtime, self._optimizers, self._open)
+            self._step_checks = StepChecks(runtime, self._optimizers, self._open, whole=not strategy.in_shards)
         self._step_checks.add(model)
-        module = uncompiled(model.module)
-        whole = [each for each in module.parameters() if each.requires_grad and as_sharded(each) is None]
-        self._open.callback(refuse_updates_by_hand(runtime, module, whole))
+        if not strategy.in_shards:
+            self._open.callback(refuse_updates_by_hand(runtime, uncompiled(model.module)))
 
     def _compare_after_steps(self, optimizers: Iterable[Optimizer]) -> None:
         if self._replica_check is not None:

@@ -29,8 +29,6 @@ class ProcessGroupStrategy(Strategy):
     """One process per device, and a torch process group over all ranks."""
 
     uses_process_groups: ClassVar[bool] = True
-    in_shards: ClassVar[bool] = False
-    """Whether ranks hold different gradients. Then a loss scaler skips a step on all ranks if one overflowed."""
     launcher: str = "auto"
     """How processes are started: auto, script, fork, forkserver or spawn. auto leaves it to `Fabric(launcher=...)`."""
     backend: str | None = None

@@ -35,6 +35,8 @@ class Strategy(ABC):
 
     uses_process_groups: ClassVar[bool] = False
     """Whether its collectives are those of torch.distributed."""
+    in_shards: ClassVar[bool] = False
+    """Whether ranks hold different gradients. Then a loss scaler skips a step on all ranks if one overflowed."""
     activation_checkpointing_policy: Policy | None = None
     """Submodules whose activations are recomputed in backward instead of stored: classes, or a function of a module.
     `Fabric.setup` applies it, in the same way for every strategy."""

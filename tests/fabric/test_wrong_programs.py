@@ -617,6 +617,7 @@ KEEPS_WHOLE_WEIGHTS = ("ddp", "manual", "ddp_sharded", "deepspeed_stage_1", "dee
 
 UNSEEN = {("manual", f"{what} of its own") for what in ("gradients", "updates")} | {("manual", "steps within backward")}
 UNSEEN.add(("ddp_fully_sharded", "gradients read"))  # they are those of this rank's shard
+UNSEEN.add(("ddp_sharded", "updates of its own"))  # owners and other ranks see different changes of a weight
 
 SENTENCES = {
     ("ddp", "submodules called by themselves"): "were not averaged over the ranks",

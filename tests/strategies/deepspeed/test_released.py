@@ -19,7 +19,7 @@ OURS = "`scale` was changed after `fabric.setup`", "`weight` was changed after `
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.eye(4))
+        self.weight = nn.Parameter(torch.full((4, 4), 0.5))
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
