@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from itertools import islice
 from typing import Any, Generic, TypeVar, final
 
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 
 from fabric.strategies.collectives.flight_recorder import FlightRecorder
 from fabric.strategies.data.repeated import NOT_COUNTED, RepeatedBatches
+from fabric.strategies.data.take import take
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.gradients.sync import GradientSync
 from fabric.strategies.prepared import Prepared
@@ -211,7 +211,7 @@ class _Ahead(Iterator[T]):
     def has_next(self) -> bool:
         if not self._held:
             before = None if self._repeated is None else self._repeated.take()
-            self._held = list(islice(self._iterator, 1))
+            self._held = take(self._iterator, 1)
             if self._repeated is not None and before is not None:
                 self._received = self._repeated.take()
                 self._repeated.put(before)

@@ -51,16 +51,17 @@ def check_uneven(uneven: object, use: object) -> None:
     words = ", ".join(map(repr, get_args(Uneven)))
     if uneven is not None and uneven not in get_args(Uneven):
         raise ValueError(f"`setup_dataloaders(uneven={uneven!r})`: write one of {words}, or leave it out.")
-    if uneven is not None and use not in (None, "train"):
+    if uneven not in (None, "repeat") and use not in (None, "train"):
         raise ValueError(
-            f"`setup_dataloaders(uneven={uneven!r}, use={use!r})`: ranks may have different numbers of batches there, "
-            "and are not kept in step. Leave `uneven` out, or write `use='train'`."
+            f"`setup_dataloaders(uneven={uneven!r}, use={use!r})`: every rank evaluates all of its batches. Leave "
+            "`uneven` out, or write `uneven='repeat'`, with which all ranks run equally many forwards."
         )
 
 
-def check_dispatch(dispatch: bool, uneven: object, distribute: bool) -> None:
+def check_dispatch(dispatch: bool, uneven: object, distribute: bool, use: object) -> None:
     """Raise ValueError if `dispatch` comes with what makes each rank read for itself."""
-    if dispatch and (uneven is not None or not distribute):
+    repeats = uneven == "repeat" and use not in (None, "train")
+    if dispatch and ((uneven is not None and not repeats) or not distribute):
         other = f"uneven={uneven!r}" if uneven is not None else "use_distributed_sampler=False"
         raise ValueError(
             f"`setup_dataloaders(dispatch=True, {other})`: rank 0 reads for all ranks, so none has a loader of its "

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Mapping, MutableMapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, final, get_args
 
 from fabric.strategies.checkpoint.background import PendingSave
+from fabric.strategies.checkpoint.loading import from_rank_zero
 from fabric.strategies.checkpoint.retention import (
     Best,
     Name,
@@ -30,8 +32,8 @@ class CheckpointDirectory:
 
     `keep_last`: how many of the newest, 1 or more. `keep_best`: how many besides, by the `metric` that `save` is given;
     `best`: which metric that is, the "min" or the "max". A checkpoint is removed only once a newer one is complete.
-    One job at a time saves here: what is not complete is taken for the remains of a job that died, and removed by the
-    next save. Folders with other names than `save` gives are left alone.
+    What is not complete is taken for the remains of a job that died, and removed by the next save, unless another
+    process of this machine is saving it. Folders with other names than `save` gives are left alone.
     """
 
     def __init__(
@@ -64,14 +66,17 @@ class CheckpointDirectory:
         """Save as `fabric.save`, under the next name, and remove what need not be kept once that is complete.
 
         `step`, `metric`: for the name, and the choice of the best; those of rank 0 count. Gives the `path` of the
-        checkpoint, and `wait()`. Ranks: all. Raises: as `fabric.save`; ValueError: `keep_best`, and no metric.
+        checkpoint, and `wait()`. Ranks: all. Raises: as `fabric.save`; ValueError: `keep_best`, and no metric, or a
+        negative step.
         """
         if self._keep_best and metric is None:
             raise ValueError(
                 f"`keep_best={self._keep_best}` needs `save(..., metric=...)`, by which the best is known."
             )
+        if step is not None and operator.index(step) < 0:
+            raise ValueError(f"`step={step!r}`: the number of steps until this checkpoint, 0 or more.")
         fabric.wait_for_save()  # what it has not completed yet would be taken for the remains of a dead job
-        folder: str = fabric.broadcast(self._next(fabric.is_global_zero, step, metric))
+        folder = from_rank_zero(fabric.collective, self._storage, lambda: self._next(step, metric))
         return fabric.save(
             self._storage.inside(folder).path,
             state,
@@ -86,7 +91,7 @@ class CheckpointDirectory:
         Ranks: all; rank 0 chooses. Raises: as `fabric.load`.
         """
         fabric.wait_for_save()
-        path: str | None = fabric.broadcast(self.latest() if fabric.is_global_zero else None)
+        path = from_rank_zero(fabric.collective, self._storage, self.latest)
         return None if path is None else fabric.load(path, state, strict)
 
     def latest(self) -> str | None:
@@ -104,9 +109,8 @@ class CheckpointDirectory:
         """The paths of all complete checkpoints, oldest first."""
         return [self._storage.inside(folder).path for folder in complete_in(self._storage).values()]
 
-    def _next(self, is_rank_zero: bool, step: int | None, metric: float | None) -> str:
-        if not is_rank_zero:
-            return ""
+    def _next(self, step: int | None, metric: float | None) -> str:
         number = max((name.number for name in names_in(self._storage)), default=0) + 1
         remove_incomplete(self._storage)
+        step = None if step is None else operator.index(step)
         return str(Name(number=number, step=step, metric=None if metric is None else float(metric)))

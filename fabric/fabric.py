@@ -55,6 +55,7 @@ from fabric.request import Request
 from fabric.resolve import resolve
 from fabric.run_state import generators_of, has_objects, is_run, restore_generators, run_state_of
 from fabric.seed import seed_everything
+from fabric.step_checks import StepChecks
 from fabric.stop import StopRequest
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint import foreign, loading, run_state, saving
@@ -85,6 +86,7 @@ from fabric.strategies.data.device_loader import DeviceLoader
 from fabric.strategies.data.share import Use
 from fabric.strategies.data.transfer import move
 from fabric.strategies.data.uneven import Uneven
+from fabric.strategies.gradients.by_hand import refuse_updates_by_hand
 from fabric.strategies.gradients.clipping import gradients_are_finite
 from fabric.strategies.gradients.sync import backward_through, scale_gradients
 from fabric.strategies.module.activation_checkpointing import recompute
@@ -188,6 +190,7 @@ class Fabric:
         self._guard: GradientGuard | None = None
         self._stop: StopRequest | None = None
         self._unprepared: UnpreparedOptimizers | None = None
+        self._step_checks: StepChecks | None = None
         self._replica_guard: ReplicaGuard | None = None
         self._replica_check: ReplicaCheck | None = None
         self._saves: BackgroundSaves | None = None
@@ -376,6 +379,7 @@ class Fabric:
         if self._replica_guard is not None and optimizers:
             self._open.callback(self._replica_guard.count_loads(uncompiled(prepared.module)))
         self._models[prepared.module] = prepared
+        self._check_steps(prepared)
         runtime.rank_rng.has_model = True
         self._optimizers.update(dict.fromkeys(prepared.optimizers, prepared.state))
         self._take_in(bare, prepared.optimizers, move=move_to_device)
@@ -469,7 +473,8 @@ class Fabric:
         that still have data (after `loss.backward()`, which would count it, a step raises). The ranks exchange one
         message before each batch, so every rank must iterate, and leave its loop at the same step; for a loop on some
         ranks only, use another `use` than 'train'. With `use_distributed_sampler=False` this happens only if `uneven`
-        is given.
+        is given. In evaluation ranks may have different numbers of batches, except under strategies that gather
+        parameters in forward: there "repeat" evaluates all data, and without it different numbers are an error.
         `dispatch=True`: rank 0 alone reads the loader, and sends each rank whole batches in turn, as the loader made
         them: for data that cannot be read in parts. Before each step the ranks wait for rank 0; an error of the loader
         is raised on every rank (DispatchError). The other ranks pass any iterable. All iterate, and leave their loop
@@ -484,11 +489,11 @@ class Fabric:
             raise ValueError("`fabric.setup_dataloaders()` was given no loader. Pass at least one.")
         check_use(use)
         check_uneven(uneven, use)
-        check_dispatch(dispatch, uneven, use_distributed_sampler)
+        check_dispatch(dispatch, uneven, use_distributed_sampler, use)
         runtime = self._connected
         if uneven is not None or dispatch:
             runtime = replace(runtime, uneven=uneven, dispatch=dispatch)
-        if uneven == "repeat":
+        if uneven == "repeat" and use in (None, "train"):
             self._accumulation.repeated = runtime.loader_numbers.repeated
             self._accumulation.guard(self._optimizers)
         if self._replica_guard is not None and not use_distributed_sampler:
@@ -654,7 +659,8 @@ class Fabric:
                 evaluate(model)
             fabric.save(path, {"model": model, "average": average})
 
-        It starts from the present weights. In a checkpoint it is as portable as the model. Ranks: all.
+        It starts from the present weights, under DeepSpeed from those in float32 that its optimizer trains. In a
+        checkpoint it is as portable as the model. Ranks: all.
         Raises: ValueError: the weights are in half precision, the decay is not in [0, 1), or the strategy does not
         support it.
         """
@@ -1081,7 +1087,7 @@ class Fabric:
         self._accumulation.release()
         self._unguard()
         self._models, self._optimizers, self._schedulers, self._backward = {}, {}, [], None
-        self._unprepared = self._replica_guard = self._replica_check = None
+        self._unprepared = self._step_checks = self._replica_guard = self._replica_check = None
         self._bare = self._weighting = None
 
     def _collective_load(self) -> AbstractContextManager[None]:
@@ -1098,6 +1104,18 @@ class Fabric:
         if self._guard is not None:
             for optimizer in optimizers:
                 self._guard.attach(optimizer)
+
+    def _check_steps(self, model: Prepared) -> None:
+        """Raise for steps with gradients that nobody averages, where the strategy knows what is averaged."""
+        runtime, strategy = self._connected, self.strategy
+        if runtime.world.size == 1 or not (strategy.uses_process_groups and strategy.sets_up_one_model):
+            return
+        if self._step_checks is None:
+            self._step_checks = StepChecks(runtime, self._optimizers, self._open)
+        self._step_checks.add(model)
+        module = uncompiled(model.module)
+        whole = [each for each in module.parameters() if each.requires_grad and as_sharded(each) is None]
+        self._open.callback(refuse_updates_by_hand(runtime, module, whole))
 
     def _compare_after_steps(self, optimizers: Iterable[Optimizer]) -> None:
         if self._replica_check is not None:
@@ -1194,11 +1212,12 @@ class Fabric:
         """Read a checkpoint, or a file of another library. Ranks: all."""
         self.wait_for_save()
         collective = self._connected.collective
-        kind = collective.broadcast_object(foreign.kind_of(path) if collective.rank == 0 else None)
+        storage = storage_of(path)
+        kind = loading.from_rank_zero(collective, storage, lambda: foreign.kind_of(path))
         if kind is not None:
             return foreign.load(collective, path, kind)
         with checkpoint_progress(f"load {path}", enabled=self.is_global_zero) as advance:
-            return loading.load(collective, storage_of(path), advance=advance)
+            return loading.load(collective, storage, advance=advance)
 
     def _refuse_misfits(
         self, method: str, path: str | os.PathLike[str], state: Any, content: Any, *, strict: bool

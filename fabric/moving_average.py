@@ -35,9 +35,9 @@ class MovingAverage(ShardedStateful):
         """Number of updates so far."""
         self._is_applied = False
         self._average_over = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
-        for parameter in prepared.sync.parameters_held():
-            if parameter.dtype in (torch.float16, torch.bfloat16):
-                raise ValueError(_HALF.format(dtype=parameter.dtype))
+        for weight in self._weights():
+            if weight.dtype in (torch.float16, torch.bfloat16):
+                raise ValueError(_HALF.format(dtype=weight.dtype))
         self._averages = self._copies()
 
     @torch.no_grad()
@@ -56,7 +56,8 @@ class MovingAverage(ShardedStateful):
     def applied(self) -> Iterator[None]:
         """Within the context the model has the averages as weights; afterwards its own again.
 
-        For evaluation, and to save the averaged model. Copies the weights; no communication. Ranks: all call it.
+        For evaluation, and to save the averaged model. Copies the weights, without communication (under DeepSpeed the
+        model's weights are all-gathered, as after a step). Ranks: all call it.
 
         Raises: RuntimeError: the weights were changed within the context, which would be lost.
         """
@@ -110,6 +111,8 @@ class MovingAverage(ShardedStateful):
         return {"model": state, "num_updates": self.num_updates}
 
     def _weights(self) -> list[Tensor]:
+        if self._prepared.trained is not None:
+            return self._prepared.trained.shards()
         return [local_part(parameter) for parameter in self._prepared.sync.parameters_held()]
 
     @torch.no_grad()
@@ -120,6 +123,8 @@ class MovingAverage(ShardedStateful):
     def _write(self, values: list[Tensor]) -> None:
         for weight, value in zip(self._weights(), values, strict=True):
             weight.copy_(value)
+        if self._prepared.trained is not None:
+            self._prepared.trained.written()
 
     def _refuse_applied(self, method: str) -> None:
         if self._is_applied:

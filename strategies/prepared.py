@@ -19,6 +19,17 @@ from fabric.strategies.gradients.sync import GradientSync
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedWeights:
+    """The weights of an engine that trains others than those of the model, which it makes from them."""
+
+    shards: Callable[[], list[Tensor]]
+    """Those of this rank, to be read and written, with what the program has changed in the model's."""
+    written: Callable[[], None]
+    """Make the model's weights from them. Ranks: all call it."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     """One model and the optimizers that were set up with it."""
 
@@ -45,6 +56,9 @@ class Prepared:
     """The loss scale, if an engine has one instead of the runtime."""
     state: StateAccess = PLAIN
     """How the full state of the model, and of optimizers of its parameters, is saved and loaded."""
+
+    trained: TrainedWeights | None = None
+    """The weights that an engine trains; None: the parameters that `sync` holds."""
 
     def holds(self, obj: nn.Module | Optimizer) -> bool:
         """Whether `obj` is this model, a submodule of it, or an optimizer of its present parameters."""

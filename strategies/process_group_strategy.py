@@ -53,6 +53,11 @@ class ProcessGroupStrategy(Strategy):
         """Hook: whether ranks along this axis of the mesh read different samples."""
         return True
 
+    def forward_communicates(self, degrees: Mapping[str, int]) -> bool:
+        """Hook: whether each forward waits for one on ranks that read other data, in evaluation too. `degrees`: of the
+        mesh."""
+        return False
+
     def when_connected(self, runtime: Runtime) -> None:
         """Hook: called on every rank once the process group exists."""
 
@@ -89,6 +94,7 @@ class ProcessGroupStrategy(Strategy):
         backend = self.backend or accelerator.backend
         collective = TorchCollective(world, backend, device=device, timeout_seconds=self.timeout_seconds)
         runtime = open_runtime(world, [device], collective, precision, in_shards=self.in_shards)
+        runtime = replace(runtime, forward_communicates=self.forward_communicates(degrees))
         if degrees:
             mesh = device_mesh(device, degrees)
             runtime = replace(runtime, mesh=mesh, share=self._share(mesh))

@@ -26,6 +26,7 @@ ALWAYS: Names = {
         "_foreach_mul_": "one kernel for many gradients, as optimizers of torch use",
     },
     "torch._C": {
+        "_will_engine_execute_node": "whether `torch.autograd.grad` computes a gradient, or a backward accumulates it",
         "_current_graph_task_id": "whether a backward is running; no public function says so",
         "_disabled_torch_function_impl": "a subclass of Tensor without `__torch_function__`, as torch writes its own",
     },
@@ -74,7 +75,8 @@ FULLY_SHARD: Names = {
         "_fsdp_param_group|_fsdp_param_groups": "the parameters of one unit: one group before torch 2.12, then several",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": {
-        "fsdp_params is_sharded reduce_grads": "see Note [Gathered after forward]"
+        "fsdp_params is_sharded reduce_grads": "see Note [Gathered after forward]",
+        "reshard_after_backward": "see Note [torch.autograd.grad of gathered copies]",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": {
         "_unsharded_param unsharded_param sharded_param unsharded_accumulated_grad": (
@@ -114,6 +116,20 @@ def disable_dynamo(function: Function, *, recursive: bool = True) -> Function:
 def after_backward(callback: Callable[[], None]) -> None:
     """Call this within a backward: runs `callback` when the backward has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def node_of(parameter: torch.Tensor) -> Any:
+    """The node of the graph that accumulates the gradient of a parameter."""
+    return torch.autograd.graph.get_gradient_edge(parameter).node
+
+
+def is_result_of_grad(node: Any) -> bool:
+    """Within a backward that has reached this node: whether `torch.autograd.grad` was asked for its gradient."""
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch cannot say so of a leaf that `grad` returns the gradient of
+        return True
+    return False
 
 
 @cache

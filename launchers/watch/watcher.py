@@ -225,7 +225,8 @@ class Watcher:
                 self._fail(_lost(question.partition(" ")[2]))
                 return b"ok"
             case "diverged":
-                self._end(_diverged(json.loads(question.partition(" ")[2])))
+                self._report(_diverged(json.loads(question.partition(" ")[2])))
+                self._leave()
                 return b"ok"
             case "processes":
                 return "\n".join(process_state.describe(int(pid)) for pid in question.split()[1:]).encode()
@@ -288,19 +289,25 @@ class Watcher:
         words = first_difference(activities) if have_diverged(activities) else ""
         if words:
             others = [place for place in self._places(range(self._world.size)) if place.rank != self._world.rank]
+            error = _diverged(words)
+            self._report(error)  # before the others end: their launcher may then end this rank
             ask_all(others, f"diverged {json.dumps(words[:DIVERGED_CHARACTERS])}", ANSWER_SECONDS)
-            self._end(_diverged(words))
+            self._leave()
 
     def _fail(self, error: Exception) -> None:
         """Report a failure of this rank to its supervisor, which ends the ranks of this node."""
         if self._supervisor is not None:
             self._supervisor.failure(error)
 
-    def _end(self, error: Exception) -> None:
-        """Fail, or, if another launcher has started this rank, leave: the main thread cannot be woken up."""
+    def _report(self, error: Exception) -> None:
+        """Report a failure of this rank to its supervisor; if another launcher has started it, print the failure."""
         self._fail(error)
         if self._supervisor is None:
             print(f"rank {self._world.rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+    def _leave(self) -> None:
+        """End this process if no supervisor does: the main thread, in a collective, cannot be woken up."""
+        if self._supervisor is None:
             os._exit(1)
 
     def _all_activities(self, question: str) -> list[Activity]:

@@ -13,6 +13,7 @@ One save at a time: the next one waits for the previous one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -49,17 +50,19 @@ class PendingSave:
         self.is_reported = save is None
         """Whether the caller knows the outcome."""
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, args=(save,), daemon=True, name="fabric-save")
-        if save is not None:
-            self._thread.start()
+        # Not `Thread.join`: once Ctrl-C interrupts it, Python takes the thread for ended (3.11, bpo-45274).
+        self._ended = threading.Event()
+        if save is None:
+            self._ended.set()
+        else:
+            threading.Thread(target=self._run, args=(save,), daemon=True, name="fabric-save").start()
 
     def wait(self) -> None:
         """Return once the checkpoint is complete and on disk. Any rank may call it, without the others.
 
         Raises: CheckpointError: it could not be written; the same on every rank.
         """
-        if self._thread.ident is not None:
-            self._thread.join()
+        self._ended.wait()
         self.is_reported = True
         if self._error is not None:
             raise self._error
@@ -67,12 +70,15 @@ class PendingSave:
     @property
     def is_done(self) -> bool:
         """Whether `wait` would return or raise immediately."""
-        return not self._thread.is_alive()
+        return self._ended.is_set()
 
     def _run(self, save: Callable[[], Exception | None]) -> None:
         if sys.platform == "linux":
             attempt(lambda: os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS))
-        self._error = save()
+        try:
+            self._error = save()
+        finally:
+            self._ended.set()
 
 
 @final
@@ -101,21 +107,31 @@ class BackgroundSaves:
                     "it out"
                 )
             staged.append(self._staging.copy(plan(state, collective.rank, token)))
+            if collective.rank == 0:
+                locked.callback(storage.lock())
 
-        refuse_together(collective, storage, attempt(stage), token)
-        agreement = None if store is None else Agreement(store, token, collective.rank, collective.size)
-        self._pending = PendingSave(
-            storage.path, lambda: _save(storage, staged.pop(), agreement, collective.size, after_commit)
-        )
+        with contextlib.ExitStack() as locked:
+            refuse_together(collective, storage, attempt(stage), token)
+            agreement = None if store is None else Agreement(store, token, collective.rank, collective.size)
+            until_saved = locked.pop_all()
+
+        def save() -> Exception | None:
+            with until_saved:
+                return _save(storage, staged.pop(), agreement, collective.size, after_commit)
+
+        self._pending = PendingSave(storage.path, save)
         return self._pending
 
     def finish(self) -> None:
         """Wait for the save that is running, if any. Raises: CheckpointError: it failed, and no `wait` has raised."""
-        pending, self._pending = self._pending, None
-        if pending is not None and not pending.is_reported:
-            pending.wait()
-        elif pending is not None:
-            attempt(pending.wait)
+        pending = self._pending
+        if pending is None:
+            return
+        was_reported = pending.is_reported
+        problem = attempt(pending.wait)  # Ctrl-C passes: the next call, at the end of the program, waits again
+        self._pending = None
+        if problem is not None and not was_reported:
+            raise problem
 
 
 @final

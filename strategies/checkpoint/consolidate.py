@@ -17,7 +17,7 @@ from torch import Tensor
 from fabric.strategies.checkpoint import run_state, safetensors
 from fabric.strategies.checkpoint.loading import Checkpoint, Stored, reading
 from fabric.strategies.checkpoint.safetensors import INDEX_SUFFIX, SUFFIX, num_bytes_of
-from fabric.strategies.checkpoint.storage import Folder
+from fabric.strategies.checkpoint.storage import Folder, local_path
 
 Choose: TypeAlias = Callable[[str, Tensor], bool]
 
@@ -60,7 +60,7 @@ def consolidate(
             "`filter` that selects some, or another `name`."
         )
     kept, tied = _untied(tensors)
-    return _write(Path(out), "model" if adapter is None else "adapter_model", kept, tied, max_shard_bytes)
+    return _write(local_path(out), "model" if adapter is None else "adapter_model", kept, tied, max_shard_bytes)
 
 
 def _modules(content: Any, at: tuple[str, ...] = ()) -> dict[str, Mapping[str, Any]]:

@@ -14,7 +14,7 @@ from fabric.strategies.checkpoint.loading import refuse_unread
 from fabric.strategies.checkpoint.manifest import NAME
 from fabric.strategies.checkpoint.safetensors import INDEX_SUFFIX, SUFFIX
 from fabric.strategies.checkpoint.saving import attempt
-from fabric.strategies.checkpoint.storage import storage_of
+from fabric.strategies.checkpoint.storage import local_path, storage_of
 from fabric.strategies.collectives.collective import Collective
 
 Kind: TypeAlias = Literal["torch", "safetensors"] | None
@@ -22,7 +22,7 @@ Kind: TypeAlias = Literal["torch", "safetensors"] | None
 
 def kind_of(path: str | os.PathLike[str]) -> Kind:
     """The format of a file, or of the files in a folder; None: a checkpoint of `fabric.save`, or nothing."""
-    place = Path(path)
+    place = local_path(path)
     if place.is_file():
         return "safetensors" if place.name.endswith((SUFFIX, INDEX_SUFFIX)) else "torch"
     return "safetensors" if place.is_dir() and not (place / NAME).exists() and _in_folder(place) else None
@@ -36,7 +36,7 @@ def load(collective: Collective, path: str | os.PathLike[str], kind: Kind) -> An
     if kind == "torch":
         return single_file.load(collective, path)
     content: dict[str, Any] = {}
-    place = Path(path)
+    place = local_path(path)
     problem = attempt(lambda: content.update(safetensors.read(_one_of(place) if place.is_dir() else place)))
     refuse_unread(collective, storage_of(path), problem)
     return content

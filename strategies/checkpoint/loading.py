@@ -13,8 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -24,21 +23,23 @@ from fabric.strategies.checkpoint.chunk import Chunk, Shape, whole
 from fabric.strategies.checkpoint.errors import CheckpointError, sentence_of
 from fabric.strategies.checkpoint.manifest import BLOCK_BYTES, NAME, Entry, Manifest, Piece, Table
 from fabric.strategies.checkpoint.saving import Advance, attempt
-from fabric.strategies.checkpoint.storage import Storage, storage_of
-from fabric.strategies.checkpoint.values import DTYPES, decode, keys_of
+from fabric.strategies.checkpoint.storage import Contents, Storage, local_path, storage_of
+from fabric.strategies.checkpoint.values import DTYPES, are_integers, decode, keys_of
 from fabric.strategies.collectives.collective import Collective
+
+T = TypeVar("T")
 
 
 @final
 class Stored:
     """A tensor in a checkpoint. Its bytes are not read until they are needed."""
 
-    def __init__(self, pointer: str, entry: Entry, bytes_of_file: Callable[[str], Tensor]) -> None:
+    def __init__(self, pointer: str, entry: Entry, open_file: Callable[[str], Contents]) -> None:
         self.pointer = pointer
         self.shape: Shape = entry.shape
         self.dtype = DTYPES[entry.dtype]
         self._pieces = entry.pieces
-        self._bytes_of_file = bytes_of_file
+        self._open_file = open_file
 
     @property
     def like(self) -> Tensor:
@@ -65,19 +66,45 @@ class Stored:
         return made
 
     def copy_to(self, target: Tensor, chunk: Chunk) -> None:
-        """Fill `target` with the elements of a chunk, copied directly from the mapped files."""
+        """Fill `target` with the elements of a chunk, copied directly from the files."""
         with torch.no_grad():
             for piece in self._pieces:
                 shared = piece.chunk.intersection(chunk)
-                if shared is not None:
-                    target[shared.slices_in(chunk)].copy_(self._elements(piece)[shared.slices_in(piece.chunk)])
+                if shared is None:
+                    continue
+                part = target[shared.slices_in(chunk)]
+                # Rows of the piece are bytes that follow one another.
+                if shared.shape[1:] == piece.chunk.shape[1:] and _is_as_stored(part, self.dtype):
+                    self._open_file(piece.file).copy_to(
+                        part, piece.offset_bytes + self._num_bytes_before(shared, piece)
+                    )
+                else:
+                    part.copy_(self._elements(piece)[shared.slices_in(piece.chunk)])
+
+    def _num_bytes_before(self, rows: Chunk, piece: Piece) -> int:
+        """The number of bytes of a piece before some of its rows."""
+        if not rows.shape:
+            return 0
+        num_rows = rows.offsets[0] - piece.chunk.offsets[0]
+        return num_rows * math.prod(rows.shape[1:]) * self.dtype.itemsize
 
     def _elements(self, piece: Piece) -> Tensor:
         num_bytes = piece.chunk.numel * self.dtype.itemsize
-        content = self._bytes_of_file(piece.file)[piece.offset_bytes : piece.offset_bytes + num_bytes]
+        content = self._open_file(piece.file).tensor[piece.offset_bytes : piece.offset_bytes + num_bytes]
         if piece.offset_bytes % self.dtype.itemsize:  # files of other libraries may not be aligned
             content = content.clone()
         return content.view(self.dtype).view(piece.chunk.shape)
+
+
+def _is_as_stored(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the tensor's memory is what a file has: its elements in row-major order, on the CPU."""
+    return (
+        tensor.dtype == dtype
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
 
 
 def in_memory(content: Any, *, mapped: bool = False) -> Any:
@@ -92,7 +119,7 @@ def in_memory(content: Any, *, mapped: bool = False) -> Any:
         for key, entry in content.items():
             read[key] = in_memory(entry, mapped=mapped)
         return read
-    if type(content) in (list, tuple):
+    if type(content) in (list, tuple) and not are_integers(content):
         return type(content)(in_memory(entry, mapped=mapped) for entry in content)
     return content
 
@@ -104,8 +131,8 @@ class Checkpoint:
 
     storage: Storage
     manifest: Manifest
-    bytes_of_file: Callable[[str], Tensor]
-    """Maps each file, or reads it, once."""
+    open_file: Callable[[str], Contents]
+    """Opens each file once."""
 
     @classmethod
     def open(cls, storage: Storage, content: bytes | None = None) -> Checkpoint:
@@ -115,14 +142,13 @@ class Checkpoint:
         """
         manifest = Manifest.of_bytes(storage.read(NAME) if content is None else content)
         files = manifest.table.files
-        bytes_of_file = cache(lambda name: storage.tensor(name, files[name].num_bytes))
-        return cls(storage=storage, manifest=manifest, bytes_of_file=bytes_of_file)
+        open_file = cache(lambda name: storage.open(name, files[name].num_bytes))
+        return cls(storage=storage, manifest=manifest, open_file=open_file)
 
     def content(self) -> Any:
         """The state that was saved, with a `Stored` for each tensor."""
         stored = {
-            pointer: Stored(pointer, entry, self.bytes_of_file)
-            for pointer, entry in self.manifest.table.tensors.items()
+            pointer: Stored(pointer, entry, self.open_file) for pointer, entry in self.manifest.table.tensors.items()
         }
         found = decode(self.manifest.values, stored.pop)
         for pointer, tensor in stored.items():  # those that rank 0 did not have
@@ -143,7 +169,7 @@ class Checkpoint:
         """
         blocks = sorted(_blocks_of(self.manifest.table, None if names is None else set(names)))[share::num_shares]
         files = self.manifest.table.files
-        tensors = {name: self.bytes_of_file(name) for name in {name for name, _ in blocks}}
+        tensors = {name: self.open_file(name).tensor for name in {name for name, _ in blocks}}
 
         def is_damaged(block: tuple[str, int]) -> bool:
             name, number = block
@@ -193,7 +219,8 @@ def load(
 
     Ranks: all call it. Raises: CheckpointError: on every rank, if a rank could not read it, or found it damaged.
     """
-    content = _manifest_of(collective, storage)
+    # Read once, so that all ranks load the same checkpoint even if another is saved.
+    content = from_rank_zero(collective, storage, lambda: _manifest_of(storage))
     opened: list[Checkpoint] = []
 
     def open_and_verify() -> None:
@@ -213,19 +240,27 @@ def refuse_unread(collective: Collective, storage: Storage, problem: Exception |
     raise CheckpointError(_UNREAD.format(rank=rank, path=storage.path, why=sentence), rank=rank) from problem
 
 
-def _manifest_of(collective: Collective, storage: Storage) -> bytes:
-    """The bytes of the manifest, read once, so that all ranks load the same checkpoint even if another is saved."""
-    read: list[bytes] = []
-    problem = attempt(lambda: read.append(storage.read(NAME))) if collective.rank == 0 else None
-    if isinstance(problem, (FileNotFoundError, NotADirectoryError)):
-        problem = FileNotFoundError(_what_is_there(storage))
-    refuse_unread(collective, storage, problem)
-    content: bytes = collective.broadcast_object(read[0] if read else None)
-    return content
+def from_rank_zero(collective: Collective, storage: Storage, read: Callable[[], T]) -> T:
+    """What `read` returns on rank 0, on every rank. Ranks: all. Raises: CheckpointError on every rank, if it raised."""
+    found: list[T] = []
+    problem = attempt(lambda: found.append(read())) if collective.rank == 0 else None
+    sent: tuple[list[T], str | None] = (found, None if problem is None else sentence_of(problem))
+    found, sentence = collective.broadcast_object(sent)
+    if sentence is not None:
+        raise CheckpointError(_UNREAD.format(rank=0, path=storage.path, why=sentence), rank=0) from problem
+    return found[0]
+
+
+def _manifest_of(storage: Storage) -> bytes:
+    """The bytes of the manifest."""
+    try:
+        return storage.read(NAME)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(_what_is_there(storage)) from error
 
 
 def _what_is_there(storage: Storage) -> str:
-    if Path(storage.path).is_file():
+    if local_path(storage.path).is_file():
         return (
             "It is a file, and a checkpoint is a folder. `fabric.load_raw(path, module)` reads files of `torch.save` "
             "and safetensors."

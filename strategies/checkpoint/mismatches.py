@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -69,12 +70,15 @@ def _of_module(module: nn.Module, content: Any, access: FindAccess, at: str) -> 
     if converts(module):  # it may convert other names and shapes; torch checks the result
         return
     shapes = access(module).shapes(module)
+    integers = {name: each.dtype for name, each in module.named_buffers() if not each.dtype.is_floating_point}
     for name, shape in shapes.items():
         if name not in content:
             if not name.endswith("num_batches_tracked"):  # torch adds it to states of older releases
                 yield Mismatch(f"{at}: {name}", _said(shape), "missing", True)
         elif _shape(content[name]) not in (shape, None):
             yield Mismatch(f"{at}: {name}", _said(shape), _said(_shape(content[name])), False)
+        elif name in integers and _would_truncate(content[name], integers[name]):
+            yield Mismatch(f"{at}: {name}", str(integers[name]), str(content[name].dtype), False)
     for name in content:
         if name not in shapes:
             yield Mismatch(f"{at}: {name}", "missing", _said(_shape(content[name])), True)
@@ -89,6 +93,18 @@ def _of_optimizer(optimizer: Optimizer, content: Any, access: FindAccess, at: st
     there = [len(group["params"]) for group in content["param_groups"]]
     if here != there:
         yield Mismatch(at, f"{kind}, groups of {here} parameters", f"groups of {there}", False)
+        return
+    # Flags may be newer than the checkpoint: torch adds them with every release. Numbers tell apart the algorithms.
+    numbers = [name for name, value in optimizer.defaults.items() if type(value) in (int, float, tuple)]
+    lacking = [name for name in numbers if any(name not in group for group in content["param_groups"])]
+    if lacking:
+        found = ", ".join(name for name in content["param_groups"][0] if name != "params")
+        yield Mismatch(at, f"{kind}, which needs {', '.join(lacking)}", f"an optimizer with {found}", False)
+
+
+def _would_truncate(value: Any, to: torch.dtype) -> bool:
+    dtype = getattr(value, "dtype", None)
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point and not to.is_complex
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:

@@ -7,6 +7,7 @@ if the job is killed then, the rest is an incomplete checkpoint, which the next 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Sequence
@@ -60,11 +61,16 @@ def complete_in(storage: Storage) -> dict[Name, str]:
 
 
 def remove_incomplete(storage: Storage) -> None:
-    """Remove the incomplete checkpoints of jobs that died. Called while nothing is being written here."""
+    """Remove the incomplete checkpoints of jobs that died, but not those that another job is saving."""
     complete = complete_in(storage)
     for name, folder in names_in(storage).items():
         if name not in complete:
-            storage.inside(folder).discard()
+            torn = storage.inside(folder)
+            with contextlib.suppress(OSError):
+                unlock = torn.lock()
+                if NAME not in torn.names():  # by now it may be complete
+                    torn.discard()
+                unlock()
 
 
 def remove_old(storage: Storage, keep_last: int, keep_best: int, best: Best) -> None:

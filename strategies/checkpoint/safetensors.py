@@ -107,7 +107,8 @@ def _blocks(tensors: Mapping[str, Stored], metadata: Mapping[str, str]) -> Itera
 
 def _read_file(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     """The tensors, and the metadata in the header."""
-    content = Folder(path.parent).tensor(path.name, path.stat().st_size)
+    opened = Folder(path.parent).open(path.name, path.stat().st_size)
+    content = opened.tensor
     length = int.from_bytes(content[:8].numpy().tobytes(), "little")
     if content.numel() < 8 or length > min(content.numel() - 8, MAX_HEADER_BYTES):
         raise ValueError(f"`{path.name}` is damaged, or is not a safetensors file: a header of {length} bytes.")
@@ -117,7 +118,7 @@ def _read_file(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
         entries = {name: _entry(path.name, 8 + length, each) for name, each in header.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"`{path.name}` is damaged, or is not a safetensors file: {error!r}.") from error
-    tensors = {name: Stored(name, entry, lambda _: content) for name, entry in entries.items()}
+    tensors = {name: Stored(name, entry, lambda _: opened) for name, entry in entries.items()}
     for name, stored in tensors.items():
         start, stop = header[name]["data_offsets"]
         if not 0 <= start <= stop <= content.numel() - 8 - length or stop - start != num_bytes_of(stored):

@@ -12,7 +12,9 @@ files of a rank, that rank wrote to another disk, which is an error.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,10 +65,18 @@ def save(
     could not write; the previous checkpoint is untouched.
     """
     token = collective.broadcast_object(secrets.token_hex(4))
-    problem = attempt(lambda: write(storage, plan(state, collective.rank, token), advance))
-    refuse_together(collective, storage, problem, token)
-    problem = attempt(lambda: finish(storage, token, collective.size, after_commit)) if collective.rank == 0 else None
-    refuse_together(collective, storage, problem, token)
+    with contextlib.ExitStack() as locked:
+
+        def write_part() -> None:
+            planned = plan(state, collective.rank, token)
+            if collective.rank == 0:
+                locked.callback(storage.lock())
+            write(storage, planned, advance)
+
+        refuse_together(collective, storage, attempt(write_part), token)
+        is_first = collective.rank == 0
+        problem = attempt(lambda: finish(storage, token, collective.size, after_commit)) if is_first else None
+        refuse_together(collective, storage, problem, token)
 
 
 @final
@@ -286,10 +296,17 @@ class CommittedError(Exception):
 
 
 def remove_leftovers(storage: Storage, keep: Mapping[str, Any]) -> None:
-    """Remove files that the manifest does not name: of a previous checkpoint, or of a save that was not completed."""
+    """Remove what earlier saves wrote here and the manifest does not name: of a previous checkpoint, or incomplete.
+
+    The folder may have other files of the user: only names that saves give are removed.
+    """
     for name in storage.names():
-        if name.split(".")[-1] in ("bin", "json", "new") and name not in keep and name != NAME:
+        if _WRITTEN.fullmatch(name) and name not in keep:
             storage.remove(name)
+
+
+_WRITTEN = re.compile(rf"[0-9a-f]{{8}}\.\d+\.(bin|json)|{re.escape(NAME)}\.new")
+"""The names of the files of a save, see `Plan.file`, `write` and `Folder.commit`."""
 
 
 def attempt(action: Callable[[], object]) -> Exception | None:

@@ -18,7 +18,7 @@ from fabric.strategies.checkpoint.errors import CheckpointError, sentence_of
 from fabric.strategies.checkpoint.loading import refuse_unread
 from fabric.strategies.checkpoint.safetensors import weight_map
 from fabric.strategies.checkpoint.saving import attempt
-from fabric.strategies.checkpoint.storage import flush_folder, storage_of
+from fabric.strategies.checkpoint.storage import flush_folder, local_path, storage_of
 from fabric.strategies.collectives.collective import Collective
 
 INDEX_SUFFIX = ".bin.index.json"
@@ -31,7 +31,7 @@ def save(collective: Collective, path: str | os.PathLike[str], state: Any) -> No
     Ranks: all call it; the state of rank 0 is written. It returns on all once the file is complete.
     Raises: CheckpointError: on every rank, if rank 0 could not write it.
     """
-    error = attempt(lambda: _write(Path(path), state)) if collective.rank == 0 else None
+    error = attempt(lambda: _write(local_path(path), state)) if collective.rank == 0 else None
     sentence = collective.broadcast_object(None if error is None else sentence_of(error))
     if sentence is not None:
         message = (
@@ -49,13 +49,7 @@ def load(collective: Collective, path: str | os.PathLike[str]) -> Any:
 
     def read() -> None:
         nonlocal content
-        try:
-            content = _read(Path(path))
-        except Exception as problem:
-            if "weights_only" not in str(problem):
-                raise
-            # Not chained: the original tells how to run the file's code.
-            raise ValueError(_NEEDS_CODE.format(what=_global_in(str(problem)))) from None
+        content = _read(local_path(path))
         _refuse_shards(content)
 
     error = attempt(read)
@@ -65,11 +59,11 @@ def load(collective: Collective, path: str | os.PathLike[str]) -> Any:
 
 def _read(path: Path) -> Any:
     if not path.name.endswith(INDEX_SUFFIX):
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return _unpickled(path)
     content: dict[str, Any] = {}
     chosen = weight_map(path)
     for name in dict.fromkeys(chosen.values()):
-        shard = torch.load(path.parent / name, map_location="cpu", weights_only=True)
+        shard = _unpickled(path.parent / name)
         lost = [key for key, file in chosen.items() if file == name and key not in shard]
         if lost:
             raise ValueError(
@@ -77,6 +71,18 @@ def _read(path: Path) -> Any:
             )
         content |= {key: shard[key] for key, file in chosen.items() if file == name}
     return content
+
+
+def _unpickled(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as problem:
+        if "weights_only" not in str(problem):
+            raise ValueError(_NO_FILE.format(name=path.name, why=sentence_of(problem))) from problem
+        # Not chained: the original tells how to run the file's code.
+        raise ValueError(_NEEDS_CODE.format(what=_global_in(str(problem)))) from None
 
 
 def _refuse_shards(content: Any, at: str = "") -> None:
@@ -100,6 +106,10 @@ def _global_in(message: str) -> str:
 _SHARDS = (
     "The file has a DTensor at {at}, of shape {shape}: it contains only the shard of the rank that wrote it. Where the "
     "file was made, call `fabric.save(path, {{'model': model}})` on all ranks, then `fabric.consolidate`."
+)
+_NO_FILE = (
+    "`{name}` is damaged, or `torch.save` did not write it ({why}). Pass the folder of `fabric.save`, a file of "
+    "`torch.save`, or a file named `*.safetensors`."
 )
 _NEEDS_CODE = (
     "The file contains {what}, and reading that would run code from the file, which is refused. The file is damaged, "

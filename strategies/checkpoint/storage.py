@@ -12,8 +12,9 @@ import mmap
 import os
 import shutil
 import sys
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
@@ -44,11 +45,8 @@ class Storage(ABC):
         """The contents of a small file. Raises: FileNotFoundError."""
 
     @abstractmethod
-    def tensor(self, name: str, num_bytes: int) -> Tensor:
-        """A file of this length as a tensor of bytes, mapped if possible. Writing to the tensor changes no file.
-
-        Raises: ValueError: the file has another length.
-        """
+    def open(self, name: str, num_bytes: int) -> Contents:
+        """A file of this length, to be read. Raises: ValueError: the file has another length."""
 
     @abstractmethod
     def names(self) -> Sequence[str]:
@@ -67,14 +65,59 @@ class Storage(ABC):
         """A folder in this one."""
 
     @abstractmethod
+    def lock(self) -> Callable[[], None]:
+        """Lock the folder against other jobs that save to it, where the file system can. Returns a function to unlock.
+
+        A process that ends unlocks. Raises: OSError: another job holds the lock.
+        """
+
+    @abstractmethod
     def discard(self) -> None:
         """Delete the folder with its contents. Raises: OSError: it could not be deleted."""
 
 
+@final
+class Contents:
+    """The bytes of one file, as long as this object exists, even if the file is deleted meanwhile."""
+
+    def __init__(self, tensor: Tensor, handle: int | None = None) -> None:
+        self.tensor = tensor
+        """All bytes, mapped if possible. Writing to the tensor changes no file."""
+        self._handle = handle
+        if handle is not None:
+            weakref.finalize(self, os.close, handle)
+
+    def copy_to(self, target: Tensor, offset_bytes: int) -> None:
+        """Fill `target`, which is contiguous and on the CPU, with the bytes from `offset_bytes` on.
+
+        A system call copies from the page cache in four fifths of the time that a copy from mapped pages takes.
+        """
+        content = target.detach().reshape(-1).view(torch.uint8)
+        if self._handle is None or sys.platform == "win32":
+            content.copy_(self.tensor[offset_bytes : offset_bytes + content.numel()])
+            return
+        left = content.numpy().data
+        while left.nbytes:
+            num_read = os.preadv(self._handle, [left], offset_bytes)
+            if num_read == 0:
+                raise OSError(errno.EIO, "A file of the checkpoint became shorter while it was read")
+            offset_bytes += num_read
+            left = left[num_read:]
+
+
 def storage_of(path: str | os.PathLike[str]) -> Storage:
-    """The storage at a path; an address with `://` is opened by fsspec."""
-    text = os.fspath(path)
-    return Remote(text) if "://" in text else Folder(Path(text))
+    """The storage at a path; an address with `://` is opened by fsspec. Raises: TypeError, ValueError: not a path."""
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str):
+        raise TypeError(f"The path of a checkpoint is {path!r}, a `{type(path).__name__}`. Pass a string or a `Path`.")
+    if not text:
+        raise ValueError("The path of a checkpoint is empty. Pass the path of a folder, such as 'runs/1/last'.")
+    return Remote(text) if "://" in text else Folder(local_path(text))
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """The path on a disk, with `~` replaced by the user's folder."""
+    return Path(path).expanduser()
 
 
 @final
@@ -94,9 +137,9 @@ class Folder(Storage):
             flush_folder(self._folder)
 
     def _write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._make()
         try:
-            with open(self._folder / name, "xb", buffering=0) as file:
+            with (self._folder / name).open("xb", buffering=0) as file:
                 for block in blocks:
                     _write_all(file.fileno(), memoryview(block))
                 if is_flushed:
@@ -106,6 +149,15 @@ class Folder(Storage):
             if isinstance(error, OSError) and error.errno is not None and error.errno in _FULL:
                 raise OSError(error.errno, f"{os.strerror(error.errno)}: {self._space()}") from error
             raise
+
+    def _make(self) -> None:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            taken = next((each for each in (self._folder, *self._folder.parents) if each.is_file()), self._folder)
+            raise NotADirectoryError(
+                errno.ENOTDIR, f"A checkpoint is a folder, but {str(taken)!r} is a file. Pass another path"
+            ) from error
 
     def _space(self) -> str:
         """The limits of the disk, after the incomplete file was removed."""
@@ -129,15 +181,15 @@ class Folder(Storage):
     def read(self, name: str) -> bytes:
         return (self._folder / name).read_bytes()
 
-    def tensor(self, name: str, num_bytes: int) -> Tensor:
-        with open(self._folder / name, "rb") as file:
-            found = os.fstat(file.fileno()).st_size
-            if found != num_bytes:
-                raise ValueError(f"`{name}` has {found} bytes, but {num_bytes} were written.")
-            if num_bytes == 0:
-                return torch.empty(0, dtype=torch.uint8)
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        return torch.frombuffer(mapped, dtype=torch.uint8)
+    def open(self, name: str, num_bytes: int) -> Contents:
+        handle = os.open(self._folder / name, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        contents = Contents(torch.empty(0, dtype=torch.uint8), handle)  # closes it
+        found = os.fstat(handle).st_size
+        if found != num_bytes:
+            raise ValueError(f"`{name}` has {found} bytes, but {num_bytes} were written.")
+        if num_bytes:
+            contents.tensor = torch.frombuffer(mmap.mmap(handle, 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        return contents
 
     def names(self) -> Sequence[str]:
         try:
@@ -157,6 +209,27 @@ class Folder(Storage):
 
     def inside(self, folder: str) -> Folder:
         return Folder(self._folder / folder)
+
+    def lock(self) -> Callable[[], None]:
+        self._make()
+        if sys.platform == "win32":
+            return _nothing
+        import fcntl
+
+        handle = os.open(self._folder, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(handle)
+            if isinstance(error, BlockingIOError):
+                raise OSError(error.errno, "Another process is saving to this folder. Save to another one") from error
+            return _nothing  # some network file systems lock no folders
+
+        def unlock() -> None:
+            fcntl.flock(handle, fcntl.LOCK_UN)  # processes that were forked meanwhile hold the handle as well
+            os.close(handle)
+
+        return unlock
 
     def discard(self) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -191,11 +264,11 @@ class Remote(Storage):
     def read(self, name: str) -> bytes:
         return bytes(self._system.cat_file(self._at(name)))
 
-    def tensor(self, name: str, num_bytes: int) -> Tensor:
+    def open(self, name: str, num_bytes: int) -> Contents:
         content = bytearray(self._system.cat_file(self._at(name)))
         if len(content) != num_bytes:
             raise ValueError(f"`{name}` has {len(content)} bytes, but {num_bytes} were written.")
-        return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+        return Contents(torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8))
 
     def names(self) -> Sequence[str]:
         self._system.invalidate_cache(self._root)
@@ -214,6 +287,9 @@ class Remote(Storage):
     def inside(self, folder: str) -> Remote:
         return Remote(f"{self._address}/{folder}")
 
+    def lock(self) -> Callable[[], None]:
+        return _nothing
+
     def discard(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._system.rm(self._root, recursive=True)
@@ -227,6 +303,10 @@ class Remote(Storage):
 
 
 _FULL = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG") if name in dir(errno)}
+
+
+def _nothing() -> None:
+    pass
 
 
 def _write_all(handle: int, block: memoryview) -> None:

@@ -107,7 +107,7 @@ def from_number(total: float, op: ReduceOp, spec: Spec, size: int) -> Tensor | N
     number = total / size if op == "mean" else total
     if op == "mean" or spec.dtype.is_floating_point:
         dtype = spec.dtype if spec.dtype.is_floating_point else torch.get_default_dtype()
-        result = torch.tensor(number, dtype=dtype, device="cpu")
+        result = torch.scalar_tensor(number, dtype=dtype, device="cpu")  # half the time of `torch.tensor`
     else:
         result = torch.tensor(int(number), dtype=torch.int64, device="cpu").to(spec.dtype)  # wraps
     return result.view(spec.shape) if spec.shape else result

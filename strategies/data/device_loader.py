@@ -181,7 +181,7 @@ class DeviceLoader(ABC):
         if reading.agreement is not None:
             agreed = reading.agreement(batches, self._example, ended=ended)
             batches = agreed.batches
-            if reading.agreement.repeats:
+            if reading.agreement.repeats and reading.trains:
                 reading.repeated.begin()
         self.iteration = Iteration(agreed, reading.repeated if reading.trains else None)
         if reading.device is not None and reading.device.type != "cpu":

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from fabric.strategies.data.take import take
 from fabric.strategies.pytree import is_tensor, map_leaves
 
 
@@ -82,7 +82,7 @@ class Dispatched:
                 if batches is None:
                     with self._starting():
                         batches = iter(self._loader)
-                step = list(islice(batches, self._num_shares))
+                step = take(batches, self._num_shares)
             except Exception as error:
                 channel.broadcast(f"{type(error).__name__}: {error}")
                 raise
@@ -95,18 +95,22 @@ class Dispatched:
             for rank, share in enumerate(channel.shares):
                 for tensor in tensors[share] if rank > 0 and share < len(step) else ():
                     channel.send(tensor, rank)
-            if not step:
+            if step:
+                yield step[channel.shares[0]]
+            if len(step) < self._num_shares:
                 return
-            yield step[channel.shares[0]]
 
     def _receive(self) -> Iterator[Any]:
         channel = self._channel
         share = channel.shares[channel.rank]
-        while step := channel.broadcast(None):
+        while True:
+            step = channel.broadcast(None)
             if isinstance(step, str):
                 raise DispatchError(f"The loader that rank 0 reads for all ranks raised {step}")
             if share < len(step):
                 yield map_leaves(self._filled, step[share], is_leaf=_is_sent)
+            if len(step) < self._num_shares:
+                return
 
     def _filled(self, leaf: Any) -> Any:
         if not isinstance(leaf, _Sent):

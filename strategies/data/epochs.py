@@ -12,10 +12,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, Generic, TypeVar, final
 
 from fabric.strategies.data.rng import Rng, Streams, digest, mix
+from fabric.strategies.data.take import take
 
 T = TypeVar("T")
 
@@ -79,7 +80,7 @@ class Drawn(Generic[T]):
         with self._streams.drawing():
             if self._iterator is None:
                 self._iterator = iter(self._items)
-            return list(islice(self._iterator, count))
+            return take(self._iterator, count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,6 +52,7 @@ def process_dataloader(
     carry: Carry | None = None,
     draw_apart: Callable[[], None] = lambda: None,
     uneven: Uneven | None = None,
+    in_step: bool = False,
     dispatch: bool = False,
 ) -> DeviceLoader:
     """The loader, with this rank's share of the data (`distribute`) and its batches moved to `device` (`move`).
@@ -60,7 +61,8 @@ def process_dataloader(
     the same order from the same random numbers. Data that is split for this rank already (`DistributedSampler`,
     `split_dataset_by_node`: see `split.py`) is not split again. `numbers` tells apart loaders that are set up in the
     same random state. `report` shows a warning, on one rank. `carry`: moves batches to the device, if that has a way of
-    its own. `draw_apart`: called before each batch is yielded. `dispatch`: rank 0 reads the loader for all ranks.
+    its own. `draw_apart`: called before each batch is yielded. `in_step`: all ranks need equal numbers of batches in
+    evaluation too. `dispatch`: rank 0 reads the loader for all ranks.
     Raises: ValueError: the data cannot be distributed, is split for another rank or another number of ranks, or ranks
     have different loaders. TypeError: `loader` is not iterable.
     """
@@ -68,7 +70,7 @@ def process_dataloader(
         raise ValueError("`setup_dataloaders` was given a loader that it returned before. Pass the original loader.")
     if not isinstance(loader, Iterable):
         raise TypeError(f"`setup_dataloaders` was given a `{type(loader).__name__}`, which cannot be iterated.")
-    setup = _Setup(share, use != "train", ranks, numbers, report, uneven)
+    setup = _Setup(share, use != "train", ranks, numbers, report, uneven, in_step)
     dispatched = _dispatched(loader, setup) if dispatch else None
     split = split_of(loader, share) if distribute and dispatched is None else None
     accelerated = move and device.type != "cpu"
@@ -95,6 +97,9 @@ def process_dataloader(
         reading = _shared(loader, setup)
     else:
         reading = _shared_iterable(loader, setup)
+    if distribute and reading.agreement is None and setup.evaluates_in_step and not _is_even(reading, setup):
+        agreement = _agreement(loader, type(loader).__name__, setup, exact=_has_indices(loader))
+        reading = replace(reading, agreement=agreement)
     carry = carry or (one_ahead if ahead and has_streams(device) else one_by_one)
     reading = replace(reading, device=device if accelerated else None, carry=carry, report=report)
     counts: dict[str, Any] = {
@@ -109,7 +114,8 @@ def process_dataloader(
 
 @dataclass(frozen=True, slots=True)
 class _Setup:
-    """What all loaders of one strategy are set up with. `uneven`: ranks may have different numbers of batches."""
+    """What all loaders of one strategy are set up with. `uneven`: ranks may have different numbers of batches, unless
+    models need forwards `in_step`, or `when_ended` says what ranks do then."""
 
     share: Share
     uneven: bool
@@ -117,6 +123,12 @@ class _Setup:
     numbers: LoaderNumbers
     report: Callable[[str], None]
     when_ended: Uneven | None
+    in_step: bool
+
+    @property
+    def evaluates_in_step(self) -> bool:
+        """Whether the ranks evaluate, and must do so in equally many batches."""
+        return self.uneven and (self.in_step or self.when_ended is not None)
 
     @property
     def part(self) -> Share | None:
@@ -139,6 +151,15 @@ def _dispatched(loader: Iterable[Any], setup: _Setup) -> Dispatched | None:
     whole = _whole(loader, setup.share)
     starting = nullcontext if whole.start is None else whole.start.starting
     return Dispatched(whole.source, channel, starting=starting, keeps_tail=setup.uneven, leave_out=_left_out(setup))
+
+
+def _is_even(reading: Reading, setup: _Setup) -> bool:
+    """Whether it is known that all ranks get the same number of batches."""
+    index = reading.index
+    if index is None or index.cut.share.count < setup.share.count:  # a stream, or a part of which others have more
+        return False
+    num_items = length_of(index.items)
+    return num_items is not None and index.cut.is_even(num_items)
 
 
 def _has_indices(loader: object) -> bool:
@@ -270,9 +291,9 @@ def _equal_batches(loader: Iterable[Any], words: str, setup: _Setup, *, exact: b
     Ranks: all call it. `exact`: the length of the loader is that of its sampler, not the claim of an iterable dataset.
     Raises: ValueError: the lengths are known, and differ.
     """
-    if setup.uneven:
+    if setup.uneven and not setup.evaluates_in_step:
         return None
-    if setup.when_ended is not None:
+    if setup.uneven or setup.when_ended is not None:
         return _agreement(loader, words, setup, exact=exact)
     length = length_of(loader)
     if setup.ranks.same(repr(length)):
@@ -293,7 +314,8 @@ def _agreement(loader: Iterable[Any], words: str, setup: _Setup, *, exact: bool)
     ahead = False
     if isinstance(loader, DataLoader) and not isinstance(loader, Resumable):
         ahead = loader.num_workers > 0 or (loader.batch_size is not None and not exact)
-    return Agreement(setup.when_ended or "stop", setup.ranks.votes(), words, setup.report, ahead=ahead)
+    when_ended = setup.when_ended or ("error" if setup.uneven else "stop")
+    return Agreement(when_ended, setup.ranks.votes(), words, setup.report, ahead=ahead, trains=not setup.uneven)
 
 
 def _shared_iterable(items: Iterable[Any], setup: _Setup) -> Reading:

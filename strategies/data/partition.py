@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, ClassVar, TypeAlias, final
 
@@ -64,6 +64,13 @@ class Cut(ABC):
     @abstractmethod
     def length(self, num_items: int) -> int:
         """Number of batches of this share, of `num_items` items."""
+
+    def is_even(self, num_items: int) -> bool:
+        """Whether all ranks get the same number of batches, of `num_items` items."""
+        last = Share(index=self.share.count - 1, count=self.share.count)
+        return replace(self, share=Share(count=last.count)).length(num_items) == replace(self, share=last).length(
+            num_items
+        )
 
     @abstractmethod
     def refuse(self, num_items: int) -> str | None:
@@ -214,6 +221,9 @@ class BatchCut(Cut):
 
     def length(self, num_items: int) -> int:
         return -(-num_items // self.share.count)
+
+    def is_even(self, num_items: int) -> bool:
+        return not self.uneven or num_items % self.share.count == 0  # otherwise it depends on the last batches
 
     def refuse(self, num_items: int) -> str | None:
         return "The batch sampler yields no batch." if num_items == 0 else None

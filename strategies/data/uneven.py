@@ -56,9 +56,19 @@ class Votes:
 class Agreement:
     """How the ranks agree on the number of batches of one loader. Each call is for one iteration."""
 
-    def __init__(self, uneven: Uneven, votes: Votes, words: str, report: Callable[[str], None], *, ahead: bool) -> None:
-        """`words`: the loader as errors name it. `ahead`: read the next batch, and start its vote, before yielding."""
-        self._uneven, self._votes, self._words, self._ahead = uneven, votes, words, ahead
+    def __init__(
+        self,
+        uneven: Uneven,
+        votes: Votes,
+        words: str,
+        report: Callable[[str], None],
+        *,
+        ahead: bool,
+        trains: bool = True,
+    ) -> None:
+        """`words`: the loader as errors name it. `ahead`: read the next batch, and start its vote, before yielding.
+        `trains`: whether the loop trains on the batches."""
+        self._uneven, self._votes, self._words, self._ahead, self._trains = uneven, votes, words, ahead, trains
         self._report = report
         self._iterations = 0
         self.repeats = uneven == "repeat"
@@ -118,9 +128,10 @@ class Agreement:
                 "nothing to repeat there. Give every rank some data."
             )
         if min(read) < step:
+            counts = "counts zero in gradients" if self._trains else "`gather_for_metrics` leaves out"
             self._say_once(
                 f"{self._begin()} has different numbers of batches: {_per_rank(read)}. The ranks take {step} steps, "
-                "and those with fewer repeat their last one, which counts zero in gradients, because of "
+                f"and those with fewer repeat their last one, which {counts}, because of "
                 '`uneven="repeat"`. This is reported once.'
             )
 
@@ -129,6 +140,13 @@ class Agreement:
             f"{self._begin()} has different numbers of batches: {_ranks([not more for more in has_more])} had {step}, "
             f"and {_ranks(has_more)} more"
         )
+        if not self._trains:
+            raise RuntimeError(
+                f"{found}. With this strategy a forward waits for all ranks, so each rank must evaluate as many "
+                'batches as any other. Pass `setup_dataloaders(..., uneven="repeat")`, with which ranks that have '
+                "ended repeat their last batch: `gather_for_metrics` leaves it out, and what the loop counts by itself "
+                "must leave it out (`if not loader.iteration.repeats`). Or make the parts equal."
+            )
         if self._uneven == "error":
             raise RuntimeError(
                 f'{found}, which `uneven="error"` forbids. Make the parts equal, or pass `uneven="stop"` or `"repeat"`.'

@@ -114,7 +114,10 @@ class DDPGradientSync(GradientSync):
         DistributedDataParallel is kept.
         """
         if not self.contents.is_as_it_was():
-            self.contents, self.flags = Contents(self.module), []
+            now = Contents(self.module)
+            if not all(isinstance(each, nn.Parameter) for each in now.parameters):
+                return self.parallel is not None  # within `torch.func.functional_call`, with functions of the weights
+            self.contents, self.flags = now, []
         flags = self.contents.flags()
         if flags != self.flags:
             if not any(flags):

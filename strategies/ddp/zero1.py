@@ -21,16 +21,21 @@ from fabric.strategies.checkpoint.tensor_shards import no_shards, replicated
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.packing import Spec, fill_from
 from fabric.strategies.gradients.clipping import parameters_of
+from fabric.strategies.gradients.elementwise import refuse_dependent
 
 
 def refuse_whole(optimizers: Sequence[Optimizer]) -> None:
     """Raise ValueError for an optimizer that computes a parameter's step from more than its own gradient."""
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
-            raise ValueError(
-                f"`shard_optimizer=True` cannot run `{type(optimizer).__name__}`: it computes each step from all "
-                "gradients, and a rank steps a part of the parameters. Leave `shard_optimizer` out."
-            )
+            raise ValueError(_WHOLE.format(optimizer=type(optimizer).__name__))
+    refuse_dependent(optimizers, _WHOLE, flat=False)
+
+
+_WHOLE = (
+    "`shard_optimizer=True` cannot run `{optimizer}`: it computes each step from all gradients, and a rank steps a "
+    "part of the parameters. Leave `shard_optimizer` out."
+)
 
 
 def deal_out(collective: Collective, optimizers: Sequence[Optimizer]) -> Callable[[], None]:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.deepspeed.config import refuse_by_name
+from fabric.strategies.gradients.elementwise import is_independent, refuse_dependent
 from fabric.strategies.runtime import Runtime
 
 
@@ -49,7 +50,10 @@ def refuse_setup(
             )
         for kind in type(optimizer).__mro__:
             refuse_by_name(kind.__name__, "`setup`")
-        if type(optimizer).__module__.split(".")[0] not in ("torch", "deepspeed"):
+        if type(optimizer).__module__.split(".")[0] == "deepspeed":
+            continue
+        refuse_dependent([optimizer], _DEPENDENT, flat=True)
+        if is_independent(optimizer, flat=True) is None:
             runtime.report(_FLAT.format(name=type(optimizer).__name__))
 
 
@@ -65,7 +69,13 @@ ONE_OPTIMIZER = (
     "a DeepSpeed engine has one. Make one optimizer with several parameter groups, or set up each part of the model "
     "with its own."
 )
+_DEPENDENT = (
+    "`{optimizer}` in `setup` uses whole tensors, but ZeRO passes an optimizer slices of one flat tensor, so the "
+    "results would differ: on small tensors they did. Use one that updates each element independently (SGD, Adam, "
+    "AdamW, RMSprop), or `strategy='ddp'` or 'fsdp'."
+)
 _FLAT = (
     "ZeRO passes `{name}` slices of one flat tensor. That is right for an optimizer that updates each element "
-    "independently, and silently wrong for one that uses whole tensors or their shapes."
+    "independently, and silently wrong for one that uses whole tensors or their shapes. Whether it does could not be "
+    "tried on small tensors: its step needs a closure, draws random numbers, or raises there."
 )

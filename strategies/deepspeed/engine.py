@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from fabric.strategies.collectives.packing import Spec
 from fabric.strategies.deepspeed.gradients import Placeholders
 from fabric.strategies.deepspeed.library import STAGE_3, look_up
+from fabric.strategies.deepspeed.released import Released
 from fabric.strategies.deepspeed.state import as_changed
 from fabric.strategies.module.added_parameters import AddedParameters
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
@@ -58,10 +59,11 @@ class Engine:
         self._stepped: set[Tensor] = set()
         self._hooks: list[RemovableHandle] = [
             module.register_forward_pre_hook(Hook(self._enter), prepend=True),
+            module.register_forward_hook(Hook(self._leave)),  # after DeepSpeed's, which releases weights
             *(each.register_post_accumulate_grad_hook(self._reached_by_backward) for each in self.trained),  # type: ignore[no-untyped-call]
         ]
         self._places: dict[Tensor, tuple[int, int]] = {}
-        self._gradients: dict[Tensor, tuple[Tensor | None, int]] = {}  # at stage 1, after the last backward
+        self._unreduced: dict[Tensor, Tensor] = {}  # at stage 1, between backwards: this rank's gradients
         self._partitions: list[list[Tensor]] = []  # at stage 3, after the first window
         self.engine.set_gradient_accumulation_boundary(False)
         if stage == 3:
@@ -74,6 +76,7 @@ class Engine:
             for group, parameters in enumerate(self.zero.params_in_partition):
                 self._places.update({parameter: (group, place) for place, parameter in enumerate(parameters)})
         self.discard()
+        self.released = Released(module.named_parameters(), runtime.world.rank) if stage == 3 else None
         self.remember_weights()
 
     # Forward and backward
@@ -97,6 +100,8 @@ class Engine:
     def watch(self) -> Callable[[], None]:
         """Called before a backward. Returns a post-backward hook."""
         self._follow_zero_grad()
+        if self.released is not None:
+            self.released.refuse_other_data()
         self._is_started = False
         self.zero.clear_backward_seen_flag()
         if self.stage == 3 and self.zero.micro_step_id and len(self._accumulated) < len(self.trained):
@@ -110,6 +115,8 @@ class Engine:
             if check is not None:
                 check()
             self._set_placeholders()
+            if self.released is not None:
+                self.released.put()
 
         return finish
 
@@ -120,9 +127,6 @@ class Engine:
             raise RuntimeError(
                 _PAST_FORWARD.format(name=self.placeholders.names[parameter], model=type(self.module).__name__)
             )
-        if self.stage == 1:
-            gradient = parameter.grad
-            self._gradients[parameter] = (gradient, -1 if gradient is None else gradient._version)
         self._reached.add(parameter)
         self._accumulated.add(parameter)
 
@@ -130,7 +134,14 @@ class Engine:
     def _enter(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():  # at stage 3 before the hooks of DeepSpeed, which would not know an added parameter
             self.added_parameters.refuse(NEVER_TRAINED)
+        if self.released is not None:
+            self.released.refuse_other_data()
         self._is_called = True
+
+    @disable_dynamo
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.released is not None:
+            self.released.put()
 
     def _starts_backward(self) -> Callable[[Tensor], None]:
         """A hook for the outputs of one forward; it starts the engine's backward when the first of them is reached."""
@@ -229,18 +240,18 @@ class Engine:
                 self.zero.reset_cpu_buffers()
         self._has_gradients = self._is_reduced = False
         self._accumulated = set()
-        self._gradients = {}
+        self._unreduced = {}
 
     def _follow_zero_grad(self) -> None:
         """Discard the gradients that the user has zeroed since the last backward, not through the optimizer."""
         if not self._has_gradients:
             return
-        if self._are_in_parameters():
-            self._refuse_changed_gradients()
-        gone = [each for each in self._accumulated if each.grad is None]
-        zeroed: list[Tensor] = []
-        if not self._are_in_parameters():
-            gone, zeroed = self.placeholders.take()
+        gone, zeroed = self.placeholders.take()
+        unreduced, self._unreduced = self._unreduced, {}
+        for parameter in gone:
+            unreduced.pop(parameter, None)
+        for parameter, gradient in unreduced.items():
+            parameter.grad = gradient
         if not gone and not zeroed:
             return
         if len(gone) == len(self._reached):
@@ -251,38 +262,29 @@ class Engine:
             raise RuntimeError(_CLIPPED.format(name=type(self.module).__name__, count=len(gone) + len(zeroed)))
         self._reached.difference_update(gone)
         self._accumulated.difference_update(gone)
-        if not self._are_in_parameters():
-            for parameter in (*gone, *zeroed):
+        for parameter in (*gone, *zeroed):
+            if not self._are_in_parameters():
                 self._zero(parameter)
-
-    def _refuse_changed_gradients(self) -> None:
-        """Raise RuntimeError if the user changed gradients that are not reduced yet, other than by zeroing them."""
-        for parameter, (known, version) in self._gradients.items():
-            gradient = parameter.grad
-            if gradient is None or (gradient is known and gradient._version == version):
-                continue
-            if gradient.count_nonzero():
-                raise RuntimeError(_CHANGED_GRADIENT.format(name=self.placeholders.names[parameter]))
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
 
     def follow_weights(self) -> None:
         """Write what the program has changed in the weights since the last step into the shards that DeepSpeed trains.
 
-        At stage 3 the weights are released between forwards. Raises: RuntimeError: there they were changed; at the
-        other stages `parameter.data` has another shape, dtype or device.
+        Raises: RuntimeError: they were changed at stage 3; at the other stages `parameter.data` has another shape,
+        dtype or device.
         """
-        marks = self._marks()
-        changed = [
-            number for number, (now, then) in enumerate(zip(marks, self._marks_then, strict=True)) if now != then
-        ]
-        if changed and self.stage == 3:
-            raise RuntimeError(_CHANGED_WEIGHT.format(name=self._name(changed[0])))
-        if changed:
-            self._move_back(changed)
-        if self.stage != 3:
-            zero = self.zero
-            partitions = zip(zero.parallel_partitioned_bit16_groups, zero.single_partition_of_fp32_groups, strict=True)
-            for (parts, trained), group in zip(partitions, zero.real_dp_process_group, strict=True):
-                trained.data.copy_(as_changed(trained.data, parts[torch.distributed.get_rank(group)]))
+        if self.released is not None:
+            self.released.refuse_changes()
+            return
+        addresses = self._addresses()
+        moved = [n for n, (now, then) in enumerate(zip(addresses, self._addresses_then, strict=True)) if now != then]
+        if moved:
+            self._move_back(moved)
+        zero = self.zero
+        partitions = zip(zero.parallel_partitioned_bit16_groups, zero.single_partition_of_fp32_groups, strict=True)
+        for (parts, trained), group in zip(partitions, zero.real_dp_process_group, strict=True):
+            trained.data.copy_(as_changed(trained.data, parts[torch.distributed.get_rank(group)]))
 
     def _move_back(self, moved: Iterable[int]) -> None:
         """Copy weights that were set by `parameter.data = other` to where DeepSpeed looks for them."""
@@ -300,25 +302,52 @@ class Engine:
     def _name(self, number: int) -> str:
         return self.placeholders.names[self.trained[number]]
 
+    def trained_shards(self) -> list[Tensor]:
+        """This rank's shards of the weights that DeepSpeed trains, after `follow_weights`."""
+        zero, is_changed = self.zero, self._marks() != self._marks_then
+        self.follow_weights()
+        flats = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
+        shards = [flat.detach() for flat in flats]
+        if is_changed:
+            torch.autograd.graph.increment_version(shards)
+            self.remember_weights()
+        return shards
+
+    def gather_trained(self) -> None:
+        """Make the model's weights from the shards that DeepSpeed trains, as after a step. Ranks: all."""
+        if self.stage == 3:
+            self.zero.checkpoint_event_prologue()
+            for group in range(len(self.zero.fp16_groups)):
+                self.zero._reassign_or_swap_out_partitioned_parameters(group)
+            self.zero.checkpoint_event_epilogue()
+        else:
+            self.zero.update_lp_params()
+        self.remember_weights()
+
     def remember_weights(self) -> None:
         """Record the current weights as those that DeepSpeed trains."""
-        self._marks_then = self._marks()
+        if self.released is not None:
+            self.released.put()
+        self._addresses_then = self._addresses()
 
-    def _marks(self) -> list[int]:
-        """What `parameter.data = other` changes; at stage 3, which allocates weights in each forward, what a change in
-        place does."""
-        if self.stage == 3:
-            return [parameter._version for parameter in self.trained]
+    def _addresses(self) -> list[int]:
+        """What `parameter.data = other` changes."""
         return [parameter.data_ptr() for parameter in self.trained]
 
     def _are_in_parameters(self) -> bool:
-        """Whether gradients accumulate in `parameter.grad`, as in plain PyTorch."""
+        """Whether gradients accumulate in `parameter.grad` during backward, as in plain PyTorch."""
         return self.stage == 1 and not self._is_reduced
 
     def _set_placeholders(self) -> None:
-        """Set placeholders for gradients that DeepSpeed moved out of the parameters, so that `zero_grad` finds them."""
-        if self._has_gradients and not self._are_in_parameters():
-            self.placeholders.set(self._reached)
+        """Set placeholders for gradients that DeepSpeed moved out of the parameters, so that `zero_grad` finds them.
+
+        At stage 1 they are moved out here until the next backward or step: they are those of this rank alone.
+        """
+        if not self._has_gradients:
+            return
+        if self._are_in_parameters():
+            self._unreduced = {each: each.grad for each in self._reached if each.grad is not None}
+        self.placeholders.set(self._reached)
 
     def _zero(self, parameter: Tensor) -> None:
         """Zero this rank's part of an accumulated gradient."""
@@ -449,6 +478,7 @@ class Engine:
         """Step all shards, and all-gather the new weights. Does nothing without gradients, as in PyTorch."""
         self._follow_zero_grad()
         if not self._has_gradients:
+            self._refuse_own_gradients()
             return
         self.follow_weights()
         self._reduce()
@@ -463,6 +493,12 @@ class Engine:
         else:
             self._end_window()
         self._stepped, self._reached = self._reached, set()
+
+    def _refuse_own_gradients(self) -> None:
+        """Raise RuntimeError for gradients that the program has assigned: the step would do nothing."""
+        own = [each for each in self.trained if each.grad is not None and each.grad.count_nonzero()]
+        if own:
+            raise RuntimeError(_OWN_GRADIENT.format(name=self.placeholders.names[own[0]]))
 
     def drive(self, optimizer: Optimizer) -> Callable[[], None]:
         """Make `optimizer.step()` and `zero_grad()` run the engine's. Returns a function that undoes it."""
@@ -567,16 +603,10 @@ _PAST_FORWARD = (
     "gradients. Call the model itself, or compute the loss in a method of it, after "
     "`model.mark_forward_method('name')` (stages 1 and 2)."
 )
-_CHANGED_GRADIENT = (
-    "The gradient of `{name}` was changed after `fabric.backward`, but DeepSpeed reduces it only in the step: until "
-    "then it has the values, and the norm, of this rank alone. To clip, call `fabric.clip_gradients`; change the loss "
-    "instead of gradients, or use `strategy='ddp'`."
-)
-_CHANGED_WEIGHT = (
-    "`{name}` was changed after `fabric.setup`, by `load_state_dict` or in place, but at ZeRO stage 3 DeepSpeed trains "
-    "a copy of the weights that it keeps in shards, so the step would undo the change. Change weights before "
-    "`fabric.setup`, or load them by `fabric.load` or `fabric.load_raw`, which also write the copy; or use "
-    "`strategy='deepspeed_stage_2'`."
+_OWN_GRADIENT = (
+    "`optimizer.step()` with a gradient that was assigned to `{name}`, of `torch.autograd.grad` or of a copy of the "
+    "model: DeepSpeed steps with the gradients that it has reduced itself. Compute it by `fabric.backward(loss)`, or "
+    "pass `strategy='ddp'` and average it: `parameter.grad = fabric.all_reduce(gradient)`."
 )
 _OTHER_WEIGHT = (
     "`{name}.data` was replaced after `fabric.setup` by {now}, but DeepSpeed trains {then}. Keep shape, dtype and "

@@ -13,7 +13,9 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from fabric.strategies.deepspeed.engine import Engine, gathered_parts
+from fabric.strategies.deepspeed.released import Released
 from fabric.strategies.gradients.sync import Factor, Finish, GradientSync
+from fabric.strategies.module.copies import Hook
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
 
@@ -52,6 +54,17 @@ class UntrainedGradientSync(GradientSync):
     def __init__(self, runtime: Runtime, module: nn.Module) -> None:
         self.order = ExecutionOrder(runtime, module, gathered_parts(module))
         self._ordered = self.order.around(lambda function, args, kwargs: function(*args, **kwargs))
+        self.released = Released(module.named_parameters(), runtime.world.rank)
+        self._hooks = [
+            module.register_forward_pre_hook(Hook(self._enter), prepend=True),
+            module.register_forward_hook(Hook(self._leave)),  # after DeepSpeed's, which releases weights
+        ]
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self.released.refuse_changes()
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.released.put()
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._ordered(function, args, kwargs)
@@ -70,3 +83,5 @@ class UntrainedGradientSync(GradientSync):
 
     def release(self) -> None:
         self.order.release()
+        for hook in self._hooks:
+            hook.remove()

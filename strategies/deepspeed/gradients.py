@@ -1,7 +1,8 @@
 """Placeholders in `parameter.grad` for gradients that DeepSpeed keeps in shards.
 
 At stages 2 and 3 a gradient leaves `parameter.grad` during backward, so `model.zero_grad()` would find nothing to zero.
-Between a backward and the next use of the gradients, each parameter with a gradient has a placeholder.
+At stage 1 it is this rank's own until the step, and would be read as the average. Between a backward and the next use
+of the gradients, each parameter with a gradient has a placeholder.
 """
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ class Placeholders:
 
 
 _READ = (
-    "that DeepSpeed keeps in shards over the ranks: `parameter.grad` has no values here. To clip, or for the norm, "
-    "call `fabric.clip_gradients(model, optimizer, max_norm=...)`; to read gradients, use `strategy='ddp'`."
+    "that DeepSpeed keeps, in shards or not averaged yet: `parameter.grad` has no values here. To clip, or for the "
+    "norm, call `fabric.clip_gradients(model, optimizer, max_norm=...)`; to read gradients, use `strategy='ddp'`."
 )
 _ASSIGNED = (
-    "Another gradient was assigned to `{name}.grad`, but DeepSpeed would step with the one that it keeps in shards. "
+    "Another gradient was assigned to `{name}.grad`, but DeepSpeed would step with the one that it keeps. "
     "Change the loss instead, or use `strategy='ddp'`. `None` discards the gradient."
 )

@@ -36,6 +36,7 @@ NAMES: Names = {
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": {
         "bit16_groups single_partition_of_fp32_groups params_in_partition get_param_id": "the parameters of a shard",
         "parallel_partitioned_bit16_groups _update_model_bit16_weights": "weights that the program changes are trained",
+        "update_lp_params": "averages of weights are evaluated",
         "micro_step_id averaged_gradients all_grad_tensors overflow": "the window of accumulated gradients",
         "clear_backward_seen_flag finalize_gradient_accumulation_boundary needs_scaler loss_scale": "for each backward",
         "ipg_buckets reduce_ipg_grads": "the order in which ranks reduce is compared",
@@ -54,9 +55,11 @@ STAGE_3: Names = {
         "_get_fp32_grad_state_partition grad_partitions_flat_buffer overflow": "gradients in shards",
         "clear_backward_seen_flag finalize_gradient_accumulation_boundary needs_scaler loss_scale": "for each backward",
         "_offload_boundary_param_ids": "the window of accumulated gradients",
+        "_reassign_or_swap_out_partitioned_parameters checkpoint_event_prologue "
+        "checkpoint_event_epilogue": "averages of weights are evaluated",
     },
     "deepspeed.runtime.zero.partition_parameters:Init": {
-        "ds_tensor ds_shape": "the shard of a parameter, and its unsharded shape",
+        "ds_tensor ds_shape ds_numel ds_status": "the shard of a parameter, its unsharded shape, and if it is gathered",
         "_post_init_method": "parameters are compared over the ranks before they are sharded",
     },
     "deepspeed.runtime.zero.partition_parameters": {"is_zero_param": "whether a parameter is sharded"},

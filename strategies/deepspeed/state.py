@@ -47,13 +47,12 @@ class ZeroState(StateAccess):
 
     def read_module(self, module: nn.Module) -> dict[str, Any]:
         seen: dict[int, Tensor] = {}  # tied weights are one tensor in the file as well
-        state = {}
-        for name, value in module.state_dict(keep_vars=True).items():
+        state = module.state_dict(keep_vars=True)
+        for name, value in state.items():
             if isinstance(value, Tensor):
                 if id(value) not in seen:
                     seen[id(value)] = self._keep(self._whole(value))
-                value = seen[id(value)]
-            state[name] = value
+                state[name] = seen[id(value)]
         return state
 
     def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...] | None]:

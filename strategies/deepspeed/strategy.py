@@ -42,7 +42,7 @@ from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.module.prepare import place, with_precision
 from fabric.strategies.module.same_model import refuse_different_models
-from fabric.strategies.prepared import Prepared
+from fabric.strategies.prepared import Prepared, TrainedWeights
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.target import Target, releases
@@ -91,7 +91,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             "joint_optimizer": LATER,
             "unused": UNUSED,
             "bare_parameters": IN_MODULE,
-            "ema": _IN_ENGINE,
         }
         if self._stage != 3:
             return always
@@ -99,6 +98,9 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
     def look_for_packages(self) -> Mapping[str, str]:
         return releases("deepspeed")
+
+    def forward_communicates(self, degrees: Mapping[str, int]) -> bool:
+        return self._stage == 3
 
     def why_not(self, target: Target) -> str | None:
         missing = why_not(target.packages.get("deepspeed"))
@@ -188,6 +190,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             is_finite=pieces.is_finite,
             release=stack.pop_all().close,
             state=state,
+            trained=TrainedWeights(shards=pieces.trained_shards, written=pieces.gather_trained),
         )
 
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
@@ -299,10 +302,6 @@ def _restore(optimizer: Optimizer, groups: Sequence[Sequence[torch.Tensor]], for
     optimizer.state.clear()
 
 
-_IN_ENGINE = (
-    "`fabric.ema(model)` with `strategy='deepspeed'`: DeepSpeed's optimizer keeps the weights that it trains, and an "
-    "average cannot replace them. Pass `strategy='fsdp'`."
-)
 _IN_SHARDS = (
     "Stage 3 shards the parameters of a prepared module, so it cannot be copied or pickled on one rank. Copy the "
     "module before it is set up; `fabric.save` and `fabric.load` transfer weights from one to the other. For a target "

@@ -85,6 +85,9 @@ class FairScaleFSDPStrategy(ProcessGroupStrategy):
     def look_for_packages(self) -> Mapping[str, str]:
         return releases("fairscale")
 
+    def forward_communicates(self, degrees: Mapping[str, int]) -> bool:
+        return True
+
     def why_not(self, target: Target) -> str | None:
         precision = target.precision
         if precision.param_dtype not in _DTYPES:
@@ -102,7 +105,7 @@ class FairScaleFSDPStrategy(ProcessGroupStrategy):
         if runtime.world.size == 1:
             return replica(runtime, module, optimizers)
         _refuse_dtypes(module, runtime.precision)
-        refuse_optimizers("ddp_fully_sharded", optimizers, _WHOLE_MATRICES)
+        refuse_optimizers("ddp_fully_sharded", optimizers, _WHOLE_MATRICES, flat=True)
         if runtime.loss_scaler is not None:
             runtime.loss_scaler.when_rescaled = note_all
         broadcast_from_rank_zero(runtime.collective, [*module.parameters(), *module.buffers()])
@@ -129,7 +132,7 @@ class FairScaleFSDPStrategy(ProcessGroupStrategy):
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
         if runtime.world.size == 1:
             return attach_scaler(runtime.loss_scaler, optimizers)
-        refuse_optimizers("ddp_fully_sharded", optimizers, _WHOLE_MATRICES)
+        refuse_optimizers("ddp_fully_sharded", optimizers, _WHOLE_MATRICES, flat=True)
         undo = [attach_optimizer(runtime.collective, optimizer, _check_step) for optimizer in optimizers]
         return undo_all([*undo, attach_scaler(runtime.loss_scaler, optimizers)])
 

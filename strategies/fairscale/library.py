@@ -16,6 +16,7 @@ from torch.optim import LBFGS, Optimizer
 from fabric.launchers.private_names import Names, require
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.fairscale.changed_gradients import note
+from fabric.strategies.gradients.elementwise import refuse_dependent
 from fabric.strategies.precision.loss_scaler import LossScaler
 from fabric.strategies.target import Target
 
@@ -80,15 +81,22 @@ def root_logger_untouched() -> Iterator[None]:
         logging.root.removeHandler(handler)
 
 
-def refuse_optimizers(strategy: str, optimizers: Sequence[Optimizer], refused: Sequence[type[Optimizer]]) -> None:
-    """Raise ValueError for an optimizer that needs gradients that are on other ranks."""
+def refuse_optimizers(
+    strategy: str, optimizers: Sequence[Optimizer], refused: Sequence[type[Optimizer]], *, flat: bool
+) -> None:
+    """Raise ValueError for an optimizer that needs gradients that are on other ranks. `flat`: see
+    `refuse_dependent`."""
     for optimizer in optimizers:
         if isinstance(optimizer, (LBFGS, *refused)):
-            raise ValueError(
-                f"`strategy={strategy!r}` cannot run `{type(optimizer).__name__}`: each rank has a part of the "
-                "gradients, and this optimizer computes a parameter's step from more than that part. Use an "
-                "elementwise one, such as AdamW, or `strategy='ddp'`."
-            )
+            raise ValueError(_PARTS.format(strategy=strategy, optimizer=type(optimizer).__name__))
+    refuse_dependent(optimizers, _PARTS.format(strategy=strategy, optimizer="{optimizer}"), flat=flat)
+
+
+_PARTS = (
+    "`strategy={strategy!r}` cannot run `{optimizer}`: each rank has a part of the gradients, and this optimizer "
+    "computes a parameter's step from more than that part. Use one that updates each element independently, such as "
+    "AdamW, or `strategy='ddp'`."
+)
 
 
 def clip_norm(

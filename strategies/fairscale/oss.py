@@ -78,7 +78,8 @@ class FairScaleShardedGradientSync(GradientSync):
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         self.added_parameters = AddedParameters(module, unfrozen=False)
         self.averages: set[Tensor] = set()
-        self.places: dict[Tensor, int] = {}
+        self.in_buckets: dict[Tensor, Tensor] = {}
+        """The memory of each parameter, in the buckets that FairScale broadcasts after a step."""
         self.trainable: list[bool] = []
         self._follow_trainable()
         self.handles = [handle for optimizer in optimizers for handle in self._attach(optimizer)]
@@ -153,7 +154,7 @@ class FairScaleShardedGradientSync(GradientSync):
             self.parallel._grad_to_be_reduced = []
             with root_logger_untouched(), torch.enable_grad():
                 self.parallel.refresh_trainable()
-            self.places = {parameter: parameter.data_ptr() for parameter in self.owner}
+            self.in_buckets = {parameter: parameter.detach() for parameter in self.owner}
 
     # Around the optimizer
 
@@ -191,15 +192,23 @@ class FairScaleShardedGradientSync(GradientSync):
                 "Write `model.requires_grad_(True)` before the step, or `optimizer.zero_grad()`."
             )
         self._follow_trainable()  # the step is broadcast for those that are trained now
-        moved = [self.names[parameter] for parameter, place in self.places.items() if parameter.data_ptr() != place]
-        if moved:
-            raise RuntimeError(
-                f"{len(moved)} parameters of `{type(self.module).__name__}` ({name_some(moved)}) were given other "
-                "memory after `fabric.setup`, and other ranks would no longer get their updates. Call `.to(...)`, "
-                "`.half()` and the like before `setup`."
-            )
+        self._return_to_buckets()
         self.owned(optimizer)
         refuse_changed(optimizer)
+
+    @torch.no_grad()
+    def _return_to_buckets(self) -> None:
+        """Copy parameters that were given other memory (`parameter.data = other`) back to that of the buckets."""
+        moved = {p: kept for p, kept in self.in_buckets.items() if p.data_ptr() != kept.data_ptr()}
+        other = [self.names[p] for p, kept in moved.items() if _kind(p) != _kind(kept)]
+        if other:
+            raise RuntimeError(
+                f"{len(other)} parameters of `{type(self.module).__name__}` ({name_some(other)}) were given another "
+                "dtype, device or shape after `fabric.setup`, and other ranks would no longer get their updates. Call "
+                "`.to(...)`, `.half()` and the like before `setup`."
+            )
+        for parameter, kept in moved.items():
+            parameter.data = kept.copy_(parameter)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.shards[optimizer]._broadcast_params()
@@ -279,6 +288,10 @@ class NoOwnersGradientSync(GradientSync):
                 "optimizer: under `strategy='ddp_sharded'` they are not averaged. Write "
                 "`fabric.setup(model, optimizer)`, or freeze it with `requires_grad_(False)`."
             )
+
+
+def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
+    return tensor.dtype, tensor.device, tensor.shape
 
 
 def _version(gradient: Tensor | None) -> int:

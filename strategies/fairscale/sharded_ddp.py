@@ -67,7 +67,7 @@ class FairScaleShardedStrategy(ProcessGroupStrategy):
         place(runtime, module, optimizers, move=move)
         if runtime.world.size == 1:
             return replica(runtime, module, optimizers)
-        refuse_optimizers("ddp_sharded", optimizers, ())
+        refuse_optimizers("ddp_sharded", optimizers, (), flat=False)
         if runtime.loss_scaler is not None:
             runtime.loss_scaler.when_rescaled = note_all
         broadcast_from_rank_zero(runtime.collective, [*module.parameters(), *module.buffers()])

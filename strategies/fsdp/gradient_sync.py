@@ -50,6 +50,10 @@ class FSDPGradientSync(GradientSync):
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._ordered(function, args, kwargs)
 
+    @property
+    def averages_before_hooks(self) -> bool:
+        return True
+
     def mark(self, method: str) -> None:
         """Make parameters available in another method."""
         mark_gathering(self.module, method, self.gathered)

@@ -84,6 +84,9 @@ class FSDPStrategy(ProcessGroupStrategy):
     def lacks(self) -> Mapping[Capability, str]:
         return {"copies": IN_SHARDS, "scalars": _SCALARS}
 
+    def forward_communicates(self, degrees: Mapping[str, int]) -> bool:
+        return True
+
     def why_not(self, target: Target) -> str | None:
         if self.cpu_offload and target.accelerator.name == "cpu":
             return (

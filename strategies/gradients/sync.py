@@ -45,6 +45,11 @@ class GradientSync(ABC):
         """Called before each backward that may reach the model. May return a function to be called after the
         backward."""
 
+    @property
+    def averages_before_hooks(self) -> bool:
+        """Whether the gradient that a post-accumulate hook of a parameter finds is averaged already."""
+        return False
+
     def carry(self, weight: Factor) -> Callable[[], Factor] | None:
         """Called before `watch`: send this rank's weight along with the gradients of the coming synchronised backward.
 
@@ -81,6 +86,10 @@ class LocalGradientSync(GradientSync):
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return function(*args, **kwargs) if self._run is None else self._run(function, args, kwargs)
+
+    @property
+    def averages_before_hooks(self) -> bool:
+        return True
 
     def unsynced(self) -> AbstractContextManager[None]:
         return nullcontext()

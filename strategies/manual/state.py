@@ -6,7 +6,8 @@ compare theirs before they save.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.state import StateAccess, uncompiled
+from fabric.strategies.checkpoint.tensor_shards import replicated
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.manual.replica_checks import refuse_differing
 from fabric.strategies.sharding.dtensor import ShardedState, as_sharded
@@ -37,6 +39,15 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {own_name(module, name): each for name, each in module.named_parameters(remove_duplicate=False)}
 
 
+def _renamed(state: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+    """The state with other names, also of the submodules whose versions torch attaches to it."""
+    renamed = OrderedDict((rename(name), value) for name, value in state.items())
+    versions = getattr(state, "_metadata", None)
+    if versions is not None:
+        renamed._metadata = OrderedDict((rename(name), each) for name, each in versions.items())  # type: ignore[attr-defined]
+    return renamed
+
+
 @final
 class ManualState(StateAccess):
     """The state of the module that `parallelize` returned, with the names of the module that was passed to `setup`.
@@ -52,15 +63,13 @@ class ManualState(StateAccess):
     def read_module(self, module: nn.Module) -> dict[str, Any]:
         module = self._named_by(module)
         self._check({f"`{name}`": parameter for name, parameter in own_parameters(module).items()})
-        state = self._sharded.read_module(module)
-        return {own_name(module, name): value for name, value in state.items()}
+        return _renamed(self._sharded.read_module(module), lambda name: own_name(module, name))
 
     def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
         module = self._named_by(module)
-        names = {own_name(module, name): name for name in module.state_dict()}
-        self._sharded.write_module(
-            module, {names.get(name, name): value for name, value in content.items()}, strict=strict
-        )
+        tensors, submodules = module.state_dict(), dict(module.named_modules(remove_duplicate=False))
+        names = {own_name(module, name): name for name in (*submodules, *tensors)}
+        self._sharded.write_module(module, _renamed(content, lambda name: names.get(name, name)), strict=strict)
 
     def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...] | None]:
         module = self._named_by(module)
@@ -70,11 +79,23 @@ class ManualState(StateAccess):
         module = self._named_by(module)
         self._check({f"`{name}`": parameter for name, parameter in own_parameters(module).items()})
         state = self._sharded.read_module_shards(module)
-        return {own_name(module, name): value for name, value in state.items()}
+        for name, _ in module.named_parameters(remove_duplicate=False):
+            if name in state:
+                state[name] = self._replicated(state[name])
+        return _renamed(state, lambda name: own_name(module, name))
 
     def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
         self._check_states(optimizer)
-        return self._sharded.read_optimizer_shards(optimizer)
+        content = self._sharded.read_optimizer_shards(optimizer)
+        states = {
+            index: {name: self._replicated(value) for name, value in entries.items()}
+            for index, entries in content["state"].items()
+        }
+        return {**content, "state": states}
+
+    def _replicated(self, value: Any) -> Any:
+        """A plain tensor, which `_check` has found equal on all ranks: each of them saves a part."""
+        return replicated(value, range(self._collective.size)) if isinstance(value, Tensor) else value
 
     def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         self._check_states(optimizer)

@@ -41,6 +41,10 @@ class ModelParallelGradientSync(GradientSync):
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._ordered(function, args, kwargs)
 
+    @property
+    def averages_before_hooks(self) -> bool:
+        return not self.averaging.unaveraged
+
     def mark(self, method: str) -> None:
         """Make another method all-gather parameters as forward does, if `fully_shard` was called on the model."""
         if self.averaging.sharded:

@@ -102,6 +102,9 @@ class ModelParallelStrategy(ProcessGroupStrategy):
             always["bare_parameters"] = IN_MODULE
         return {**always, "gather_gradients": COPIES} if copies else always
 
+    def forward_communicates(self, degrees: Mapping[str, int]) -> bool:
+        return degrees.get("shard", 1) > 1
+
     def why_not(self, target: Target) -> str | None:
         if self.parallelize_fn is None and self.pipeline is None:
             return (

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.chunk import Chunk
+from fabric.strategies.checkpoint.in_place import converts
 from fabric.strategies.checkpoint.loading import Stored, in_memory
 from fabric.strategies.checkpoint.state import StateAccess
 from fabric.strategies.checkpoint.tensor_shards import TensorShards
@@ -121,8 +122,10 @@ class ShardedState(StateAccess):
     def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
         targets = module.state_dict()
         state = copy(content)
+        fill = not converts(module)
         for name, value in content.items():  # torch reports wrong shapes, all at once
-            state[name] = _stored_like(value, targets.get(name))
+            target = targets.get(name)
+            state[name] = target if fill and _fill(target, value) else _stored_like(value, target)
         module.load_state_dict(state, strict=strict)
 
     def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
@@ -185,15 +188,23 @@ def tensor_shards(value: Any) -> Any:
     sharded = as_sharded(value)
     if sharded is None:
         return value
-    chunk, holders = _local_chunk(sharded)
+    chunk = _local_chunk(sharded)
     local = local_part(sharded.detach())
     assert tuple(local.shape) == chunk.shape, f"{tuple(local.shape)} is not {chunk}"
     shards = ((chunk, local),) if local.numel() else ()
-    return TensorShards(tuple(sharded.shape), sharded.dtype, shards, holders)
+    return TensorShards(tuple(sharded.shape), sharded.dtype, shards, _holders(sharded))
 
 
-def _local_chunk(sharded: DTensor) -> tuple[Chunk, tuple[int, ...]]:
-    """The chunk of the tensor that this rank holds, and the ranks that hold the same."""
+def _holders(sharded: DTensor) -> tuple[int, ...]:
+    """The ranks that hold the same chunk as this one."""
+    mesh, here = sharded.device_mesh, sharded.device_mesh.get_coordinate()
+    assert here is not None
+    same = tuple(slice(None) if each.is_replicate() else at for each, at in zip(sharded.placements, here, strict=True))
+    return tuple(sorted(mesh.mesh[same].reshape(-1).tolist()))
+
+
+def _local_chunk(sharded: DTensor) -> Chunk:
+    """The chunk of the tensor that this rank holds."""
     mesh, placements = sharded.device_mesh, sharded.placements
     here = mesh.get_coordinate()
     assert here is not None
@@ -209,8 +220,7 @@ def _local_chunk(sharded: DTensor) -> tuple[Chunk, tuple[int, ...]]:
         start = min(here[axis] * size, shape[dim])
         offsets[dim] += start
         shape[dim] = min(size, shape[dim] - start)
-    same = tuple(slice(None) if each.is_replicate() else at for each, at in zip(placements, here, strict=True))
-    return Chunk(tuple(offsets), tuple(shape)), tuple(sorted(mesh.mesh[same].reshape(-1).tolist()))
+    return Chunk(tuple(offsets), tuple(shape))
 
 
 def _stored_like(value: Any, like: Any) -> Any:
@@ -223,10 +233,22 @@ def _stored_like(value: Any, like: Any) -> Any:
         return value.whole()
     from torch.distributed.tensor import DTensor
 
-    local = value.part(_local_chunk(sharded)[0]).to(local_part(like).device)
+    local = value.part(_local_chunk(sharded)).to(local_part(like).device)
     return DTensor.from_local(
         local, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
     )
+
+
+def _fill(target: Any, value: Any) -> bool:
+    """Fill the local part of a DTensor from a file, without a copy in between. Returns whether it fits."""
+    own = as_sharded(target)
+    if own is None or not isinstance(value, Stored) or (tuple(own.shape), own.dtype) != (value.shape, value.dtype):
+        return False
+    local = local_part(own.detach())
+    if not local.is_contiguous():
+        return False
+    value.copy_to(local, _local_chunk(own))
+    return True
 
 
 def _filled(value: Any, parameter: Any, existing: Any) -> Any:
@@ -235,11 +257,8 @@ def _filled(value: Any, parameter: Any, existing: Any) -> Any:
     A new tensor otherwise, because an optimizer keeps the tensors of the state that it loads.
     """
     own = as_sharded(existing)
-    if isinstance(value, Stored) and own is not None and _has_layout_of(own, parameter):
-        local = own.to_local()
-        if (tuple(own.shape), own.dtype) == (value.shape, value.dtype) and local.is_contiguous():
-            value.copy_to(local, _local_chunk(own)[0])
-            return existing
+    if own is not None and _has_layout_of(own, parameter) and _fill(existing, value):
+        return existing
     found = _stored_like(value, parameter)
     return found.clone() if isinstance(found, Tensor) else found
 

@@ -10,6 +10,12 @@ the gathered copies, while optimizers hold the shards. With `fully_shard` alone 
 - after an evaluation `parameters()` returns copies, and writing to them changes nothing: here a forward without
   gradients frees what it gathered.
 
+# Note [torch.autograd.grad of gathered copies]
+`torch.autograd.grad(loss, parameters)` between forward and backward computes gradients of gathered copies, and then
+`fully_shard` frees these, as after a backward: to read one afterwards is a segmentation fault (torch 2.13). Here they
+are kept until the next backward or forward. What the program writes to a copy, or to its `grad`, changes no shard: the
+next forward raises. So do second derivatives, for which `fully_shard` has freed the copies too early.
+
 # Note [Gradients not reduced yet]
 Within `no_backward_sync` gradients accumulate on the gathered copies, where `zero_grad` does not reach them. So a shard
 without a gradient gets one of zeros meanwhile; if that is replaced or written to, the accumulated gradients are
@@ -33,7 +39,13 @@ from fabric.strategies.module.forward import leave_uncompiled
 from fabric.strategies.module.parameter_rebinding import HOOKED
 from fabric.strategies.sharding.dtensor import as_sharded, user_class
 from fabric.strategies.sharding.other_data import OTHER_DATA, Storages
-from fabric.strategies.torch_internals import current_graph_task_id, disable_dynamo, require_fully_shard
+from fabric.strategies.torch_internals import (
+    current_graph_task_id,
+    disable_dynamo,
+    is_result_of_grad,
+    node_of,
+    require_fully_shard,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -60,6 +72,9 @@ class Gathered:
         self._unreduced: list[tuple[Any, Tensor, int]] = []
         self._shown: list[tuple[Any, Tensor, int]] = []
         self._first_use: RemovableHandle | None = None
+        self._is_watching = False
+        self._hooked: dict[int, Tensor] = {}
+        self._held: list[tuple[_Unit, list[bool], list[int]]] = []
         self._parts: list[nn.Module] = []
         self._hooks: list[Any] = []
         self._module = module
@@ -107,6 +122,8 @@ class Gathered:
             return None
         self._take()
         self._drop_discarded()
+        self._is_watching = True
+        self._let_go()
         return functools.partial(self._find_unreduced, [(each, _marks(each[0])) for each in self._unreduced])
 
     def zero_grad(self, part: nn.Module, *, set_to_none: bool) -> None:
@@ -120,6 +137,7 @@ class Gathered:
     def release(self) -> None:
         """Remove our hooks and placeholders."""
         self._take()
+        self._let_go()
         for hook in self._hooks:
             hook.remove()
         for part in self._parts:
@@ -134,8 +152,10 @@ class Gathered:
         self._refuse_other_data()
         self._refuse_hooks()
         self._is_read = True
+        self._is_watching = False  # a backward that raised leaves it
         self._take()
         self._drop_discarded()
+        self._refuse_written()
         kept = self._kept()
         if kept and _versions(kept) != self._versions:
             for unit, _ in kept:
@@ -162,6 +182,7 @@ class Gathered:
         else:
             self._versions = _versions(kept)
             self._show(kept)
+            self._hook(kept)
 
     def _refuse_replaced(self) -> None:
         """Raise RuntimeError if a parameter was replaced: `fully_shard` puts its own back before it runs.
@@ -231,7 +252,50 @@ class Gathered:
         """The units that are gathered now."""
         return [(unit, groups) for unit, groups in self._units if not all(group.is_sharded for group in groups)]
 
+    def _hook(self, kept: list[_Unit]) -> None:
+        """See Note [torch.autograd.grad of gathered copies]."""
+        for each in _params(kept):
+            copy = each.unsharded_param
+            if copy.requires_grad and self._hooked.get(id(copy)) is not copy:
+                self._hooked[id(copy)] = copy
+                self._hooks.append(copy.register_hook(functools.partial(self._computed, node_of(copy))))
+
+    def _computed(self, node: Any, gradient: Tensor) -> None:
+        """A gradient of a gathered copy is computed: keep the copies, if `torch.autograd.grad` asked for it."""
+        if self._is_watching or self._held or not is_result_of_grad(node):
+            return
+        if torch.is_grad_enabled():
+            raise RuntimeError(_SECOND.format(model=user_class(self._module).__name__))
+        for unit in self._kept():
+            flags = [group.reshard_after_backward for group in unit[1]]
+            self._held.append((unit, flags, [each.unsharded_param._version for each in _params([unit])]))
+            for group in unit[1]:
+                group.reshard_after_backward = False
+
+    def _let_go(self) -> None:
+        """Free the copies from now on as usual."""
+        for (_, groups), flags, _ in self._held:
+            for group, flag in zip(groups, flags, strict=True):
+                group.reshard_after_backward = flag
+        self._held = []
+
+    def _refuse_written(self) -> None:
+        """Raise RuntimeError if a copy that was kept after `torch.autograd.grad`, or its gradient, was written to."""
+        held = [
+            (each, version)
+            for unit, _, versions in self._held
+            for each, version in zip(_params([unit]), versions, strict=True)
+        ]
+        self._let_go()
+        unreduced = {each for each, _, _ in self._unreduced}
+        for each, version in held:
+            copy = each._unsharded_param
+            if copy._version != version or (copy.grad is not None and each not in unreduced):
+                copy.grad = None
+                raise RuntimeError(_WRITTEN.format(model=user_class(self._module).__name__))
+
     def _find_unreduced(self, before: list[tuple[tuple[Any, Tensor, int], list[tuple[Tensor, int]]]]) -> None:
+        self._is_watching = False
         # A loss of another model leaves these as they are: the backward that reduces them comes later.
         left = {each[0]: each for each, marks in before if marks and _are_same(marks, _marks(each[0]))}
         lost = [
@@ -301,6 +365,16 @@ _LOST = (
 _READ = (
     "that `fully_shard` keeps in shards over the ranks: between forward and backward `parameter.grad` has no values. "
     "For the norm, call `fabric.clip_gradients(model, optimizer, max_norm=...)`; read gradients after backward."
+)
+_SECOND = (
+    "`torch.autograd.grad(..., create_graph=True)` of parameters of `{model}`, which are in shards: `fully_shard` "
+    "frees the gathered ones after it, and second derivatives need them. Pass `strategy='ddp'` for a loss that "
+    "contains gradients of parameters; gradients of inputs may be part of it under every strategy."
+)
+_WRITTEN = (
+    "Parameters of `{model}`, or their `grad`, were written to after `torch.autograd.grad`: these are gathered copies "
+    "of the shards that the optimizer steps, so nothing would be trained. Compute gradients by `fabric.backward(loss)` "
+    "and call `optimizer.step()`, or pass `strategy='ddp'`."
 )
 _ASSIGNED = (
     "A parameter was given another gradient by assignment to `grad` between forward and backward, and `fully_shard` "

@@ -1,4 +1,8 @@
-"""Finds `parameter.data = other` of DTensors. Torch changes the storage of the DTensor, and not its local tensor."""
+"""Finds DTensors to which torch gave other memory than that of their shard.
+
+`parameter.data = other` changes the storage of the DTensor, and not its local tensor. `torch.eye(..., out=parameter)`,
+which `nn.init.eye_` calls, resizes the local tensor to the size of the whole.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +16,28 @@ from fabric.strategies.sharding.dtensor import as_sharded, user_class
 from fabric.strategies.torch_internals import disable_dynamo
 
 OTHER_DATA = (
-    "`parameter.data = ...` after `fabric.setup` does not change a parameter that is sharded (a DTensor): {names} of "
-    "`{model}`. Change it in place: `parameter.data.copy_(...)`, `parameter.data.clamp_(...)`."
+    "`parameter.data = ...` and `nn.init.eye_(parameter)` after `fabric.setup` do not change a parameter that is "
+    "sharded (a DTensor): {names} of `{model}`. Change it in place: `parameter.data.copy_(...)`, "
+    "`parameter.data.clamp_(...)`; or call `nn.init` before `setup`, or in a method `init_weights` or "
+    "`reset_parameters` of the model."
 )
 
 
 @final
 class Storages:
-    """The storage that each tensor had when it was first seen."""
+    """The storage of each tensor, and the shape of its shard, when it was first seen."""
 
     def __init__(self) -> None:
-        self._first: dict[Tensor, torch.UntypedStorage] = {}
+        self._first: dict[Tensor, tuple[torch.UntypedStorage, torch.Size | None]] = {}
 
     def is_other(self, tensor: Tensor) -> bool:
-        """Whether the tensor has another storage than before. Never on the meta device."""
-        storage = tensor.untyped_storage()
-        return not tensor.is_meta and self._first.setdefault(tensor, storage) is not storage
+        """Whether the tensor has another storage than before, or another shard. Never on the meta device."""
+        if tensor.is_meta:
+            return False
+        sharded = as_sharded(tensor)
+        now = tensor.untyped_storage(), None if sharded is None else sharded._local_tensor.shape
+        storage, shape = self._first.setdefault(tensor, now)
+        return storage is not now[0] or shape != now[1]
 
 
 @final

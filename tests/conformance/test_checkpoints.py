@@ -1,7 +1,8 @@
-"""What one strategy saved any other loads, with another number of ranks, and goes on as plain PyTorch does from it."""
+"""What one strategy saved any other loads, with another number of ranks, and goes on as the run that was saved."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from functools import partial
@@ -10,86 +11,76 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from rows import in_both
+from resumed_runs import go_on, load, save, trial_of
+from rows import averaged, in_both
+from torch import nn
 
 from fabric import Fabric, consolidate, read_checkpoint
-from fabric.strategies import ModelParallelStrategy, Strategy
+from fabric.strategies import ManualContext, ManualStrategy, ModelParallelStrategy, Parallelized, Strategy
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.registry import make_strategy
-from fabric.testing.checks import draw, named
-from fabric.testing.drawn import Trial
-from fabric.testing.loops import Outcome, finished, steps
-from fabric.testing.plain import Loop, plain
+from fabric.testing.plain import plain
 
-MAKE: dict[str, Callable[[], Strategy]] = {
-    **{
-        name: partial(make_strategy, name)
-        for name in ("single_device", "ddp", "fsdp", "ddp_sharded", "ddp_fully_sharded")
-    },
-    **{name: partial(make_strategy, name) for name in ("deepspeed_stage_2", "deepspeed_stage_3")},
-    "model_parallel": partial(ModelParallelStrategy, parallelize_fn=in_both, shard=2, tensor=2),
+
+def some_sharded(model: nn.Module, context: ManualContext) -> Parallelized:
+    """Blocks in shards, the rest in replicas."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=context.mesh)
+    return Parallelized(module=model, averaged=model)
+
+
+def over_a_mesh(size: int) -> Strategy:
+    tensor = min(size, 2)
+    return ModelParallelStrategy(parallelize_fn=in_both, shard=size // tensor, tensor=tensor)
+
+
+REGISTERED = ("single_device", "ddp", "fsdp", "hsdp", "ddp_sharded", "ddp_fully_sharded") + tuple(
+    f"deepspeed_stage_{stage}" for stage in (1, 2, 3)
+)
+MAKE: dict[str, Callable[[int], Strategy]] = {
+    **{name: lambda size, name=name: make_strategy(name) for name in REGISTERED},  # type: ignore[misc]
+    "model_parallel": over_a_mesh,
+    "manual": lambda size: ManualStrategy(parallelize=averaged),
+    "manual_sharded": lambda size: ManualStrategy(parallelize=some_sharded),
 }
-SAVED_BY = {"single_device": 1, "ddp": 2, "fsdp": 4, "ddp_sharded": 2, "ddp_fully_sharded": 4} | {
+SIZES = dict.fromkeys(MAKE, (1, 2, 4)) | {"single_device": (1,), "hsdp": (2, 4)}
+"""With how many ranks each strategy saves and loads."""
+ALL = [(name, size) for name, sizes in SIZES.items() for size in sizes]
+
+SAVED_BY = {"single_device": 1, "ddp": 2, "fsdp": 4, "hsdp": 4, "ddp_sharded": 2, "ddp_fully_sharded": 4} | {
+    "deepspeed_stage_1": 2,
     "deepspeed_stage_2": 4,
     "deepspeed_stage_3": 2,
     "model_parallel": 4,
+    "manual_sharded": 2,
 }
-LOADED_BY = {"single_device": 1, "ddp": 4, "fsdp": 2, "ddp_sharded": 4, "ddp_fully_sharded": 2} | {
+LOADED_BY = {"single_device": 1, "ddp": 4, "fsdp": 2, "hsdp": 2, "ddp_sharded": 4, "ddp_fully_sharded": 2} | {
+    "deepspeed_stage_1": 4,
     "deepspeed_stage_2": 2,
     "deepspeed_stage_3": 4,
-    "model_parallel": 4,
+    "model_parallel": 2,
+    "manual_sharded": 4,
 }
-"""Strategies, and with how many ranks."""
+"""Strategies, and with how many ranks, of the test that is not thorough."""
 
 
 def launch(name: str, size: int, function: Callable[..., None], *args: object) -> None:
-    Fabric(accelerator="cpu", strategy=MAKE[name](), devices=size).launch(function, *args)
+    Fabric(accelerator="cpu", strategy=MAKE[name](size), devices=size).launch(function, *args)
 
 
-def save(fabric: Fabric, path: str, seed: int) -> None:
-    trial = draw(fabric, seed)
-    net = trial.net(tied=True, frozen=True)
-    model, optimizer = fabric.setup(net, trial.optimizer(net, "adamw"))
-    steps(fabric, trial, model, optimizer)
-    fabric.save(path, {"model": model, "optimizer": optimizer})
-
-
-def go_on(loop: Loop, trial: Trial, path: str) -> Outcome:
-    net = trial.net("another", tied=True, frozen=True)
-    model, optimizer = loop.setup(net, trial.optimizer(net, "adamw"))
-    loop.load(path, {"model": model, "optimizer": optimizer})
-    losses = steps(loop, trial, model, optimizer)
-    return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
-
-
-def load(fabric: Fabric, paths: list[str], seed: int) -> None:
-    trial = draw(fabric, seed)
-    for path in paths:
-        found = go_on(fabric, trial, path)
-        if fabric.is_global_zero:
-            body = partial(go_on, trial=trial.in_one_process(), path=path)
-            expected = plain(body, Precision.parse("32-true"), fabric.device)
-            torch.testing.assert_close(
-                named(found), named(expected), rtol=1e-5, atol=1e-5, msg=lambda words, path=path: f"{path}: {words}"
-            )
-
-
-EVERY = len(SAVED_BY)
+@pytest.fixture(scope="module")
+def seed() -> int:
+    return random.randrange(2**31)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "num_checkpoints",
-    [3, pytest.param(EVERY, marks=pytest.mark.thorough)],
-    ids=["three of the others", "all"],
-)
 def test_a_checkpoint_of_any_strategy_resumes_under_others_and_with_other_numbers_of_ranks(
-    num_checkpoints: int, tmp_path: Path
+    tmp_path: Path, seed: int
 ) -> None:
-    """The format is one, so `make test` loads under each strategy what three others have saved, and each checkpoint
-    under three strategies."""
-    seed = random.randrange(2**31)
+    """Under each strategy, of three others: each checkpoint is loaded three times. All of them: see below."""
     print(f"seed {seed}")
     for name, size in SAVED_BY.items():
         launch(name, size, save, str(tmp_path / name), seed)
@@ -102,5 +93,40 @@ def test_a_checkpoint_of_any_strategy_resumes_under_others_and_with_other_number
         torch.testing.assert_close(model, {key: expected[key] for key in model}, rtol=0, atol=0)
     savers = [str(tmp_path / name) for name in SAVED_BY]
     for place, (name, size) in enumerate(LOADED_BY.items(), start=1):
-        others = [savers[(place + 3 * number) % EVERY] for number in range(num_checkpoints)]
+        others = [savers[(place + 3 * number) % len(savers)] for number in range(3)]
         launch(name, size, load, others, seed)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, seed: int) -> list[str]:
+    """A checkpoint of each strategy with each number of ranks, and the losses of the run that went on."""
+    folder, paths = tmp_path_factory.mktemp("matrix"), []
+    for name, size in ALL:
+        paths.append(str(folder / f"{name}-{size}"))
+        launch(name, size, save, paths[-1], seed)
+        assert len(list(Path(paths[-1]).glob("*.bin"))) == size, f"under {name} not every rank has written a part"
+    return paths
+
+
+@pytest.mark.slow
+@pytest.mark.thorough  # the test above has each strategy once
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("name", "size"), ALL)
+def test_every_checkpoint_goes_on_under_this_strategy_with_this_number_of_ranks(
+    saved: list[str], seed: int, name: str, size: int
+) -> None:
+    print(f"seed {seed}")
+    launch(name, size, load, saved, seed)
+
+
+@pytest.mark.slow
+def test_the_losses_of_the_runs_are_those_of_plain_pytorch(tmp_path: Path, seed: int) -> None:
+    """What all others are compared with."""
+    launch("single_device", 1, save, str(tmp_path / "saved"), seed)
+    launch("single_device", 1, load_as_plain, str(tmp_path / "saved"), seed)
+
+
+def load_as_plain(fabric: Fabric, path: str, seed: int) -> None:
+    body = partial(go_on, trial=trial_of(fabric, seed).in_one_process(), path=path)
+    losses = plain(body, Precision.parse("32-true"), fabric.device)
+    torch.testing.assert_close(losses, json.loads(Path(f"{path}.json").read_text()), rtol=1e-5, atol=1e-5)

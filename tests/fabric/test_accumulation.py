@@ -56,6 +56,25 @@ def test_the_last_window_is_shorter_and_no_micro_batch_is_lost(loader: Any) -> N
     assert torch.equal(torch.stack([batch for window in windows for batch in window]), SAMPLES[:7])
 
 
+class Restarting(Iterator[int]):
+    """Begins again with each `iter`, as litdata's."""
+
+    def __iter__(self) -> Restarting:
+        self.position = -1
+        return self
+
+    def __next__(self) -> int:
+        self.position += 1
+        if self.position >= 5:
+            raise StopIteration
+        return self.position
+
+
+def test_an_iterator_that_begins_again_with_each_iter_is_read_once() -> None:
+    fabric, _, _ = alone()
+    assert [list(window) for window in fabric.accumulate(Restarting(), 2)] == [[0, 1], [2, 3], [4]]
+
+
 def test_a_window_knows_its_length_where_the_loader_does() -> None:
     fabric, _, _ = alone()
     assert [(len(window), len(list(window))) for window in fabric.accumulate(DataLoader(SAMPLES[:7]), 3)] == [

@@ -73,6 +73,22 @@ def test_an_incomplete_checkpoint_is_never_loaded_and_the_next_save_removes_it(t
     fabric.close()
 
 
+@pytest.mark.skipif(os.name == "nt", reason="needs `flock`")
+def test_a_checkpoint_that_another_job_is_saving_is_not_removed(tmp_path: Path) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    root = storage_of(tmp_path)
+    other = root.inside("000001-step-7")
+    unlock = other.lock()
+    write(other, plan({"x": torch.ones(3)}, 0, "t"))
+    directory = CheckpointDirectory(tmp_path)
+    directory.save(fabric, {"x": 1})
+    assert sorted(root.folders()) == ["000001-step-7", "000002"]
+    unlock()
+    directory.save(fabric, {"x": 1})
+    assert sorted(root.folders()) == ["000002", "000003"]
+    fabric.close()
+
+
 @pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "background"])
 def test_a_failed_save_removes_no_older_checkpoint(tmp_path: Path, blocking: bool) -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
@@ -93,6 +109,32 @@ def test_a_failed_save_removes_no_older_checkpoint(tmp_path: Path, blocking: boo
 def test_values_of_keep_last_that_would_keep_nothing_raise(arguments: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         CheckpointDirectory("run", **arguments)  # type: ignore[arg-type]
+
+
+def test_a_negative_step_raises_because_its_name_could_not_be_read(tmp_path: Path) -> None:
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        directory = CheckpointDirectory(tmp_path)
+        with pytest.raises(ValueError, match="`step=-1`: the number of steps"):
+            directory.save(fabric, {"x": 1}, step=-1)
+        directory.save(fabric, {"x": 1}, step=torch.tensor(3))  # type: ignore[arg-type]
+        assert str(directory.latest()).endswith("000001-step-3")
+
+
+def use_a_file(fabric: Fabric, path: str) -> list[str]:
+    found = []
+    for call in ("save", "load"):
+        with pytest.raises(CheckpointError) as caught:
+            getattr(CheckpointDirectory(path), call)(fabric, {"x": 1})
+        found.append(str(caught.value))
+    return found
+
+
+@pytest.mark.slow
+def test_a_file_in_place_of_the_directory_raises_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("mine")
+    found = Fabric(accelerator="cpu", strategy="ddp", devices=2).launch(use_a_file, str(tmp_path / "run"))
+    assert found is not None
+    assert all("Not a directory" in sentence or "is a file" in sentence for sentence in found), found
 
 
 def test_a_trailing_slash_of_an_address_is_ignored(tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
+from worlds import run_world
 
 from fabric import Fabric, read_checkpoint
+from fabric.launchers.world import World
 
 
 @pytest.fixture
@@ -52,6 +54,48 @@ def test_changing_weights_while_the_average_is_applied_raises_and_restores_them(
     for use in (average.update, lambda: average.applied().__enter__(), lambda: average.load_state_dict({})):
         with average.applied(), pytest.raises(RuntimeError, match=r"within `average.applied\(\)`. Leave that context"):
             use()
+
+
+def average_weights(world: World, strategy: str) -> list[str]:
+    """Of a model with a frozen layer whose weights the program changes by hand; then a step on the averages."""
+    with Fabric(accelerator="cpu", strategy=strategy, launcher="external") as fabric:
+        fabric.launch()
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+        net[0].requires_grad_(False)
+        model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=0.5))
+        average, found = fabric.ema(model, decay=0.5), []
+        for step in range(3):
+            fabric.backward(model(torch.ones(2, 4)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1 and strategy != "deepspeed_stage_3":
+                with torch.no_grad():
+                    net[1].weight.mul_(0.5)
+            average.update()
+            with torch.no_grad():
+                with average.applied():
+                    found.append(f"{model(torch.ones(1, 4)).sum().item():.4f}")
+                found.append(f"{model(torch.ones(1, 4)).sum().item():.4f}")
+        try:
+            with average.applied():
+                fabric.backward(model(torch.ones(2, 4)).square().mean())
+                optimizer.step()
+        except RuntimeError as error:
+            found.append(str(error)[:47])
+        return found
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_averages_under_deepspeed_follow_weights_that_the_program_changes() -> None:
+    (alone,) = run_world(1, average_weights, "single_device")
+    assert alone[-1] == "Weights were changed within `average.applied()`"
+    for strategy in ("deepspeed_stage_1", "deepspeed_stage_2"):
+        assert run_world(2, average_weights, strategy) == [alone] * 2
+    first, second = run_world(2, average_weights, "deepspeed_stage_3")
+    assert first == second
+    assert (first[:2], first[-1]) == (alone[:2], alone[-1])
 
 
 def test_unsupported_decays_and_dtypes_raise(fabric: Fabric) -> None:

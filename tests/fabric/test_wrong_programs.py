@@ -257,6 +257,11 @@ def assign_data(model: nn.Module) -> None:
         parameter.data = parameter.data * 0.5
 
 
+def start_as_identity(model: Any) -> None:
+    nn.init.eye_(model[0].weight)
+    nn.init.eye_(model[2].weight)
+
+
 def other_weights(fabric: Fabric) -> nn.Module:
     def call(model: nn.Module, inputs: Tensor) -> Tensor:
         weights = {name: parameter * 1.0 for name, parameter in model.named_parameters()}
@@ -269,6 +274,156 @@ def other_weights(fabric: Fabric) -> nn.Module:
     place = {"rank": fabric.global_rank, "size": fabric.world_size}
     backward = lambda loss: fabric.backward(loss, model=model)  # noqa: E731
     return steps(model, optimizer, backward, called=partial(call, model), **place)
+
+
+def second_derivatives(fabric: Fabric | None = None) -> nn.Module:
+    """MAML: each step adapts weights to a half of the samples, and judges them by the other half."""
+    model: nn.Module = make_net()
+    optimizer = make_optimizer(model)
+    if fabric is not None:
+        model, optimizer = fabric.setup(model, optimizer)
+
+    def adapted(step: int, rank: int, size: int) -> Tensor:
+        inner = loss_of(model, step, rank, size)
+        parameters = dict(model.named_parameters())
+        gradients = torch.autograd.grad(inner, list(parameters.values()), create_graph=True)
+        weights = {name: each - 0.1 * g for (name, each), g in zip(parameters.items(), gradients, strict=True)}
+        return loss_of(lambda x: torch.func.functional_call(model, weights, (x,)), step + 1, rank, size)
+
+    for step in range(3):
+        optimizer.zero_grad()
+        if fabric is None:
+            ((adapted(step, 0, 2) + adapted(step, 1, 2)) / 2).backward()
+        else:
+            fabric.backward(adapted(step, fabric.global_rank, fabric.world_size), model=model)
+        optimizer.step()
+    return model
+
+
+def gradients_of_its_own(fabric: Fabric, average: Change = lambda model: None) -> nn.Module:
+    """What `torch.autograd.grad` returns is assigned to `grad`."""
+    net = make_net()
+    model, optimizer = fabric.setup(net, make_optimizer(net))
+
+    def backward(loss: Tensor) -> None:
+        parameters = list(model.parameters())
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = gradient
+        average(model)
+
+    return steps(model, optimizer, backward, rank=fabric.global_rank, size=fabric.world_size)
+
+
+def gradients_of_its_own_averaged(fabric: Fabric) -> nn.Module:
+    def average(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.grad = fabric.all_reduce(parameter.grad)
+
+    return gradients_of_its_own(fabric, average)
+
+
+def updates_of_its_own(fabric: Fabric) -> nn.Module:
+    """Gradient descent without an optimizer, by the gradients of one rank."""
+    model = fabric.setup(make_net())
+    for step in range(4):
+        loss = loss_of(model, step, fabric.global_rank, fabric.world_size)
+        parameters = list(model.parameters())
+        gradients = torch.autograd.grad(loss, parameters)
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter -= 0.1 * gradient
+    return model
+
+
+def weighted_by_gradients(fabric: Fabric) -> nn.Module:
+    """The weight of a loss follows from gradients of one layer, as in VQGAN: they are read, and averaged by hand."""
+    net = make_net()
+    model, optimizer = fabric.setup(net, make_optimizer(net))
+
+    def backward(loss: Tensor) -> None:
+        weight: Any = model[2].weight  # type: ignore[index]
+        gradient = fabric.all_reduce(torch.autograd.grad(loss, weight, retain_graph=True)[0])
+        fabric.backward(loss * (gradient.norm() / gradient.norm()), model=model)
+
+    return steps(model, optimizer, backward, rank=fabric.global_rank, size=fabric.world_size)
+
+
+def steps_within_backward(fabric: Fabric) -> nn.Module:
+    """Each parameter is stepped, and its gradient freed, as soon as it has arrived."""
+    model = fabric.setup(make_net())
+    optimizers = {each: SGD([each], lr=0.1, momentum=0.9) for each in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        optimizers[parameter].zero_grad()  # type: ignore[index]
+
+    for each in model.parameters():
+        each.register_post_accumulate_grad_hook(step)
+    nothing = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    backward = lambda loss: fabric.backward(loss, model=model)  # noqa: E731
+    return steps(model, nothing, backward, rank=fabric.global_rank, size=fabric.world_size)
+
+
+class Layerwise(SGD):
+    """LARS: uses a norm of each parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is None:
+                continue
+            parameter.sub_(parameter.grad * (parameter.norm() / parameter.grad.norm()), alpha=0.1)
+
+
+class WithGlobalNorm(SGD):
+    """Uses the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        gradients = [each.grad for each in self.param_groups[0]["params"]]
+        norm = torch.stack([each.norm() for each in gradients]).norm()
+        for parameter, gradient in zip(self.param_groups[0]["params"], gradients, strict=True):
+            parameter.sub_(gradient / norm, alpha=0.1)
+
+
+def stepped_by(kind: type[Optimizer], fabric: Fabric | None = None) -> nn.Module:
+    model: nn.Module = make_net()
+    optimizer = kind(model.parameters())
+    if fabric is None:
+        return steps(model, optimizer, lambda loss: loss.backward())
+    model, optimizer = fabric.setup(model, optimizer)
+    backward = lambda loss: fabric.backward(loss, model=model)  # noqa: E731
+    return steps(model, optimizer, backward, rank=fabric.global_rank, size=fabric.world_size)
+
+
+def descended() -> nn.Module:
+    net = make_net()
+    return steps(net, SGD(net.parameters(), lr=0.1), lambda loss: loss.backward())
+
+
+def read_gradients(fabric: Fabric) -> nn.Module:
+    """Scales the rate by a norm of gradients, which are the average on every rank."""
+    net = make_net()
+    model, optimizer = fabric.setup(net, make_optimizer(net))
+    norms = []
+
+    def read(model: nn.Module) -> None:
+        assert all(each.grad is not None for each in model.parameters()), "some gradients are on other ranks"
+        norms.append(sum(float(whole(each.grad).norm()) for each in model.parameters()))
+
+    backward = lambda loss: fabric.backward(loss, model=model)  # noqa: E731
+    steps(model, optimizer, backward, rank=fabric.global_rank, size=fabric.world_size, after=read)
+    expected: list[float] = []
+    net = make_net()
+    after = lambda model: expected.append(sum(float(each.grad.norm()) for each in model.parameters()))  # noqa: E731
+    steps(net, make_optimizer(net), lambda loss: loss.backward(), after=after)
+    assert torch.allclose(torch.tensor(norms), torch.tensor(expected)), "wrong norms"
+    return model
+
+
+def whole(tensor: Any) -> Tensor:
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found
 
 
 def renormalizing(fabric: Fabric) -> nn.Module:
@@ -306,9 +461,31 @@ PROGRAMS: dict[str, tuple[Callable[[Fabric], nn.Module], dict[str, Change]]] = {
     "hooks after setup": (lambda fabric: usual(fabric, before=hook_gradients), {"before": hook_gradients}),
     "weights clamped through .data": (lambda fabric: usual(fabric, before=clamp_data), {"before": clamp_data}),
     "weights assigned through .data": (lambda fabric: usual(fabric, before=assign_data), {"before": assign_data}),
+    "nn.init.eye_ after setup": (
+        lambda fabric: usual(fabric, before=start_as_identity),
+        {"before": start_as_identity},
+    ),
     "functional_call with other weights": (other_weights, {}),
+    "second derivatives": (second_derivatives, {}),
+    "gradients of its own": (gradients_of_its_own, {}),
+    "gradients of its own, averaged": (gradients_of_its_own_averaged, {}),
+    "updates of its own": (updates_of_its_own, {}),
+    "loss weighted by gradients": (weighted_by_gradients, {}),
+    "steps within backward": (steps_within_backward, {}),
+    "layerwise optimizer": (partial(stepped_by, Layerwise), {}),
+    "optimizer with the norm of all gradients": (partial(stepped_by, WithGlobalNorm), {}),
+    "gradients read": (read_gradients, {}),
     "gradients changed in place": (lambda fabric: usual(fabric, after=halve_gradients), {"after": halve_gradients}),
 }
+
+
+PLAIN: dict[str, Callable[[], nn.Module]] = {
+    "second derivatives": second_derivatives,
+    "updates of its own": descended,
+    "layerwise optimizer": partial(stepped_by, Layerwise),
+    "optimizer with the norm of all gradients": partial(stepped_by, WithGlobalNorm),
+}
+"""Where the program in one process is another than that of `steps`."""
 
 
 def run_all(fabric: Fabric, strategy: str) -> dict[str, str]:
@@ -319,7 +496,8 @@ def run_all(fabric: Fabric, strategy: str) -> dict[str, str]:
         if strategy not in CORRECT.get(name, (strategy,)) or (strategy, name) in UNSEEN:
             continue
         net = make_net()
-        expected = steps(net, make_optimizer(net), lambda loss: loss.backward(), **changes)(probe)
+        plain = PLAIN.get(name) or partial(steps, net, make_optimizer(net), lambda loss: loss.backward(), **changes)
+        expected = plain()(probe)
         try:
             model = program(fabric)
             with torch.no_grad():
@@ -406,17 +584,39 @@ CORRECT = {
 }
 """Programs that look like a mistake, and the strategies under which they are right: nothing may raise."""
 
+RIGHT: dict[str, tuple[str, ...]] = {
+    "second derivatives": ("ddp",),
+    "gradients of its own, averaged": ("ddp",),
+    "loss weighted by gradients": (
+        *(
+            "ddp",
+            "fsdp",
+            "model_parallel",
+            "ddp_sharded",
+            "ddp_fully_sharded",
+            "deepspeed_stage_1",
+            "deepspeed_stage_2",
+        ),
+    ),
+    "layerwise optimizer": ("ddp", "fsdp", "model_parallel", "manual", "ddp_sharded"),
+    "optimizer with the norm of all gradients": ("ddp", "fsdp", "model_parallel", "manual"),
+    "steps within backward": ("fsdp", "model_parallel"),
+    "gradients read": ("ddp", "fsdp", "model_parallel", "manual"),
+}
+"""Programs that are right under these strategies, and raise under others."""
+
 FOLLOWED = (
     "load_state_dict after setup",
     "weights changed in place",
     "weights clamped through .data",
     "weights assigned through .data",
+    "nn.init.eye_ after setup",
 )
 """What trains on from the changed weights, where ranks have whole weights."""
 KEEPS_WHOLE_WEIGHTS = ("ddp", "manual", "ddp_sharded", "deepspeed_stage_1", "deepspeed_stage_2")
 
-UNSEEN = {("deepspeed_stage_3", f"weights {how} through .data") for how in ("clamped", "assigned")}
-"""Between forwards the weights are empty there, and a write through `.data` to an empty tensor shows nowhere."""
+UNSEEN = {("manual", f"{what} of its own") for what in ("gradients", "updates")} | {("manual", "steps within backward")}
+UNSEEN.add(("ddp_fully_sharded", "gradients read"))  # they are those of this rank's shard
 
 SENTENCES = {
     ("ddp", "submodules called by themselves"): "were not averaged over the ranks",
@@ -424,8 +624,24 @@ SENTENCES = {
     (
         "fsdp",
         "weights assigned through .data",
-    ): "`parameter.data = ...` after `fabric.setup` does not change a parameter",
+    ): "`nn.init.eye_(parameter)` after `fabric.setup` do not change a parameter",
+    ("fsdp", "nn.init.eye_ after setup"): "`nn.init.eye_(parameter)` after `fabric.setup` do not change a parameter",
+    ("deepspeed_stage_3", "nn.init.eye_ after setup"): "the step would undo the change",
     ("ddp", "embedding with max_norm"): "`0` has `max_norm=1`, with which each forward rescales the rows",
+    (
+        "ddp",
+        "gradients of its own",
+    ): "`SGD.step()` with gradients that no `fabric.backward` has computed since its last",
+    ("ddp", "updates of its own"): "`torch.autograd.grad` or a plain backward computed of this rank's loss alone",
+    ("ddp", "steps within backward"): "`SGD.step()` within a backward, in a hook of a parameter of `Sequential`",
+    ("ddp_fully_sharded", "steps within backward"): "its gradient is averaged over the ranks later",
+    ("fsdp", "second derivatives"): "`torch.autograd.grad(..., create_graph=True)` of parameters of `Sequential`",
+    ("fsdp", "updates of its own"): "were written to after `torch.autograd.grad`: these are gathered copies",
+    ("deepspeed_stage_2", "layerwise optimizer"): "`Layerwise` in `setup` uses whole tensors, but ZeRO passes",
+    ("ddp_fully_sharded", "layerwise optimizer"): "cannot run `Layerwise`: each rank has a part of the gradients",
+    ("ddp_sharded", "weights assigned through .data"): "were given other memory after `fabric.setup`",
+    ("ddp_sharded", "optimizer with the norm of all gradients"): "cannot run `WithGlobalNorm`: each rank has a part",
+    ("deepspeed_stage_1", "gradients read"): "of a gradient that DeepSpeed keeps, in shards or not averaged yet",
     ("fsdp", "never synchronised"): "`SGD.step()` after a `fabric.backward` within `no_backward_sync`",
     ("fsdp", "optimizer from before setup"): "has replaced the parameters of `FSDPSequential`",
     ("fsdp", "parameter replaced after setup"): "were replaced after `fabric.setup`, and `fully_shard` would run with",
@@ -442,7 +658,7 @@ SENTENCES = {
     ("model_parallel", "plain backward"): "gradients that are not averaged over the mesh",
     ("manual", "plain backward"): "is averaged over the ranks after `fabric.backward(loss)`",
     ("ddp_sharded", "optimizer from before setup, plain backward"): "that was not set up",
-    ("deepspeed_stage_1", "clip_grad_norm_ of torch"): "To clip, call `fabric.clip_gradients`",
+    ("deepspeed_stage_1", "clip_grad_norm_ of torch"): "call `fabric.clip_gradients(model, optimizer, max_norm=...)`",
     ("ddp_sharded", "clip_grad_norm_ of torch"): "`SGD` holds gradients that were changed after `fabric.backward`",
     ("ddp_fully_sharded", "clip_grad_norm_ of torch"): "call `fabric.clip_gradients(model, optimizer, max_norm=...)`",
     ("deepspeed_stage_2", "plain backward"): "`loss.backward()` was called on a loss of `Sequential`, but DeepSpeed",
@@ -450,6 +666,8 @@ SENTENCES = {
     ("deepspeed_stage_2", "optimizer that was not set up"): "of an optimizer of `Sequential` that was not set up",
     ("deepspeed_stage_3", "parameter replaced after setup"): "`Sequential` ('2.weight') were added or unfrozen after",
     ("deepspeed_stage_3", "weights changed in place"): "the step would undo the change",
+    ("deepspeed_stage_3", "weights clamped through .data"): "the step would undo the change",
+    ("deepspeed_stage_3", "weights assigned through .data"): "the step would undo the change",
 }
 NAMES = ("ddp", "fsdp", "model_parallel", "manual", "ddp_sharded", "ddp_fully_sharded")
 
@@ -470,7 +688,9 @@ def test_a_program_with_a_mistake_raises_or_trains_as_it_would_in_one_process(na
     found, differing = fabric.launch(
         lambda fabric: (run_all(fabric, name), name != "manual" and set_up_different(fabric))
     )
-    for program in ("no mistake", *CORRECT, *(FOLLOWED if name in KEEPS_WHOLE_WEIGHTS else ())):
+    right = [program for program, names in RIGHT.items() if name in names]
+    followed = FOLLOWED[: 3 if name == "ddp_sharded" else 4]  # FairScale broadcasts the memory that it knows
+    for program in ("no mistake", *CORRECT, *right, *(followed if name in KEEPS_WHOLE_WEIGHTS else ())):
         assert found.get(program, "right") == "right", program
     assert not [program for program, word in found.items() if word.startswith("wrong")], found
     for (strategy_name, program), sentence in SENTENCES.items():

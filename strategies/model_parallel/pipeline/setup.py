@@ -92,7 +92,7 @@ def pipelined(
     return replace(
         made,
         clip_norm=partial(clip_norm, scaler=runtime.loss_scaler, across=line),
-        state=PipelineState(whole, ShardedState(peers.rank), line, keeps=peers.rank == 0),
+        state=PipelineState(whole, ShardedState(peers.rank), line, rank=runtime.world.rank, keeps=peers.rank == 0),
     )
 
 

@@ -6,7 +6,7 @@ parameters have the indices that they had before `setup`, in the unsplit model.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from fabric.strategies.checkpoint.state import StateAccess
+from fabric.strategies.checkpoint.tensor_shards import TensorShards, no_shards, replicated
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.packing import Spec
 
@@ -73,16 +74,21 @@ class WholeModel:
 class PipelineState(StateAccess):
     """Rank 0 receives the state of other ranks' stages, tensor by tensor, on the CPU.
 
-    `inner`: gathers the shards within a stage. `line`: the ranks of the axis "pipeline". `keeps`: whether these include
-    rank 0, which gathers.
+    Nothing is gathered to be saved: each rank writes its shards, and the line with rank 0 the plain tensors of stages.
+    `inner`: gathers the shards within a stage. `line`: the ranks of the axis "pipeline". `rank`: of this process.
+    `keeps`: whether the line includes rank 0, which gathers.
     """
 
-    def __init__(self, whole: WholeModel, inner: StateAccess, line: Collective, *, keeps: bool) -> None:
-        self.whole, self.inner, self.line, self.keeps = whole, inner, line, keeps
+    def __init__(self, whole: WholeModel, inner: StateAccess, line: Collective, *, rank: int, keeps: bool) -> None:
+        self.whole, self.inner, self.line, self.rank, self.keeps = whole, inner, line, rank, keeps
 
     def read_module(self, module: nn.Module) -> dict[str, Any]:
         gathered = self._gathered(self.inner.read_module(module))
         return {name: gathered[name] for name in self._shapes(module) if name in gathered}
+
+    def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
+        pieces = self._pieces(self.inner.read_module_shards(module))
+        return {name: pieces[name] for name in self._shapes(module) if name in pieces}
 
     def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
         shapes = self._shapes(module)
@@ -107,11 +113,18 @@ class PipelineState(StateAccess):
         return [len(indices) for indices in self._groups(optimizer).indices]
 
     def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._of_all_stages(optimizer, self.inner.read_optimizer(optimizer), self._gathered)
+
+    def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._of_all_stages(optimizer, self.inner.read_optimizer_shards(optimizer), self._pieces)
+
+    def _of_all_stages(
+        self, optimizer: Optimizer, content: dict[str, Any], combine: Callable[[Mapping[Any, Any]], dict[Any, Any]]
+    ) -> dict[str, Any]:
         groups = self._groups(optimizer)
-        content = self.inner.read_optimizer(optimizer)
         flat = [index for kept in groups.kept for index in kept]
         states = content.get("state", {})
-        gathered = self._gathered(
+        gathered = combine(
             {(flat[place], name): value for place, entries in states.items() for name, value in entries.items()}
         )
         if not gathered and not content:
@@ -162,6 +175,19 @@ class PipelineState(StateAccess):
         prefix = f"{path}." if path else ""
         return {name[len(prefix) :]: shape for name, shape in self.whole.shapes.items() if name.startswith(prefix)}
 
+    def _pieces(self, mine: Mapping[Any, Any]) -> dict[Any, Any]:
+        """The entries of all ranks of `line`, tensors as `TensorShards`: without values those of other stages."""
+        own = {key: self._piece(value) for key, value in mine.items()}
+        whole: dict[Any, Any] = {}
+        for described in self.line.all_gather_object({key: _without_values(value) for key, value in own.items()}):
+            whole = {**described, **whole}
+        return {**whole, **own}
+
+    def _piece(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return replicated(value, (self.rank,)) if self.keeps else no_shards(value.shape, value.dtype)
+
     def _gathered(self, mine: Mapping[Any, Any]) -> dict[Any, Any]:
         """The entries of all ranks of `line` on its rank 0, nothing on others. Ranks: all of `line` call it."""
         if not self.keeps:
@@ -180,6 +206,10 @@ class PipelineState(StateAccess):
                 like = torch.empty(spec.shape, dtype=spec.dtype) if rank else tensors[key]
                 whole[key] = self.line.recv(like, rank) if rank else like
         return whole
+
+
+def _without_values(value: Any) -> Any:
+    return no_shards(value.shape, value.dtype) if isinstance(value, TensorShards) else value
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:

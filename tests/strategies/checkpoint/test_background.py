@@ -91,6 +91,45 @@ def test_the_loop_continues_while_ranks_write_and_the_last_rank_completes_the_ch
     run_threads(2, save_with_a_slow_rank, str(tmp_path), threading.Event())
 
 
+@final
+class Interrupting:
+    """A folder that sends the main thread Ctrl-C before the first tensor is written, and writes once it is caught."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.begin, self.caught = Folder(folder), threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._folder, name)
+
+    def write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True) -> None:
+        if name.endswith(".bin"):
+            self.begin.wait()
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            self.caught.wait()
+        self._folder.write(name, blocks, is_flushed=is_flushed)
+
+
+def wait_until_interrupted(fabric: Fabric, storage: Interrupting) -> None:
+    storage.begin.set()
+    fabric.wait_for_save()
+    threading.Event().wait(60)  # it came a moment later
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends a signal to a thread")
+def test_a_save_that_ctrl_c_interrupts_the_wait_for_is_completed_when_the_fabric_is_closed(tmp_path: Path) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric.barrier()  # it is connected
+    assert fabric._saves is not None
+    storage = Interrupting(tmp_path)
+    fabric._saves.start(storage, {"x": torch.ones(3)})  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        wait_until_interrupted(fabric, storage)
+    assert not (tmp_path / NAME).exists()
+    storage.caught.set()
+    fabric.close()
+    assert read_checkpoint(tmp_path)["x"].sum() == 3
+
+
 def save_with_a_failing_rank(collective: ThreadCollective, folder: str) -> str:
     saves, opened = BackgroundSaves(collective), threading.Event()
     opened.set()

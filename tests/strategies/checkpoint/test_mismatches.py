@@ -110,3 +110,27 @@ def test_shapes_of_shards_are_compared_as_whole_ones_and_nothing_is_changed(tmp_
     for line in ("model: 0.weight (5, 3) (4, 3)", "model: 0.bias (5,) (4,)", "model: 1.bias missing (4,)"):
         assert line.split() in found, error
     assert is_unchanged
+
+
+def test_the_state_of_another_optimizer_raises_with_the_options_that_it_lacks(fabric: Fabric, tmp_path: Path) -> None:
+    """torch loads it, and fails in the next step, or trains with the options of the other."""
+    model, optimizer = model_and_optimizer(4)
+    fabric.save(tmp_path / "saved", {"model": model, "optimizer": optimizer})
+    other = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    with pytest.raises(CheckpointError, match=r"`SGD`, which needs momentum, dampening +an optimizer with lr, betas"):
+        fabric.load(tmp_path / "saved", {"optimizer": other})
+    assert other.param_groups[0]["lr"] == 0.1
+    adam = torch.optim.Adam(model.parameters(), 0.1)  # has the same options
+    fabric.load(tmp_path / "saved", {"optimizer": adam})
+    assert adam.param_groups[0]["lr"] == 1e-3
+
+
+def test_floats_are_not_truncated_into_a_buffer_of_integers(fabric: Fabric, tmp_path: Path) -> None:
+    saved, model = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    saved.num_batches_tracked = torch.tensor(1.5)
+    fabric.save(tmp_path / "saved", {"model": saved})
+    with pytest.raises(CheckpointError, match=r"model: num_batches_tracked +torch.int64 +torch.float32"):
+        fabric.load(tmp_path / "saved", {"model": model})
+    fabric.save(tmp_path / "saved", {"model": model})
+    fabric.load(tmp_path / "saved", {"model": saved})  # no number is lost
+    assert saved.num_batches_tracked == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -196,6 +196,31 @@ def test_a_data_pipe_is_refused() -> None:
     pipe: Any = IterableWrapper(range(8))
     with pytest.raises(ValueError, match="is a data pipe, which shards itself"):
         share_out(lambda _: DataLoader(pipe, 2), 2)
+
+
+class Restarting(IterableDataset[int]):
+    """Its iterator is the dataset, and begins again with each `iter`, as litdata's."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.position = -1
+        return self
+
+    def __next__(self) -> int:
+        self.position += 1
+        if self.position >= 12:
+            raise StopIteration
+        return self.position
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    "make", [lambda: DataLoader(Restarting(), 2), lambda: DataLoader(Restarting(), None), Restarting]
+)
+def test_a_stream_whose_iterator_begins_again_is_read_once(make: Callable[[], Any], count: int) -> None:
+    loaders = share_out(lambda _: make(), count)
+    for _ in range(2):
+        batches = [torch.as_tensor(batch).reshape(-1).tolist() for loader in loaders for batch in loader]
+        assert sorted(sample for batch in batches for sample in batch) == list(range(12))
 
 
 def test_break_in_one_loader_changes_no_other() -> None:

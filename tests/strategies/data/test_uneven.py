@@ -236,7 +236,7 @@ def test_arguments_that_exclude_each_other_are_refused() -> None:
         ValueError, match=r"`setup_dataloaders\(uneven='pad'\)`: write one of 'stop', 'error', 'repeat'"
     ):
         fabric.setup_dataloaders(loader, uneven="pad")  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match=r"uneven='stop', use='test'\)`: ranks may have different numbers of batches"):
+    with pytest.raises(ValueError, match=r"uneven='stop', use='test'\)`: every rank evaluates all of its batches"):
         fabric.setup_dataloaders(loader, uneven="stop", use="test")
     assert [float(batch) for batch in fabric.setup_dataloaders(loader, uneven="error")] == [0, 1, 2]
 

@@ -533,7 +533,21 @@ def test_closing_removes_every_trace_of_deepspeed_from_the_process_and_the_users
 
 
 class Own(SGD):
-    """An optimizer that nobody here knows."""
+    """An optimizer that cannot be tried on small tensors."""
+
+    def step(self, closure: Any = None) -> Any:
+        if self.param_groups[0]["params"][0].numel() < 30:
+            raise NotImplementedError
+        return super().step(closure)
+
+
+class Layerwise(SGD):
+    """Uses a norm of each tensor."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad / parameter.grad.norm())
 
 
 def compiled(model: nn.Module) -> Any:
@@ -552,7 +566,7 @@ def refusals(world: World) -> dict[str, str]:
         model, optimizer = parts(sgd)
         found["two"] = sentence_of(lambda: fabric.setup(model, optimizer, SGD(model.parameters())))
         found["foreign"] = sentence_of(lambda: fabric.strategy.setup(fabric._connected, Net(), [optimizer], True))
-        for kind in (Adagrad, torch.optim.LBFGS, torch.optim.Adafactor):
+        for kind in (Adagrad, torch.optim.LBFGS, torch.optim.Adafactor, Layerwise):
             found[kind.__name__] = sentence_of(lambda kind=kind: fabric.setup(model, kind(model.parameters())))
         model, optimizer = fabric.setup(model, optimizer)
         found["alone"] = sentence_of(lambda: fabric.setup_optimizers(SGD(model.parameters())))
@@ -671,6 +685,7 @@ def test_unsupported_uses_of_an_engine_raise_with_what_to_write() -> None:
         assert "`Adagrad` in `setup`: DeepSpeed replaces it by another object" in found["Adagrad"]
         assert "`LBFGS` in `setup` uses whole tensors" in found["LBFGS"]
         assert "`Adafactor` in `setup` uses whole tensors" in found["Adafactor"]
+        assert "`Layerwise` in `setup` uses whole tensors" in found["Layerwise"]
         assert "Call `fabric.setup(model, optimizer)`." in found["alone"]
         assert "A backward of `Net` between `clip_gradients`" in found["after clipping"]
         assert "have a norm (order 2) of nan, so they cannot be clipped" in found["nonfinite"]

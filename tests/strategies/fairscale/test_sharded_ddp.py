@@ -74,7 +74,7 @@ def test_mistakes_under_ddp_sharded_raise_with_what_to_write() -> None:
     assert said["evaluation"] == "no error"
     assert "RuntimeError: `SGD` was given 1 parameters after `fabric.setup`, which no rank owns" in said["added"]
     assert "have gradients and are frozen in the step: FairScale would step on the rank that owns" in said["frozen"]
-    assert "RuntimeError: 2 parameters of `Linear` ('weight', 'bias') were given other memory" in said["moved"]
+    assert "RuntimeError: 2 parameters of `Linear` ('weight', 'bias') were given another dtype" in said["moved"]
 
 
 def shares(fabric: Fabric) -> Any:

@@ -214,19 +214,19 @@ def words_of(action: Any, *args: Any) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_gradient_in_shards_that_is_read_or_replaced_raises_with_what_to_write(stage: int) -> None:
     fabric = Fabric(accelerator="cpu", strategy=DeepSpeedStrategy(stage=stage), devices=2)
     read, replaced, clipped = fabric.launch(misused)
     assert read.startswith("`aten.")
     assert read.endswith(
-        "of a gradient that DeepSpeed keeps in shards over the ranks: `parameter.grad` has no values here. To clip, or "
-        "for the norm, call `fabric.clip_gradients(model, optimizer, max_norm=...)`; to read gradients, use "
+        "of a gradient that DeepSpeed keeps, in shards or not averaged yet: `parameter.grad` has no values here. To "
+        "clip, or for the norm, call `fabric.clip_gradients(model, optimizer, max_norm=...)`; to read gradients, use "
         "`strategy='ddp'`."
     )
     assert replaced == (
-        "Another gradient was assigned to `second.bias.grad`, but DeepSpeed would step with the one that it keeps in "
-        "shards. Change the loss instead, or use `strategy='ddp'`. `None` discards the gradient."
+        "Another gradient was assigned to `second.bias.grad`, but DeepSpeed would step with the one that it keeps. "
+        "Change the loss instead, or use `strategy='ddp'`. `None` discards the gradient."
     )
     assert clipped == (
         "2 gradients of `Net` were zeroed between `clip_gradients` and `optimizer.step()`, and others were not. Under "

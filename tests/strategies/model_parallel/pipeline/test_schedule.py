@@ -213,6 +213,7 @@ def test_a_checkpoint_goes_between_stages_of_every_kind_replicas_and_plain_torch
     fabric_with(4, sharded).launch(train_all, [recipe], 8, 2, str(folders[1]), given)
     runs = fabric_with(4, pipeline("GPipe", 4)).launch(train_all, [recipe], 8, 1, str(folders[2]), saved[1])
     assert runs is not None
+    assert [len(list(Path(path).glob("*.bin"))) for path in saved] == [2, 4, 4]  # each rank has written its part
     plain = None  # three times the same, each from where the one before ended; all have four stages
     for _ in folders:
         expected = train_plain(recipe, 8, 4, plain)

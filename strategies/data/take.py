@@ -1,0 +1,22 @@
+"""Read items from an iterator by `next` alone.
+
+`islice`, `zip` and `for` call `iter` on it, with which the iterators of some streams (litdata's) begin again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def take(iterator: Iterator[T], count: int | None) -> list[T]:
+    """The next `count` items (None: all), or fewer if the iterator ends."""
+    taken = list[T]()
+    while count is None or len(taken) < count:
+        try:
+            taken.append(next(iterator))
+        except StopIteration:
+            break
+    return taken

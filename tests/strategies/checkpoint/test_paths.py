@@ -1,0 +1,130 @@
+"""Paths that users pass to `fabric.save` and `fabric.load`, and what else may be at them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fabric import CheckpointDirectory, CheckpointError, Fabric, consolidate, read_checkpoint
+from fabric.strategies.checkpoint.storage import Folder
+
+STATE = {"x": torch.ones(3), "step": 1}
+
+
+@pytest.fixture
+def fabric() -> Iterator[Fabric]:
+    with Fabric(accelerator="cpu", devices=1) as one:
+        yield one
+
+
+def test_a_save_removes_no_file_of_the_user_from_the_folder(fabric: Fabric, tmp_path: Path) -> None:
+    names = ["config.json", "pytorch_model.bin", "model.0.bin", "weights.new", "t.0.json", "notes"]
+    for name in names:
+        (tmp_path / name).write_text("mine")
+    for left in ("0123abcd.0.bin", "0123abcd.1.json", "manifest.json.new"):  # of a save that was killed
+        (tmp_path / left).write_text("left over")
+    for blocking in (True, False):
+        fabric.save(tmp_path, STATE, blocking=blocking).wait()
+        assert sorted(os.listdir(tmp_path)) == sorted([*names, "manifest.json", *_written(tmp_path)])
+    assert all((tmp_path / name).read_text() == "mine" for name in names)
+
+
+def _written(folder: Path) -> list[str]:
+    return [name for name in os.listdir(folder) if len(name.split(".")[0]) == 8 and name.endswith(".0.bin")]
+
+
+def test_a_tilde_is_the_folder_of_the_user(fabric: Fabric, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    fabric.save("~/runs/last", {"model": nn.Linear(2, 2)})
+    assert (tmp_path / "runs" / "last" / "manifest.json").exists()
+    model = nn.Linear(2, 2)
+    fabric.load("~/runs/last", {"model": model})
+    torch.save(model.state_dict(), tmp_path / "file.pt")
+    fabric.load_raw("~/file.pt", model)
+    assert list(read_checkpoint("~/runs/last")["model"]) == ["weight", "bias"]
+    (exported,) = consolidate("~/runs/last", "~/model.safetensors")
+    assert exported == tmp_path / "model.safetensors"
+    fabric.load_raw("~/model.safetensors", model)
+    directory = CheckpointDirectory("~/runs")
+    directory.save(fabric, STATE)
+    assert directory.latest() == str(tmp_path / "runs" / "000001")
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "words"),
+    [
+        ("", ValueError, "The path of a checkpoint is empty"),
+        (None, TypeError, "is None, a `NoneType`. Pass a string or a `Path`"),
+        (b"run", TypeError, "is b'run', a `bytes`. Pass a string or a `Path`"),
+    ],
+)
+def test_what_is_no_path_raises(fabric: Fabric, path: Any, error: type[Exception], words: str) -> None:
+    for call in (fabric.save, fabric.load):
+        with pytest.raises(error, match=words):
+            call(path, dict(STATE))
+    with pytest.raises(error, match=words):
+        CheckpointDirectory(path)
+
+
+@pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "background"])
+def test_a_file_in_the_way_of_the_folder_raises_and_is_kept(fabric: Fabric, tmp_path: Path, blocking: bool) -> None:
+    (tmp_path / "file").write_text("mine")
+    for path in (tmp_path / "file", tmp_path / "file" / "deeper"):
+        with pytest.raises(CheckpointError, match=r"A checkpoint is a folder, but '\S+/file' is a file"):
+            fabric.save(path, STATE, blocking=blocking).wait()
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_file_that_is_no_checkpoint_raises(fabric: Fabric, tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("hello")
+    with pytest.raises(CheckpointError, match=r"`notes` is damaged, or `torch\.save` did not write it"):
+        fabric.load(tmp_path / "notes", {"model": nn.Linear(2, 2)})
+
+
+def test_a_newer_format_raises_with_both_versions(fabric: Fabric, tmp_path: Path) -> None:
+    fabric.save(tmp_path, STATE)
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"version":1', '"version":2', 1))
+    with pytest.raises(CheckpointError, match=r"version 2, but this release of torchfabric reads .*, version 1"):
+        fabric.load(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="mounts a file system")
+def test_a_read_only_folder_raises_and_its_checkpoint_can_be_loaded(fabric: Fabric, tmp_path: Path) -> None:
+    fabric.save(tmp_path / "run", STATE)
+    read_only = ["mount", "--bind", "-o", "ro", str(tmp_path), str(tmp_path)]
+    if subprocess.run(read_only, capture_output=True, check=False).returncode:
+        pytest.skip("this process may not mount a file system")
+    try:
+        for blocking in (True, False):
+            with pytest.raises(CheckpointError, match="Read-only file system"):
+                fabric.save(tmp_path / "run", STATE, blocking=blocking).wait()
+            with pytest.raises(CheckpointError, match="Read-only file system"):
+                CheckpointDirectory(tmp_path / "new").save(fabric, STATE, blocking=blocking).wait()
+        assert fabric.load(tmp_path / "run")["step"] == 1
+    finally:
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs `flock`")
+@pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "background"])
+def test_a_save_to_a_folder_that_another_job_is_saving_to_raises(
+    fabric: Fabric, tmp_path: Path, blocking: bool
+) -> None:
+    fabric.save(tmp_path / "run", STATE)
+    before = sorted(os.listdir(tmp_path / "run"))
+    unlock = Folder(tmp_path / "run").lock()
+    with pytest.raises(CheckpointError, match="Another process is saving to this folder"):
+        fabric.save(tmp_path / "run", {"x": torch.zeros(3)}, blocking=blocking).wait()
+    assert sorted(os.listdir(tmp_path / "run")) == before
+    unlock()
+    fabric.save(tmp_path / "run", {"x": torch.zeros(3)}, blocking=blocking).wait()
+    assert read_checkpoint(tmp_path / "run")["x"].sum() == 0
