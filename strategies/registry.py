@@ -75,7 +75,7 @@ _TABLE = (
         "model_parallel.strategy:ModelParallelStrategy",
         "a mesh, and your parallelize_fn(model, mesh)",
     ),
-    _built_in("manual", "manual.strategy:ManualStrategy", "whatever your parallelize(module, context) does"),
+    _built_in("manual", "manual.strategy:ManualStrategy", "parallelism by your parallelize(module, context)"),
     _built_in(
         "ddp_sharded", "fairscale.sharded_ddp:FairScaleShardedStrategy", "FairScale: gradients, optimizer state split"
     ),

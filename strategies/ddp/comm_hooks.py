@@ -37,7 +37,7 @@ class PowerSGD:
     def __post_init__(self) -> None:
         if self.start_step < 2:
             raise ValueError(
-                f"`PowerSGD(start_step={self.start_step})`: DistributedDataParallel lays its buckets out anew after "
+                f"`PowerSGD(start_step={self.start_step})`: DistributedDataParallel rebuilds its buckets after "
                 "the first backward, so factors cannot be kept before. Write 2, or more."
             )
         if self.matrix_approximation_rank < 1:

@@ -139,7 +139,7 @@ class _Share:
 
 @final
 class OwnersState(StateAccess):
-    """Modules are unsharded; an optimizer's state is received from the ranks that own it, one parameter at a time."""
+    """Modules are whole on every rank; the state of an optimizer comes from whoever has it, a parameter at a time."""
 
     def __init__(self, collective: Collective) -> None:
         self.collective = collective
@@ -157,7 +157,7 @@ class OwnersState(StateAccess):
         PLAIN.load_optimizer(optimizer, content)
 
     def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The unsharded state, on the CPU of rank 0."""
+        """The whole state, on the CPU of rank 0."""
         parameters, state = parameters_of(optimizer), optimizer.state
         held = self.collective.all_gather_object([i for i, p in enumerate(parameters) if p in state])
         owner = {index: rank for rank, indices in enumerate(held) for index in indices}

@@ -70,7 +70,7 @@ class MeshAveraging:
     def average(self) -> None:
         """Average all gradients that no wrapper reduces. Ranks: all, after the backward."""
         self.expected = False
-        settle(self.parameters)
+        redistribute(self.parameters)
         if self.replicas is not None:
             self.replicas.check()
         for collective, parameters in self.unaveraged:
@@ -158,7 +158,7 @@ def average(collective: Collective, parameters: Iterable[Tensor]) -> None:
 
 
 @torch.no_grad()
-def settle(parameters: Sequence[nn.Parameter]) -> None:
+def redistribute(parameters: Sequence[nn.Parameter]) -> None:
     """Redistribute gradients to the placements of their parameters. Ranks: all that hold a part of them.
 
     A replicated parameter may get a partial gradient (`Partial`) from backward: for example that of a norm whose input

@@ -1,4 +1,4 @@
-"""Gradient synchronisation of a model that the user's `parallelize` function has laid out.
+"""Gradient synchronisation of a model that the user's `parallelize` function has parallelized.
 
 # Note [Shards are divided as they arrive]
 Backward sums the gradient of a shard over the ranks that used it. For the mean of the ranks' losses it must be divided

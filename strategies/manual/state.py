@@ -1,4 +1,4 @@
-"""The state of a model that the user's `parallelize` function has laid out: unsharded tensors, under the user's names.
+"""The state of a model parallelized by the user's `parallelize` function: unsharded tensors, under the user's names.
 
 A DTensor knows its placements, and is gathered. A plain tensor can only be saved if it is a replica, so the ranks
 compare theirs before they save.

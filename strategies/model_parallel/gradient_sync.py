@@ -22,7 +22,7 @@ from fabric.strategies.sharding.same_gradients import SameGradients
 
 @final
 class ModelParallelGradientSync(GradientSync):
-    """Synchronises one model that `parallelize_fn` has laid out. A pipeline has `PipelineGradientSync`."""
+    """Synchronises one model that `parallelize_fn` has parallelized. A pipeline has `PipelineGradientSync`."""
 
     def __init__(self, runtime: Runtime, module: nn.Module, unfilled: Unfilled, *, broadcast_buffers: bool) -> None:
         self.runtime, self.module, self.unfilled = runtime, module, unfilled

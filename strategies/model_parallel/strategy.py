@@ -1,6 +1,6 @@
 """`ModelParallelStrategy`: tensor, sharded data, context and pipeline parallelism over a mesh of ranks.
 
-The user's function lays out the model with PyTorch's own APIs; the strategy makes the mesh, and the numbers equal
+The user's function parallelizes the model with PyTorch's own APIs; the strategy makes the mesh, and the numbers equal
 those of one process: weights are broadcast from rank 0, gradients are averaged along each axis whose ranks have
 different data and that no wrapper averages (in `fabric.backward`), norms are computed over all shards, data is
 distributed along the data axes alone, and an optimizer that was made before `setup` holds the new parameters.

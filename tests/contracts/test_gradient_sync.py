@@ -56,6 +56,7 @@ def averaged(module: nn.Module, context: ManualContext) -> Parallelized:
 
 TECHNIQUES: dict[str, tuple[int, Callable[[], Strategy], str]] = {
     "single_device": (1, partial(make_strategy, "single_device"), "LocalGradientSync"),
+    "dp": (1, partial(make_strategy, "dp"), "LocalGradientSync"),
     "ddp": (2, DDPStrategy, "DDPGradientSync"),
     "fsdp": (2, FSDPStrategy, "FSDPGradientSync"),
     "model_parallel": (
@@ -70,7 +71,7 @@ TECHNIQUES: dict[str, tuple[int, Callable[[], Strategy], str]] = {
     "deepspeed_3": (2, partial(DeepSpeedStrategy, stage=3), "DeepSpeedGradientSync"),
 }
 """Ranks, how the strategy is made, and the class that it must make. Those over Horovod and XLA run in environments of
-their own; `dp` needs two devices of one process, and a pipeline runs its own schedule (`pipeline/test_schedule.py`)."""
+their own (`tests/over_horovod`, `tests/xla`), and a pipeline runs its own schedule (`pipeline/test_schedule.py`)."""
 BATCHES = torch.randn(2, 5, 4, 3, generator=torch.Generator().manual_seed(2))
 """`(ranks, micro-batches, samples, features)`."""
 
@@ -78,6 +79,11 @@ BATCHES = torch.randn(2, 5, 4, 3, generator=torch.Generator().manual_seed(2))
 def observe(world: World, make: Callable[[], Strategy]) -> dict[str, Any]:
     fabric = Fabric(accelerator="cpu", strategy=make(), devices=world.size)
     fabric._connect(world)
+    return use(fabric)
+
+
+def use(fabric: Fabric) -> dict[str, Any]:
+    """What a rank sees of its gradient synchronisation, from setup to close."""
     given = Net()
     optimizer = SGD(given.parameters(), lr=0.5)
     model, optimizer = fabric.setup(given, optimizer)
@@ -85,14 +91,14 @@ def observe(world: World, make: Callable[[], Strategy]) -> dict[str, Any]:
     found: dict[str, Any] = {"class": type(prepared.sync), "weights": []}
 
     def backward(micro_batch: int) -> None:
-        found["output"] = model(BATCHES[world.rank, micro_batch])
+        found["output"] = model(fabric.to_device(BATCHES[fabric.global_rank, micro_batch]))
         fabric.backward(found["output"]["loss"])
 
     def step() -> None:
         optimizer.step()
         optimizer.zero_grad()
         whole = prepared.state.read_module(model)
-        found["weights"].append({name: value.detach().clone() for name, value in whole.items()})
+        found["weights"].append({name: value.detach().cpu().clone() for name, value in whole.items()})
 
     backward(0)
     step()
