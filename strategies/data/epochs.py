@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any, Generic, TypeVar, final
+
+from torch.utils.data import DataLoader, SequentialSampler
 
 from fabric.strategies.data.rng import Rng, Streams, digest, mix
 from fabric.strategies.data.take import take
@@ -46,7 +48,7 @@ class Drawn(Generic[T]):
 
     def begin(self, *, again: bool) -> None:
         """Call `iter` on the sampler now, since some draw in it; `again`: with the streams at the epoch's beginning."""
-        with self._streams.drawing_again() if again else self._streams.drawing():
+        with self._streams.drawing_again() if again else self._drawing():
             self._iterator = iter(self._items)
 
     def __iter__(self) -> Iterator[T]:
@@ -77,10 +79,19 @@ class Drawn(Generic[T]):
         yield self._rest
 
     def _draw(self, count: int | None) -> list[T]:
-        with self._streams.drawing():
+        with self._drawing():
             if self._iterator is None:
                 self._iterator = iter(self._items)
             return take(self._iterator, count)
+
+    def _drawing(self) -> AbstractContextManager[None]:
+        items = self._items
+        by_workers = type(items) is DataLoader and items.num_workers > 0 and self._iterator is not None
+        return nullcontext() if by_workers or type(items) in _WITHOUT_DRAWS else self._streams.drawing()
+
+
+# To save and restore the generators costs a tenth of a millisecond and more.
+_WITHOUT_DRAWS = (SequentialSampler, range, list, tuple)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,6 +63,15 @@ def sources(dataset: Any) -> list[Any]:
     return [found for found in _walk(dataset._ex_iterable) if not _is_random(found)]
 
 
+def loses_samples(dataset: object) -> bool:
+    """Whether a stream that is resumed by its own `state_dict` leaves out what its shuffle buffer held."""
+    if not is_iterable(dataset):
+        return False
+    outermost = dataset._ex_iterable  # type: ignore[attr-defined]
+    kinds = (type(outermost).__qualname__, *(found for found in _walk(outermost) if isinstance(found, str)))
+    return "BufferShuffledExamplesIterable" in kinds
+
+
 def shuffle_states(dataset: Any) -> list[str]:
     """The state of each random generator that shuffles a stream. Without a seed it differs between processes."""
     if not is_iterable(dataset):

@@ -99,6 +99,17 @@ class SharedStream(IterableDataset[Any]):
 
 
 @final
+class WithoutState(IterableDataset[Any]):
+    """A dataset without its `state_dict`: torchdata's `StatefulDataLoader` reads it again up to a position."""
+
+    def __init__(self, dataset: Iterable[Any]) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.dataset)
+
+
+@final
 @dataclass(frozen=True)
 class Collate:
     """The user's `collate_fn`; a `LeftOut` is passed through."""

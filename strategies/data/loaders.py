@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
+from fabric.strategies.data import huggingface
 from fabric.strategies.data.batch_sampler import MAX_CHUNKS, IndexSource, index_source
 from fabric.strategies.data.content import describe, describe_stream
 from fabric.strategies.data.device_loader import DeviceLoader, Reading, Resumable, SupportsSetEpoch, read_as
 from fabric.strategies.data.dispatch import Dispatched
 from fabric.strategies.data.epochs import Order
 from fabric.strategies.data.hints import advice, loading_of
-from fabric.strategies.data.iterable import Collate, SharedStream, SplitStream, split_stream
+from fabric.strategies.data.iterable import Collate, SharedStream, SplitStream, WithoutState, split_stream
 from fabric.strategies.data.loader_check import LoaderNumbers, Ranks, agree_on_loader, agree_on_seed, length_of
 from fabric.strategies.data.partition import Cut, LeaveOut, RoundRobinCut, SampleCut
 from fabric.strategies.data.rng import own_rngs
@@ -181,11 +182,20 @@ def _own(loader: Iterable[Any], setup: _Setup) -> Reading:
 
 def _whole(loader: Iterable[Any], share: Share) -> Reading:
     """The user's loader; only its `worker_init_fn` is replaced."""
-    if not isinstance(loader, DataLoader) or loader.num_workers == 0:
+    if not isinstance(loader, DataLoader):
         return Reading(source=loader, epochal=_epochal(loader, loader), position=_stateful(loader))
+    parts = {} if _exact(loader.dataset) is loader.dataset else {"dataset": _exact(loader.dataset)}
+    if loader.num_workers == 0:
+        source = _copy(loader, **parts) if parts else loader
+        return Reading(source=source, epochal=_epochal(loader, source), position=_stateful(source))
     start = WorkerStart(share.index, loader)
-    source = _copy(loader, worker_init_fn=start)
+    source = _copy(loader, worker_init_fn=start, **parts)
     return Reading(source=source, start=start, epochal=_epochal(loader, source), position=_stateful(source))
+
+
+def _exact(dataset: Any) -> Any:
+    """The dataset, without a state of its own if samples are lost where that is loaded."""
+    return WithoutState(dataset) if huggingface.loses_samples(dataset) else dataset
 
 
 def _stateful(items: Iterable[Any]) -> Resumable | None:
@@ -274,7 +284,7 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup
 
 
 def _own_part(loader: DataLoader[Any], stream: SplitStream, setup: _Setup, start: WorkerStart) -> Reading:
-    source = _copy(loader, worker_init_fn=start, dataset=stream.part)
+    source = _copy(loader, worker_init_fn=start, dataset=_exact(stream.part))
     agreement = _equal_batches(source, stream.words, setup, exact=False)
     epochal = tuple({id(each): each for each in (*_epochal(loader, loader), *_epochal(source, source))}.values())
     reading = (

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -13,6 +14,8 @@ T = TypeVar("T")
 
 def take(iterator: Iterator[T], count: int | None) -> list[T]:
     """The next `count` items (None: all), or fewer if the iterator ends."""
+    if type(iterator).__module__ == "builtins":  # generators, and iterators of lists and ranges: `iter` does nothing
+        return list(islice(iterator, count))
     taken = list[T]()
     while count is None or len(taken) < count:
         try:

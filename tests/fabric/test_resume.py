@@ -141,3 +141,49 @@ def test_plain_values_are_saved_and_the_reserved_name_raises(fabric: Fabric, tmp
     assert set(read_checkpoint(tmp_path / "file")) == {"weight", "bias"}
     with pytest.raises(ValueError, match="this name is reserved"):
         fabric.save(tmp_path / "file", {"fabric": 1})
+
+
+def go_on(fabric: Fabric, path: str, stop: int) -> tuple[list[float], list[list[int]]]:
+    """From the file, if there is one, up to step `stop` of two epochs: the global loss and samples of each step."""
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), 0.01))
+    size = fabric.world_size
+    data = [(torch.full((4,), float(number) / 40), number) for number in range(40)]
+    loader = fabric.setup_dataloaders(DataLoader(data, 8 // size, shuffle=True))  # type: ignore[arg-type]
+    state = {"model": model, "optimizer": optimizer, "loader": loader, "epoch": 0, "number": 0}
+    if Path(path).exists():
+        fabric.load(path, state)
+    losses, samples = list[float](), list[list[int]]()
+    number = state["number"]
+    for epoch in range(state["epoch"], 2):
+        for inputs, indices in loader:
+            number += 1  # type: ignore[operator]
+            loss = model(inputs).square().mean()
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(fabric.all_reduce(loss.detach())))
+            samples.append(fabric.all_gather(indices).flatten().tolist())
+            if number == stop:
+                break
+        if number == stop:
+            fabric.save(path, {**state, "epoch": epoch, "number": number})
+            break
+    return losses, samples
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_numbers_of_ranks_and_strategies_in_the_same_global_order(tmp_path: Path) -> None:
+    def run(size: int, strategy: str, path: Path, stop: int) -> tuple[list[float], list[list[int]]]:
+        with Fabric(accelerator="cpu", devices=size, strategy=strategy) as fabric:
+            return fabric.launch(go_on, str(path), stop)
+
+    whole_losses, whole_samples = run(1, "single_device", tmp_path / "whole", -1)
+    losses, samples = list[float](), list[list[int]]()
+    for size, strategy, stop in ((2, "ddp", 3), (1, "single_device", 4), (2, "fsdp", 8), (4, "ddp", -1)):
+        more_losses, more_samples = run(size, strategy, tmp_path / "parts", stop)
+        losses += more_losses
+        samples += more_samples
+    assert samples == whole_samples
+    assert losses == pytest.approx(whole_losses, rel=1e-5)

@@ -13,6 +13,7 @@ from datasets import Dataset, IterableDataset
 from datasets.distributed import split_dataset_by_node
 from shares import share_out
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 SIZE = 26
 
@@ -100,6 +101,25 @@ def test_set_epoch_on_the_dataset_or_the_loader_shuffles_again(num_shards: int) 
     for dataset in datasets:
         dataset.set_epoch(1)
     assert read(loaders) == second
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize(("count", "num_workers"), [(1, 0), (1, 2), (2, 0), (3, 0)])
+def test_a_stream_that_is_resumed_loses_no_sample_of_its_shuffle_buffer(
+    kind: Any, count: int, num_workers: int
+) -> None:
+    def loaders() -> list[Any]:
+        return share_out(lambda _: kind(stream(4).shuffle(seed=1, buffer_size=8), 2, num_workers=num_workers), count)
+
+    whole = read(loaders())
+    for loader, resumed, batches in zip(loaders(), loaders(), whole, strict=True):
+        reading = iter(loader)
+        head = [next(reading)["x"].tolist() for _ in range(3)]
+        resumed.load_state_dict(loader.state_dict())
+        assert head + read([resumed])[0] == batches
+        assert read([resumed])[0] == batches
 
 
 def test_a_stream_shuffled_without_a_seed_is_refused() -> None:
