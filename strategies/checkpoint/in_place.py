@@ -31,9 +31,11 @@ def filled_module(module: nn.Module, content: Any) -> Any:
     return state
 
 
-def filled_optimizer(optimizer: Optimizer, content: Any) -> Any:
-    """`content` with the tensors of the optimizer's state, filled, where shapes and dtypes match. The others are in new
-    memory."""
+def filled_optimizer(optimizer: Optimizer, content: Any, *, mapped: bool = False) -> Any:
+    """`content` with the tensors of the optimizer's state, filled, where shapes and dtypes match.
+
+    The others are in new memory, or (`mapped`) mapped, to be copied by the caller.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     indices = [index for group in content["param_groups"] for index in group["params"]]
     existing = {index: optimizer.state.get(each, {}) for index, each in zip(indices, parameters, strict=False)}
@@ -43,7 +45,7 @@ def filled_optimizer(optimizer: Optimizer, content: Any) -> Any:
         if isinstance(value, Stored) and _is_same_kind(target, value) and target.data_ptr() not in filled:
             filled.add(target.data_ptr())
             return _fill(target, value)
-        return in_memory(value)
+        return in_memory(value, mapped=mapped)
 
     states = {
         index: {name: fill(value, existing.get(index, {}).get(name)) for name, value in entries.items()}

@@ -19,11 +19,12 @@ from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import PlainState
 from fabric.strategies.ddp.comm_hooks import CommHook, check, why_not
 from fabric.strategies.ddp.gradient_sync import UNUSED, DDPGradientSync
-from fabric.strategies.ddp.zero1 import OwnersState, deal_out, refuse_whole
+from fabric.strategies.ddp.zero1 import deal_out, refuse_whole
 from fabric.strategies.module.prepare import attach_scaler, place, replica
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.owners import OwnersState
 from fabric.strategies.target import Target
 from fabric.strategies.undo import undo_all
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.capabilities import Capability
-from fabric.strategies.checkpoint.state import PlainState
 from fabric.strategies.fairscale.changed_gradients import note_all
 from fabric.strategies.fairscale.library import (
     NEEDS_ALL,
@@ -35,6 +34,7 @@ from fabric.strategies.module.prepare import place, replica
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.owners import OwnersState
 from fabric.strategies.target import Target, releases
 
 
@@ -80,7 +80,7 @@ class FairScaleShardedStrategy(ProcessGroupStrategy):
             replica(runtime, module, optimizers, sync),
             clip_norm=partial(clip_norm, owned=sync.owned, collective=runtime.collective, scaler=runtime.loss_scaler),
             clip_value=partial(clip_value, owned=sync.owned, scaler=runtime.loss_scaler),
-            state=PlainState(runtime.world.size),
+            state=OwnersState(runtime.collective),
         )
 
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:

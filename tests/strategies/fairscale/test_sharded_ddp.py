@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,3 +98,33 @@ def test_each_parameter_has_its_gradient_and_its_state_on_one_rank() -> None:
     assert alike
     assert owners == [1] * 8
     assert held == 4 * (16 + 4) / 2
+
+
+def save_and_load(fabric: Fabric, path: str) -> tuple[list[int], list[int]]:
+    """The parameters whose state each rank wrote, and those whose state a fresh optimizer has after loading."""
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+    model, optimizer = fabric.setup(model, AdamW(model.parameters()))
+    fabric.backward(model(torch.rand(2, 4)).sum())
+    optimizer.step()
+    fabric.save(path, {"model": model, "optimizer": optimizer})
+    fresh = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+    fresh, its_optimizer = fabric.setup(fresh, AdamW(fresh.parameters()))
+    fabric.load(path, {"model": fresh, "optimizer": its_optimizer})
+    pairs = ((model, optimizer), (fresh, its_optimizer))
+    held = [[i for i, p in enumerate(net.parameters()) if p in one.state] for net, one in pairs]
+    of_ranks = fabric.collective.all_gather_object(held)
+    return [each[0] for each in of_ranks], [each[1] for each in of_ranks]
+
+
+@pytest.mark.slow
+def test_each_rank_saves_and_loads_the_state_of_its_own_parameters_alone(tmp_path: Path) -> None:
+    found = Fabric(accelerator="cpu", strategy="ddp_sharded", devices=2).launch(save_and_load, str(tmp_path / "saved"))
+    assert found is not None
+    before, after = found
+    assert sorted(before[0] + before[1]) == [0, 1, 2, 3]
+    assert after == before
+    manifest = json.loads((tmp_path / "saved" / "manifest.json").read_text())["content"]["tensors"]
+    for rank, held in enumerate(before):
+        for index in held:
+            pieces = manifest[f"/optimizer/state/{index}/exp_avg"]["pieces"]
+            assert {piece[0].split(".")[1] for piece in pieces} == {str(rank)}
