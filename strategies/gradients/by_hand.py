@@ -22,6 +22,8 @@ from fabric.strategies.runtime import Runtime
 
 _NUM_ALLOWED = 1
 """After a single change the program may have loaded other weights."""
+_NUM_COMPARED = 1024
+"""Elements that are compared: a weight that was moved and moved back, to measure a loss there, has not changed."""
 
 
 def refuse_updates_by_hand(runtime: Runtime, module: nn.Module, parameters: Sequence[Tensor]) -> Callable[[], None]:
@@ -41,20 +43,21 @@ class _Watched:
 
     def __init__(self, runtime: Runtime, module: nn.Module, parameter: Tensor) -> None:
         self._runtime, self._module, self._parameter = runtime, module, parameter
-        self._version = -1
+        self._before: tuple[int, Tensor] | None = None
         self._since_ns = self._num_backwards = self._num_changes = 0
         self.handle: RemovableHandle = parameter.register_hook(self._computed)  # type: ignore[no-untyped-call]
 
     def _computed(self, gradient: Tensor) -> None:
         if self._runtime.backward.is_running or torch.is_grad_enabled():  # the second: the result goes into a loss
             return
-        version, number = self._parameter._version, self._runtime.loader_numbers.num_backwards
-        before, earlier, since_ns = self._version, self._num_backwards, self._since_ns
-        self._version, self._num_backwards, self._since_ns = version, number, time.time_ns()
-        if before == -1 or number != earlier:
-            self._num_changes = 0
+        number, since_ns, before = self._runtime.loader_numbers.num_backwards, self._since_ns, self._before
+        version, values = self._parameter._version, self._parameter.detach().flatten()[:_NUM_COMPARED]
+        is_first = before is None or number != self._num_backwards
+        if before is not None and not is_first and (version == before[0] or torch.allclose(values, before[1])):
             return
-        if version == before:
+        self._before, self._num_backwards, self._since_ns = (version, values.clone()), number, time.time_ns()
+        if is_first:
+            self._num_changes = 0
             return
         recorder = FlightRecorder()
         if recorder.num_elements("", since_ns, self._since_ns) >= self._parameter.numel():
