@@ -37,6 +37,7 @@ from fabric.strategies.gradients.in_shards import InShards
 from fabric.strategies.module.copies import Hook
 from fabric.strategies.module.forward import leave_uncompiled
 from fabric.strategies.module.parameter_rebinding import HOOKED
+from fabric.strategies.pytree import tensors_in
 from fabric.strategies.sharding.dtensor import as_sharded, user_class
 from fabric.strategies.sharding.other_data import OTHER_DATA, Storages
 from fabric.strategies.torch_internals import (
@@ -181,7 +182,7 @@ class Gathered:
                     each[0].reshard()
         else:
             self._versions = _versions(kept)
-            self._show(kept)
+            self._show(kept, output)
             self._hook(kept)
 
     def _refuse_replaced(self) -> None:
@@ -217,7 +218,7 @@ class Gathered:
             some = ", ".join(repr(f"{prefixes.get(part, '')}{name}") for part, name in lost[:5])
             raise RuntimeError(sentence.format(model=user_class(self._module).__name__, names=some))
 
-    def _show(self, kept: list[_Unit]) -> None:
+    def _show(self, kept: list[_Unit], output: Any) -> None:
         """Give gathered copies a gradient that is zeroed for that of their shard, until it is taken back."""
         for each in _params(kept):
             copy = each.unsharded_param
@@ -228,6 +229,10 @@ class Gathered:
         copies = [each.unsharded_param for each, _, _ in self._shown if each.unsharded_param.requires_grad]
         if copies:  # a backward that is not ours takes them when it computes the first of these gradients
             self._first_use = register_multi_grad_hook(copies, lambda _: self._take(), mode="any")
+        if self._shown:  # and `torch.autograd.grad` of inputs, which computes none of these, but ends as a backward
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: self._take())  # type: ignore[no-untyped-call]
 
     def _take(self) -> None:
         """Take the placeholders back, and clear the gradients of shards whose copies' gradients were cleared."""

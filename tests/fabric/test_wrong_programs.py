@@ -325,7 +325,7 @@ def gradients_of_its_own_averaged(fabric: Fabric) -> nn.Module:
 def updates_of_its_own(fabric: Fabric) -> nn.Module:
     """Gradient descent without an optimizer, by the gradients of one rank."""
     model = fabric.setup(make_net())
-    for step in range(4):
+    for step in range(6):
         loss = loss_of(model, step, fabric.global_rank, fabric.world_size)
         parameters = list(model.parameters())
         gradients = torch.autograd.grad(loss, parameters)
@@ -362,6 +362,26 @@ def steps_within_backward(fabric: Fabric) -> nn.Module:
     nothing = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     backward = lambda loss: fabric.backward(loss, model=model)  # noqa: E731
     return steps(model, nothing, backward, rank=fabric.global_rank, size=fabric.world_size)
+
+
+def penalised(fabric: Fabric | None = None) -> nn.Module:
+    """A gradient penalty, as for the critic of a GAN: gradients of the last step are there in both forwards."""
+    model: nn.Module = make_net()
+    optimizer = make_optimizer(model)
+    rank, size = 0, 1
+    if fabric is not None:
+        model, optimizer = fabric.setup(model, optimizer)
+        rank, size = fabric.global_rank, fabric.world_size
+    for step in range(3):
+        inputs = torch.linspace(-1, step, 16).view(4, 4).sin()[rank * 4 // size : (rank + 1) * 4 // size]
+        inputs.requires_grad_()
+        (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+        penalty = (gradient.norm(dim=1) - 1).square().mean()
+        loss = loss_of(model, step, rank, size) + penalty
+        optimizer.zero_grad()
+        loss.backward() if fabric is None else fabric.backward(loss, model=model)
+        optimizer.step()
+    return model
 
 
 class Layerwise(SGD):
@@ -472,6 +492,7 @@ PROGRAMS: dict[str, tuple[Callable[[Fabric], nn.Module], dict[str, Change]]] = {
     "updates of its own": (updates_of_its_own, {}),
     "loss weighted by gradients": (weighted_by_gradients, {}),
     "steps within backward": (steps_within_backward, {}),
+    "gradient penalty": (penalised, {}),
     "layerwise optimizer": (partial(stepped_by, Layerwise), {}),
     "optimizer with the norm of all gradients": (partial(stepped_by, WithGlobalNorm), {}),
     "gradients read": (read_gradients, {}),
@@ -481,6 +502,7 @@ PROGRAMS: dict[str, tuple[Callable[[Fabric], nn.Module], dict[str, Change]]] = {
 
 PLAIN: dict[str, Callable[[], nn.Module]] = {
     "second derivatives": second_derivatives,
+    "gradient penalty": penalised,
     "updates of its own": descended,
     "layerwise optimizer": partial(stepped_by, Layerwise),
     "optimizer with the norm of all gradients": partial(stepped_by, WithGlobalNorm),
@@ -587,6 +609,7 @@ CORRECT = {
 RIGHT: dict[str, tuple[str, ...]] = {
     "second derivatives": ("ddp",),
     "gradients of its own, averaged": ("ddp",),
+    "gradient penalty": ("ddp", "fsdp", "model_parallel", "ddp_sharded", "ddp_fully_sharded", "deepspeed_stage_1"),
     "loss weighted by gradients": (
         *(
             "ddp",
