@@ -304,7 +304,7 @@ class Engine:
 
     def trained_shards(self) -> list[Tensor]:
         """This rank's shards of the weights that DeepSpeed trains, after `follow_weights`."""
-        zero, is_changed = self.zero, self._marks() != self._marks_then
+        zero, is_changed = self.zero, self.released is None and self._addresses() != self._addresses_then
         self.follow_weights()
         flats = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
         shards = [flat.detach() for flat in flats]
