@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Container, Iterable
 from contextlib import ExitStack
 from typing import Any, TypeAlias, final
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -24,8 +25,8 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.torch_internals import current_graph_task_id
 
-_Mark: TypeAlias = tuple[int, int] | None
-"""The identity and the version of an optimizer's first gradient."""
+_Mark: TypeAlias = tuple[ReferenceType[Tensor], int] | None
+"""An optimizer's first gradient, and its version. Not its `id`, which may be used again, on some ranks alone."""
 _NEVER: tuple[int, _Mark] = (-1, None)
 _NUM_COMPARED = 3
 """After so many steps without a backward, with equal gradients, the program is known to average them."""
@@ -58,9 +59,10 @@ class StepChecks:
         number, mark = self._runtime.loader_numbers.num_backwards, _mark(optimizer)
         number_before, mark_before = self._last.get(optimizer, _NEVER)
         self._last[optimizer] = number, mark
-        if number != number_before or mark is None or mark == mark_before:
+        if number != number_before or mark is None:
             return
-        if number and mark_before is not None and mark[0] == mark_before[0]:  # what a backward averaged was changed
+        is_same = mark_before is not None and mark[0] is mark_before[0]
+        if is_same and (number or mark == mark_before):  # what a backward averaged, be it changed; or the same again
             return
         if self._num_compared[optimizer] < _NUM_COMPARED:
             self._num_compared[optimizer] += 1
@@ -80,7 +82,7 @@ class StepChecks:
 def _mark(optimizer: Optimizer) -> _Mark:
     for parameter in _first(optimizer.param_groups):
         gradient = parameter.grad
-        return None if gradient is None else (id(gradient), gradient._version)
+        return None if gradient is None else (ref(gradient), gradient._version)
     return None
 
 

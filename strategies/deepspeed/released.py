@@ -105,7 +105,8 @@ class Released:
         start = self._rank * shard.numel()
         own = parameter.detach().flatten()[start : start + shard.numel()]
         shard = shard[: own.numel()].to(own.device)  # the last shards are padded
-        return (own.view(torch.uint8) != shard.view(torch.uint8)).any()
+        differ: Tensor = (own.view(torch.uint8) != shard.view(torch.uint8)).any()
+        return differ
 
 
 CHANGED_WEIGHT = (

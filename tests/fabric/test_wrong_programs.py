@@ -663,7 +663,6 @@ SENTENCES = {
     ("fsdp", "updates of its own"): "were written to after `torch.autograd.grad`: these are gathered copies",
     ("deepspeed_stage_2", "layerwise optimizer"): "`Layerwise` in `setup` uses whole tensors, but ZeRO passes",
     ("ddp_fully_sharded", "layerwise optimizer"): "cannot run `Layerwise`: each rank has a part of the gradients",
-    ("ddp_sharded", "weights assigned through .data"): "were given other memory after `fabric.setup`",
     ("ddp_sharded", "optimizer with the norm of all gradients"): "cannot run `WithGlobalNorm`: each rank has a part",
     ("deepspeed_stage_1", "gradients read"): "of a gradient that DeepSpeed keeps, in shards or not averaged yet",
     ("fsdp", "never synchronised"): "`SGD.step()` after a `fabric.backward` within `no_backward_sync`",
