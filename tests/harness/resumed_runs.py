@@ -86,7 +86,7 @@ def refuse_difference(found: Any, expected: Any, at: str) -> None:
     """Raise AssertionError unless two states are the same, bit for bit."""
     assert type(found) is type(expected), (at, type(found), type(expected))
     if isinstance(expected, dict):
-        assert list(found) == list(expected), (at, list(found), list(expected))
+        assert found.keys() == expected.keys(), (at, list(found), list(expected))
         assert getattr(found, "_metadata", None) == getattr(expected, "_metadata", None), at
         for key in expected:
             refuse_difference(found[key], expected[key], f"{at}/{key}")

@@ -69,26 +69,41 @@ def change_at(fabric: Fabric, moment: str, change: Callable[[nn.Module], object]
     return "nothing"
 
 
-def change_all(fabric: Fabric, left_out: Sequence[str]) -> dict[tuple[str, str], str]:
+def change_all(fabric: Fabric, moments: Sequence[str], left_out: Sequence[str]) -> dict[tuple[str, str], str]:
     return {
         (moment, name): change_at(fabric, moment, change)
-        for moment in MOMENTS
+        for moment in moments
         for name, change in CHANGES.items()
         if name not in left_out
     }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("threshold", "left_out"), [(0, ()), (100000, IN_ONE_SHARD)], ids=["released", "gathered"])
-def test_weights_changed_by_hand_at_stage_3_raise_at_any_moment(threshold: int, left_out: Sequence[str]) -> None:
+def refuse_changes(moments: Sequence[str], threshold: int, left_out: Sequence[str] = ()) -> None:
     config = {"zero_optimization": {"stage3_param_persistence_threshold": threshold}}
     strategy = DeepSpeedStrategy(stage=3, config=config)
-    found = Fabric(accelerator="cpu", devices=2, strategy=strategy).launch(change_all, left_out)
+    found = Fabric(accelerator="cpu", devices=2, strategy=strategy).launch(change_all, moments, left_out)
     assert found is not None
     for case, sentence in found.items():
         assert any(words in sentence for words in (TORCHS, *OURS)), (case, sentence)
     if threshold == 0:
-        assert all(TORCHS in found[moment, "clamp_ of one element"] for moment in MOMENTS)
+        assert all(TORCHS in found[moment, "clamp_ of one element"] for moment in moments)
+
+
+@pytest.mark.slow
+def test_weights_that_are_released_raise_when_they_are_changed_by_hand() -> None:
+    refuse_changes(("setup",), 0)
+
+
+@pytest.mark.slow
+def test_weights_that_are_kept_gathered_raise_when_they_are_changed_by_hand() -> None:
+    refuse_changes(("step",), 100000, IN_ONE_SHARD)
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize(("threshold", "left_out"), [(0, ()), (100000, IN_ONE_SHARD)], ids=["released", "gathered"])
+def test_weights_changed_by_hand_raise_at_any_moment(threshold: int, left_out: Sequence[str]) -> None:
+    refuse_changes(MOMENTS, threshold, left_out)
 
 
 def pass_and_fail(fabric: Fabric) -> list[float]:
