@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -40,7 +40,7 @@ from fabric.strategies.module.copies import own_hooks, refuse_copies, refuse_pic
 from fabric.strategies.module.deferred_init import refuse_empty
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.prepare import place, with_precision
+from fabric.strategies.module.prepare import place, prepared, with_precision
 from fabric.strategies.module.same_model import refuse_different_models
 from fabric.strategies.prepared import Prepared, TrainedWeights
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
@@ -172,16 +172,14 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         if self._stage == 3:
             stack.callback(own_code(module))
         stack.callback(pieces.drive(optimizer))
-        around = with_precision(runtime, sync.forward)
-        stack.callback(ForwardPath(module, refuse_empty(module, around)).release)
+        path = ForwardPath(module, refuse_empty(module, with_precision(runtime, sync.forward)))
+        stack.callback(path.release)
         optimizer.state.clear()  # states of the parameters before they were sharded
         if before is not None:
             state.write_optimizer(optimizer, before)
         scales = engine.optimizer.needs_scaler()
-        return Prepared(
-            module=module,
-            optimizers=(optimizer,),
-            sync=sync,
+        return replace(
+            prepared(runtime, module, (optimizer,), sync, path),
             scale_loss=engine.scale if scales else None,
             joins_backward=not scales,
             loss_scale=LossScale(engine.optimizer.loss_scaler) if engine.optimizer.loss_scaler.dynamic else None,
@@ -256,12 +254,10 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             place(runtime, module, (), move=move)
         stack.callback(sync.release)
         around = with_precision(runtime, sync.forward if self._stage == 3 else None)
-        stack.callback(ForwardPath(module, refuse_empty(module, around)).release)
-
-        return Prepared(
-            module=module,
-            optimizers=(),
-            sync=sync,
+        path = ForwardPath(module, refuse_empty(module, around))
+        stack.callback(path.release)
+        return replace(
+            prepared(runtime, module, (), sync, path),
             scale_loss=refuse,
             clip_norm=refuse,
             clip_value=refuse,

@@ -1,7 +1,7 @@
 """`make bench`: one table of ratios against raw PyTorch and, where installed, against what people use today.
 
-`BENCH_ARGS='sharded memory'` chooses parts of it: imports, launches, process, ranks, numbers, sharded, memory,
-checkpoints.
+`BENCH_ARGS='sharded memory'` chooses parts of it: imports, launches, many_ranks, process, ranks, numbers, sharded,
+memory, checkpoints.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from sharded import memory, steps
 from timing import Row
-from whole_process import imports, launches
+from whole_process import imports, launches, many_ranks
 
 from fabric import Fabric
 
@@ -36,6 +36,7 @@ def exact_numbers() -> list[Row]:
 PARTS = {
     "imports": imports,
     "launches": launches,
+    "many_ranks": many_ranks,
     "process": one_process,
     "ranks": ranks,
     "numbers": exact_numbers,

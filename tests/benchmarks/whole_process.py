@@ -1,4 +1,4 @@
-"""What a whole process costs: importing, launching two ranks up to their first barrier, and ending."""
+"""What a whole process costs: importing, launching 2 to 16 ranks up to their first barrier, and ending."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import rivals
-from timing import Row, rows
+from timing import Row, in_order, rows
 
 IMPORTS = {
     "raw": "import torch",
@@ -24,7 +24,8 @@ OURS = """
 import sys, time
 import torch
 from fabric import Fabric
-fabric = Fabric(accelerator="cpu", strategy="ddp", devices=2)
+devices = int(sys.argv[2]) if len(sys.argv) > 2 else 2
+fabric = Fabric(accelerator="cpu", strategy="ddp", devices=devices)
 fabric.launch()
 fabric.barrier()
 if fabric.is_global_zero:
@@ -88,14 +89,7 @@ def launches(rounds: int = 5) -> list[Row]:
         if "LF" in rivals.installed():
             commands["LF"] = [sys.executable, _write(folder, "lf.py", LIGHTNING)]
         script = _write(folder, "raw.py", TORCHRUN)
-        commands["torchrun"] = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-            script,
-        ]
+        commands["torchrun"] = _torchrun(script, 2)
         up: dict[str, list[float]] = {name: [] for name in ("import torch", *commands)}
         down: dict[str, list[float]] = {name: [] for name in ("one process", *commands)}
         for _ in range(rounds):
@@ -113,17 +107,37 @@ def launches(rounds: int = 5) -> list[Row]:
     )
 
 
+def many_ranks(rounds: int = 3) -> list[Row]:
+    """From the start of the command to the first barrier, for numbers of ranks that double."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        script, program = _write(folder, "raw.py", TORCHRUN), _write(folder, "ours.py", OURS)
+        for size in (4, 8, 16):
+            commands = {"torchrun": _torchrun(script, size), "ours": [sys.executable, program]}
+            times: dict[str, list[float]] = {name: [] for name in commands}
+            for turn in range(rounds):
+                for name, command in in_order(commands, turn):
+                    barrier, _, _, start = _stamps(command, Path(folder) / "stamp", str(size))
+                    times[name].append((barrier - start) * 1e6)
+            found += rows(f"launch of {size} ranks to the first barrier", times)
+    return found
+
+
+def _torchrun(script: str, size: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", script]
+
+
 def _write(folder: str, name: str, content: str) -> str:
     path = Path(folder) / name
     path.write_text(content)
     return str(path)
 
 
-def _stamps(command: list[str], stamp: Path) -> tuple[float, float, float, float]:
+def _stamps(command: list[str], stamp: Path, *args: str) -> tuple[float, float, float, float]:
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     start = time.monotonic()
     subprocess.run(
-        [*command, str(stamp)], check=True, env=environ, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        [*command, str(stamp), *args], check=True, env=environ, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
     )
     end = time.monotonic()
     barrier = float(stamp.read_text())
