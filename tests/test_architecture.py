@@ -258,6 +258,16 @@ def test_the_layer_of_the_user_never_asks_which_strategy_it_has() -> None:
     assert not wrong
 
 
+def test_prepared_is_made_in_one_place() -> None:
+    makers = {
+        named(path)
+        for path in sources()
+        for node in nodes_of(path)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Prepared"
+    }
+    assert makers == {"strategies/module/prepare.py"}
+
+
 def test_no_file_has_a_generic_name() -> None:
     drawers = {"utils", "util", "common", "helpers", "misc", "base"}
     assert not [named(path) for path in sources() if drawers & set(path.relative_to(ROOT).with_suffix("").parts)]
