@@ -327,7 +327,7 @@ class Engine:
     def remember_weights(self) -> None:
         """Record the current weights as those that DeepSpeed trains."""
         if self.released is not None:
-            self.released.put()
+            self.released.remember()
         self._addresses_then = self._addresses()
 
     def _addresses(self) -> list[int]:

@@ -5,7 +5,8 @@ placeholder has the shape of the parameter and one element of memory, which is N
 place on such a tensor, at the line of the program. What it allows (`fill_`, `zero_`, an index) changes the element, and
 `parameter.data = other` the address: both are found at the next forward or step.
 
-Parameters that DeepSpeed keeps gathered, since they are small, are compared with this rank's shard before a step.
+Parameters that DeepSpeed keeps gathered, since they are small, are compared before a step with a copy of them that was
+made after the last one; those that were gathered since, with this rank's shard.
 """
 
 from __future__ import annotations
@@ -42,7 +43,16 @@ class Released:
                 shape = parameter.ds_shape if parameter.ds_numel > 1 else (2,)
                 self._placeholders[number] = element.expand(shape)
         self._addresses: list[int] = []
+        self._copied: list[int] = []
+        self._copies: dict[torch.dtype, Tensor] = {}
         self.put()
+
+    @disable_dynamo
+    def remember(self) -> None:
+        """Set placeholders, and record the weights that are gathered now as those that DeepSpeed trains."""
+        self.put()
+        self._copied = self._gathered()
+        self._copies = self._flattened(self._copied)
 
     @disable_dynamo
     def put(self) -> None:
@@ -69,9 +79,9 @@ class Released:
 
     @disable_dynamo
     def refuse_changes(self) -> None:
-        """Raise RuntimeError for any change that is found, in gathered weights on the ranks whose shards it concerns.
+        """Raise RuntimeError for any change that is found. Waits for the device.
 
-        Waits for the device.
+        In weights that were gathered since the last step, only the ranks whose shards differ raise.
         """
         self.refuse_other_data()
         for elements, numbers in self._elements:
@@ -81,32 +91,69 @@ class Released:
                 raise RuntimeError(
                     CHANGED_WEIGHT.format(name=self._parameters[numbers[int(changed.int().argmax())]][0])
                 )
-        gathered = [
-            named for number, named in enumerate(self._parameters) if named[1].numel() and not self._is_released(number)
-        ]
-        if gathered:
-            self._refuse_different(gathered)
+        gathered = self._gathered()
+        if gathered == self._copied:
+            now = self._flattened(gathered)
+            for dtype, copy in self._copies.items():
+                if not _are_equal(copy, now[dtype]):
+                    raise RuntimeError(CHANGED_WEIGHT.format(name=self._changed_since_copied(copy)))
+        elif gathered:
+            self._refuse_different([self._parameters[number] for number in gathered])
 
+    def _changed_since_copied(self, copy: Tensor) -> str:
+        """The name of the first parameter that differs from its part of a copy."""
+        start = 0
+        for name, parameter in (self._parameters[number] for number in self._copied):
+            if parameter.dtype == copy.dtype:
+                end = start + parameter.numel()
+                if not _are_equal(copy[start:end], parameter.detach().reshape(-1)):
+                    return name
+                start = end
+        return "?"
+
+    def _gathered(self) -> list[int]:
+        return [
+            number
+            for number, (_, parameter) in enumerate(self._parameters)
+            if parameter.numel() and not self._is_released(number)
+        ]
+
+    @torch.no_grad()
+    def _flattened(self, numbers: Sequence[int]) -> dict[torch.dtype, Tensor]:
+        """The parameters of each dtype, in one tensor."""
+        alike: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+        for number in numbers:
+            parameter = self._parameters[number][1]
+            alike[parameter.dtype].append(parameter.reshape(-1))
+        return {dtype: torch.cat(tensors) for dtype, tensors in alike.items()}
+
+    @torch.no_grad()
     def _refuse_different(self, gathered: Sequence[tuple[str, Any]]) -> None:
-        """Raise RuntimeError if a parameter differs from its shard."""
-        differ = torch.stack([self._differs_from_shard(parameter) for _, parameter in gathered])
-        if differ.any():
-            raise RuntimeError(CHANGED_WEIGHT.format(name=gathered[int(differ.int().argmax())][0]))
+        """Raise RuntimeError if a parameter differs from its shard in a bit."""
+        for name, parameter in gathered:
+            if (parameter.shape, parameter.dtype) != (parameter.ds_shape, parameter.ds_tensor.dtype):
+                raise RuntimeError(CHANGED_WEIGHT.format(name=name))
+        pairs = [self._own_and_shard(parameter) for _, parameter in gathered]
+        for dtype in {own.dtype for own, _ in pairs}:  # all at once: of a small one each operation would cost more
+            alike = [pair for pair in pairs if pair[0].dtype == dtype]
+            if not _are_equal(torch.cat([own for own, _ in alike]), torch.cat([shard for _, shard in alike])):
+                differ = next(i for i, (own, shard) in enumerate(pairs) if not _are_equal(own, shard))
+                raise RuntimeError(CHANGED_WEIGHT.format(name=gathered[differ][0]))
 
     def _is_released(self, number: int) -> bool:
         placeholder = self._placeholders.get(number)
         return placeholder is not None and self._parameters[number][1].data_ptr() == placeholder.data_ptr()
 
-    def _differs_from_shard(self, parameter: Any) -> Tensor:
-        """Whether the weights of this rank's shard differ in a bit, as a tensor `()`."""
-        shard = parameter.ds_tensor.detach().flatten()
-        if (parameter.shape, parameter.dtype) != (parameter.ds_shape, shard.dtype):
-            return torch.ones((), dtype=torch.bool, device=parameter.device)
+    def _own_and_shard(self, parameter: Any) -> tuple[Tensor, Tensor]:
+        """The weights of this rank's shard as the program sees them, and the shard."""
+        shard = parameter.ds_tensor.view(-1)
         start = self._rank * shard.numel()
-        own = parameter.detach().flatten()[start : start + shard.numel()]
-        shard = shard[: own.numel()].to(own.device)  # the last shards are padded
-        differ: Tensor = (own.view(torch.uint8) != shard.view(torch.uint8)).any()
-        return differ
+        own = parameter.reshape(-1)[start : start + shard.numel()]
+        return own, shard[: own.numel()].to(own.device)  # the last shards are padded
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 CHANGED_WEIGHT = (
