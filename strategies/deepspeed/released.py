@@ -153,7 +153,12 @@ class Released:
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    """Whether two tensors have the same bits. NaN equals NaN."""
+    integer = _INTEGERS[one.element_size()]
+    return torch.equal(one.view(integer), other.view(integer))
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 CHANGED_WEIGHT = (
