@@ -45,6 +45,7 @@ class Released:
         self._addresses: list[int] = []
         self._copied: list[int] = []
         self._copies: dict[torch.dtype, Tensor] = {}
+        self._now: dict[torch.dtype, Tensor] = {}  # kept, because new memory costs more than the copy
         self.put()
 
     @disable_dynamo
@@ -52,7 +53,7 @@ class Released:
         """Set placeholders, and record the weights that are gathered now as those that DeepSpeed trains."""
         self.put()
         self._copied = self._gathered()
-        self._copies = self._flattened(self._copied)
+        self._flatten(self._copied, self._copies)
 
     @disable_dynamo
     def put(self) -> None:
@@ -93,9 +94,9 @@ class Released:
                 )
         gathered = self._gathered()
         if gathered == self._copied:
-            now = self._flattened(gathered)
+            self._flatten(gathered, self._now)
             for dtype, copy in self._copies.items():
-                if not _are_equal(copy, now[dtype]):
+                if not _are_equal(copy, self._now[dtype]):
                     raise RuntimeError(CHANGED_WEIGHT.format(name=self._changed_since_copied(copy)))
         elif gathered:
             self._refuse_different([self._parameters[number] for number in gathered])
@@ -119,13 +120,19 @@ class Released:
         ]
 
     @torch.no_grad()
-    def _flattened(self, numbers: Sequence[int]) -> dict[torch.dtype, Tensor]:
-        """The parameters of each dtype, in one tensor."""
+    def _flatten(self, numbers: Sequence[int], into: dict[torch.dtype, Tensor]) -> None:
+        """Copy the parameters of each dtype into one tensor, which is reused if it has the right size."""
         alike: dict[torch.dtype, list[Tensor]] = defaultdict(list)
         for number in numbers:
             parameter = self._parameters[number][1]
             alike[parameter.dtype].append(parameter.reshape(-1))
-        return {dtype: torch.cat(tensors) for dtype, tensors in alike.items()}
+        for dtype in into.keys() - alike.keys():
+            del into[dtype]
+        for dtype, tensors in alike.items():
+            if dtype in into and into[dtype].numel() == sum(tensor.numel() for tensor in tensors):
+                torch.cat(tensors, out=into[dtype])
+            else:
+                into[dtype] = torch.cat(tensors)
 
     @torch.no_grad()
     def _refuse_different(self, gathered: Sequence[tuple[str, Any]]) -> None:
