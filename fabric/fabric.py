@@ -1106,7 +1106,7 @@ class Fabric:
                 self._guard.attach(optimizer)
 
     def _check_steps(self, model: Prepared) -> None:
-        """Raise for steps with gradients that nobody averages, where the strategy knows what is averaged."""
+        """Raise for steps with gradients that are not averaged, where the strategy knows what is averaged."""
         runtime, strategy = self._connected, self.strategy
         if runtime.world.size == 1 or not (strategy.uses_process_groups and strategy.sets_up_one_model):
             return

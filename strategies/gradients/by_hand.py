@@ -1,4 +1,4 @@
-"""Weights that the program itself updates with gradients of `torch.autograd.grad`, which nobody averages.
+"""Weights that the program itself updates with gradients of `torch.autograd.grad`, which are not averaged.
 
 `torch.autograd.grad(loss, parameters)` returns gradients of this rank's loss alone. To read them is right (the weight
 of a loss in a GAN, second derivatives), and so is an update with averages of them; an update with them alone makes
