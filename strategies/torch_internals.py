@@ -85,7 +85,11 @@ FULLY_SHARD: Names = {
         "_module_info": "which parameter of which module it is: one that was replaced is found",
     },
     "torch.distributed.fsdp.wrap:ModuleWrapPolicy": {"_module_classes": "the classes that it wraps"},
-    "torch.distributed.tensor:DTensor": {"_local_tensor": "`to_local` records a node of the graph for each shard"},
+    "torch.distributed.tensor:DTensor": {
+        "_local_tensor": "`to_local` records a node of the graph for each shard",
+        "_op_dispatcher _spec": "see Note [Slices that are copies]",
+    },
+    "torch.distributed.tensor._dispatch:OpDispatcher": {"_custom_op_handlers": "see Note [Slices that are copies]"},
 }
 
 PIPELINING: Names = {

@@ -252,6 +252,12 @@ def clamp_data(model: nn.Module) -> None:
         parameter.data.clamp_(-0.3, 0.3)
 
 
+def zero_a_row(model: Any) -> None:
+    model[0].weight.data[2].zero_()
+    with torch.no_grad():
+        model[2].weight[1] = 0.5
+
+
 def assign_data(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.data = parameter.data * 0.5
@@ -481,6 +487,7 @@ PROGRAMS: dict[str, tuple[Callable[[Fabric], nn.Module], dict[str, Change]]] = {
     "hooks after setup": (lambda fabric: usual(fabric, before=hook_gradients), {"before": hook_gradients}),
     "weights clamped through .data": (lambda fabric: usual(fabric, before=clamp_data), {"before": clamp_data}),
     "weights assigned through .data": (lambda fabric: usual(fabric, before=assign_data), {"before": assign_data}),
+    "rows of weights changed in place": (lambda fabric: usual(fabric, before=zero_a_row), {"before": zero_a_row}),
     "nn.init.eye_ after setup": (
         lambda fabric: usual(fabric, before=start_as_identity),
         {"before": start_as_identity},
@@ -625,6 +632,7 @@ RIGHT: dict[str, tuple[str, ...]] = {
     "optimizer with the norm of all gradients": ("ddp", "fsdp", "model_parallel", "manual"),
     "steps within backward": ("fsdp", "model_parallel"),
     "gradients read": ("ddp", "fsdp", "model_parallel", "manual"),
+    "rows of weights changed in place": ("ddp", "fsdp", "model_parallel", "manual"),
 }
 """Programs that are right under these strategies, and raise under others."""
 
@@ -639,7 +647,8 @@ FOLLOWED = (
 KEEPS_WHOLE_WEIGHTS = ("ddp", "manual", "ddp_sharded", "deepspeed_stage_1", "deepspeed_stage_2")
 
 UNSEEN = {("manual", f"{what} of its own") for what in ("gradients", "updates")} | {("manual", "steps within backward")}
-UNSEEN.add(("ddp_fully_sharded", "gradients read"))  # they are those of this rank's shard
+for program in ("gradients read", "rows of weights changed in place"):
+    UNSEEN.add(("ddp_fully_sharded", program))  # those of this rank's shard, which has one dimension
 UNSEEN.add(("ddp_sharded", "updates of its own"))  # owners and other ranks see different changes of a weight
 
 SENTENCES = {
