@@ -203,10 +203,11 @@ def _by_element(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     if isinstance(result, (list, tuple)):
         like = shards if len(shards) >= len(result) else shards * len(result)
         return type(result)(
-            plain[id(each)] if id(each) in plain else _like(each, of)
-            for each, of in zip(result, like, strict=False)
+            plain[id(each)] if id(each) in plain else _like(each, of) for each, of in zip(result, like, strict=False)
         )
-    return result
+    if result is not None:
+        _refuse(str(operator), _whys(shards))
+    return None
 
 
 def _whole_of(shard: Any) -> torch.Size:
@@ -263,12 +264,18 @@ def _refuse(operation: str, why: str) -> NoReturn:
     raise RuntimeError(f"`{operation}` of this rank's shard {why}")
 
 
-_COPIES_OUT = frozenset(("numpy", "tolist", "item", "__array__", "to_dlpack", "__dlpack__", "__format__"))
-_LEFT_ALONE = frozenset(("__set__", "__delete__", "requires_grad_", "register_hook", "data_ptr", "size", "numel", "dim"))
+_COPIES_OUT = frozenset(
+    (
+        *("numpy", "tolist", "item", "__array__", "__dlpack__", "__format__", "__iter__", "__contains__"),
+        *("__bool__", "__float__", "__int__", "__complex__", "__index__"),
+    )
+)
+_LEFT_ALONE = frozenset(("__set__", "__delete__", "requires_grad_", "register_hook"))
 _KEEPS = frozenset(
     (
         *("clone", "detach", "detach_", "alias", "copy_", "_to_copy", "lift_fresh", "zero_", "fill_", "fill"),
-        *("zeros_like", "ones_like", "full_like", "empty_like", "view", "_unsafe_view", "_reshape_alias", "contiguous"),
+        *("zeros_like", "ones_like", "full_like", "empty_like", "view", "_unsafe_view", "_reshape_alias"),
+        *("masked_fill", "masked_fill_"),
     )
 )
 """Operations that act on each element, and are not tagged so."""

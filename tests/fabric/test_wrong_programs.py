@@ -639,7 +639,6 @@ FOLLOWED = (
 KEEPS_WHOLE_WEIGHTS = ("ddp", "manual", "ddp_sharded", "deepspeed_stage_1", "deepspeed_stage_2")
 
 UNSEEN = {("manual", f"{what} of its own") for what in ("gradients", "updates")} | {("manual", "steps within backward")}
-UNSEEN.add(("ddp_fully_sharded", "gradients read"))  # they are those of this rank's shard
 UNSEEN.add(("ddp_sharded", "updates of its own"))  # owners and other ranks see different changes of a weight
 
 SENTENCES = {
@@ -664,6 +663,7 @@ SENTENCES = {
     ("deepspeed_stage_2", "layerwise optimizer"): "`Layerwise` in `setup` uses whole tensors, but ZeRO passes",
     ("ddp_fully_sharded", "layerwise optimizer"): "cannot run `Layerwise`: each rank has a part of the gradients",
     ("ddp_sharded", "optimizer with the norm of all gradients"): "cannot run `WithGlobalNorm`: each rank has a part",
+    ("ddp_fully_sharded", "gradients read"): "outside of forward each rank has a part of each tensor",
     ("deepspeed_stage_1", "gradients read"): "of a gradient that DeepSpeed keeps, in shards or not averaged yet",
     ("fsdp", "never synchronised"): "`SGD.step()` after a `fabric.backward` within `no_backward_sync`",
     ("fsdp", "optimizer from before setup"): "has replaced the parameters of `FSDPSequential`",
