@@ -90,8 +90,11 @@ class ShardedParameter(nn.Parameter):
         if name in _COPIES_OUT:
             _refuse(name, _whys(args))
         with without_torch_function():
-            if function == _SET_GRADIENT and isinstance(args[1], FlatShard):
-                return function(args[0], args[1].plain)
+            if function == _SET_GRADIENT and isinstance(args[1], Tensor):
+                parameter, gradient = args[0], _plain_below(args[1])
+                if gradient.shape != parameter.shape:
+                    _refuse(f"grad = a tensor of shape {tuple(gradient.shape)}", parameter._sharding[1])
+                return function(parameter, gradient)
             if name in _LEFT_ALONE:
                 return function(*args, **kwargs)
             with _ByElement():
@@ -185,7 +188,9 @@ def _by_element(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         return operator(*args, **kwargs)
     name = operator.overloadpacket.__name__
     written = _written(operator, args, kwargs)
-    of_many = name.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
+    if name.startswith("_amp_"):
+        _refuse(f"GradScaler, {operator}", _GRAD_SCALER)
+    of_many = name.startswith(("_foreach_", "_fused_"))
     if name in _REDUCES or not (of_many or name in _KEEPS or torch.Tag.pointwise in operator.tags):
         _refuse(str(operator), _whys(shards))
     if torch.Tag.nondeterministic_seeded in operator.tags:
@@ -264,6 +269,10 @@ def _refuse(operation: str, why: str) -> NoReturn:
     raise RuntimeError(f"`{operation}` of this rank's shard {why}")
 
 
+_GRAD_SCALER = (
+    "of a gradient: ranks would skip a step where their own part overflows, and the others would not. Pass "
+    "`precision='16-mixed'`, whose scaler asks all ranks, and leave out `torch.amp.GradScaler`."
+)
 _COPIES_OUT = frozenset(
     (
         *("numpy", "tolist", "item", "__array__", "__dlpack__", "__format__", "__iter__", "__contains__"),

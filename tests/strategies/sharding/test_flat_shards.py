@@ -76,6 +76,7 @@ READS: dict[str, Callable[[nn.Parameter], Any]] = {
     "stacked": lambda p: torch.stack([grad(p)]),
     "matrix": lambda p: p @ torch.ones(4),
     "linear": lambda p: nn.functional.linear(torch.ones(4), p),
+    "a gradient of other shape": lambda p: setattr(p, "grad", torch.ones(4, 2)),
     "whole tensor": lambda p: p.copy_(torch.ones(8)),
     "two shapes": lambda p: p.mul(other()),
     "into a plain tensor": lambda p: torch.zeros(4).copy_(p),
@@ -86,6 +87,14 @@ READS: dict[str, Callable[[nn.Parameter], Any]] = {
     "sorted": lambda p: p.sort(),
     "sum of cumulated": lambda p: p.cumsum(0),
 }
+
+
+def test_a_scaler_that_each_rank_has_of_its_own_raises_with_the_precision_to_write() -> None:
+    shard = make_shard()
+    optimizer, scaler = torch.optim.SGD([shard], lr=0.1), torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    with pytest.raises(RuntimeError, match="Pass `precision='16-mixed'`"):
+        scaler.step(optimizer)
 
 
 def other() -> nn.Parameter:
