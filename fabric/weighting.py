@@ -24,6 +24,7 @@ from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.gradients.sync import Factor, GradientSync, scale_gradients
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.sharding.dtensor import as_sharded, local_part
+from fabric.strategies.sharding.flat_shards import plain_shard
 
 Weight: TypeAlias = "float | Tensor"
 
@@ -191,6 +192,7 @@ def _version(gradient: Tensor | None) -> int:
 def _is_nonzero(gradient: Tensor | None) -> bool:
     if gradient is None:
         return False
+    gradient = plain_shard(gradient)
     if type(gradient) is not Tensor and as_sharded(gradient) is None:
         return True  # a subclass of Tensor without values on this rank
     return bool(local_part(gradient).count_nonzero())

@@ -268,6 +268,10 @@ class NoOwnersGradientSync(GradientSync):
     def unsynced(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    @property
+    def is_replicated(self) -> bool:
+        return True
+
     def watch(self) -> Finish:
         before = [(parameter, parameter.grad, _version(parameter.grad)) for parameter in self.module.parameters()]
         return partial(self._refuse_changed, before)

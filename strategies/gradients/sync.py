@@ -50,6 +50,14 @@ class GradientSync(ABC):
         """Whether the gradient that a post-accumulate hook of a parameter finds is averaged already."""
         return False
 
+    @property
+    def is_replicated(self) -> bool:
+        """Whether it is known that all ranks hold the same whole parameters, and average their gradients over all.
+
+        For strategies of which not every model does.
+        """
+        return False
+
     def carry(self, weight: Factor) -> Callable[[], Factor] | None:
         """Called before `watch`: send this rank's weight along with the gradients of the coming synchronised backward.
 

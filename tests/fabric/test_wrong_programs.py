@@ -522,7 +522,7 @@ def run_all(fabric: Fabric, strategy: str) -> dict[str, str]:
     found = {}
     probe = torch.linspace(-1, 1, 8).view(2, 4)
     for name, (program, changes) in PROGRAMS.items():
-        if strategy not in CORRECT.get(name, (strategy,)) or (strategy, name) in UNSEEN:
+        if strategy not in CORRECT.get(name, (strategy,)):
             continue
         net = make_net()
         plain = PLAIN.get(name) or partial(steps, net, make_optimizer(net), lambda loss: loss.backward(), **changes)
@@ -646,11 +646,6 @@ FOLLOWED = (
 """What trains on from the changed weights, where ranks have whole weights."""
 KEEPS_WHOLE_WEIGHTS = ("ddp", "manual", "ddp_sharded", "deepspeed_stage_1", "deepspeed_stage_2")
 
-UNSEEN = {("manual", f"{what} of its own") for what in ("gradients", "updates")} | {("manual", "steps within backward")}
-for program in ("gradients read", "rows of weights changed in place"):
-    UNSEEN.add(("ddp_fully_sharded", program))  # those of this rank's shard, which has one dimension
-UNSEEN.add(("ddp_sharded", "updates of its own"))  # owners and other ranks see different changes of a weight
-
 SENTENCES = {
     ("ddp", "submodules called by themselves"): "were not averaged over the ranks",
     ("ddp", "never synchronised"): "`SGD.step()` after a `fabric.backward` within `no_backward_sync`",
@@ -666,6 +661,13 @@ SENTENCES = {
         "gradients of its own",
     ): "`SGD.step()` with gradients that no `fabric.backward` has computed since its last",
     ("ddp", "updates of its own"): "`torch.autograd.grad` or a plain backward computed of this rank's loss alone",
+    (
+        "manual",
+        "gradients of its own",
+    ): "`SGD.step()` with gradients that no `fabric.backward` has computed since its last",
+    ("manual", "updates of its own"): "`torch.autograd.grad` or a plain backward computed of this rank's loss alone",
+    ("ddp_sharded", "updates of its own"): "a plain backward computed of this rank's loss alone",
+    ("manual", "steps within backward"): "`SGD.step()` within a backward, in a hook of a parameter of `Sequential`",
     ("ddp", "steps within backward"): "`SGD.step()` within a backward, in a hook of a parameter of `Sequential`",
     ("ddp_fully_sharded", "steps within backward"): "its gradient is averaged over the ranks later",
     ("fsdp", "second derivatives"): "`torch.autograd.grad(..., create_graph=True)` of parameters of `Sequential`",
@@ -673,6 +675,7 @@ SENTENCES = {
     ("deepspeed_stage_2", "layerwise optimizer"): "`Layerwise` in `setup` uses whole tensors, but ZeRO passes",
     ("ddp_fully_sharded", "layerwise optimizer"): "cannot run `Layerwise`: each rank has a part of the gradients",
     ("ddp_sharded", "optimizer with the norm of all gradients"): "cannot run `WithGlobalNorm`: each rank has a part",
+    ("ddp_fully_sharded", "gradients read"): "outside of forward each rank has a part of each tensor",
     ("deepspeed_stage_1", "gradients read"): "of a gradient that DeepSpeed keeps, in shards or not averaged yet",
     ("fsdp", "never synchronised"): "`SGD.step()` after a `fabric.backward` within `no_backward_sync`",
     ("fsdp", "optimizer from before setup"): "has replaced the parameters of `FSDPSequential`",
