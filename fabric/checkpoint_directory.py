@@ -85,14 +85,16 @@ class CheckpointDirectory:
             after_commit=partial(remove_old, self._storage, self._keep_last, self._keep_best, self._best),
         )
 
-    def load(self, fabric: Fabric, state: MutableMapping[str, Any], strict: bool = True) -> dict[str, Any] | None:
+    def load(
+        self, fabric: Fabric, state: MutableMapping[str, Any], strict: bool = True, *, resume_loaders: bool = True
+    ) -> dict[str, Any] | None:
         """Load the newest complete checkpoint as `fabric.load`; None, and nothing is changed, where there is none.
 
         Ranks: all; rank 0 chooses. Raises: as `fabric.load`.
         """
         fabric.wait_for_save()
         path = from_rank_zero(fabric.collective, self._storage, self.latest)
-        return None if path is None else fabric.load(path, state, strict)
+        return None if path is None else fabric.load(path, state, strict, resume_loaders=resume_loaders)
 
     def latest(self) -> str | None:
         """The path of the newest complete checkpoint; None where there is none. Any process may call it, alone."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -56,6 +57,7 @@ from fabric.resolve import resolve
 from fabric.run_state import generators_of, has_objects, is_run, restore_generators, run_state_of
 from fabric.seed import seed_everything
 from fabric.step_checks import StepChecks
+from fabric.step_counter import StepCounter
 from fabric.stop import StopRequest
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint import foreign, loading, run_state, saving
@@ -181,8 +183,10 @@ class Fabric:
         self._models: dict[nn.Module, Prepared] = {}
         self._optimizers: dict[Optimizer, StateAccess] = {}
         self._schedulers: list[Any] = []
+        self._loaders: list[weakref.ref[DeviceLoader]] = []
+        self._steps: dict[Optimizer, StepCounter] = {}
         self._left_out: set[str] = set()
-        """Loaders without a state, by the names under which they were left out of a checkpoint."""
+        """What was reported to be left out of checkpoints: names of loaders without a state, and messages."""
         self._bare: BareParameters | None = None
         self._backward: Callable[..., None] | None = None
         self._accumulation = Accumulation()
@@ -384,6 +388,7 @@ class Fabric:
         self._optimizers.update(dict.fromkeys(prepared.optimizers, prepared.state))
         self._take_in(bare, prepared.optimizers, move=move_to_device)
         self._tell_skips(prepared.optimizers)
+        self._count_steps(prepared.optimizers)
         self._guard_steps(prepared.optimizers)
         if self._replica_check is not None:
             self._replica_check.add(prepared)
@@ -415,6 +420,7 @@ class Fabric:
         self._optimizers.update({each: self._state_access(each, otherwise=shared) for each in optimizers})
         self._take_in(bare, optimizers, move=True)
         self._tell_skips(optimizers)
+        self._count_steps(optimizers)
         self._guard_steps(optimizers)
         self._compare_after_steps(optimizers)
         return optimizers[0] if len(optimizers) == 1 else optimizers
@@ -504,6 +510,7 @@ class Fabric:
             )
             for loader in loaders
         )
+        self._loaders += map(weakref.ref, prepared)
         return prepared[0] if len(prepared) == 1 else prepared
 
     def is_wrapped(self, obj: object) -> bool:
@@ -863,6 +870,14 @@ class Fabric:
 
     # Saving
 
+    @property
+    def num_steps(self) -> int:
+        """The number of optimizer steps of this run, without skipped ones; `load` restores it if it resumes a run.
+
+        With several optimizers: of the one that has stepped most.
+        """
+        return max((each.num_steps for each in self._steps.values()), default=0)
+
     def save(
         self,
         path: str | os.PathLike[str],
@@ -877,7 +892,8 @@ class Fabric:
         stays until the new one is complete and on disk. `path`: a path on a disk that all ranks share, or a URL for
         fsspec. `filter`: for a name in `state`, a function `(key, value) -> bool` that selects what is saved. A data
         loader without a `state_dict` is left out, with one message. Unless `state` has only plain values, the entry
-        `"fabric"` is added: the random generators of every rank, the loss scales, and the schedulers passed to `setup`.
+        `"fabric"` is added: the random generators of every rank, the loss scales, the schedulers passed to `setup`, the
+        number of steps of each optimizer, and the positions of prepared loaders that `state` does not name.
         Save after a step, not within a window of micro-batches: gradients are not saved.
         `blocking=False`: returns once everything is copied; a thread on each rank writes the copies. `wait()` of the
         result, the next `save` or `load`, and `close` wait for it and raise its error. The copies take as many bytes as
@@ -907,14 +923,22 @@ class Fabric:
             self._saves.finish()
 
     def load(
-        self, path: str | os.PathLike[str], state: MutableMapping[str, Any] | None = None, strict: bool = True
+        self,
+        path: str | os.PathLike[str],
+        state: MutableMapping[str, Any] | None = None,
+        strict: bool = True,
+        *,
+        resume_loaders: bool = True,
     ) -> dict[str, Any]:
         """Load a checkpoint into the objects of `state`, in place; returns the entries that `state` does not name.
 
-        If `state` has an optimizer or a prepared loader, this resumes the saved run: random generators, loss scales and
-        schedulers are restored too, at the end of this call; a message says so if the checkpoint has none. Otherwise
-        they are not changed. If the number of ranks that read different data has changed, all ranks start from rank 0's
-        generators, until the next batch or forward (see `setup`). Also reads a file of `torch.save` with the same
+        If `state` has an optimizer or a prepared loader, this resumes the saved run: random generators, loss scales,
+        schedulers, `num_steps` and the positions of prepared loaders are restored too, at the end of this call; a
+        message says so if the checkpoint has none. Otherwise they are not changed. Loaders that neither state names are
+        matched in the order in which they were set up, before this call; a message says which of them continue within
+        an epoch, or why they cannot. `resume_loaders=False`: they are not restored. If the number of ranks that read
+        different data has changed, all ranks start from rank 0's generators, until the next batch or forward (see
+        `setup`). Also reads a file of `torch.save` with the same
         names. Checksums are verified before any object is changed.
         `strict=False` loads modules with other names, and leaves out what the checkpoint lacks, with a message. Shapes
         must be equal anyway.
@@ -930,7 +954,7 @@ class Fabric:
         with self._collective_load():
             rest = restore(found, content, strict=strict, access=self._state_access, loaders=self._loader_states)
         if is_run(dict(found)):
-            self._run_state(found).write(in_memory(run))
+            self._run_state(found).write(in_memory(run), resume_loaders=resume_loaders)
         return rest
 
     def load_raw(self, path: str | os.PathLike[str], obj: Stateful, strict: bool = True) -> None:
@@ -1087,6 +1111,7 @@ class Fabric:
         self._accumulation.release()
         self._unguard()
         self._models, self._optimizers, self._schedulers, self._backward = {}, {}, [], None
+        self._loaders, self._steps = [], {}
         self._unprepared = self._step_checks = self._replica_guard = self._replica_check = None
         self._bare = self._weighting = None
 
@@ -1253,7 +1278,10 @@ class Fabric:
         own = [model.loss_scale for model in self._models.values() if model.loss_scale is not None]
         shared = self._connected.loss_scaler
         scalers: list[Stateful] = [*own] if own or shared is None else [shared]
-        return run_state_of(self._connected, scalers, self._schedulers, dict(state))
+        loaders = [loader for each in self._loaders if (loader := each()) is not None]
+        return run_state_of(
+            self._connected, scalers, self._schedulers, self._steps, loaders, dict(state), self._left_out
+        )
 
     def _refuse_twice(self, *objects: nn.Module | Optimizer) -> None:
         for obj in objects:
@@ -1306,6 +1334,11 @@ class Fabric:
         for optimizer in optimizers:
             optimizer.step_was_skipped = False  # type: ignore[attr-defined]
             self._open.callback(vars(optimizer).pop, "step_was_skipped", None)
+
+    def _count_steps(self, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers:
+            self._steps[optimizer] = StepCounter()
+            self._open.callback(self._steps[optimizer].attach(optimizer))
 
     def _unknown(self, optimizer: Optimizer) -> list[Tensor]:
         """The parameters of an optimizer that nothing averages."""

@@ -71,7 +71,9 @@ class GradientGuard:
         check = optimizer.register_step_pre_hook(self._before_step)
         # Strategies' hooks remove gradients: of a step that overflowed, or of other ranks' parameters.
         optimizer._optimizer_step_pre_hooks.move_to_end(check.id, last=False)  # type: ignore[attr-defined]
-        self._handles += [check, optimizer.register_step_post_hook(self._after_step)]
+        after = optimizer.register_step_post_hook(self._after_step)
+        optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]  # as above
+        self._handles += [check, after]
 
     def release(self) -> None:
         """Stop checking."""

@@ -1,17 +1,22 @@
 """The positions of data loaders in a checkpoint: saved for loaders that have a state, left out for others.
 
+`LoaderStates` is for those that the user's state names, `LoaderPositions` for all others of the run.
+
 If the ranks split one order of samples, rank 0's state is that of all. If each rank reads data of its own, the
 checkpoint has the state of every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
+from torch import Tensor
 from torch.utils.data import DataLoader
 
+from fabric.strategies.checkpoint.run_state import Positions
 from fabric.strategies.checkpoint.state import SKIPPED, LoaderAccess, Stateful
+from fabric.strategies.checkpoint.values import encode
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.data.device_loader import DeviceLoader, StatefulDeviceLoader, loader_name
 
@@ -68,3 +73,116 @@ class LoaderStates(LoaderAccess):
 
 def _reads_own_part(loader: object) -> bool:
     return isinstance(loader, StatefulDeviceLoader) and loader.reads_own_part
+
+
+@final
+class LoaderPositions(Positions):
+    """The positions of the prepared loaders that a state does not name, in the order in which they were set up.
+
+    They are restored only if every rank can; otherwise the loaders keep their positions, and a message says why.
+    """
+
+    def __init__(
+        self, loaders: Sequence[DeviceLoader], collective: Collective, report: Callable[[str], None], reported: set[str]
+    ) -> None:
+        self._loaders, self._collective, self._report, self._reported = loaders, collective, report, reported
+
+    def read(self) -> list[Any]:
+        return [self._position(number, loader) for number, loader in enumerate(self._loaders)]
+
+    def merged(self, of_ranks: list[list[Any]]) -> list[Any]:
+        if len({len(each) for each in of_ranks}) > 1:  # Python frees loaders that are not used any more
+            self._report_once("Ranks have different numbers of data loaders, so their positions are not saved.")
+            return []
+        return [
+            self._of_all(loader, states)
+            for loader, states in zip(self._loaders, zip(*of_ranks, strict=True), strict=True)
+        ]
+
+    def write(self, saved: list[Any]) -> None:
+        if not saved:
+            return
+        gathered = self._collective.all_gather_object(self._problems(saved))
+        if any(problems is None for problems in gathered):
+            self._report(_OTHER_NUMBER.format(saved=len(saved), here=len(self._loaders)))
+            return
+        for number, (loader, state) in enumerate(zip(self._loaders, saved, strict=True), start=1):
+            problem = next((problems[number - 1] for problems in gathered if problems[number - 1]), None)
+            if problem is not None:
+                self._report(f"Loader {number} of the run was not restored: {problem}")
+            elif state is not None:
+                assert isinstance(loader, StatefulDeviceLoader)
+                own = state[OF_RANKS][self._collective.rank] if OF_RANKS in state else state
+                loader.load_state_dict(own)
+                if "loader" in own or own.get("order", {}).get("samples"):
+                    self._report(_CONTINUES.format(number=number, name=loader_name(loader), place=_place(own)))
+
+    def _position(self, number: int, loader: DeviceLoader) -> Any:
+        if not isinstance(loader, StatefulDeviceLoader):
+            self._report_once(
+                f"Loader {number + 1} of the run, a `{loader_name(loader)}`, has no state: checkpoints leave it out, "
+                "and a resumed run starts its epoch from the beginning. Without `in_order=False` it resumes in "
+                "mid-epoch."
+            )
+            return None
+        if loader.would_start:
+            return None
+        state = loader.state_dict()
+        try:
+            encode(state, lambda at, tensor: None, lambda value: isinstance(value, Tensor))
+        except TypeError as error:
+            self._report_once(
+                f"The state of loader {number + 1} of the run, a `{loader_name(loader)}`, cannot be saved, and "
+                f"checkpoints leave it out. {error}"
+            )
+            return None
+        return state
+
+    def _of_all(self, loader: DeviceLoader, states: Sequence[Any]) -> Any:
+        if not _reads_own_part(loader):
+            return states[0]
+        return None if any(each is None for each in states) else {OF_RANKS: list(states)}
+
+    def _problems(self, saved: list[Any]) -> list[str | None] | None:
+        """Why this rank cannot restore each of the positions; None: other loaders were saved."""
+        if len(saved) != len(self._loaders):
+            return None
+        return [self._problem(loader, state) for loader, state in zip(self._loaders, saved, strict=True)]
+
+    def _problem(self, loader: DeviceLoader, state: Any) -> str | None:
+        if state is None:
+            return None
+        if not isinstance(loader, StatefulDeviceLoader):
+            return f"the `{loader_name(loader)}` has no state."
+        if loader.iteration.is_open:
+            return "the program is iterating over it. It goes on."
+        of_ranks = state.get(OF_RANKS)
+        if of_ranks is not None and len(of_ranks) != self._collective.size:
+            return f"the checkpoint has the positions of {len(of_ranks)} ranks, and here are {self._collective.size}."
+        try:
+            loader.fitting(state if of_ranks is None else of_ranks[self._collective.rank])
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _report_once(self, message: str) -> None:
+        if message not in self._reported:
+            self._reported.add(message)
+            self._report(message)
+
+
+def _place(state: dict[str, Any]) -> str:
+    if "loader" in state:
+        return "where it was saved"
+    return f"epoch {state['order']['epoch']} after {state['order']['samples']} samples"
+
+
+_OTHER_NUMBER = (
+    "The checkpoint has the positions of {saved} data loaders that the saved state did not name, and this run has "
+    "{here}: they are unchanged, and epochs start from their beginning. Set up the same loaders, in the same order, "
+    "before `fabric.load`, or name them in the state."
+)
+_CONTINUES = (
+    "Loader {number} of the run (`{name}`) continues {place}. To start its epoch from the beginning, pass "
+    "`resume_loaders=False` to `load`."
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,22 +10,39 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fabric.loader_states import LoaderPositions
 from fabric.seed import device_rngs
 from fabric.strategies.checkpoint.run_state import RunState
 from fabric.strategies.checkpoint.state import Stateful
+from fabric.strategies.checkpoint.values import pointer
 from fabric.strategies.data.device_loader import DeviceLoader
 from fabric.strategies.data.rng import Rng, process_rngs
 from fabric.strategies.runtime import Runtime
 
 
-def run_state_of(runtime: Runtime, scalers: Sequence[Stateful], schedulers: Sequence[Stateful], state: Any) -> RunState:
-    """The state that is added to a checkpoint of `state`; a scheduler that `state` names is saved there only."""
-    named = {id(each) for each in _objects(state)}
+def run_state_of(
+    runtime: Runtime,
+    scalers: Sequence[Stateful],
+    schedulers: Sequence[Stateful],
+    counters: Mapping[Optimizer, Stateful],
+    loaders: Sequence[DeviceLoader],
+    state: Any,
+    reported: set[str],
+) -> RunState:
+    """The state that is added to a checkpoint of `state`; schedulers and loaders that `state` names are saved there
+    only, and of optimizers the number of steps of those that it names."""
+    objects = dict(_named(state))
+    named = {id(each) for each in objects.values()}
+    unnamed = [each for each in loaders if id(each) not in named]
     return RunState(
         generators=partial(generators_of, runtime),
         restore_generators=partial(restore_generators, runtime),
         scalers=scalers,
         schedulers=[each for each in schedulers if id(each) not in named],
+        steps={
+            name: counters[each] for name, each in objects.items() if isinstance(each, Optimizer) and each in counters
+        },
+        loaders=LoaderPositions(unnamed, runtime.collective, runtime.report, reported),
         gather=runtime.collective.all_gather_object,
         share=(runtime.share.index, runtime.share.count),
         report=runtime.report,
@@ -34,21 +51,21 @@ def run_state_of(runtime: Runtime, scalers: Sequence[Stateful], schedulers: Sequ
 
 def is_run(state: Any) -> bool:
     """Whether `state` resumes a run: it has an optimizer or a prepared loader."""
-    return any(isinstance(each, (Optimizer, DeviceLoader)) for each in _objects(state))
+    return any(isinstance(each, (Optimizer, DeviceLoader)) for _, each in _named(state))
 
 
 def has_objects(state: Any) -> bool:
     """Whether `state` has more than plain values."""
-    return any(isinstance(each, (nn.Module, Stateful)) for each in _objects(state))
+    return any(isinstance(each, (nn.Module, Stateful)) for _, each in _named(state))
 
 
-def _objects(state: Any) -> list[Any]:
-    """All objects of `state`, also those in nested dictionaries and lists."""
-    if isinstance(state, dict):
-        return [each for entry in state.values() for each in _objects(entry)]
-    if isinstance(state, (list, tuple)):
-        return [each for entry in state for each in _objects(entry)]
-    return [state]
+def _named(state: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    """All objects of `state`, also those in nested dictionaries and lists, each with its JSON pointer."""
+    if isinstance(state, (dict, list, tuple)):
+        for key, entry in state.items() if isinstance(state, dict) else enumerate(state):
+            yield from _named(entry, pointer(at, key))
+    else:
+        yield at, state
 
 
 def generators_of(runtime: Runtime) -> dict[str, Any]:

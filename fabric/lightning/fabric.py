@@ -333,7 +333,7 @@ class Fabric:
             return self.core.load(path, None, strict)
         plain = _unwrapped("load", state)
         before = dict(plain)
-        rest = self.core.load(path, plain, strict)
+        rest = self.core.load(path, plain, strict, resume_loaders=False)
         for name, value in plain.items():
             if value is not before[name]:
                 state[name] = value

@@ -177,8 +177,10 @@ class Checkpoint:
             content = tensors[name][number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
             return crc32(buffer_of(content)) != files[name].checksums[number]
 
-        with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # the launcher divides the cores among the ranks
-            for done, (block, damaged) in enumerate(zip(blocks, threads.map(is_damaged, blocks), strict=True), 1):
+        num_threads = torch.get_num_threads()  # the launcher divides the cores among the ranks
+        with ThreadPoolExecutor(num_threads) if num_threads > 1 else contextlib.nullcontext() as threads:
+            found = map(is_damaged, blocks) if threads is None else threads.map(is_damaged, blocks)
+            for done, (block, damaged) in enumerate(zip(blocks, found, strict=True), 1):
                 if advance is not None:
                     advance(done * BLOCK_BYTES, len(blocks) * BLOCK_BYTES)
                 if damaged:

@@ -1,19 +1,33 @@
-"""What a checkpoint contains of a run besides the user's objects: random generators, loss scales and schedulers.
+"""What a checkpoint contains of a run besides the user's objects.
 
-It is one entry of the checkpoint, next to the user's. Knows no file format. Saving gathers the states of the
-generators: each rank receives about 10 KB from every other.
+Random generators, loss scales, schedulers, numbers of steps, and the positions of data loaders. It is one entry of the
+checkpoint, next to the user's. Knows no file format. Saving gathers the states of the generators: each rank receives
+about 10 KB from every other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from fabric.strategies.checkpoint.state import Stateful
 
 NAME = "fabric"
 """The name of the entry in a checkpoint."""
+
+
+class Positions(Protocol):
+    """The positions of the data loaders of a run."""
+
+    def read(self) -> list[Any]:
+        """Those of this rank. Ranks: each on its own."""
+
+    def merged(self, of_ranks: list[list[Any]]) -> list[Any]:
+        """What is saved, from the positions of all ranks. Ranks: each on its own."""
+
+    def write(self, saved: list[Any]) -> None:
+        """Restore what `merged` returned. Ranks: all call it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +40,10 @@ class RunState:
     scalers: Sequence[Stateful]
     schedulers: Sequence[Stateful]
     """Those that the user does not save under names of their own."""
+    steps: Mapping[str, Stateful]
+    """The number of steps of each optimizer that is saved, by its name in the user's state."""
+    loaders: Positions
+    """Of the loaders that the user does not save under names of their own."""
     gather: Callable[[Any], list[Any]]
     share: tuple[int, int]
     """Index of the part of the data that this rank reads, and the number of parts. Ranks with the same part draw the
@@ -34,14 +52,21 @@ class RunState:
 
     def read(self) -> dict[str, Any]:
         """The entry to save. Ranks: all call it."""
+        own = {"share": list(self.share), **self.generators()}
+        of_ranks = self.gather((own, self.loaders.read()))
         return {
-            "generators": self.gather({"share": list(self.share), **self.generators()}),
+            "generators": [generators for generators, _ in of_ranks],
+            "loaders": self.loaders.merged([positions for _, positions in of_ranks]),
+            "steps": {name: counter.state_dict() for name, counter in self.steps.items()},
             "scalers": [scaler.state_dict() for scaler in self.scalers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
         }
 
-    def write(self, entry: Mapping[str, Any] | None) -> None:
-        """Restore the run from the entry; None: the checkpoint has none, which is reported."""
+    def write(self, entry: Mapping[str, Any] | None, *, resume_loaders: bool = True) -> None:
+        """Restore the run from the entry; None: the checkpoint has none, which is reported. Ranks: all call it.
+
+        `resume_loaders=False`: loaders keep their positions.
+        """
         if entry is None:
             self.report(
                 "The checkpoint has no states of random generators, loss scales and schedulers, which `fabric.save` "
@@ -57,6 +82,11 @@ class RunState:
                     f"The checkpoint has {len(entry[kind])} {_WORDS[kind]}, but this run has {len(objects)}: they are "
                     "unchanged."
                 )
+        saved = entry.get("steps", {})  # missing in checkpoints of older releases, as the loaders are
+        for name in self.steps.keys() & saved.keys():
+            self.steps[name].load_state_dict(saved[name])
+        if resume_loaders:
+            self.loaders.write(entry.get("loaders", []))
         states = entry["generators"]
         # If the data was partitioned differently, ranks without a state of their own continue from that of rank 0.
         self.restore_generators(next((each for each in states if each["share"] == list(self.share)), states[0]))

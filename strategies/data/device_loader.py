@@ -99,6 +99,8 @@ class Iteration:
         self.num_batches = 0
         self.is_complete = False
         """Whether the iteration has raised StopIteration."""
+        self.is_open = False
+        """Whether the loop has received a batch, and has not left the iteration."""
         self._agreed, self._repeated = agreed, repeated
 
     @property
@@ -119,6 +121,7 @@ class Iteration:
     def follow(self, batches: Iterator[Any], note: Callable[[Any, object], None] | None = None) -> Iterator[Any]:
         """Yield the batches, count them, and call `note` with each."""
         repeated, agreed = self._repeated, self._agreed
+        self.is_open = True
         try:
             for batch in batches:
                 self.num_batches += 1
@@ -130,6 +133,7 @@ class Iteration:
                 yield batch
             self.is_complete = True
         finally:
+            self.is_open = False
             if repeated is not None:
                 repeated.end(self)
 
@@ -154,14 +158,14 @@ class DeviceLoader(ABC):
     def __init__(self, loader: Iterable[Any], reading: Reading) -> None:
         self._loader, self._reading = loader, reading
         self._resumes = self._said_reread = self._said_unequal = False
-        self._ended = False
+        self._ended = self._has_begun = False
         """Whether a restored position is after the last batch of this rank, within an epoch of the other ranks."""
         self.iteration = Iteration()
         """The latest iteration."""
 
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch. It is counted at its second batch, its end, or a backward pass, whichever comes first."""
-        reading = self._reading
+        reading, self._has_begun = self._reading, True
         for begin in reading.begin:
             begin()
         if reading.order is not None:
@@ -372,7 +376,19 @@ class StatefulDeviceLoader(DeviceLoader):
         distributed over ranks.
         Raises: ValueError: the state is of a loader of another kind, over other data, or with other batches per step.
         """
-        reading, part, order = self._reading, self._reading.part, self._reading.order
+        reading, position = self._reading, self.fitting(state_dict)
+        if reading.order is not None:
+            reading.order.load_state_dict(position)
+        if reading.position is not None:
+            reading.position.load_state_dict(state_dict["loader"])
+        self._resumes, self._ended = True, state_dict.get("ended", False)
+
+    def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The position of the order that `load_state_dict` would restore, or an empty one. Changes nothing.
+
+        Raises: ValueError: as `load_state_dict`.
+        """
+        part, order = self._reading.part, self._reading.order
         saved, here = (
             {name: name in state for name in ("loader", "order", "part")} for state in (state_dict, self._kind())
         )
@@ -388,11 +404,19 @@ class StatefulDeviceLoader(DeviceLoader):
                 f"{part.count}, which reads another part. Load the state that this rank saved, in a world of the "
                 "same size."
             )
-        if order is not None:
-            order.load_state_dict(self._recut(state_dict["order"], state_dict["cut"]))
-        if reading.position is not None:
-            reading.position.load_state_dict(state_dict["loader"])
-        self._resumes, self._ended = True, state_dict.get("ended", False)
+        if order is None:
+            return {}
+        if len(order.own) != len(state_dict["order"]["generators"]):
+            raise ValueError(
+                f"The state of a loader whose sampler has {len(state_dict['order']['generators'])} random generators "
+                f"was given to one whose sampler has {len(order.own)}. Load it into a loader with the same sampler."
+            )
+        return self._recut(state_dict["order"], state_dict["cut"])
+
+    @property
+    def would_start(self) -> bool:
+        """Whether `state_dict` would start the user's loader, as that of torchdata does, workers included."""
+        return self._reading.position is not None and not self._resumes and not self._has_begun
 
     def _kind(self) -> set[str]:
         reading = self._reading

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.launchers.world import World
-from fabric.strategies.checkpoint.loading import in_memory
+from fabric.strategies.checkpoint.in_place import filled_module
+from fabric.strategies.checkpoint.loading import Stored, in_memory
 from fabric.strategies.checkpoint.state import StateAccess
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, flat_shard, no_shards
 
@@ -74,15 +75,19 @@ class ZeroState(StateAccess):
                 state[name] = seen[id(value)]
         return state
 
+    def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
+        self.write_module(module, content, strict=strict)
+
     def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
+        """Values of `content` may be `Stored`: then one of them at a time is read."""
         if self.stage != 3:
-            module.load_state_dict(content, strict=strict)
+            module.load_state_dict(filled_module(module, content), strict=strict)
         own = module.state_dict(keep_vars=True)
         if strict:
             _check_names(type(module).__name__, own, content)
         for name in own:
             if name in content and isinstance(own[name], Tensor):
-                self._write_tensor(name, own[name], content[name])
+                self._write_tensor(name, own[name], in_memory(content[name], mapped=True))
         self.written()
 
     def _whole(self, tensor: Tensor) -> Tensor:
@@ -135,9 +140,14 @@ class ZeroState(StateAccess):
         return {"state": state, "param_groups": groups}
 
     def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
-        self.write_optimizer(optimizer, in_memory(content, mapped=True))  # each rank copies its part
+        state = {
+            index: {key: each if _is_large(each) else in_memory(each) for key, each in entries.items()}
+            for index, entries in content["state"].items()
+        }
+        self.write_optimizer(optimizer, {**in_memory({**content, "state": {}}), "state": state})
 
     def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
+        """Tensors of parameters may be `Stored`: then one of them at a time is read."""
         saved = content["param_groups"]
         sizes, saved_sizes = [len(group) for group in self.groups], [len(group["params"]) for group in saved]
         if sizes != saved_sizes:
@@ -150,13 +160,14 @@ class ZeroState(StateAccess):
         number_of = dict(zip(map(id, self._all()), (n for group in saved for n in group["params"]), strict=True))
         for flat, parameters in self._flats():
             entries = {id(p): content["state"].get(number_of[id(p)], {}) for p in parameters}
-            optimizer.state[flat] = _flat_entries(flat, parameters, list(entries.values()))
+            existing = optimizer.state.pop(flat, {})
+            optimizer.state[flat] = _flat_entries(flat, parameters, list(entries.values()), existing)
         self._link()
         for parameter in self._all():
             if id(parameter) in self.trained:
                 for key, value in content["state"].get(number_of[id(parameter)], {}).items():
                     if _is_elementwise(key, value, parameter):
-                        self._write_shard(parameter, value, key)
+                        self._write_shard(parameter, in_memory(value, mapped=True), key)
 
     def _link(self) -> None:
         """Map each parameter to its part of the flat states. DeepSpeed does so once, before all groups have states."""
@@ -255,8 +266,12 @@ def _slice(value: Tensor, size: int, rank: int) -> Tensor:
     return nn.functional.pad(part, (0, size - part.numel()))
 
 
+def _is_large(value: Any) -> bool:
+    return isinstance(value, Stored) and value.shape != ()
+
+
 def _is_elementwise(key: str, value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and key != "step" and tuple(value.shape) == _shape_of(parameter)
+    return isinstance(value, (Tensor, Stored)) and key != "step" and tuple(value.shape) == _shape_of(parameter)
 
 
 def _shape_of(parameter: Tensor) -> tuple[int, ...]:
@@ -278,13 +293,15 @@ def _shaped(whole: Tensor, parameter: Tensor) -> Tensor:
     return whole.view(_shape_of(parameter))
 
 
-def _flat_entries(flat: Tensor, parameters: Sequence[Tensor], entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The entries of a flat partition, made from those of its parameters; its tensors are zero."""
+def _flat_entries(
+    flat: Tensor, parameters: Sequence[Tensor], entries: Sequence[dict[str, Any]], existing: dict[str, Any]
+) -> dict[str, Any]:
+    """The entries of a flat partition, made from those of its parameters; its tensors are zero, `existing` ones where
+    they fit."""
     first: dict[str, Any] = {}
     for parameter, own in zip(parameters, entries, strict=True):
         shared = {
-            key: torch.zeros_like(flat) if _is_elementwise(key, value, parameter) else value
-            for key, value in own.items()
+            key: None if _is_elementwise(key, value, parameter) else in_memory(value) for key, value in own.items()
         }
         if parameter is parameters[0]:
             first = shared
@@ -293,7 +310,16 @@ def _flat_entries(flat: Tensor, parameters: Sequence[Tensor], entries: Sequence[
                 f"The checkpoint's optimizer has taken {_steps(first)} steps for one parameter and {_steps(shared)} "
                 "for another, but DeepSpeed has one step count per group. Load it under `strategy='ddp'` or `'fsdp'`."
             )
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in first.items()}
+    return {key: _zeros(flat, existing.get(key)) if value is None else _own(value) for key, value in first.items()}
+
+
+def _zeros(flat: Tensor, existing: Any) -> Tensor:
+    fits = isinstance(existing, Tensor) and (existing.shape, existing.dtype) == (flat.shape, flat.dtype)
+    return existing.zero_() if fits and existing.device == flat.device else torch.zeros_like(flat)
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _steps(entries: dict[str, Any]) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias, cast, final
@@ -19,8 +20,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from fabric.strategies.checkpoint.in_place import converts
 from fabric.strategies.checkpoint.load_hooks import KeepsNamesAndShapes
-from fabric.strategies.checkpoint.loading import in_memory
+from fabric.strategies.checkpoint.loading import Stored, in_memory
 from fabric.strategies.checkpoint.state import PLAIN, StateAccess
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, flat_shard
 from fabric.strategies.collectives.collective import Collective
@@ -54,14 +56,15 @@ def whole_of(collective: Collective, own: Tensor, shape: torch.Size) -> Tensor:
 
 @final
 class Slices:
-    """Whether `state_dict()` of one model gathers, or returns shards."""
+    """Whether `state_dict()` of one model gathers, or returns shards, and `load_state_dict` takes what it returns."""
 
     def __init__(self, collective: Collective) -> None:
         self.collective, self.gathers = collective, True
 
     @contextmanager
     def as_they_are(self) -> Iterator[None]:
-        """Within the context, `state_dict()` of the model returns shards, without communication."""
+        """Within the context, `state_dict()` of the model returns shards, without communication, and `load_state_dict`
+        takes shards."""
         self.gathers = False
         try:
             yield
@@ -71,11 +74,10 @@ class Slices:
 
 def attach_module(slices: Slices, module: nn.Module) -> Callable[[], None]:
     """Make `state_dict` and `load_state_dict` of a module use unsharded tensors. Returns a function that undoes it."""
-    collective = slices.collective
     handles: list[RemovableHandle] = []
     for part in module.modules():
         handles.append(part.register_state_dict_post_hook(_Hook(_gather, slices)))  # type: ignore[no-untyped-call]
-        handles.append(part.register_load_state_dict_pre_hook(_Hook(_slice, collective)))  # type: ignore[no-untyped-call]
+        handles.append(part.register_load_state_dict_pre_hook(_Hook(_slice, slices)))  # type: ignore[no-untyped-call]
     handles.append(module.register_state_dict_post_hook(_Hook(_tie)))  # type: ignore[no-untyped-call]  # after the others
     return partial(_remove, handles)
 
@@ -188,7 +190,7 @@ def _tie(module: nn.Module, content: dict[str, Any], prefix: str, _: Any) -> Non
 
 
 def _slice(
-    collective: Collective,
+    slices: Slices,
     part: nn.Module,
     content: dict[str, Any],
     prefix: str,
@@ -198,6 +200,9 @@ def _slice(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
+    if not slices.gathers:
+        return
+    collective = slices.collective
     for name, parameter in _in_slices(part):
         whole = content.get(prefix + name)
         if not isinstance(whole, Tensor):
@@ -245,8 +250,37 @@ class SlicedState(StateAccess):
     def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
         PLAIN.write_optimizer(optimizer, content)
 
+    def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
+        sharded = dict(_named(module))
+        values = {name: content[name] for name in sharded if name in content} if isinstance(content, dict) else {}
+        if not values or converts(module) or not all(_fits(value, sharded[name]) for name, value in values.items()):
+            self.write_module(module, in_memory(content, mapped=True), strict=strict)
+            return
+        state = copy(content)  # keeps its class and attributes: torch stores `_metadata` on the state of a module
+        for name, value in content.items():
+            state[name] = self._filled(sharded[name], value) if name in values else in_memory(value, mapped=True)
+        with self._slices.as_they_are():
+            PLAIN.write_module(module, state, strict=strict)
+
     def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
-        self.write_optimizer(optimizer, in_memory(content, mapped=True))  # each rank copies its shards
+        parameters: list[Any] = parameters_of(optimizer)
+        indices = [index for group in content["param_groups"] for index in group["params"]]
+        by_index = dict(zip(indices, parameters, strict=False))  # torch raises for different lengths
+
+        def own(index: Any, name: str, value: Any) -> Any:
+            if index not in by_index or name in _NUMBERS or not _fits(value, by_index[index]):
+                return in_memory(value)
+            parameter = by_index[index]
+            existing = optimizer.state.get(parameter, {}).get(name)
+            if not _is_like(existing, parameter, value.dtype):
+                existing = torch.zeros(parameter.shape, dtype=value.dtype)
+            return self._filled(existing, value)
+
+        state = {
+            index: {name: own(index, name, value) for name, value in entries.items()}
+            for index, entries in content["state"].items()
+        }
+        PLAIN.write_optimizer(optimizer, {**in_memory({**content, "state": {}}), "state": state})
 
     def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...] | None]:
         with self._slices.as_they_are():
@@ -279,6 +313,12 @@ class SlicedState(StateAccess):
         }
         return {**content, "state": state}
 
+    def _filled(self, own: Tensor, value: Stored) -> Tensor:
+        """This rank's shard, filled with its elements."""
+        for chunk, part in self._shards(own, torch.Size(value.shape)).shards:
+            value.copy_to(part, chunk)
+        return own
+
     def _kept(self, own: Tensor, shape: torch.Size) -> Tensor:
         whole = self._collective.all_gather(local_part(own).detach()).view(-1)[: shape.numel()].view(shape)
         return whole.to("cpu", copy=True) if self._collective.rank == 0 else torch.empty(0)
@@ -286,6 +326,20 @@ class SlicedState(StateAccess):
     def _shards(self, own: Tensor, shape: torch.Size) -> TensorShards:
         part = local_part(own).detach()
         return flat_shard(shape, self._collective.rank * part.numel(), part, self._collective.rank)
+
+
+def _fits(value: Any, parameter: Any) -> bool:
+    return isinstance(value, Stored) and value.shape == tuple(parameter._orig_size)
+
+
+def _is_like(existing: Any, parameter: Tensor, dtype: torch.dtype) -> bool:
+    """Whether an entry of the optimizer's state can be filled: it is kept by torch if its dtype is the parameter's."""
+    return (
+        isinstance(existing, Tensor)
+        and existing.shape == parameter.shape
+        and existing.dtype == parameter.dtype == dtype
+        and existing.is_contiguous()
+    )
 
 
 def _ungathered(optimizer: Optimizer) -> dict[str, Any]:

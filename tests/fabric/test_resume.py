@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from fabric import Fabric, read_checkpoint, seed_everything
 
@@ -134,6 +137,181 @@ def test_a_file_without_the_state_of_a_run_leaves_it_unchanged_and_reports_that(
         fabric.load(tmp_path / "file", {"model": state["model"], "optimizer": state["optimizer"]})
     assert torch.equal(torch.get_rng_state(), before)
     assert "The checkpoint has no states of random generators, loss scales and schedulers" in caplog.text
+
+
+def loaders_of(fabric: Fabric) -> tuple[Any, Any]:
+    """For training, and for evaluation."""
+    data: Any = range(12)
+    training, evaluation = DataLoader(data, 2, shuffle=True), DataLoader(data, 4)
+    return fabric.setup_dataloaders(training), fabric.setup_dataloaders(evaluation, use="validate")
+
+
+def samples_in(loader: Any) -> list[list[int]]:
+    return [batch.tolist() for batch in loader]
+
+
+def test_positions_of_loaders_and_the_number_of_steps_are_saved_without_being_named(
+    fabric: Fabric, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state, scaler = prepared(fabric), fabric._connected.loss_scaler
+    assert scaler is not None
+    scaler.scale = 1.0  # no step is skipped
+    training, evaluation = loaders_of(fabric)
+    batches = iter(training)
+    for _ in range(3):
+        next(batches)
+        fabric.backward(state["model"](torch.ones(1, 2)).sum())
+        state["optimizer"].step()
+    samples_in(evaluation)
+    fabric.save(tmp_path / "file", state)
+    rest, following = samples_in(batches), samples_in(training)
+    assert len(rest) == 3
+    fabric._forget()
+
+    torch.manual_seed(1)
+    state = prepared(fabric)
+    training, evaluation = loaders_of(fabric)
+    with caplog.at_level(logging.WARNING, "fabric"):
+        fabric.load(tmp_path / "file", {"model": state["model"]})  # weights alone
+        assert len(samples_in(training)) == 6
+        assert not caplog.messages
+        fabric.load(tmp_path / "file", state)
+    assert caplog.messages == [
+        "Loader 1 of the run (`DataLoader`) continues epoch 0 after 6 samples. To start its epoch from the beginning, "
+        "pass `resume_loaders=False` to `load`."
+    ]
+    assert fabric.num_steps == 3
+    assert samples_in(training) == rest
+    assert len(samples_in(evaluation)) == 3
+    assert samples_in(training) == following
+
+
+def test_loaders_start_their_epoch_where_they_are_not_to_be_resumed(fabric: Fabric, tmp_path: Path) -> None:
+    state, loader = prepared(fabric), loaders_of(fabric)[0]
+    batches = iter(loader)
+    next(batches), next(batches)
+    fabric.save(tmp_path / "file", state)
+    del batches
+    fabric.load(tmp_path / "file", state, resume_loaders=False)
+    assert len(samples_in(loader)) == 6
+
+
+def test_a_loader_that_the_state_names_is_saved_under_its_name_alone(fabric: Fabric, tmp_path: Path) -> None:
+    state, (training, evaluation) = prepared(fabric), loaders_of(fabric)
+    next(iter(training))
+    fabric.save(tmp_path / "file", {**state, "loader": training})
+    saved = read_checkpoint(tmp_path / "file")
+    assert saved["loader"]["order"]["epoch"] == 0
+    assert len(saved["fabric"]["loaders"]) == 1
+    del training, evaluation
+    gc.collect()
+    fabric.save(tmp_path / "file", state)
+    assert read_checkpoint(tmp_path / "file")["fabric"]["loaders"] == []
+
+
+def test_a_loader_that_the_program_iterates_over_goes_on_when_an_earlier_checkpoint_is_loaded(
+    fabric: Fabric, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state, loader = prepared(fabric), loaders_of(fabric)[0]
+    numbers = []
+    for number, _ in enumerate(loader):
+        numbers.append(number)
+        if number == 2:
+            fabric.save(tmp_path / "file", state)
+        if number == 4:
+            with caplog.at_level(logging.WARNING, "fabric"):
+                fabric.load(tmp_path / "file", state)
+    assert numbers == [*range(6)]
+    assert caplog.messages == ["Loader 1 of the run was not restored: the program is iterating over it. It goes on."]
+    assert len(samples_in(loader)) == 6
+
+
+def test_positions_of_other_loaders_are_not_restored_and_a_message_says_why(
+    fabric: Fabric, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state, loaders = prepared(fabric), loaders_of(fabric)
+    next(iter(loaders[0]))
+    fabric.save(tmp_path / "file", state)
+    fabric._forget()
+    state = prepared(fabric)
+    with caplog.at_level(logging.WARNING, "fabric"):
+        fabric.load(tmp_path / "file", state)
+        other: Any = range(14)
+        loaders = tuple(map(fabric.setup_dataloaders, (DataLoader(other), DataLoader(other, sampler=range(12)))))
+        fabric.load(tmp_path / "file", state)
+    assert "has the positions of 2 data loaders that the saved state did not name, and this run has 0" in caplog.text
+    assert "Loader 1 of the run was not restored: The checkpoint has the position of a loader over 12" in caplog.text
+    assert [len(samples_in(loader)) for loader in loaders] == [14, 12]
+
+
+class Unsaveable(StatefulDataLoader[int]):
+    def state_dict(self) -> dict[str, Any]:
+        return {"file": object()}
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
+def test_loaders_without_a_position_that_can_be_saved_are_left_out_with_one_message(
+    fabric: Fabric, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data: Any = range(12)
+    state = prepared(fabric)
+    unordered, unsaveable, unused = map(
+        fabric.setup_dataloaders,
+        (
+            DataLoader(data, num_workers=1, in_order=False),
+            Unsaveable(data),
+            StatefulDataLoader(data, num_workers=1),
+        ),
+    )
+    samples_in(unsaveable)
+    with caplog.at_level(logging.WARNING, "fabric"):
+        fabric.save(tmp_path / "file", state)
+        fabric.save(tmp_path / "file", state)
+    assert len(caplog.messages) == 2
+    assert "Loader 1 of the run, a `DataLoader`, has no state: checkpoints leave it out" in caplog.messages[0]
+    assert "The state of loader 2 of the run, a `Unsaveable`, cannot be saved" in caplog.messages[1]
+    assert read_checkpoint(tmp_path / "file")["fabric"]["loaders"] == [None] * 3
+    fabric.load(tmp_path / "file", state)
+    assert len(samples_in(unused)) == 12
+    del unordered
+
+
+def read_own_parts(fabric: Fabric, path: str) -> tuple[list[str], list[list[int]]]:
+    """Each rank reads a loader of its own; loads the checkpoint if there is one, else saves it after two batches."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fabric").addHandler(handler)
+    net = nn.Linear(1, 1)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+    data: Any = range(100 * fabric.global_rank, 100 * fabric.global_rank + 6)
+    loader = fabric.setup_dataloaders(DataLoader(data), use_distributed_sampler=False)
+    if Path(path).exists():
+        fabric.load(path, {"model": model, "optimizer": optimizer})
+    else:
+        batches = iter(loader)
+        for _ in range(2 + fabric.global_rank):
+            next(batches)
+        fabric.save(path, {"model": model, "optimizer": optimizer})
+        del batches
+    logging.getLogger("fabric").removeHandler(handler)
+    return fabric.collective.all_gather_object((records, samples_in(loader)))  # type: ignore[return-value]
+
+
+@pytest.mark.slow
+def test_ranks_that_read_parts_of_their_own_resume_each_its_own_and_other_numbers_of_ranks_say_so(
+    tmp_path: Path,
+) -> None:
+    def run(size: int) -> Any:
+        with Fabric(accelerator="cpu", devices=size, strategy="ddp" if size > 1 else "single_device") as fabric:
+            return fabric.launch(read_own_parts, str(tmp_path / "saved"))
+
+    run(2)
+    resumed = run(2)
+    assert [[*chain(*samples)] for _, samples in resumed] == [[2, 3, 4, 5], [103, 104, 105]]
+    ((records, samples),) = run(1)
+    assert len(samples) == 6
+    assert [each for each in records if "was not restored" in each], records
 
 
 def test_plain_values_are_saved_and_the_reserved_name_raises(fabric: Fabric, tmp_path: Path) -> None:

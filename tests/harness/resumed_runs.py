@@ -39,10 +39,6 @@ def made(loop: Loop, trial: Trial, name: str) -> tuple[nn.Module, Optimizer]:
     return loop.setup(net, trial.optimizer(net, "adamw"))
 
 
-def batches_of(loop: Loop, trial: Trial) -> Iterator[Any]:
-    return iter(loop.setup_dataloaders(trial.loader(2 * NUM_STEPS)))
-
-
 def losses_of(loop: Loop, trial: Trial, model: nn.Module, optimizer: Optimizer, batches: Iterator[Any]) -> list[float]:
     """The losses of the next steps."""
     losses = []
@@ -59,7 +55,7 @@ def save(fabric: Fabric, path: str, seed: int) -> None:
     """A run that saves a checkpoint, and goes on."""
     trial = trial_of(fabric, seed)
     model, optimizer = made(fabric, trial, "net")
-    batches = batches_of(fabric, trial)
+    batches = iter(fabric.setup_dataloaders(trial.loader(2 * NUM_STEPS)))
     losses_of(fabric, trial, model, optimizer, batches)
     fabric.save(path, {"model": model, "optimizer": optimizer})
     losses = losses_of(fabric, trial, model, optimizer, batches)
@@ -68,17 +64,21 @@ def save(fabric: Fabric, path: str, seed: int) -> None:
 
 
 def go_on(loop: Loop, trial: Trial, path: str) -> list[float]:
-    """A run that goes on from a checkpoint."""
+    """A run that goes on from a checkpoint, in the middle of an epoch."""
     model, optimizer = made(loop, trial, "another")
-    batches = batches_of(loop, trial)
+    loader = loop.setup_dataloaders(trial.loader(2 * NUM_STEPS))
     loop.load(path, {"model": model, "optimizer": optimizer})
     loaded = loop.state_dict(model, optimizer)
     if loop.is_global_zero:
         saved = read_checkpoint(path)
         for found, expected in zip(loaded, (saved["model"], saved["optimizer"]), strict=True):
             refuse_difference(found, expected, path)
-    for _ in islice(batches, NUM_STEPS):
-        pass
+    batches = iter(loader)
+    if isinstance(loop, Fabric):
+        assert loop._steps[optimizer].num_steps == NUM_STEPS
+    else:  # plain PyTorch has no position
+        for _ in islice(batches, NUM_STEPS):
+            pass
     return losses_of(loop, trial, model, optimizer, batches)
 
 

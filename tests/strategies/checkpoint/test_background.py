@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, final
@@ -209,3 +211,37 @@ def test_a_job_fails_if_its_last_save_failed_on_one_rank(tmp_path: Path) -> None
     with pytest.raises(WorkerError, match="Rank 1 could not write the checkpoint"):
         Fabric(accelerator="cpu", strategy="ddp", devices=2).launch(forget, str(tmp_path))
     assert read_checkpoint(tmp_path / "saved")["x"].numel() == 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "code", "steps"),
+    [
+        ("return", 0, [2]),
+        ("exit", 0, [2]),
+        ("raise", 1, [1, 2]),
+        ("raise on one", 1, [1, 2]),
+        ("interrupt", -signal.SIGINT, [1, 2]),
+    ],
+)
+def test_a_job_that_ends_while_its_ranks_save_in_the_background_leaves_a_complete_checkpoint(
+    tmp_path: Path, how: str, code: int, steps: list[int]
+) -> None:
+    """The save that is in progress completes if the job succeeds; a failure may cost it, but never the one before."""
+    path = tmp_path / "saved"
+    job = template.Popen(
+        [sys.executable, str(Path(__file__).with_name("ending_jobs.py")), str(path), how],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    if how == "interrupt":
+        while not (tmp_path / "saved.pid").exists():
+            assert job.poll() is None
+            time.sleep(0.01)
+        job.send_signal(signal.SIGINT)
+    _, said = job.communicate(timeout=100)
+    assert job.returncode == code, said
+    assert ("ZeroDivisionError: of the loop" in said) == how.startswith("raise"), said
+    content = read_checkpoint(path)
+    assert content["step"] in steps
+    assert content["model"]["weight"].shape == (3, 3)
