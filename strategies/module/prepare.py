@@ -111,7 +111,7 @@ def share_loader(
             channel=partial(channel_over, collective),
         ),
         uneven=runtime.uneven,
-        in_step=runtime.forward_communicates,
+        in_step=runtime.forward_communicates or runtime.loader_numbers.forward_communicates,
         dispatch=runtime.dispatch,
         numbers=runtime.loader_numbers,
         report=runtime.report,
