@@ -49,7 +49,7 @@ class Votes:
     """The collectives by which ranks agree while they iterate. Every rank calls each of them."""
 
     size: int
-    start: Callable[[list[int]], Callable[[], list[int]]]
+    start: Callable[[list[int]], Callable[[], list[float]]]
     """Starts an all-reduce (sum) of numbers below 2**40; returns a function that waits for it and returns the sums."""
     gather: Callable[[list[int]], list[list[int]]]
     """Returns the numbers of all ranks, in rank order, on every rank."""
@@ -124,7 +124,7 @@ class Agreement:
         answer = self._votes.start([*votes, *[0] * (_MOST_AHEAD - len(votes)), mine])
 
         def wait() -> list[int]:
-            *haves, places = answer()
+            *haves, places = map(int, answer())
             if places != self._votes.size * mine:
                 raise RuntimeError(self._astray(self._votes.gather(place)))
             return haves[: len(votes)]
