@@ -18,6 +18,7 @@ import logging
 import os
 import struct
 import sys
+from array import array
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, final
@@ -201,6 +202,24 @@ class TorchCollective(CarriesObjects):
         sums = _TWO_NUMBERS.unpack(content)
         self._buffers.append((content, message))
         return sums
+
+    def start_add_numbers(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
+        # See Note [Cold Python].
+        content = array("d", numbers)
+        message = torch.frombuffer(content, dtype=torch.float64)
+        try:
+            work = self._joined("all_reduce").allreduce([message], _SUM)
+        except (RuntimeError, ValueError) as error:
+            raise self._failure("all_reduce", message, error) from error
+
+        def finish() -> list[float]:
+            try:
+                work.wait()
+            except (RuntimeError, ValueError) as error:
+                raise self._failure("all_reduce", message, error) from error
+            return content.tolist()
+
+        return finish
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         gathered = torch.empty((self._size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
