@@ -144,6 +144,20 @@ def ranks_come_from_a_fork_server() -> None:
     torch.set_num_threads(before)
 
 
+ENVIRONMENTS = ("clients", "clusters", "over_horovod", "type_checking", "xla")
+"""Folders of tests that run in an environment of their own, or on machines of their own."""
+
+
+@pytest.fixture(autouse=True)
+def ranks_import_nothing(request: pytest.FixtureRequest) -> None:
+    """Before the first test that may start ranks: each of them takes a second to import what the fork server can."""
+    folder = request.path.relative_to(request.config.rootpath / "tests").parts[0]
+    if "slow" in request.keywords and folder not in ENVIRONMENTS:
+        from worlds import preload
+
+        preload()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def template_ends_with_the_session() -> Iterator[None]:
     """The process that test programs are forked from."""
