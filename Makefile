@@ -27,7 +27,7 @@ AT_A_TIME := --numprocesses $(WORKERS) --dist worksteal
 # Installing this package writes beside its sources: of targets that run at a time, one after the other does.
 ALONE := $(if $(shell command -v flock),flock .venv)
 
-.PHONY: demo environment slurm test test-thorough test-clients test-clusters test-horovod test-xla lint check bench numbers clean
+.PHONY: demo environment slurm test test-thorough test-examples test-clients test-clusters test-horovod test-xla lint check bench numbers clean
 
 demo: $(RUN)/demo.done  ## A CNN on handwritten digits, in two processes
 	$(RUN)/bin/python examples/digits.py --accelerator cpu --devices 2
@@ -41,6 +41,10 @@ test: environment  ## All tests but the thorough ones; PYTEST_ARGS='-k seed' for
 
 test-thorough: environment  ## All tests that need no environment of their own
 	$(RUN)/bin/python -m pytest $(AT_A_TIME) $(APART) $(PYTEST_ARGS)
+
+# Here and in `make test` all of the examples run.
+test-examples: environment  ## The examples that `make test` leaves out
+	$(RUN)/bin/python -m pytest tests/test_examples.py -m thorough $(PYTEST_ARGS)
 
 # Programs of other people, with models of a few thousand random weights: nothing is downloaded.
 test-clients: $(CLIENTS)/test.done  ## litgpt over fabric.lightning, and transformers under every strategy

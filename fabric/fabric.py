@@ -1133,12 +1133,15 @@ class Fabric:
     def _check_steps(self, model: Prepared) -> None:
         """Raise for steps with gradients that are not averaged, where the strategy knows what is averaged."""
         runtime, strategy = self._connected, self.strategy
-        if runtime.world.size == 1 or not (strategy.uses_process_groups and strategy.sets_up_one_model):
+        if runtime.world.size == 1 or not strategy.uses_process_groups:
+            return
+        is_replicated = model.sync.is_replicated
+        if not strategy.sets_up_one_model and not is_replicated:
             return
         if self._step_checks is None:
-            self._step_checks = StepChecks(runtime, self._optimizers, self._open, whole=not strategy.in_shards)
-        self._step_checks.add(model)
-        if not strategy.in_shards:
+            self._step_checks = StepChecks(runtime, self._optimizers, self._open)
+        self._step_checks.add(model, whole=is_replicated or not strategy.in_shards)
+        if is_replicated or not strategy.in_shards:
             self._open.callback(refuse_updates_by_hand(runtime, uncompiled(model.module)))
 
     def _compare_after_steps(self, optimizers: Iterable[Optimizer]) -> None:

@@ -34,20 +34,21 @@ _NUM_COMPARED = 3
 
 @final
 class StepChecks:
-    """What one fabric knows of the steps of its optimizers. `prepared`: those that were set up.
+    """What one fabric knows of the steps of its optimizers. `prepared`: those that were set up."""
 
-    `whole`: whether each rank has the gradients of all parameters, so that they can be compared.
-    """
-
-    def __init__(self, runtime: Runtime, prepared: Container[Optimizer], undo: ExitStack, *, whole: bool) -> None:
-        self._runtime, self._prepared, self._whole = runtime, prepared, whole
+    def __init__(self, runtime: Runtime, prepared: Container[Optimizer], undo: ExitStack) -> None:
+        self._runtime, self._prepared, self._whole = runtime, prepared, True
         self._models: list[Prepared] = []
         self._last: WeakKeyDictionary[Optimizer, tuple[int, _Mark]] = WeakKeyDictionary()
         self._num_compared: Counter[Optimizer] = Counter()
         undo.callback(register_optimizer_step_pre_hook(self._check).remove)
 
-    def add(self, model: Prepared) -> None:
-        """Take in a model that was set up."""
+    def add(self, model: Prepared, *, whole: bool) -> None:
+        """Take in a model that was set up.
+
+        `whole`: whether each rank has the gradients of all parameters, so that they can be compared.
+        """
+        self._whole = self._whole and whole
         self._models.append(model)
         self._last.update(dict.fromkeys(model.optimizers, (self._runtime.loader_numbers.num_backwards, None)))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, TypeAlias, final
 
 import torch
@@ -24,8 +25,11 @@ from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.gradients.sync import Factor, GradientSync, scale_gradients
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.sharding.dtensor import as_sharded, local_part
+from fabric.strategies.sharding.flat_shards import plain_shard
 
 Weight: TypeAlias = "float | Tensor"
+
+_grad = attrgetter("grad")
 
 
 @final
@@ -35,8 +39,8 @@ class Weighting:
     def __init__(self, collective: Collective) -> None:
         self._collective = collective
         self._kept_back: dict[nn.Module, _Unsynced] = {}
-        self._divided: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
-        """Parameters whose gradients were divided, with these gradients."""
+        self._divided: dict[nn.Module, tuple[list[Tensor], list[Tensor | None]]] = {}
+        """Parameters whose gradients were divided, and these gradients."""
 
     def refuse_unweighted(self) -> None:
         """Raise RuntimeError if a loss without a weight would be added to gradients that are not divided yet."""
@@ -69,7 +73,8 @@ class Weighting:
         for model, factor in zip(models, factors, strict=True):
             model.sync.scale(factor)
             self._kept_back.pop(model.module, None)
-            self._divided[model.module] = [(p, p.grad) for p in model.sync.parameters_held() if p.grad is not None]
+            parameters = list(model.sync.parameters_held())
+            self._divided[model.module] = parameters, list(map(_grad, parameters))
         if bare is not None:
             bare.scale(factors[0])
 
@@ -92,7 +97,9 @@ class Weighting:
         return kept.weight
 
     def _refuse_divided(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-        still = {parameter for parameter, gradient in self._divided.pop(module, ()) if parameter.grad is gradient}
+        parameters, divided = self._divided.pop(module, ([], []))
+        present = zip(parameters, map(_grad, parameters), divided, strict=True)
+        still = {parameter for parameter, now, then in present if now is not None and now is then}
         if not still:
             return
         stepped = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
@@ -191,6 +198,7 @@ def _version(gradient: Tensor | None) -> int:
 def _is_nonzero(gradient: Tensor | None) -> bool:
     if gradient is None:
         return False
+    gradient = plain_shard(gradient)
     if type(gradient) is not Tensor and as_sharded(gradient) is None:
         return True  # a subclass of Tensor without values on this rank
     return bool(local_part(gradient).count_nonzero())

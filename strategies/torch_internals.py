@@ -29,6 +29,7 @@ ALWAYS: Names = {
         "_will_engine_execute_node": "whether `torch.autograd.grad` computes a gradient, or a backward accumulates it",
         "_current_graph_task_id": "whether a backward is running; no public function says so",
         "_disabled_torch_function_impl": "a subclass of Tensor without `__torch_function__`, as torch writes its own",
+        "DisableTorchFunctionSubclass": "what a `__torch_function__` runs is not sent to it again; documented",
     },
     "torch._C._distributed_c10d": {"_dump_fr_trace|_dump_nccl_trace": "reads the flight recorder in this process"},
     "torch._C._dynamo.eval_frame": {
@@ -41,7 +42,7 @@ ALWAYS: Names = {
         "_version": "whether a tensor was written to; PyTorch's documentation names it, and offers nothing else",
         "_backward_hooks _post_accumulate_grad_hooks": "whether a parameter that is replaced by a shard has hooks",
         "_is_view": "whether a gradient shares memory with another",
-        "_make_wrapper_subclass": "how torch's own subclasses of Tensor are made",
+        "_make_wrapper_subclass _make_subclass": "how torch's own subclasses of Tensor are made",
     },
     "torch.autograd:Variable": {"_execution_engine": "`queue_callback`: what runs when a backward ends; no hook does"},
     "torch.nn:Module": {
@@ -85,7 +86,11 @@ FULLY_SHARD: Names = {
         "_module_info": "which parameter of which module it is: one that was replaced is found",
     },
     "torch.distributed.fsdp.wrap:ModuleWrapPolicy": {"_module_classes": "the classes that it wraps"},
-    "torch.distributed.tensor:DTensor": {"_local_tensor": "`to_local` records a node of the graph for each shard"},
+    "torch.distributed.tensor:DTensor": {
+        "_local_tensor": "`to_local` records a node of the graph for each shard",
+        "_op_dispatcher _spec": "see Note [Slices that are copies]",
+    },
+    "torch.distributed.tensor._dispatch:OpDispatcher": {"_custom_op_handlers": "see Note [Slices that are copies]"},
 }
 
 PIPELINING: Names = {
@@ -106,6 +111,8 @@ require("torch", TESTED, ALWAYS)
 current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """The id of the backward that runs on this thread; -1 outside of one."""
 disabled_torch_function_impl: Any = torch._C._disabled_torch_function_impl
+without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
+"""Within this context `__torch_function__` of subclasses is not called."""
 
 
 def disable_dynamo(function: Function, *, recursive: bool = True) -> Function:

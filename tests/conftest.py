@@ -74,16 +74,16 @@ WHOLE = (
     "tests/launchers/supervision/test_failure.py",
     "tests/strategies/gradients/test_sparse.py",
     "tests/strategies/model_parallel/pipeline/test_refusals.py",
-    "tests/strategies/model_parallel/test_strategy.py",
+    "tests/strategies/model_parallel/test_strategy.py::test_a_setup_that_would_change_the_numbers",
 )
 """Where each parameter is a role, a strategy, a fault or a refusal of its own: these tests run with all of them."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a slow test with many parameters, all but a few cases are thorough: every fifth one, and at least two, spread
-    over its list, run in `make test`. Where a test marks some of its cases itself, all others run. Tests marked `gpu`
-    are for hardware that is not everywhere: `make test` on a machine with one runs them."""
+    """Of a slow test with several parameters, all but a few cases are thorough: every tenth one, and at least one, run
+    in `make test`. Where a test marks some of its cases itself, all others run. Tests marked `gpu` are for hardware
+    that is not everywhere: `make test` on a machine with one runs them."""
     import torch
 
     cases: dict[tuple[Path, str], list[pytest.Item]] = {}
@@ -93,7 +93,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for alike in cases.values():
         if any("thorough" in item.keywords for item in alike):
             continue
-        kept = max(2, len(alike) // 5)
+        kept = max(1, len(alike) // 10)
         chosen = {number * len(alike) // kept for number in range(kept)}
         for number, item in enumerate(alike):
             if number not in chosen:

@@ -109,6 +109,7 @@ with fabric.Fabric(accelerator="cpu", devices=1) as one:
 """
 
 
+@pytest.mark.thorough
 def test_an_installed_copy_works_elsewhere_and_takes_no_names_of_users(built: Path, tmp_path: Path) -> None:
     (file,) = built.glob("*.whl")
     target = tmp_path / "site"

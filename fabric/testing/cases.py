@@ -195,6 +195,13 @@ _CASES = (
     ),
     Case(name="uneven", claim="a smaller last batch", body=loops.uneven_batches, needs=("uneven",)),
     Case(name="uneven_stream", claim="a stream with more batches on one rank", body=loops.uneven_stream),
+    Case(
+        name="evaluate_stream",
+        claim="an evaluation of a stream with more batches on one rank",
+        body=loops.evaluate_stream,
+        needs=("evaluate", "uneven"),
+    ),
+    Case(name="dispatch", claim="batches that one rank reads for all", body=loops.dispatched),
     Case(name="loaders_first", claim="random numbers drawn after loaders were set up", body=loops.loaders_first),
     Case(
         name="gather_gradients",

@@ -592,28 +592,37 @@ def uneven_batches(loop: Loop, trial: Trial) -> Outcome:
 
 
 class _InParts(IterableDataset[tuple[Tensor, ...]]):
-    """An iterable of batches that differ between shares; the first share has two batches more."""
+    """An iterable of batches that differ between shares; the first share has `more` batches, and so has the whole
+    stream if they are new."""
 
-    def __init__(self, batches: list[tuple[Tensor, ...]], share: int = 0, num_shares: int = 1) -> None:
-        self.batches, self.share, self.num_shares = batches, share, num_shares
+    def __init__(self, batches: Sequence[tuple[Tensor, ...]], more: Sequence[tuple[Tensor, ...]], *, new: bool) -> None:
+        self.batches, self.more, self.new = batches, more, new
+        self.share, self.num_shares = 0, 1
 
     def shard(self, num_shards: int, index: int) -> _InParts:
-        return _InParts(self.batches, index, num_shards)
+        part = copy.copy(self)
+        part.share, part.num_shares = index, num_shards
+        return part
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         for batch in self.batches:
             yield tuple(tensor.chunk(self.num_shares)[self.share] for tensor in batch)
-        if self.num_shares > 1 and self.share == 0:
-            yield from self.batches[:2]
+        if self.share == 0 and (self.new or self.num_shares > 1):
+            yield from self.more
+
+
+def _batches(trial: Trial, num_steps: int) -> list[tuple[Tensor, ...]]:
+    """The batches of all shares together."""
+    tensors = trial.loader(num_steps).dataset.tensors  # type: ignore[attr-defined]
+    return list(zip(*(tensor.split(trial.step_size) for tensor in tensors), strict=True))
 
 
 def uneven_stream(loop: Loop, trial: Trial) -> Outcome:
     """Two epochs of a stream with more batches on one rank: all ranks train on equally many, without deadlock."""
     net = trial.net()
     model, optimizer = loop.setup(net, trial.optimizer(net))
-    tensors = trial.loader(num_steps=3).dataset.tensors  # type: ignore[attr-defined]
-    batches = list(zip(*(tensor.split(trial.step_size) for tensor in tensors), strict=True))
-    loader = loop.setup_dataloaders(DataLoader(_InParts(batches), batch_size=None))
+    batches = _batches(trial, 3)
+    loader = loop.setup_dataloaders(DataLoader(_InParts(batches, batches[:2], new=False), batch_size=None))
     losses = []
     for _ in range(2):
         for tokens, targets, _ in loader:
@@ -623,6 +632,33 @@ def uneven_stream(loop: Loop, trial: Trial) -> Outcome:
             optimizer.step()
             optimizer.zero_grad()
     assert len(losses) == 6, f"{len(losses)} steps for 6"
+    return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
+
+
+def evaluate_stream(loop: Loop, trial: Trial) -> Outcome:
+    """An evaluation of a stream with more batches on one rank: each sample counts once."""
+    model = loop.setup_module(trial.net()).eval()
+    batches = _batches(trial, 4)
+    loader = DataLoader(_InParts(batches[:2], batches[2:], new=True), batch_size=None)
+    validate = loop.setup_dataloaders(loader, use="validate", uneven="repeat")
+    values = []
+    with torch.no_grad():
+        for tokens, targets, index in validate:
+            losses = cross_entropy(model(tokens).to(trial.dtype), targets, reduction="none")
+            values.append({"losses": losses, "index": index})
+    of_all = loop.gather_for_metrics(values, validate)
+    order = of_all["index"].sort()  # each rank has a part of the stream
+    assert order.values.tolist() == list(range(4 * trial.step_size)), of_all["index"]
+    return Outcome(losses=of_all["losses"][order.indices].tolist())
+
+
+def dispatched(loop: Loop, trial: Trial) -> Outcome:
+    """Batches that one rank reads, and sends to the others."""
+    net = trial.net()
+    model, optimizer = loop.setup(net, trial.optimizer(net))
+    loader = loop.setup_dataloaders(trial.loader(), dispatch=True)
+    losses = _epoch(loop, trial, model, optimizer, loader)
+    assert len(losses) == 4, f"{len(losses)} steps for 4"
     return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
 
 
@@ -664,8 +700,12 @@ def contrastive(loop: Loop, trial: Trial) -> Outcome:
 
 def steps(loop: Loop, trial: Trial, model: nn.Module, optimizer: Optimizer) -> list[float]:
     """Train for one epoch. Returns the losses."""
+    return _epoch(loop, trial, model, optimizer, loop.setup_dataloaders(trial.loader()))
+
+
+def _epoch(loop: Loop, trial: Trial, model: nn.Module, optimizer: Optimizer, loader: Iterable[Any]) -> list[float]:
     losses = []
-    for tokens, targets, _ in loop.setup_dataloaders(trial.loader()):
+    for tokens, targets, _ in loader:
         loss = cross_entropy(model(tokens).to(trial.dtype), targets)
         loop.backward(loss, model=model)
         losses.append(mean(loop, loss))

@@ -38,7 +38,7 @@ class Inheritance:
             argv=list(sys.argv),
             python_random=random.getstate(),
             numpy_random=numpy.random.get_state() if numpy is not None else None,
-            torch_random=bytes(torch.get_rng_state().numpy()) if torch is not None else None,
+            torch_random=bytes(torch.get_rng_state().tolist()) if torch is not None else None,
         )
 
     def give_surroundings(self) -> None:

@@ -18,6 +18,7 @@ import torch
 from fabric.strategies.checkpoint.chunk import whole
 from fabric.strategies.checkpoint.loading import Stored
 from fabric.strategies.checkpoint.manifest import Entry, Piece
+from fabric.strategies.checkpoint.memory import buffer_of
 from fabric.strategies.checkpoint.saving import bytes_of
 from fabric.strategies.checkpoint.storage import Folder
 
@@ -109,11 +110,11 @@ def _read_file(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     """The tensors, and the metadata in the header."""
     opened = Folder(path.parent).open(path.name, path.stat().st_size)
     content = opened.tensor
-    length = int.from_bytes(content[:8].numpy().tobytes(), "little")
+    length = int.from_bytes(buffer_of(content[:8]), "little")
     if content.numel() < 8 or length > min(content.numel() - 8, MAX_HEADER_BYTES):
         raise ValueError(f"`{path.name}` is damaged, or is not a safetensors file: a header of {length} bytes.")
     try:
-        header = json.loads(content[8 : 8 + length].numpy().tobytes())
+        header = json.loads(buffer_of(content[8 : 8 + length]).tobytes())
         metadata = dict(header.pop("__metadata__", None) or {})
         entries = {name: _entry(path.name, 8 + length, each) for name, each in header.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -39,6 +39,7 @@ from fabric.strategies.checkpoint.manifest import (
     merged,
     refuse_gaps,
 )
+from fabric.strategies.checkpoint.memory import buffer_of
 from fabric.strategies.checkpoint.storage import Storage
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
 from fabric.strategies.checkpoint.values import Json, encode
@@ -253,7 +254,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     flat = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+    return buffer_of(flat)
 
 
 def finish(storage: Storage, token: str, num_ranks: int, after_commit: Callable[[], object] | None) -> None:

@@ -21,6 +21,8 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor
 
+from fabric.strategies.checkpoint.memory import buffer_of
+
 Buffer: TypeAlias = "bytes | memoryview"
 
 
@@ -96,7 +98,7 @@ class Contents:
         if self._handle is None or sys.platform == "win32":
             content.copy_(self.tensor[offset_bytes : offset_bytes + content.numel()])
             return
-        left = content.numpy().data
+        left = buffer_of(content)
         while left.nbytes:
             num_read = os.preadv(self._handle, [left], offset_bytes)
             if num_read == 0:

@@ -17,6 +17,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from fabric.strategies.checkpoint.memory import buffer_of
+
 Json: TypeAlias = Any
 Keep: TypeAlias = Callable[[str, Any], Json]
 """`(pointer, tensor)`: stores a tensor of the state, and returns its placeholder in the JSON."""
@@ -137,7 +139,7 @@ def _read_ordered(json: Json, inner: Inner, _: Any) -> OrderedDict[Any, Any]:
 def _read_array(json: Json, _: Inner, tensor: Callable[[], Any]) -> Any:
     import numpy
 
-    return numpy.frombuffer(tensor().whole().numpy().tobytes(), json["$array"]).reshape(json["shape"]).copy()
+    return numpy.frombuffer(buffer_of(tensor().whole()).tobytes(), json["$array"]).reshape(json["shape"]).copy()
 
 
 def _read_scalar(json: Json, _: Inner, __: Any) -> Any:

@@ -138,6 +138,12 @@ class Collective(ABC):
         sums = self.all_reduce(torch.tensor((first, second), dtype=torch.float64, device="cpu")).tolist()
         return sums[0], sums[1]
 
+    def start_add_numbers(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
+        """Asynchronous sums, in float64, of all ranks' numbers. The returned function is as that of
+        `start_all_reduce`."""
+        finish = self.start_all_reduce(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
+        return lambda: finish().tolist()  # type: ignore[no-any-return]
+
     @abstractmethod
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return the tensors of all ranks, stacked in rank order: `(*S)` -> `(W, *S)`."""

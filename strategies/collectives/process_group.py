@@ -18,6 +18,7 @@ import logging
 import os
 import struct
 import sys
+from array import array
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, final
@@ -91,6 +92,7 @@ class TorchCollective(CarriesObjects):
         self._rank, self._size = world.rank, world.size
         self._splits: dict[tuple[int, ...], TorchCollective | None] = {}
         self._for_gradients: TorchCollective | None = None
+        self._is_gloo = _by_device(self._backends).get("cpu") == "gloo"
         self._buffers: list[tuple[bytearray, Tensor]] = []
 
     @classmethod
@@ -98,6 +100,7 @@ class TorchCollective(CarriesObjects):
         """The ranks of an existing process group, which `teardown` does not destroy."""
         collective = cls(World(), "gloo", device=torch.device("cpu"))
         collective._group, collective._rank, collective._size = group, group.rank(), group.size()
+        collective._is_gloo = False  # not known
         return collective
 
     @property
@@ -169,6 +172,11 @@ class TorchCollective(CarriesObjects):
                 tensor.data.copy_(whole)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+        if op in ("sum", "mean") and tensor.dtype in _ADDED and self._is_pair_for(tensor):
+            own = to_reducible(tensor, op, copy=False)
+            operand = torch.empty_like(own)
+            self._run("all_reduce", tensor, _exchange, own, operand, peer=1 - self._rank)
+            return from_reduced(operand.add_(own), op, tensor.dtype, self._size)
         operand = to_reducible(tensor, op, copy=True)
         self._run("all_reduce", tensor, _all_reduce, operand, _OPS[op])
         return from_reduced(operand, op, tensor.dtype, self._size)
@@ -195,9 +203,32 @@ class TorchCollective(CarriesObjects):
         self._buffers.append((content, message))
         return sums
 
+    def start_add_numbers(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
+        # See Note [Cold Python].
+        content = array("d", numbers)
+        message = torch.frombuffer(content, dtype=torch.float64)
+        try:
+            work = self._joined("all_reduce").allreduce([message], _SUM)
+        except (RuntimeError, ValueError) as error:
+            raise self._failure("all_reduce", message, error) from error
+
+        def finish() -> list[float]:
+            try:
+                work.wait()
+            except (RuntimeError, ValueError) as error:
+                raise self._failure("all_reduce", message, error) from error
+            return content.tolist()
+
+        return finish
+
     def all_gather(self, tensor: Tensor) -> Tensor:
         gathered = torch.empty((self._size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        self._run("all_gather", tensor, _all_gather, as_bytes(gathered), as_bytes(tensor))
+        if self._is_pair_for(tensor):
+            rows = [as_bytes(row) for row in gathered]
+            own, peer = as_bytes(tensor), 1 - self._rank
+            self._run("all_gather", tensor, _exchange, own, rows[peer], rows[self._rank], peer=peer)
+        else:
+            self._run("all_gather", tensor, _all_gather, as_bytes(gathered), as_bytes(tensor))
         return gathered
 
     def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
@@ -291,6 +322,11 @@ class TorchCollective(CarriesObjects):
         part._owns_group = part._is_part = True
         return part
 
+    def _is_pair_for(self, tensor: Tensor) -> bool:
+        """See Note [Two ranks exchange large tensors]. The same on both ranks, for equal tensors."""
+        is_dense = tensor.layout is torch.strided and tensor.device.type == "cpu"
+        return self._size == 2 and self._is_gloo and is_dense and tensor.nbytes >= _EXCHANGED_BYTES
+
     def _joined(self, operation: str) -> ProcessGroup:
         if self._group is None:
             raise CollectiveError(
@@ -332,6 +368,15 @@ class TorchCollective(CarriesObjects):
         )
 
 
+# Note [Two ranks exchange large tensors]
+# gloo's all-gather copies what it sends and what it receives, and its all-reduce makes two rounds; with two ranks one
+# message each way is enough. Over gloo's own, on two shared cores, all_reduce of 256 KB took 0.69 of the time, of 1 MB
+# 0.72, of 4 MB 1.0, of 16 MB 0.84; all_gather of 1 MB 0.70, of 4 MB 0.86. A sum of two has the same bits either way.
+_EXCHANGED_BYTES = 2**18
+_ADDED = (torch.float32, torch.float64)
+_TAG = 0x66616272
+"""No `send` of the program uses it."""
+
 # Note [Cold Python]
 # After a rank has waited for the others, its caches are cold: Python that takes 5 us in a loop takes up to 70 us there.
 # An all-reduce of one number over gloo takes 220 us, so each frame and each torch function counts there.
@@ -343,6 +388,15 @@ def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup
     """`dist.all_reduce` of a real tensor, past its wrappers. See Note [Cold Python]."""
     work = group.allreduce([tensor], _options(op))
     if work is not None:
+        work.wait()
+
+
+def _exchange(own: Tensor, received: Tensor, copied: Tensor | None = None, *, group: ProcessGroup, peer: int) -> None:
+    """Send a contiguous tensor to the other rank, and receive one of the same size. Meanwhile copy it to `copied`."""
+    under_way = group.send([own], peer, _TAG), group.recv([received], peer, _TAG)
+    if copied is not None:
+        copied.copy_(own)
+    for work in under_way:
         work.wait()
 
 

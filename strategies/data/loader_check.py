@@ -53,6 +53,9 @@ class LoaderNumbers:
         """Backward passes of the loop. An iteration that ends after one batch and none of these uses up no epoch."""
         self.num_unweighted = 0
         """Backward passes without `weight=`."""
+        self.forward_communicates = False
+        """Whether a model was set up whose forward waits for ranks that read other data, which the strategy could not
+        know before."""
         self.repeated = RepeatedBatches()
         self.note_batch: Callable[[Any, object], None] | None = None
         """Called with each batch that the loop receives, and the `Iteration` that it is of."""

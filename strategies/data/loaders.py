@@ -12,6 +12,7 @@ import copy
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,9 +99,12 @@ def process_dataloader(
         reading = _shared(loader, setup)
     else:
         reading = _shared_iterable(loader, setup)
-    if distribute and reading.agreement is None and setup.evaluates_in_step and not _is_even(reading, setup):
-        agreement = _agreement(loader, type(loader).__name__, setup, exact=_has_indices(loader))
-        reading = replace(reading, agreement=agreement)
+    if distribute and reading.agreement is None and setup.uneven and not _is_even(reading, setup):
+        name = type(loader).__name__
+        if setup.evaluates_in_step:
+            reading = replace(reading, agreement=_agreement(loader, name, setup, exact=_has_indices(loader)))
+        elif ranks.size > 1:
+            reading = replace(reading, begin=(*reading.begin, partial(_refuse_out_of_step, numbers, name)))
     carry = carry or (one_ahead if ahead and has_streams(device) else one_by_one)
     reading = replace(reading, device=device if accelerated else None, carry=carry, report=report)
     counts: dict[str, Any] = {
@@ -381,6 +385,15 @@ def _refuse(cut: Cut, items: Iterable[Any]) -> None:
     sentence = None if length is None else cut.refuse(length)
     if sentence is not None:
         raise ValueError(sentence)
+
+
+def _refuse_out_of_step(numbers: LoaderNumbers, name: str) -> None:
+    """Raise RuntimeError if ranks need equal numbers of batches, which was not known when the loader was set up."""
+    if numbers.forward_communicates:
+        raise RuntimeError(
+            f"The `{name}` may give ranks different numbers of batches, and was set up before the model, whose forward "
+            'waits for all ranks. Call `setup_dataloaders` after `setup`, or pass it `uneven="repeat"`.'
+        )
 
 
 def _left_out(setup: _Setup) -> LeaveOut:

@@ -26,6 +26,7 @@ class Carrier:
         beside = next(each for each in parameters if each.dtype in _EXACT)
         self.parameter = nn.Parameter(torch.zeros((), dtype=beside.dtype, device=beside.device))
         self._weight: Factor = 0.0
+        self._sent = torch.zeros_like(self.parameter, requires_grad=False)
 
     def load(self, weight: Factor) -> None:
         """Send this weight next, instead of zero."""
@@ -35,9 +36,8 @@ class Carrier:
         """Complete the synchronisation of a backward. Ranks: all."""
         weight, self._weight = self._weight, 0.0
         self.parameter.grad = None
-        self.parameter.backward(  # type: ignore[no-untyped-call]
-            weight.to(self.parameter) if isinstance(weight, Tensor) else self.parameter.new_tensor(weight)
-        )
+        sent = weight.to(self.parameter) if isinstance(weight, Tensor) else self._sent.fill_(weight)
+        self.parameter.backward(sent)  # type: ignore[no-untyped-call]
 
     def mean(self) -> Factor:
         """The mean weight of all ranks, after `send`; 1.0 if nothing was sent: the backward reached no parameter."""

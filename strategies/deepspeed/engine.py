@@ -99,7 +99,7 @@ class Engine:
 
     def watch(self) -> Callable[[], None]:
         """Called before a backward. Returns a post-backward hook."""
-        self._follow_zero_grad()
+        self._discard_zeroed()
         if self.released is not None:
             self.released.refuse_other_data()
         self._is_started = False
@@ -173,7 +173,7 @@ class Engine:
 
     def clip_norm(self, _: Optimizer, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Scale the gradients so that their norm over all shards is at most `max_norm`. Returns the former norm."""
-        self._follow_zero_grad()
+        self._discard_zeroed()
         shards = self._shards()
         order = float(norm_type)
         norms = [torch.linalg.vector_norm(shard, order, dtype=torch.float32) for shard in shards if shard.numel()]
@@ -197,7 +197,7 @@ class Engine:
 
     def clip_value(self, _: Optimizer, clip_val: float) -> None:
         """Clamp each gradient to `[-clip_val, clip_val]`."""
-        self._follow_zero_grad()
+        self._discard_zeroed()
         bound = clip_val * float(self.zero.loss_scale)
         for shard in self._shards():
             shard.clamp_(-bound, bound)
@@ -205,14 +205,14 @@ class Engine:
 
     def is_finite(self, _: Optimizer) -> bool:
         """Whether all gradients are finite on all ranks. Ends the accumulation window, as clipping does."""
-        self._follow_zero_grad()
+        self._discard_zeroed()
         found = all_finite(self._shards())
         self._set_placeholders()
         return self.runtime.collective.reduce_boolean_decision(found)
 
     def multiply(self, factor: float | Tensor) -> None:
         """Multiply each gradient. Ends the accumulation window, as clipping does."""
-        self._follow_zero_grad()
+        self._discard_zeroed()
         for shard in self._shards():
             shard.mul_(factor.to(shard.device) if isinstance(factor, Tensor) else factor)
         self._set_placeholders()
@@ -242,7 +242,7 @@ class Engine:
         self._accumulated = set()
         self._unreduced = {}
 
-    def _follow_zero_grad(self) -> None:
+    def _discard_zeroed(self) -> None:
         """Discard the gradients that the user has zeroed since the last backward, not through the optimizer."""
         if not self._has_gradients:
             return
@@ -268,7 +268,7 @@ class Engine:
             elif parameter.grad is not None:
                 parameter.grad.zero_()
 
-    def follow_weights(self) -> None:
+    def take_changed_weights(self) -> None:
         """Write what the program has changed in the weights since the last step into the shards that DeepSpeed trains.
 
         Raises: RuntimeError: they were changed at stage 3; at the other stages `parameter.data` has another shape,
@@ -303,9 +303,9 @@ class Engine:
         return self.placeholders.names[self.trained[number]]
 
     def trained_shards(self) -> list[Tensor]:
-        """This rank's shards of the weights that DeepSpeed trains, after `follow_weights`."""
+        """This rank's shards of the weights that DeepSpeed trains, after `take_changed_weights`."""
         zero, is_changed = self.zero, self.released is None and self._addresses() != self._addresses_then
-        self.follow_weights()
+        self.take_changed_weights()
         flats = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
         shards = [flat.detach() for flat in flats]
         if is_changed:
@@ -476,11 +476,11 @@ class Engine:
 
     def step(self) -> None:
         """Step all shards, and all-gather the new weights. Does nothing without gradients, as in PyTorch."""
-        self._follow_zero_grad()
+        self._discard_zeroed()
         if not self._has_gradients:
             self._refuse_own_gradients()
             return
-        self.follow_weights()
+        self.take_changed_weights()
         self._reduce()
         self.engine.step()
         self.remember_weights()

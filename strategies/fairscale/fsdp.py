@@ -3,8 +3,8 @@
 The first fully sharded module (Baines et al., 2021), for code that relies on it; `fsdp` is its successor. Its wrapper
 is kept beside the user's module, not around it: parameters remain the same objects, under the same names, so
 optimizers made before `setup` remain valid. Between forwards a parameter is this rank's shard: one dimension, padded to
-equal lengths. `state_dict()` of the module, of its submodules and of the optimizers is a collective that returns
-unsharded tensors, and `load_state_dict` takes those.
+equal lengths; what reads it as if it were whole raises (`sharding/flat_shards.py`). `state_dict()` of the module, of its
+submodules and of the optimizers is a collective that returns unsharded tensors, and `load_state_dict` takes those.
 
 Every forward all-gathers parameters, so all ranks call it, in evaluations, too.
 """
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.capabilities import Capability
-from fabric.strategies.fairscale.changed_gradients import note_all, refuse_changed
 from fabric.strategies.fairscale.fsdp_state import (
     IN_SLICES,
     SlicedState,
@@ -106,8 +105,6 @@ class FairScaleFSDPStrategy(ProcessGroupStrategy):
             return replica(runtime, module, optimizers)
         _refuse_dtypes(module, runtime.precision)
         refuse_optimizers("ddp_fully_sharded", optimizers, _WHOLE_MATRICES, flat=True)
-        if runtime.loss_scaler is not None:
-            runtime.loss_scaler.when_rescaled = note_all
         broadcast_from_rank_zero(runtime.collective, [*module.parameters(), *module.buffers()])
         sync = FairScaleFSDPGradientSync(
             runtime,
@@ -120,7 +117,7 @@ class FairScaleFSDPStrategy(ProcessGroupStrategy):
         slices = Slices(runtime.collective)
         undo = [
             attach_module(slices, module),
-            *(attach_optimizer(runtime.collective, optimizer, _check_step) for optimizer in optimizers),
+            *(attach_optimizer(runtime.collective, optimizer, owned) for optimizer in optimizers),
         ]
         return replace(
             replica(runtime, module, optimizers, sync, end=undo_all(undo), uncompilable=UNCOMPILABLE),
@@ -133,7 +130,7 @@ class FairScaleFSDPStrategy(ProcessGroupStrategy):
         if runtime.world.size == 1:
             return attach_scaler(runtime.loss_scaler, optimizers)
         refuse_optimizers("ddp_fully_sharded", optimizers, _WHOLE_MATRICES, flat=True)
-        undo = [attach_optimizer(runtime.collective, optimizer, _check_step) for optimizer in optimizers]
+        undo = [attach_optimizer(runtime.collective, optimizer, owned) for optimizer in optimizers]
         return undo_all([*undo, attach_scaler(runtime.loss_scaler, optimizers)])
 
 
@@ -150,12 +147,6 @@ def owned(optimizer: Optimizer) -> list[Tensor]:
     if any(map(holds_local, parameters)):
         raise RuntimeError(NOT_AVERAGED.format(optimizer=type(optimizer).__name__))
     return parameters
-
-
-def _check_step(optimizer: Optimizer) -> None:
-    """Raise RuntimeError if a gradient was not averaged, or was changed since."""
-    owned(optimizer)
-    refuse_changed(optimizer)
 
 
 def _refuse_shared(module: nn.Module, parts: Sequence[nn.Module]) -> None:

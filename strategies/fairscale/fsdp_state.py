@@ -27,6 +27,8 @@ from fabric.strategies.checkpoint.state import PLAIN, StateAccess
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, flat_shard
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.gradients.clipping import parameters_of
+from fabric.strategies.sharding.dtensor import local_part
+from fabric.strategies.sharding.flat_shards import hide, show_again
 
 _NUMBERS = ("step", "mu_product", "mu", "eta")
 """State of torch's optimizers that is a scalar for every shape of the parameter."""
@@ -34,7 +36,7 @@ _NUMBERS = ("step", "mu_product", "mu", "eta")
 
 def holds_local(parameter: Any) -> bool:
     """Whether the gradient is unsharded and not averaged. Its shape may not show it: `(1,)` may be that of a shard."""
-    return parameter.grad is not None and getattr(parameter, "_is_local", False)
+    return getattr(parameter, "_is_local", False) and parameter.grad is not None
 
 
 def slice_of(whole: Tensor, rank: int, size: int) -> Tensor:
@@ -49,7 +51,7 @@ def slice_of(whole: Tensor, rank: int, size: int) -> Tensor:
 
 def whole_of(collective: Collective, own: Tensor, shape: torch.Size) -> Tensor:
     """All-gather the unsharded tensor, on the CPU. Ranks: all call it."""
-    return collective.all_gather(own.detach()).view(-1)[: shape.numel()].view(shape).to("cpu", copy=True)
+    return collective.all_gather(local_part(own).detach()).view(-1)[: shape.numel()].view(shape).to("cpu", copy=True)
 
 
 @final
@@ -107,13 +109,21 @@ def attach_optimizer(
         }
         return {**content, "state": state}
 
+    shown: list[Any] = []
+
     def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         check(optimizer)
+        shown.extend(hide(parameters_of(optimizer)))
+
+    def after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        show_again(shown)
+        shown.clear()
 
     for parameter, entries in optimizer.state.items():
         entries.update({name: _sliced_entry(name, value, parameter, rank, size) for name, value in entries.items()})
     handles = [
         optimizer.register_step_pre_hook(before_step),
+        optimizer.register_step_post_hook(after_step),
         optimizer.register_state_dict_post_hook(gather),
         optimizer.register_load_state_dict_pre_hook(slice_all),
     ]
@@ -310,11 +320,12 @@ class SlicedState(StateAccess):
         return own
 
     def _kept(self, own: Tensor, shape: torch.Size) -> Tensor:
-        whole = self._collective.all_gather(own.detach()).view(-1)[: shape.numel()].view(shape)
+        whole = self._collective.all_gather(local_part(own).detach()).view(-1)[: shape.numel()].view(shape)
         return whole.to("cpu", copy=True) if self._collective.rank == 0 else torch.empty(0)
 
     def _shards(self, own: Tensor, shape: torch.Size) -> TensorShards:
-        return flat_shard(shape, self._collective.rank * own.numel(), own.detach(), self._collective.rank)
+        part = local_part(own).detach()
+        return flat_shard(shape, self._collective.rank * part.numel(), part, self._collective.rank)
 
 
 def _fits(value: Any, parameter: Any) -> bool:

@@ -28,7 +28,6 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from fabric.strategies.fairscale.changed_gradients import note
 from fabric.strategies.fairscale.fsdp_cpu import fully_sharded_on_cpu
 from fabric.strategies.fairscale.fsdp_state import holds_local
 from fabric.strategies.fairscale.library import FULLY_SHARDED, LATE, UNUSED, look_up, name_some, root_logger_untouched
@@ -39,6 +38,7 @@ from fabric.strategies.module.forward import ForwardPath, leave_uncompiled
 from fabric.strategies.pytree import tensors_in
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
+from fabric.strategies.sharding.flat_shards import hide, show
 from fabric.strategies.torch_internals import current_graph_task_id
 
 UNCOMPILABLE = (
@@ -91,7 +91,7 @@ class FairScaleFSDPGradientSync(GradientSync):
         for parameter in module.parameters():
             parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
         wrap = partial(
-            _wrapper(runtime, self.reduced.add),
+            _wrapper(runtime, self.reduced.add, lambda: hide(self.names), self._show),
             reshard_after_forward=reshard_after_forward,
             bucket_cap_mb=bucket_bytes / 2**20,
         )
@@ -115,6 +115,8 @@ class FairScaleFSDPGradientSync(GradientSync):
         for part in self.given:
             object.__setattr__(part, "forward", _Inner(self, part))
 
+        self._show()
+
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward with gathered parameters, and broadcast buffers from rank 0. Ranks: all call it."""
         return self._ordered(function, args, kwargs)
@@ -132,12 +134,20 @@ class FairScaleFSDPGradientSync(GradientSync):
         self, wrapper: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         call = _Call(function, args, kwargs)
+        if not self.num_running:
+            hide(self.names)
         self.num_running += 1
         try:
             wrapper(call)
         finally:
             self.num_running -= 1
+            if not self.num_running and current_graph_task_id() == -1:
+                self._show()
         return call.output
+
+    def _show(self) -> None:
+        """Parameters are shards from here on: see Note [Classes of shards]."""
+        show(self.names, _SHARD, _whole_shape)
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:
@@ -154,7 +164,7 @@ class FairScaleFSDPGradientSync(GradientSync):
     def watch(self) -> Finish | None:
         """Returns a post-backward hook that raises if a parameter has no gradient."""
         check = self._check if self.root._require_backward_grad_sync else None
-        return all_of(self.order.watch(), check, partial(note, self.names))
+        return all_of(self.order.watch(), check)
 
     def _check(self) -> None:
         took_part = bool(self.reduced)
@@ -181,7 +191,6 @@ class FairScaleFSDPGradientSync(GradientSync):
 
     def scale(self, factor: Factor) -> None:
         scale_gradients(self.parameters_held(), factor)
-        note(self.parameters_held())
 
     def release(self) -> None:
         """Restore the forward of each module. Parameters remain sharded: gathering them is a collective."""
@@ -229,8 +238,27 @@ _MOVED = (
 )
 
 
-def _wrapper(runtime: Runtime, reduced: Callable[[Tensor], None]) -> Callable[..., Any]:
-    """FairScale's class; it also marks reduced gradients, and supports any number of backward passes."""
+_SHARD = (
+    "of a parameter or gradient under `strategy='ddp_fully_sharded'`: outside of forward each rank has a part of each "
+    "tensor, and the result would be that of the part. What acts on each element alone is right, such as "
+    "`parameter.mul_(0.5)`. For weights, write `model.state_dict()` on all ranks; for the norm of gradients, or to "
+    "clip, call `fabric.clip_gradients(model, optimizer, max_norm=...)`, with `float('inf')` for the norm alone; "
+    "compute a penalty of weights within `forward`; or pass `strategy='fsdp'`."
+)
+
+
+def _whole_shape(parameter: Any) -> torch.Size:
+    shape: torch.Size = parameter._orig_size
+    return shape
+
+
+def _wrapper(
+    runtime: Runtime, reduced: Callable[[Tensor], None], hide_all: Callable[[], Any], show_all: Callable[[], None]
+) -> Callable[..., Any]:
+    """FairScale's class; it also marks reduced gradients, and supports any number of backward passes.
+
+    `hide_all` is called before each backward, and `show_all` after it: see Note [Classes of shards].
+    """
     import torch.distributed
 
     look_up(FULLY_SHARDED)
@@ -254,7 +282,12 @@ def _wrapper(runtime: Runtime, reduced: Callable[[Tensor], None]) -> Callable[..
 
         def _use_full_params(self) -> None:
             """Before backward: gather parameters again that another backward, or another output, has freed."""
+            hide_all()
             self._rebuild_full_params()
+
+        def _rebuild_full_params(self, *args: Any, **kwargs: Any) -> Any:
+            hide_all()
+            return super()._rebuild_full_params(*args, **kwargs)
 
         def _prep_grads_for_backward(self) -> None:
             """Before backward: store averaged gradients, which are shards, elsewhere."""
@@ -282,6 +315,7 @@ def _wrapper(runtime: Runtime, reduced: Callable[[Tensor], None]) -> Callable[..
             for part in self.modules():
                 if isinstance(part, fully_sharded):
                     _return_to_frozen(part.params)
+            show_all()
 
     return partial(
         Sharded,

@@ -18,6 +18,7 @@ from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.fairscale.changed_gradients import note
 from fabric.strategies.gradients.elementwise import refuse_dependent
 from fabric.strategies.precision.loss_scaler import LossScaler
+from fabric.strategies.sharding.dtensor import local_part
 from fabric.strategies.target import Target
 
 Owned = Callable[[Optimizer], list[Tensor]]
@@ -120,7 +121,7 @@ def clip_norm(
     parameters = owned(optimizer)
     if scaler is not None and not scaler.unscale(optimizer):
         error_if_nonfinite = False
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     dtype = parameters[0].dtype if parameters else torch.float32
     # In float64 on every rank: one without gradients does not know the others' dtype, and gloo aborts if they differ.
     own = torch.nn.utils.get_total_norm(gradients, norm_type).to("cpu", torch.float64)

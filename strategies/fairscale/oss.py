@@ -81,7 +81,7 @@ class FairScaleShardedGradientSync(GradientSync):
         self.in_buckets: dict[Tensor, Tensor] = {}
         """The memory of each parameter, in the buckets that FairScale broadcasts after a step."""
         self.trainable: list[bool] = []
-        self._follow_trainable()
+        self._refresh_trainable()
         self.handles = [handle for optimizer in optimizers for handle in self._attach(optimizer)]
 
     # Around forward and backward
@@ -91,7 +91,7 @@ class FairScaleShardedGradientSync(GradientSync):
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         self.added_parameters.refuse(LATE)
-        self._follow_trainable()
+        self._refresh_trainable()
         output = self.parallel(function, args, kwargs)
         if not self.parallel._should_accumulate_grads:
             broadcast_from_rank_zero(self.collective, buffers_of(self.buffered))
@@ -146,7 +146,7 @@ class FairScaleShardedGradientSync(GradientSync):
                 self.averages.discard(parameter)
         note(self.owner)
 
-    def _follow_trainable(self) -> None:
+    def _refresh_trainable(self) -> None:
         """Reduce the gradients of parameters that require gradients now."""
         trainable = [parameter.requires_grad for parameter in self.owner]
         if trainable != self.trainable:
@@ -191,7 +191,7 @@ class FairScaleShardedGradientSync(GradientSync):
                 "are frozen in the step: FairScale would step on the rank that owns them, and not tell the others. "
                 "Write `model.requires_grad_(True)` before the step, or `optimizer.zero_grad()`."
             )
-        self._follow_trainable()  # the step is broadcast for those that are trained now
+        self._refresh_trainable()  # the step is broadcast for those that are trained now
         self._return_to_buckets()
         self.owned(optimizer)
         refuse_changed(optimizer)
@@ -267,6 +267,10 @@ class NoOwnersGradientSync(GradientSync):
 
     def unsynced(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    @property
+    def is_replicated(self) -> bool:
+        return True
 
     def watch(self) -> Finish:
         before = [(parameter, parameter.grad, _version(parameter.grad)) for parameter in self.module.parameters()]

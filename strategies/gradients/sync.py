@@ -50,6 +50,14 @@ class GradientSync(ABC):
         """Whether the gradient that a post-accumulate hook of a parameter finds is averaged already."""
         return False
 
+    @property
+    def is_replicated(self) -> bool:
+        """Whether it is known that all ranks hold the same whole parameters, and average their gradients over all.
+
+        For strategies of which not every model does.
+        """
+        return False
+
     def carry(self, weight: Factor) -> Callable[[], Factor] | None:
         """Called before `watch`: send this rank's weight along with the gradients of the coming synchronised backward.
 
@@ -110,12 +118,20 @@ class LocalGradientSync(GradientSync):
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[Tensor], factor: Factor) -> None:
     """Multiply this rank's gradients, or its shards of them, of the trained parameters."""
+    gradients = [
+        grad if type(grad) is Tensor else local_part(grad)
+        for parameter in parameters
+        if parameter.requires_grad and (grad := parameter.grad) is not None
+    ]
+    if not isinstance(factor, Tensor):
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+        return
     by_device: dict[torch.device, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.requires_grad and parameter.grad is not None:
-            by_device.setdefault(parameter.grad.device, []).append(local_part(parameter.grad))
-    for device, gradients in by_device.items():
-        torch._foreach_mul_(gradients, factor.to(device) if isinstance(factor, Tensor) else factor)
+    for gradient in gradients:
+        by_device.setdefault(gradient.device, []).append(gradient)
+    for device, there in by_device.items():
+        torch._foreach_mul_(there, factor.to(device))
 
 
 def all_of(*finishes: Finish | None) -> Finish | None:

@@ -80,6 +80,12 @@ class ManualGradientSync(GradientSync):
         self.other_data.refuse()
         return function(*args, **kwargs)
 
+    @property
+    def is_replicated(self) -> bool:
+        averaged = set(self.averaged.get(tuple(self.data_axes), ()))
+        size = math.prod(degree(self.context.mesh, axis) for axis in self.data_axes)
+        return size == self.context.world.size and averaged.issuperset(self.parameters_held())
+
     def watch(self) -> Finish | None:
         self.expected = not self.num_holds
         return self._finish if self.expected else None

@@ -31,6 +31,7 @@ from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.layout import fsdp_modules
 from fabric.strategies.sharding.mesh import COPIES, check_degrees
 from fabric.strategies.target import Target
 
@@ -97,6 +98,8 @@ class ManualStrategy(ProcessGroupStrategy):
         before = own_parameters(given)
         parallel = self._parallelized(module, context)
         after = own_parameters(given)
+        if runtime.share.count > 1 and fsdp_modules(parallel.module):
+            runtime.loader_numbers.forward_communicates = True
         rebind(before, after, optimizers)
         _refuse_left_behind(optimizers, parallel.module, (before, after))
         _refuse_other_dtypes(runtime.precision, parallel.module)

@@ -111,7 +111,7 @@ def share_loader(
             channel=partial(channel_over, collective),
         ),
         uneven=runtime.uneven,
-        in_step=runtime.forward_communicates,
+        in_step=runtime.forward_communicates or runtime.loader_numbers.forward_communicates,
         dispatch=runtime.dispatch,
         numbers=runtime.loader_numbers,
         report=runtime.report,
@@ -125,15 +125,11 @@ def votes_over(collective: Collective) -> Votes:
     apart = collective.split(list(range(collective.size)))
     assert apart is not None
 
-    def start(numbers: list[int]) -> Callable[[], list[int]]:
-        finish = apart.start_all_reduce(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
-        return lambda: [int(number) for number in finish().tolist()]
-
     def gather(numbers: list[int]) -> list[list[int]]:
         gathered: list[list[int]] = apart.all_gather(torch.tensor(numbers, device="cpu")).tolist()
         return gathered
 
-    return Votes(size=collective.size, start=start, gather=gather)
+    return Votes(size=collective.size, start=apart.start_add_numbers, gather=gather)
 
 
 def channel_over(collective: Collective, share: int) -> Channel:

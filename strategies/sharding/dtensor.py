@@ -18,6 +18,7 @@ from fabric.strategies.checkpoint.in_place import converts
 from fabric.strategies.checkpoint.loading import Stored, in_memory
 from fabric.strategies.checkpoint.state import StateAccess
 from fabric.strategies.checkpoint.tensor_shards import TensorShards
+from fabric.strategies.sharding.flat_shards import plain_shard
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -37,6 +38,7 @@ def as_sharded(tensor: Any) -> DTensor | None:
 
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of the tensor. Shares its memory."""
+    tensor = plain_shard(tensor)
     sharded = as_sharded(tensor)
     return tensor if sharded is None else sharded.to_local()
 

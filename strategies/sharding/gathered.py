@@ -40,6 +40,7 @@ from fabric.strategies.module.parameter_rebinding import HOOKED
 from fabric.strategies.pytree import tensors_in
 from fabric.strategies.sharding.dtensor import as_sharded, user_class
 from fabric.strategies.sharding.other_data import OTHER_DATA, Storages
+from fabric.strategies.sharding.slices import write_through
 from fabric.strategies.torch_internals import (
     current_graph_task_id,
     disable_dynamo,
@@ -82,6 +83,7 @@ class Gathered:
         self._places = _places(_params(self._units))
         self._storages = Storages()
         self._refuse_other_data()
+        write_through(each.sharded_param for each in self.params())
         self._is_read = module in cast("Sequence[nn.Module]", units)
         if not self._units:
             return

@@ -7,13 +7,16 @@ which `nn.init.eye_` calls, resizes the local tensor to the size of the whole.
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import final
+from typing import TYPE_CHECKING, cast, final
 
 import torch
 from torch import Tensor, nn
 
 from fabric.strategies.sharding.dtensor import as_sharded, user_class
 from fabric.strategies.torch_internals import disable_dynamo
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 OTHER_DATA = (
     "`parameter.data = ...` and `nn.init.eye_(parameter)` after `fabric.setup` do not change a parameter that is "
@@ -49,6 +52,10 @@ class OtherData:
         self._shards = {
             name: each for name, each in module.named_parameters() if as_sharded(each) is not None and each not in known
         }
+        if self._shards:
+            from fabric.strategies.sharding.slices import write_through
+
+            write_through(cast("DTensor", each) for each in self._shards.values())
         self.refuse()
 
     def refuse(self) -> None:

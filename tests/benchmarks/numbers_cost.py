@@ -1,7 +1,8 @@
-"""What exact numbers cost in a step of about 5 ms on two ranks: weights, agreement, positions, the guard, comparisons.
+"""What exact numbers cost in a step of about 5 ms on two ranks: weights, accumulation, agreement, positions, the guard,
+comparisons.
 
-Variants take turns in the same ranks. Beside the time by the clock stands that of the rank's processor, in which
-waiting for the other rank does not count, and which other programs on the machine change less.
+Variants take turns in the same ranks, a few steps each. Beside the time by the clock stands that of the rank's
+processor, in which waiting for the other rank does not count, and which other programs on the machine change less.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from fabric import Fabric
 from fabric.replica_check import ReplicaCheck
 from fabric.strategies.collectives.debug import compare_collectives
 
-BATCH, WIDTH, LAYERS, STEPS = 32, 256, 12, 10
+BATCH, WIDTH, LAYERS = 32, 256, 12
+STEPS, WINDOW = 8, 4
 
 
 class Endless(IterableDataset[torch.Tensor]):
@@ -57,6 +59,21 @@ def numbers(ours: Fabric) -> list[Row]:
             torch._foreach_mul_([p.grad for p in net.parameters() if p.grad is not None], 1 / BATCH)
             optimizer.step()
 
+    def by_hand(batches: Iterable[Any]) -> None:
+        for number, inputs in enumerate(islice(batches, STEPS), 1):
+            with ours.no_backward_sync(model, enabled=number % WINDOW != 0):
+                ours.backward(model(inputs).square().mean() / WINDOW)
+            if number % WINDOW == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def accumulated(batches: Iterable[Any]) -> None:
+        for window in ours.accumulate(islice(batches, STEPS), WINDOW):
+            for inputs in window:
+                ours.backward(model(inputs).square().mean() / WINDOW)
+            optimizer.step()
+            optimizer.zero_grad()
+
     def guarded(batches: Iterable[Any], keep_in: str | None) -> None:
         ours.guard_gradients("skip", keep_in)
         steps(batches)
@@ -82,9 +99,14 @@ def numbers(ours: Fabric) -> list[Row]:
         with compare_collectives():
             steps(batches)
 
-    stream: Any = DataLoader(Endless(), batch_size=None)
-    alone = iter(ours.setup_dataloaders(stream, use_distributed_sampler=False))
-    agreed = iter(ours.setup_dataloaders(stream, use_distributed_sampler=False, uneven="stop"))
+    by_itself: Any = DataLoader(Endless(), batch_size=None)  # what a loop may depend on is not read ahead
+    ahead: Any = DataLoader(Endless(), batch_size=1, collate_fn=lambda batches: batches[0])
+    alone, ahead_alone = (
+        iter(ours.setup_dataloaders(each, use_distributed_sampler=False)) for each in (by_itself, ahead)
+    )
+    agreed, ahead_agreed = (
+        iter(ours.setup_dataloaders(each, use_distributed_sampler=False, uneven="stop")) for each in (by_itself, ahead)
+    )
     plain, whole = (DataLoader(torch.ones(BATCH * STEPS * size, WIDTH), BATCH) for size in (1, 2))  # type: ignore[arg-type]
     prepared = ours.setup_dataloaders(whole)
     with TemporaryDirectory() as folder:
@@ -92,7 +114,9 @@ def numbers(ours: Fabric) -> list[Row]:
             "raw all_reduce of 8 bytes": (partial(steps, alone), partial(with_message, alone)),
             "weight=": (partial(steps, alone), partial(steps, alone, BATCH)),
             "weight= beside a division by hand": (partial(divided, alone), partial(steps, alone, BATCH)),
-            "agreement on uneven data": (partial(steps, alone), partial(steps, agreed)),
+            "accumulate beside no_backward_sync": (partial(by_hand, alone), partial(accumulated, alone)),
+            "agreement on uneven data": (partial(steps, ahead_alone), partial(steps, ahead_agreed)),
+            "agreement, not read ahead": (partial(steps, alone), partial(steps, agreed)),
             "loader with a state": (partial(steps, plain), partial(steps, prepared)),
             "check_replicas=1": (partial(steps, prepared), partial(compared, prepared)),
             "debug='collectives'": (partial(steps, prepared), partial(debugged, prepared)),
@@ -102,7 +126,7 @@ def numbers(ours: Fabric) -> list[Row]:
         return [row for name, (raw, own) in races.items() for row in _race(name, {"without": raw, "ours": own})]
 
 
-def _race(name: str, variants: dict[str, Callable[[], object]], rounds: int = 40) -> list[Row]:
+def _race(name: str, variants: dict[str, Callable[[], object]], rounds: int = 80) -> list[Row]:
     of_clock: dict[str, list[float]] = {variant: [] for variant in variants}
     of_processor: dict[str, list[float]] = {variant: [] for variant in variants}
     for turn in range(rounds + 2):

@@ -85,6 +85,18 @@ def all_gather_stacks_the_tensors_of_all_ranks_in_rank_order(collective: Collect
         assert_equal(collective.all_gather(tensors[collective.rank]), torch.stack(tensors))
 
 
+def large_tensors_are_gathered_and_reduced_as_small_ones(collective: Collective, rng: random.Random) -> None:
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.int64):
+        stacked = torch.arange(collective.size * 300_000).remainder(101).reshape(collective.size, 300, 1000).to(dtype)
+        own = stacked[collective.rank]
+        assert torch.equal(collective.all_gather(own.T), stacked.mT)
+        for op in ("sum", "max", *(["mean"] if dtype.is_floating_point else [])):
+            got = collective.all_reduce(own.T, op)
+            assert torch.equal(got, reduced(stacked.mT, op)), (dtype, op)
+            assert got.data_ptr() != own.data_ptr()
+        assert torch.equal(own, stacked[collective.rank])
+
+
 def a_started_all_gather_gives_its_result_when_it_is_asked_for(collective: Collective, rng: random.Random) -> None:
     tensors = [draw_tensors(rng, collective.size, (3,), rng.choice(REALS + INTEGERS)) for _ in range(2)]
     finishes = [collective.start_all_gather(each[collective.rank]) for each in tensors]
@@ -388,6 +400,7 @@ BODIES: tuple[Body, ...] = (
     a_started_all_gather_gives_its_result_when_it_is_asked_for,
     all_gather_gives_the_value_of_a_lazily_conjugated_tensor,
     all_reduce_reduces_element_by_element,
+    large_tensors_are_gathered_and_reduced_as_small_ones,
     all_reduce_of_complex_numbers_adds_them,
     all_reduce_of_booleans_is_and_for_min_and_or_for_max,
     the_mean_of_integers_and_booleans_is_exact_and_in_floating_point,

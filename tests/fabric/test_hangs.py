@@ -149,6 +149,7 @@ def test_a_healthy_job_prints_nothing(tmp_path: Path) -> None:
     assert output == ""
 
 
+@pytest.mark.thorough
 def test_ranks_of_torchrun_print_the_table_and_end_themselves(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

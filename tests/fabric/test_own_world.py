@@ -78,6 +78,7 @@ def test_a_fabric_on_one_device_next_to_the_learner_has_its_own_world(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_one_device_under_torchrun_without_a_launched_fabric_raises_with_what_to_write(
     tmp_path: Path,
 ) -> None:

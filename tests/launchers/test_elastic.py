@@ -71,6 +71,7 @@ def test_a_script_is_restarted_on_all_ranks(tmp_path: Path, size: int) -> None:
     assert "All ranks start again: restart 1 of 3." in done.stderr
 
 
+@pytest.mark.thorough
 def test_after_the_last_restart_the_program_fails(tmp_path: Path) -> None:
     done = start(tmp_path, "enter", size=2, failures=9, max_restarts=1)
     assert done.returncode == 1

@@ -14,6 +14,7 @@ from worlds import run_world
 
 from fabric import Fabric
 from fabric.launchers.world import World
+from fabric.strategies.manual.strategy import ManualContext, ManualStrategy
 from fabric.strategies.model_parallel.strategy import ModelParallelStrategy
 
 SAMPLES = 11
@@ -43,10 +44,15 @@ def shard(model: nn.Module, mesh: Any) -> nn.Module:
     return fully_shard(model, mesh=mesh["shard"])
 
 
+def shard_over_all(model: nn.Module, context: ManualContext) -> nn.Module:
+    return fully_shard(model, mesh=context.mesh)
+
+
 STRATEGIES: dict[str, Any] = {
     "ddp": "ddp",
     "fsdp": "fsdp",
     "model_parallel": ModelParallelStrategy(parallelize_fn=shard, shard=2),
+    "manual": ManualStrategy(parallelize=shard_over_all),
     "ddp_fully_sharded": "ddp_fully_sharded",
     "deepspeed_stage_3": "deepspeed_stage_3",
 }
@@ -114,3 +120,24 @@ def test_ranks_with_fewer_batches_to_evaluate_repeat_their_last_or_all_raise_and
             assert "has different numbers of batches: " in found, name
             assert "With this strategy a forward waits for all ranks" in found, name
             assert 'Pass `setup_dataloaders(..., uneven="repeat")`' in found, name
+
+
+def loader_before_model(world: World) -> str:
+    with Fabric(accelerator="cpu", strategy=STRATEGIES["manual"], launcher="external") as fabric:
+        fabric.launch()
+        loader = loaders(fabric, world.rank, None)["samples"]
+        assert len(list(loader)) == 6 - world.rank
+        model = fabric.setup(nn.Linear(4, 1))
+        with pytest.raises(RuntimeError) as raised:
+            evaluate(fabric, model, loader)
+        return str(raised.value)
+
+
+@pytest.mark.slow
+def test_a_loader_set_up_before_a_model_that_was_sharded_by_hand_raises() -> None:
+    words = (
+        "The `DataLoader` may give ranks different numbers of batches, and was set up before the model, whose forward"
+    )
+    first, second = run_world(2, loader_before_model)
+    assert first == second
+    assert first.startswith(words)

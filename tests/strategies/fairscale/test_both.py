@@ -240,18 +240,13 @@ def run_all(fabric: Fabric) -> dict[str, Any]:
     return {scenario.__name__: scenario(fabric) for scenario in SCENARIOS}
 
 
-FIRST = ("sharded", "fully-sharded")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "name"),
     [
-        *((1, name) for name in FIRST),
+        *(pytest.param(1, name, marks=pytest.mark.thorough) for name in STRATEGIES),
         *((2, name) for name in STRATEGIES),
-        *((4, name) for name in ("sharded", "fully-sharded-parts")),
-        *(pytest.param(1, name, marks=pytest.mark.thorough) for name in STRATEGIES if name not in FIRST),
-        *(pytest.param(4, name, marks=pytest.mark.thorough) for name in ("fully-sharded", "fully-sharded-kept-parts")),
+        *(pytest.param(4, name, marks=pytest.mark.thorough) for name in STRATEGIES),
     ],
 )
 def test_every_loop_gives_the_numbers_of_one_process(size: int, name: str) -> None:

@@ -75,9 +75,9 @@ def shard_the_other_half_along_one_axis(net: Net, context: ManualContext) -> Par
 @pytest.mark.parametrize(
     ("size", "parallelize", "mesh"),
     [
-        (1, replicate_one_half_and_shard_the_other, None),
-        (2, average_everything, None),
-        (2, wrap_everything, None),
+        pytest.param(1, replicate_one_half_and_shard_the_other, None, marks=pytest.mark.thorough),
+        pytest.param(2, average_everything, None, marks=pytest.mark.thorough),
+        pytest.param(2, wrap_everything, None, marks=pytest.mark.thorough),
         (2, replicate_one_half_and_shard_the_other, None),
         pytest.param(
             4, replicate_one_half_and_shard_the_other, {"replicate": 2, "shard": 2}, marks=pytest.mark.thorough
@@ -228,6 +228,7 @@ def train_recommenders(fabric: Fabric, tasks: list[Task], folder: str, load: str
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_split_tables_equal_whole_ones_and_go_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     seed = random.randrange(2**31)
     print(f"seed {seed}")
@@ -580,6 +581,7 @@ def test_shards_that_thaw_later_are_averaged() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_wrapped_models_close_each_time() -> None:
     """Ten ranks close: where the reducer outlives the process group, 1 in 10 hangs."""
     for _ in range(5):

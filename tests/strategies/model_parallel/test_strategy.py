@@ -114,7 +114,7 @@ MESHES = {
 }
 
 
-THOROUGH = ("data-tensor", "data-shard")
+THOROUGH = ("data", "data-tensor", "data-shard", "flattened", "context-shard", "tied")
 
 
 @pytest.mark.slow

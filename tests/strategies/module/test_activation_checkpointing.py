@@ -139,7 +139,9 @@ STRATEGIES: dict[str, Strategy | str] = {
     "deepspeed_stage_3": "deepspeed_stage_3",
 }
 NAMES = [
-    pytest.param(name, marks=[pytest.mark.thorough] if name in ("ddp_fully_sharded", "deepspeed_stage_1") else [])
+    pytest.param(
+        name, marks=[] if name in ("fsdp, gathered block by block", "deepspeed_stage_2") else [pytest.mark.thorough]
+    )
     for name in STRATEGIES
 ]
 
@@ -154,6 +156,7 @@ def fabric_with(strategy: Strategy | str, devices: int = 2, precision: Any = "32
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single_device", "dp"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_on_one_device_activations_are_recomputed_bit_for_bit(strategy: str, precision: str) -> None:

@@ -189,13 +189,17 @@ def ranks_import_the_compiler() -> None:
     ("strategy", "ways"),
     [
         ("ddp", ("in place", "each block")),
-        ("single_device", ("after",)),
-        (SHARDED, ("each block in place",)),
-        ("ddp_sharded", ("after",)),
-        ("deepspeed_stage_2", ("after",)),
-        ("deepspeed_stage_3", ("after",)),
-        pytest.param("ddp", EVERY_WAY, marks=pytest.mark.thorough),
-        pytest.param(SHARDED, ("after", "each block in place", "loss"), marks=pytest.mark.thorough),
+        *(  # the cases `compile` and `compile_before` of the conformance suite run under every strategy
+            pytest.param(*each, marks=pytest.mark.thorough)
+            for each in (
+                ("single_device", ("after",)),
+                ("ddp_sharded", ("after",)),
+                ("deepspeed_stage_2", ("after",)),
+                ("deepspeed_stage_3", ("after",)),
+                ("ddp", EVERY_WAY),
+                (SHARDED, ("after", "each block in place", "loss")),
+            )
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
