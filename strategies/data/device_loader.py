@@ -118,7 +118,7 @@ class Iteration:
         """Whether the batch that the loop receives next, and that is read already, is a repeated one."""
         return self._agreed is not None and self.num_batches >= self._agreed.num_read
 
-    def follow(self, batches: Iterator[Any], note: Callable[[Any, object], None] | None = None) -> Iterator[Any]:
+    def record(self, batches: Iterator[Any], note: Callable[[Any, object], None] | None = None) -> Iterator[Any]:
         """Yield the batches, count them, and call `note` with each."""
         repeated, agreed = self._repeated, self._agreed
         self.is_open = True
@@ -192,8 +192,8 @@ class DeviceLoader(ABC):
             batches = reading.carry(batches, reading.device)
         if reading.order is None or opened is None:
             reading.draw_apart()
-            return self.iteration.follow(batches, reading.note())
-        return self.iteration.follow(self._counted(batches, reading.order, opened), reading.note())
+            return self.iteration.record(batches, reading.note())
+        return self.iteration.record(self._counted(batches, reading.order, opened), reading.note())
 
     def __len__(self) -> int:
         """The number of this rank's batches. TypeError where the user's loader has no length."""

@@ -48,14 +48,14 @@ def split(dataset: Any, num_shards: int, index: int) -> tuple[Any, Callable[[], 
     part = distributed.split_dataset_by_node(dataset, rank=index, world_size=num_shards)
     told = dataset.epoch
 
-    def follow() -> None:
+    def set_epoch() -> None:
         nonlocal told
         if dataset.epoch != told:
             told = dataset.epoch
             part.set_epoch(told)
 
     part.set_epoch(told)
-    return part, follow
+    return part, set_epoch
 
 
 def sources(dataset: Any) -> list[Any]:

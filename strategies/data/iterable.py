@@ -36,7 +36,7 @@ class SplitStream:
     words: str
     """The function that made the part, as an error names it."""
     part: Iterable[Any]
-    follow: Callable[[], None] = lambda: None
+    set_epoch: Callable[[], None] = lambda: None
     """Sets the epoch of the part to that of the whole dataset."""
 
 
@@ -46,8 +46,8 @@ def split_stream(dataset: IterableDataset[Any], share: Share) -> SplitStream | s
     if huggingface.is_iterable(dataset):
         num_shards: int = dataset.num_shards  # type: ignore[attr-defined]
         if num_shards % count == 0:
-            part, follow = huggingface.split(dataset, count, share.index)
-            return SplitStream(words="split_dataset_by_node", part=part, follow=follow)
+            part, set_epoch = huggingface.split(dataset, count, share.index)
+            return SplitStream(words="split_dataset_by_node", part=part, set_epoch=set_epoch)
         return (
             f"`{name}` has num_shards={num_shards}, which {count} ranks cannot share evenly, so each of them reads all "
             f"of it and keeps its share. Give it a multiple of {count} shards to read each sample once."

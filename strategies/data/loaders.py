@@ -294,7 +294,7 @@ def _own_part(loader: DataLoader[Any], stream: SplitStream, setup: _Setup, start
     reading = (
         Reading(source=source, position=source) if isinstance(source, Resumable) else _as_items(source, setup.alone())
     )
-    begin = (*reading.begin, stream.follow)
+    begin = (*reading.begin, stream.set_epoch)
     reading = replace(reading, start=start, epochal=epochal, begin=begin, part=setup.part)
     return replace(reading, agreement=agreement)
 
