@@ -510,7 +510,7 @@ class Fabric:
             )
             for loader in loaders
         )
-        self._loaders += map(weakref.ref, prepared)
+        self._loaders += [weakref.ref(each) for each in prepared if isinstance(each, DeviceLoader)]
         return prepared[0] if len(prepared) == 1 else prepared
 
     def is_wrapped(self, obj: object) -> bool:

@@ -125,7 +125,7 @@ class LoaderPositions(Positions):
                 "mid-epoch."
             )
             return None
-        if loader.would_start:
+        if loader.would_start or (self._collective.rank > 0 and not loader.reads_own_part):  # rank 0's is that of all
             return None
         state = loader.state_dict()
         try:

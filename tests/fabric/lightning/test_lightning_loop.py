@@ -283,3 +283,15 @@ def test_a_lightning_module_gets_the_fabric(fabric: Fabric) -> None:
     fabric.setup(given)
     fabric.call("on_epoch_end")
     assert (given._fabric, given.ended) == (fabric, 1)
+
+
+def test_a_loader_that_the_state_does_not_name_starts_its_epoch_after_a_load(fabric: Fabric, tmp_path: Path) -> None:
+    model, optimizer = fabric.setup(*parts())
+    loader = fabric.setup_dataloaders(DataLoader(torch.ones(4, 3)))
+    state = {"model": model, "optimizer": optimizer}
+    for number, _ in enumerate(loader):
+        if number == 1:
+            fabric.save(tmp_path / "a.ckpt", state)
+            break
+    fabric.load(tmp_path / "a.ckpt", state)
+    assert len(list(loader)) == 4
