@@ -142,7 +142,7 @@ class Collective(ABC):
         """Asynchronous sums, in float64, of all ranks' numbers. The returned function is as that of
         `start_all_reduce`."""
         finish = self.start_all_reduce(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
-        return lambda: finish().tolist()  # type: ignore[no-any-return]
+        return lambda: finish().tolist()
 
     @abstractmethod
     def all_gather(self, tensor: Tensor) -> Tensor:

@@ -165,13 +165,17 @@ def test_another_global_batch_goes_on_after_the_same_sample() -> None:
     assert in_order(heads) + in_order(rest) == whole
 
 
-def test_what_is_skipped_is_not_loaded() -> None:
-    _, (state,) = stopped(share_out(lambda _: DataLoader(Numbers(40), 4, shuffle=True), 1), 7)
-    (loader,) = resumed(lambda: DataLoader(Numbers(40), 4, shuffle=True), 1, [state])
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_is_skipped_is_not_loaded(size: int) -> None:
+    def make(_: int = 0) -> Any:
+        return DataLoader(Numbers(40), 4, shuffle=True)
+
+    _, states = stopped(share_out(make, size), 3)
+    loaders = resumed(make, size, states)
     Numbers.loaded.clear()
-    batches = read([loader])[0]
-    assert Numbers.loaded == [index for batch in batches for index in batch]
-    assert len(batches) == 3
+    batches = read(loaders)
+    assert sorted(Numbers.loaded) == sorted(index for of_rank in batches for batch in of_rank for index in batch)
+    assert [len(of_rank) for of_rank in batches] == [40 // (4 * size) - 3] * size
 
 
 def test_a_stream_that_cannot_skip_is_read_again_with_one_warning() -> None:
