@@ -3,8 +3,8 @@
 The first fully sharded module (Baines et al., 2021), for code that relies on it; `fsdp` is its successor. Its wrapper
 is kept beside the user's module, not around it: parameters remain the same objects, under the same names, so
 optimizers made before `setup` remain valid. Between forwards a parameter is this rank's shard: one dimension, padded to
-equal lengths; what reads it as if it were whole raises (`sharding/flat_shards.py`). `state_dict()` of the module, of its
-submodules and of the optimizers is a collective that returns unsharded tensors, and `load_state_dict` takes those.
+equal lengths; what reads it as if it were whole raises (`sharding/flat_shards.py`). `state_dict()` of the module, of
+its submodules and of the optimizers is a collective that returns unsharded tensors, and `load_state_dict` takes those.
 
 Every forward all-gathers parameters, so all ranks call it, in evaluations, too.
 """
