@@ -79,6 +79,8 @@ class FairScaleShardedGradientSync(GradientSync):
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         self.added_parameters = AddedParameters(module, unfrozen=False)
         self.averages: set[Tensor] = set()
+        self.is_stepping = False
+        """Whether a step runs, with a closure that may call backward."""
         self.in_buckets: dict[Tensor, Tensor] = {}
         """The memory of each parameter, in the buckets that FairScale broadcasts after a step."""
         self.trainable: list[bool] = []
@@ -136,7 +138,7 @@ class FairScaleShardedGradientSync(GradientSync):
         for parameter, average in aside:
             parameter.grad = average if parameter.grad is None else parameter.grad.add_(average)
         self.averages.update(parameter for parameter in reduced if self.owner[parameter] == self.collective.rank)
-        for parameter in reduced:
+        for parameter in () if self.is_stepping else reduced:
             if parameter.grad is None and (owner := self.owner[parameter]) != self.collective.rank:
                 parameter.grad = InShards(parameter, _ELSEWHERE.format(owner=owner))
         note(self.owner)
@@ -197,6 +199,7 @@ class FairScaleShardedGradientSync(GradientSync):
                 "rank owns. Add all parameter groups before `fabric.setup(model, optimizer)`."
             )
         self._hide_others()
+        self.is_stepping = True
         frozen = [self.names[p] for p in parameters_of(optimizer) if p.grad is not None and not p.requires_grad]
         if frozen:
             raise RuntimeError(
@@ -224,6 +227,7 @@ class FairScaleShardedGradientSync(GradientSync):
             parameter.data = kept.copy_(parameter)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.is_stepping = False
         self.shards[optimizer]._broadcast_params()
 
     def _gather_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -261,9 +265,9 @@ class FairScaleShardedGradientSync(GradientSync):
 
 
 _ELSEWHERE = (
-    "of a parameter that rank {owner} owns: under `strategy='ddp_sharded'` the averaged gradient is on that rank alone. "
-    "For the norm of all gradients, or to clip, call `fabric.clip_gradients(model, optimizer, max_norm=...)`; to read "
-    "gradients, pass `strategy='ddp'`."
+    "of a parameter that rank {owner} owns: under `strategy='ddp_sharded'` the averaged gradient is on that rank "
+    "alone. For the norm of all gradients, or to clip, call `fabric.clip_gradients(model, optimizer, "
+    "max_norm=...)`; to read gradients, pass `strategy='ddp'`."
 )
 
 
