@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.gradients.averaging import average
 from fabric.strategies.gradients.clipping import parameters_of
+from fabric.strategies.gradients.in_shards import InShards
 from fabric.strategies.gradients.sync import Factor, GradientSync, scale_gradients
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.sharding.dtensor import as_sharded, local_part
@@ -198,6 +199,8 @@ def _version(gradient: Tensor | None) -> int:
 def _is_nonzero(gradient: Tensor | None) -> bool:
     if gradient is None:
         return False
+    if isinstance(gradient, InShards):
+        return not gradient.is_zeroed
     gradient = plain_shard(gradient)
     if type(gradient) is not Tensor and as_sharded(gradient) is None:
         return True  # a subclass of Tensor without values on this rank

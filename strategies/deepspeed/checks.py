@@ -32,6 +32,13 @@ def refuse_setup(
         )
     if stage == 3 and uncompiled(module) is not module:
         raise ValueError(COMPILED)
+    dtypes = {parameter.dtype: each for each, parameter in module.named_parameters() if parameter.requires_grad}
+    if len(dtypes) > 1 or any(dtype.is_complex for dtype in dtypes):
+        found = ", ".join(f"{dtype} ({each!r})" for dtype, each in dtypes.items())
+        raise ValueError(
+            f"`{name}` has trained parameters of {found}, and ZeRO copies all of them into flat tensors of one real "
+            "dtype. Convert them before `fabric.setup`, or pass `strategy='ddp'`."
+        )
     if len(optimizers) > 1:
         raise ValueError(f"`setup` was given {len(optimizers)} optimizers for `{name}`, and {ONE_OPTIMIZER}")
     for optimizer in optimizers:

@@ -36,6 +36,7 @@ from fabric.strategies.fairscale.library import (
 )
 from fabric.strategies.gradients.call_module import CallModule
 from fabric.strategies.gradients.clipping import parameters_of
+from fabric.strategies.gradients.in_shards import InShards
 from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
 from fabric.strategies.module.added_parameters import AddedParameters
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
@@ -78,6 +79,8 @@ class FairScaleShardedGradientSync(GradientSync):
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         self.added_parameters = AddedParameters(module, unfrozen=False)
         self.averages: set[Tensor] = set()
+        self.is_stepping = False
+        """Whether a step runs, with a closure that may call backward."""
         self.in_buckets: dict[Tensor, Tensor] = {}
         """The memory of each parameter, in the buckets that FairScale broadcasts after a step."""
         self.trainable: list[bool] = []
@@ -109,6 +112,7 @@ class FairScaleShardedGradientSync(GradientSync):
 
     def watch(self) -> Finish:
         """Prepare the reduction of the next backward; returns a post-backward hook that checks its result."""
+        self._hide_others()
         self.parallel._clear_counters()
         aside = [(parameter, parameter.grad) for parameter in self.averages if parameter.grad is not None]
         self.averages = {parameter for parameter, _ in aside}  # those of other owners were discarded since
@@ -134,7 +138,16 @@ class FairScaleShardedGradientSync(GradientSync):
         for parameter, average in aside:
             parameter.grad = average if parameter.grad is None else parameter.grad.add_(average)
         self.averages.update(parameter for parameter in reduced if self.owner[parameter] == self.collective.rank)
+        for parameter in () if self.is_stepping else reduced:
+            if parameter.grad is None and (owner := self.owner[parameter]) != self.collective.rank:
+                parameter.grad = InShards(parameter, _ELSEWHERE.format(owner=owner))
         note(self.owner)
+
+    def _hide_others(self) -> None:
+        """Remove the placeholders of gradients that other ranks have."""
+        for parameter in self.owner:
+            if isinstance(parameter.grad, InShards):
+                parameter.grad = None
 
     @torch.no_grad()
     def _check_unsynced(self, aside: list[tuple[Tensor, Tensor]]) -> None:
@@ -162,7 +175,8 @@ class FairScaleShardedGradientSync(GradientSync):
         """The parameters of an optimizer that this rank owns. Raises RuntimeError if a gradient was not averaged."""
         parameters = parameters_of(optimizer)
         mine = [parameter for parameter in parameters if self.owner.get(parameter) == self.collective.rank]
-        if any(p.grad is not None for p in parameters if self.owner.get(p) != self.collective.rank):
+        others = (p.grad for p in parameters if self.owner.get(p) != self.collective.rank)
+        if any(gradient is not None and not isinstance(gradient, InShards) for gradient in others):
             raise RuntimeError(NOT_AVERAGED.format(optimizer=type(optimizer).__name__))
         return mine
 
@@ -184,6 +198,8 @@ class FairScaleShardedGradientSync(GradientSync):
                 f"`{type(optimizer).__name__}` was given {len(strangers)} parameters after `fabric.setup`, which no "
                 "rank owns. Add all parameter groups before `fabric.setup(model, optimizer)`."
             )
+        self._hide_others()
+        self.is_stepping = True
         frozen = [self.names[p] for p in parameters_of(optimizer) if p.grad is not None and not p.requires_grad]
         if frozen:
             raise RuntimeError(
@@ -211,6 +227,7 @@ class FairScaleShardedGradientSync(GradientSync):
             parameter.data = kept.copy_(parameter)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.is_stepping = False
         self.shards[optimizer]._broadcast_params()
 
     def _gather_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -240,10 +257,18 @@ class FairScaleShardedGradientSync(GradientSync):
 
     def release(self) -> None:
         """Remove the hooks, and give each parameter memory of its own. State stays on its owners."""
+        self._hide_others()
         for handle in (*self.handles, *self.parallel._grad_hooks):
             handle.remove()
         for parameter in self.owner:
             parameter.data = parameter.data.clone()
+
+
+_ELSEWHERE = (
+    "of a parameter that rank {owner} owns: under `strategy='ddp_sharded'` the averaged gradient is on that rank "
+    "alone. For the norm of all gradients, or to clip, call `fabric.clip_gradients(model, optimizer, "
+    "max_norm=...)`; to read gradients, pass `strategy='ddp'`."
+)
 
 
 @final

@@ -18,6 +18,7 @@ from fabric.strategies.checkpoint.in_place import converts
 from fabric.strategies.checkpoint.loading import Stored, in_memory
 from fabric.strategies.checkpoint.state import StateAccess
 from fabric.strategies.checkpoint.tensor_shards import TensorShards
+from fabric.strategies.gradients.in_shards import InShards
 from fabric.strategies.sharding.flat_shards import plain_shard
 
 if TYPE_CHECKING:
@@ -37,7 +38,9 @@ def as_sharded(tensor: Any) -> DTensor | None:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of the tensor. Shares its memory."""
+    """This rank's part of the tensor. Shares its memory. Empty for a placeholder of what is on other ranks."""
+    if isinstance(tensor, InShards):
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     tensor = plain_shard(tensor)
     sharded = as_sharded(tensor)
     return tensor if sharded is None else sharded.to_local()

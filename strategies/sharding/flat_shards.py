@@ -97,7 +97,7 @@ class ShardedParameter(nn.Parameter):
                 return function(parameter, gradient)
             if name in _LEFT_ALONE:
                 return function(*args, **kwargs)
-            with _ByElement():
+            with _ByElement():  # type: ignore[no-untyped-call]
                 found = function(*args, **kwargs)
             if type(found) is Tensor and function == _GET_DATA:
                 return FlatShard(found, *args[0]._sharding)
@@ -107,14 +107,15 @@ class ShardedParameter(nn.Parameter):
         return id(self)  # as that of a tensor, which calls `__torch_function__`
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:
-        made: FlatShard = memo.setdefault(id(self), FlatShard(_plain(self).clone(), *self._sharding))
+        shard: Any = self
+        made: FlatShard = memo.setdefault(id(self), FlatShard(_plain(self).clone(), *shard._sharding))
         return made
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        _refuse("pickle", self._sharding[1])
+        _refuse("pickle", _whys([self]))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"<this rank's shard of a parameter of shape {tuple(self._sharding[0])}>"
+        return f"<this rank's shard of a parameter of shape {tuple(_whole_of(self))}>"
 
 
 def show(parameters: Iterable[Any], why: str, whole: Callable[[Any], torch.Size]) -> None:
@@ -123,16 +124,16 @@ def show(parameters: Iterable[Any], why: str, whole: Callable[[Any], torch.Size]
     A parameter of a class of its own is left as it is.
     """
     for parameter in parameters:
-        if type(parameter) is nn.Parameter:
+        if type(parameter) is _PLAIN:
             parameter._sharding = whole(parameter), why
             parameter.__class__ = ShardedParameter
 
 
 def hide(parameters: Iterable[Any]) -> list[Any]:
     """From here on these are plain parameters. Returns those that were shown, for `show_again`."""
-    shown = [each for each in parameters if type(each) is ShardedParameter]
+    shown = [each for each in parameters if type(each) is _SHOWN]
     for parameter in shown:
-        parameter.__class__ = nn.Parameter
+        parameter.__class__ = _PLAIN
     return shown
 
 
@@ -171,7 +172,7 @@ def _gradient_of(parameter: Any) -> Tensor | None:
     return shown
 
 
-class _ByElement(TorchDispatchMode):
+class _ByElement(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within the context, operations on parameters that are shards act on each element, or raise."""
 
     def __torch_dispatch__(
@@ -289,5 +290,11 @@ _KEEPS = frozenset(
 )
 """Operations that act on each element, and are not tagged so."""
 _REDUCES = frozenset(("_foreach_norm", "_foreach_max", "_foreach_powsum"))
-_GET_GRADIENT, _SET_GRADIENT = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[attr-defined]
-_GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_PLAIN: Any = nn.Parameter
+_SHOWN: Any = ShardedParameter
+_ATTRIBUTES: Any = Tensor
+_GET_GRADIENT, _SET_GRADIENT, _GET_DATA = (
+    _ATTRIBUTES.grad.__get__,
+    _ATTRIBUTES.grad.__set__,
+    _ATTRIBUTES.data.__get__,
+)

@@ -335,7 +335,12 @@ class Gathered:
 def take_as_root(module: nn.Module, units: Sequence[FSDPModule]) -> None:
     """Make the model the root of its units, if it is one. Otherwise the first unit that runs becomes a root."""
     if module in cast("Sequence[nn.Module]", units):
-        cast(Any, module)._get_fsdp_state()._lazy_init()
+        try:
+            cast(Any, module)._get_fsdp_state()._lazy_init()
+        except AssertionError as error:
+            if "uniform original parameter dtype" in str(error):
+                raise ValueError(_DTYPES.format(model=user_class(module).__name__, error=error)) from error
+            raise
 
 
 def mark_gathering(module: nn.Module, method: str, gathered: Gathered) -> None:
@@ -369,6 +374,11 @@ _LOST = (
 )
 
 
+_DTYPES = (
+    "`{model}` has trained parameters of several dtypes in one unit of `fully_shard`, which reduces the gradients of a "
+    "unit together ({error}). Convert them to one dtype before `fabric.setup`; or make a unit of each module of "
+    "another dtype, `FSDPStrategy(auto_wrap_policy={{ItsClass}})`; or pass `strategy='ddp'`."
+)
 _READ = (
     "that `fully_shard` keeps in shards over the ranks: between forward and backward `parameter.grad` has no values. "
     "For the norm, call `fabric.clip_gradients(model, optimizer, max_norm=...)`; read gradients after backward."

@@ -565,6 +565,13 @@ def refusals(world: World) -> dict[str, str]:
     with fabric_of(world, strategy_of(2)) as fabric:
         model, optimizer = parts(sgd)
         found["two"] = sentence_of(lambda: fabric.setup(model, optimizer, SGD(model.parameters())))
+        for key, first, second in (
+            ("dtypes", torch.float32, torch.float64),
+            ("complex", torch.complex64, torch.complex64),
+        ):
+            layers = {"first": nn.Linear(2, 2, False, dtype=first), "second": nn.Linear(2, 2, False, dtype=second)}
+            mixed = nn.ModuleDict(layers)
+            found[key] = sentence_of(lambda mixed=mixed: fabric.setup(mixed, SGD(mixed.parameters())))
         found["foreign"] = sentence_of(lambda: fabric.strategy.setup(fabric._connected, Net(), [optimizer], True))
         for kind in (Adagrad, torch.optim.LBFGS, torch.optim.Adafactor, Layerwise):
             found[kind.__name__] = sentence_of(lambda kind=kind: fabric.setup(model, kind(model.parameters())))
@@ -681,6 +688,8 @@ def test_unsupported_uses_of_an_engine_raise_with_what_to_write() -> None:
     for found in ranks:
         assert "Compile what `setup` returns, or use stage 2." in found["compiled"]
         assert "`setup` was given 2 optimizers for `Net`, and a DeepSpeed engine has one." in found["two"]
+        assert "of torch.float32 ('first.weight'), torch.float64 ('second.weight'), and ZeRO" in found["dtypes"]
+        assert "of torch.complex64 ('second.weight'), and ZeRO" in found["complex"]
         assert "The `SGD` holds 7 parameters (the first of shape (7, 5)) that `Net` does not have." in found["foreign"]
         assert "`Adagrad` in `setup`: DeepSpeed replaces it by another object" in found["Adagrad"]
         assert "`LBFGS` in `setup` uses whole tensors" in found["LBFGS"]

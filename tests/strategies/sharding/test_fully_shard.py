@@ -270,6 +270,16 @@ def test_a_submodule_sharded_before_setup_raises_with_what_to_write() -> None:
     launch("fsdp", shard_by_hand)
 
 
+def set_up_two_dtypes(fabric: Fabric) -> None:
+    with pytest.raises(ValueError, match=r"several dtypes in one unit.*`FSDPStrategy\(auto_wrap_policy="):
+        fabric.setup(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.float64)))
+
+
+@pytest.mark.slow
+def test_parameters_of_several_dtypes_in_one_unit_raise_with_what_to_write() -> None:
+    launch("fsdp", set_up_two_dtypes)
+
+
 def test_a_large_model_without_a_policy_is_warned_about_with_the_class_of_its_blocks() -> None:
     with torch.device("meta"):
         layers = [nn.TransformerEncoderLayer(1024, 8, 4096) for _ in range(6)]
