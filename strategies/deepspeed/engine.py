@@ -347,6 +347,8 @@ class Engine:
             return
         if self._are_in_parameters():
             self._unreduced = {each: each.grad for each in self._reached if each.grad is not None}
+        if self.released is not None:
+            self.released.put()  # a gradient has the shape of its parameter
         self.placeholders.set(self._reached)
 
     def _zero(self, parameter: Tensor) -> None:
