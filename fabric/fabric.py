@@ -476,10 +476,10 @@ class Fabric:
         `uneven`: what ranks that train on streams of different lengths do when the first stream ends: "stop" together
         (the default, with a message), raise an "error", or "repeat" their last batch until all streams have ended. A
         repeated batch counts zero in `fabric.backward`, with and without `weight=`: gradients are those of the ranks
-        that still have data (after `loss.backward()`, which would count it, a step raises). The ranks exchange
-        messages to agree on who has data, so every rank must iterate, and leave its loop at the same step; for a loop
-        on some ranks only, use another `use` than 'train'. With `use_distributed_sampler=False` this happens only if
-        `uneven` is given. In evaluation ranks may have different numbers of batches, except under strategies that gather
+        that still have data (after `loss.backward()`, which would count it, a step raises). The ranks exchange messages
+        to agree on who has data, so every rank must iterate, and leave its loop at the same step; for a loop on some
+        ranks only, use another `use` than 'train'. With `use_distributed_sampler=False` this happens only if `uneven`
+        is given. In evaluation ranks may have different numbers of batches, except under strategies that gather
         parameters in forward: there "repeat" evaluates all data, and without it different numbers are an error.
         `dispatch=True`: rank 0 alone reads the loader, and sends each rank whole batches in turn, as the loader made
         them: for data that cannot be read in parts. Before each step the ranks wait for rank 0; an error of the loader
