@@ -102,12 +102,18 @@ class LoaderPositions(Positions):
     def write(self, saved: list[Any]) -> None:
         if not saved:
             return
-        gathered = self._collective.all_gather_object(self._problems(saved))
-        if any(problems is None for problems in gathered):
+        own_problems = self._problems(saved)
+        fits = own_problems is not None and not any(own_problems)
+        if self._collective.reduce_boolean_decision(fits):
+            problems_of_ranks = [own_problems]
+        else:
+            problems_of_ranks = self._collective.all_gather_object(own_problems)
+        known = [problems for problems in problems_of_ranks if problems is not None]
+        if len(known) < len(problems_of_ranks):
             self._report(_OTHER_NUMBER.format(saved=len(saved), here=len(self._loaders)))
             return
         for number, (loader, state) in enumerate(zip(self._loaders, saved, strict=True), start=1):
-            problem = next((problems[number - 1] for problems in gathered if problems[number - 1]), None)
+            problem = next((problems[number - 1] for problems in known if problems[number - 1]), None)
             if problem is not None:
                 self._report(f"Loader {number} of the run was not restored: {problem}")
             elif state is not None:

@@ -38,7 +38,7 @@ from fabric.strategies.module.forward import ForwardPath, leave_uncompiled
 from fabric.strategies.pytree import tensors_in
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
-from fabric.strategies.sharding.flat_shards import hide, show
+from fabric.strategies.sharding.flat_shards import forget, hide, show
 from fabric.strategies.torch_internals import current_graph_task_id
 
 UNCOMPILABLE = (
@@ -197,6 +197,7 @@ class FairScaleFSDPGradientSync(GradientSync):
         for path in self.paths:
             path.release()
         self.order.release()
+        forget(self.names)
         for part, given in self.given.items():
             if given is None:
                 vars(part).pop("forward", None)

@@ -137,6 +137,14 @@ def hide(parameters: Iterable[Any]) -> list[Any]:
     return shown
 
 
+def forget(parameters: Iterable[Any]) -> None:
+    """Undo `show`."""
+    hide(parameters)
+    for parameter in parameters:
+        vars(parameter).pop("_sharding", None)
+        vars(parameter).pop("_shown", None)
+
+
 def show_again(parameters: Iterable[Any]) -> None:
     """Undo `hide`."""
     for parameter in parameters:
