@@ -37,7 +37,14 @@ class Engine:
     """A DeepSpeed engine with an optimizer: the functions of a `Prepared`."""
 
     def __init__(
-        self, runtime: Runtime, module: nn.Module, engine: Any, stage: int, *, broadcast_buffers: bool
+        self,
+        runtime: Runtime,
+        module: nn.Module,
+        engine: Any,
+        stage: int,
+        *,
+        broadcast_buffers: bool,
+        compare_weights: bool,
     ) -> None:
         if stage == 3:
             look_up(STAGE_3)
@@ -76,7 +83,9 @@ class Engine:
             for group, parameters in enumerate(self.zero.params_in_partition):
                 self._places.update({parameter: (group, place) for place, parameter in enumerate(parameters)})
         self.discard()
-        self.released = Released(module.named_parameters(), runtime.world.rank) if stage == 3 else None
+        self.released = (
+            Released(module.named_parameters(), runtime.world.rank, compare=compare_weights) if stage == 3 else None
+        )
         self.remember_weights()
 
     # Forward and backward

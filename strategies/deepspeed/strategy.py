@@ -68,6 +68,9 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     """DeepSpeed's configuration: a dictionary, or a JSON file, read when the strategy is created. Keys are checked."""
     broadcast_buffers: bool = True
     """Broadcast buffers (BatchNorm statistics) from rank 0 after each forward that computes gradients."""
+    compare_weights: bool = True
+    """At stage 3: before each step, compare weights that DeepSpeed keeps gathered with those of the last step, since it
+    would undo a change by hand. Takes 2 to 3 % of a step of small layers (width 64), 0.2 % at width 512."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "config", read_config(self.config))
@@ -161,7 +164,14 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         forget = remember((*module.modules(), *module.parameters()))
         engine = self._initialize(runtime, module, optimizers[0] if optimizers else None, move)
         optimizer: Optimizer = engine.basic_optimizer
-        pieces = Engine(runtime, module, engine, self._stage, broadcast_buffers=self.broadcast_buffers)
+        pieces = Engine(
+            runtime,
+            module,
+            engine,
+            self._stage,
+            broadcast_buffers=self.broadcast_buffers,
+            compare_weights=self.compare_weights,
+        )
         state = ZeroState(
             runtime.world, self._stage, engine.optimizer, groups or [pieces.trained], pieces.remember_weights
         )
@@ -248,7 +258,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         sync: GradientSync = LocalGradientSync(module)
         if self._stage == 3:
             stack.callback(close, self._initialize(runtime, module, None, move))
-            sync = UntrainedGradientSync(runtime, module)
+            sync = UntrainedGradientSync(runtime, module, compare_weights=self.compare_weights)
             stack.callback(own_code(module))
         else:
             place(runtime, module, (), move=move)

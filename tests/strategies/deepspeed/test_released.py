@@ -100,6 +100,15 @@ def test_weights_that_are_kept_gathered_raise_when_they_are_changed_by_hand() ->
 
 
 @pytest.mark.slow
+def test_the_comparison_of_gathered_weights_is_an_option() -> None:
+    strategy = DeepSpeedStrategy(stage=3, compare_weights=False)
+    found = Fabric(accelerator="cpu", devices=2, strategy=strategy).launch(change_all, ("step",), IN_ONE_SHARD)
+    assert found is not None
+    assert found["step", "in place"] == "nothing"
+    assert any(words in found["step", "assigned a product"] for words in OURS)
+
+
+@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize(("threshold", "left_out"), [(0, ()), (100000, IN_ONE_SHARD)], ids=["released", "gathered"])
 def test_weights_changed_by_hand_raise_at_any_moment(threshold: int, left_out: Sequence[str]) -> None:
