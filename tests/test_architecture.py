@@ -328,3 +328,25 @@ def test_the_help_of_the_command_line_imports_no_torch(words: list[str]) -> None
     )
     assert "fabric.cli" in loaded
     assert "torch" not in loaded
+
+
+SINCE_PYTHON_3_11 = {
+    "typing": "Self Never LiteralString Required NotRequired TypeVarTuple Unpack assert_never assert_type override",
+    "enum": "StrEnum verify member nonmember",
+    "contextlib": "chdir",
+    "asyncio": "TaskGroup timeout Runner",
+    "datetime": "UTC",
+}
+"""What Python 3.10, the oldest that the package is for, lacks; mypy reads the standard library of 3.11."""
+
+
+def test_nothing_that_python_3_10_lacks_is_imported() -> None:
+    found = [
+        f"{named(path)}:{node.lineno} {alias.name}"
+        for path in sources()
+        for node in nodes_of(path)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.name in SINCE_PYTHON_3_11.get(node.module or "", "").split()
+    ]
+    assert not found

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fabric.strategies.pytree import tensors_in
+from fabric.strategies.pytree import tensors_in, written_by
 from fabric.strategies.torch_internals import disabled_torch_function_impl, without_torch_function
 
 
@@ -196,7 +196,7 @@ def _by_element(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     if not shards:
         return operator(*args, **kwargs)
     name = operator.overloadpacket.__name__
-    written = _written(operator, args, kwargs)
+    written = written_by(operator, args, kwargs)
     if name.startswith("_amp_"):
         _refuse(f"GradScaler, {operator}", _GRAD_SCALER)
     of_many = name.startswith(("_foreach_", "_fused_"))
@@ -242,15 +242,6 @@ def _fit(tensors: Sequence[Tensor], shards: Sequence[Any]) -> bool:
         else each.shape == shape or each.numel() == 1
         for each in tensors
     )
-
-
-def _written(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that an operation writes to."""
-    found = []
-    for index, argument in enumerate(operator._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += tensors_in(args[index] if index < len(args) else kwargs.get(argument.name))
-    return found
 
 
 def _plain_below(tensor: Any) -> Any:

@@ -9,15 +9,16 @@ refuses to write to a view of a parameter that requires a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Self, cast, final
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, cast, final
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
+from fabric.strategies.pytree import written_by
 from fabric.strategies.sharding.dtensor import local_part, put_together, shard_like
 from fabric.strategies.torch_internals import require_fully_shard
 
@@ -73,7 +74,7 @@ class Slice(DTensor):
     views: tuple[_View, ...]
 
     @classmethod
-    def made(cls, copy: DTensor, base: DTensor, views: tuple[_View, ...]) -> Self:
+    def made(cls, copy: DTensor, base: DTensor, views: tuple[_View, ...]) -> Slice:
         one = cls(copy._local_tensor, copy._spec, requires_grad=False)
         one.base, one.views = base, views
         return one
@@ -86,7 +87,7 @@ class Slice(DTensor):
         cls, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if written := list(_written(operator, args, kwargs)):
+        if written := [each for each in written_by(operator, args, kwargs) if isinstance(each, Slice)]:
             with torch.no_grad():
                 return _write(operator, args, kwargs, written)
         result = operator(*_without_slices(args), **_without_slices(kwargs))
@@ -96,14 +97,6 @@ class Slice(DTensor):
 
 def _without_slices(nest: Any) -> Any:
     return tree_map_only(Slice, Slice.plain, nest)
-
-
-def _written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Slice]:
-    """The slices to which the operator writes."""
-    for number, argument in enumerate(operator._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[number] if number < len(args) else kwargs.get(argument.name)
-            yield from (each for each in tree_leaves(given) if isinstance(each, Slice))
 
 
 def _write(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Slice]) -> Any:
