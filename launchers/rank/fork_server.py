@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import pickle
 import selectors
@@ -124,6 +125,7 @@ class Server:
         self._connection = connection
         self._statuses: dict[int, int] = {}
         """For each rank, the descriptor to write its exit code to."""
+        self._imported = set[str]()
         self._wake, self._woken = os.pipe()
         for fd in (self._wake, self._woken):
             os.set_blocking(fd, False)
@@ -149,8 +151,7 @@ class Server:
         if not request:
             return False
         sys.path[:], preload = pickle.loads(request)
-        for name in ("fabric.launchers.rank.task", *preload):
-            import_module(name)
+        self._import(("fabric.launchers.rank.task", *preload))
         task_fd, report_fd, status_fd, *streams = fds
         parent = os.getpid()
         pid = os.fork()
@@ -161,6 +162,20 @@ class Server:
             os.close(fd)
         self._connection.send(NUMBER.pack(pid))
         return True
+
+    def _import(self, names: tuple[str, ...]) -> None:
+        from fabric.launchers.rank.belongings import freeze
+        from fabric.launchers.rank.interpreter import finalizers
+
+        if self._imported.issuperset(names):
+            return
+        for name in names:
+            import_module(name)
+        self._imported.update(names)
+        for finalizer in finalizers():  # torch has hundreds, which take a rank 50 ms at its end
+            finalizer.atexit = False
+        gc.collect()
+        freeze()  # ranks share the memory of what is imported, until they look at it
 
     def _become_rank(self, task_fd: int, report_fd: int, streams: list[int], parent: int) -> NoReturn:
         from fabric.launchers.rank.task import run_task

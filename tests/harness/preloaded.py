@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+import pytest
 import torch._dynamo.backends.registry
 import torch.utils.data
 import torch.utils.serialization.config

@@ -6,7 +6,7 @@ copy of fabric, a terminal) is a fresh interpreter, and so is what a test calls 
 program imports.
 
 The fork runs its program in a new `__main__`, with its own environment, arguments, import path and standard streams.
-What it keeps of the template: imported modules, and the command line in /proc. The environment that /proc shows of it
+It ends as Python does, but for destructors: `fresh` is for a test that needs them. What it keeps of the template: imported modules, and the command line in /proc. The environment that /proc shows of it
 says which test it belongs to, because the mark is written over a place that was reserved for it.
 The template computes nothing, so that its forks can compute, and can fork ranks. A fork server that a program starts
 for its ranks is forked from the template as well. Tests that launch ranks from their own process start a real one.
@@ -362,17 +362,40 @@ def _follow(call: dict[str, Any]) -> None:
             vars(main)["__file__"] = os.path.abspath(first)
         sys.path.insert(0, folder)
         body = partial(exec, code, vars(main))
+    code = 0
     try:
         body()
-    except SystemExit:
-        raise
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        if code == 1 and error.code != 1:
+            print(error.code, file=sys.stderr)
     except BaseException as error:
         traceback = error.__traceback__
         traceback = traceback.tb_next if traceback is not None else None  # the program's own lines
         sys.excepthook(type(error), error.with_traceback(traceback), traceback)
         if isinstance(error, KeyboardInterrupt):
             _end_by_interrupt()
-        sys.exit(1)
+        code = 1
+    _end(code)
+
+
+def _end(code: int) -> NoReturn:
+    """As Python does at its exit, but for destructors: those of all modules take a fork 0.3 s."""
+    import threading
+
+    from fabric.launchers.rank import interpreter
+    from fabric.launchers.rank.belongings import close_files
+
+    try:
+        threading._shutdown()
+        interpreter.run_exit_functions()
+        close_files()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not stream.closed:
+                stream.flush()
+    except BaseException:
+        code = code or 120  # as Python says that a stream could not be flushed
+    os._exit(code & 0xFF)
 
 
 def _set_num_threads(number: str | None) -> None:
@@ -420,8 +443,12 @@ if __name__ == "__main__":
     _address = _address_of_mark()
     for _name in PRELOAD:
         import_module(_name)
+    from fabric.launchers.rank import belongings, interpreter
+
+    for _finalizer in interpreter.finalizers():  # of modules, as fabric's own fork server does
+        _finalizer.atexit = False
     gc.collect()
-    gc.freeze()
+    belongings.freeze()
     _server = Server(socket.socket(fileno=int(sys.argv[1])))
     _call = _server.serve()
     _templates[:] = [_server.parent]
