@@ -144,6 +144,13 @@ def ranks_come_from_a_fork_server() -> None:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def forks_share_what_is_imported() -> None:
+    """Python's collections look at no object of now: in a fork that copies its memory."""
+    gc.collect()
+    gc.freeze()
+
+
 ENVIRONMENTS = ("clients", "clusters", "over_horovod", "type_checking", "xla")
 """Folders of tests that run in an environment of their own, or on machines of their own."""
 

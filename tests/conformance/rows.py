@@ -6,7 +6,7 @@ Every word of the registry is here. Strategies that need a function get one that
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ NOT_ON_CPU = ("fsdp_cpu_offload", "horovod", "xla", "xla_fsdp", "single_xla")
 `tests/xla`."""
 
 ALL = tuple(map(str, cases()))
+COMPILED = tuple(name for name in ALL if name.startswith("compile"))
 UNCOMPILED = tuple(name for name in ALL if name != "compile")
 """torch's compiler follows DeepSpeed into its hooks, for 10 s; once is enough."""
 MOST = (
@@ -99,6 +100,22 @@ class Row:
 
     def __str__(self) -> str:
         return f"{self.name}-{self.size}-{self.precision}"
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """The cases that `make test` leaves to `make check`."""
+        if self.is_thorough or (self.name in ("ddp", "fsdp") and self.size == 2):
+            return ()
+        if self.size == 4 or self.name == "deepspeed_stage_1":
+            return tuple(name for name in self.cases if name not in (*FEW, "gather_gradients"))
+        return tuple(name for name in self.cases if name in COMPILED)
+
+    def launches(self) -> list[tuple[Row, bool]]:
+        """What is run in one launch each, and whether `make test` leaves it to `make check`."""
+        if not self.left:
+            return [(self, self.is_thorough)]
+        kept = tuple(name for name in self.cases if name not in self.left)
+        return [(replace(self, cases=kept), False), (replace(self, cases=self.left), True)]
 
     @property
     def is_thorough(self) -> bool:

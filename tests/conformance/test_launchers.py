@@ -38,7 +38,7 @@ def run(program: Path, launcher: str, size: int, *arguments: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("launcher", ["script", "fork", "external"])
+@pytest.mark.parametrize("launcher", ["script", "fork", pytest.param("external", marks=pytest.mark.thorough)])
 def test_launching_without_a_function_gives_the_numbers_of_one_process(
     launcher: str, size: int, tmp_path: Path
 ) -> None:
@@ -86,10 +86,11 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_random_numbers_and_determinism_are_the_same_in_every_launcher(tmp_path: Path) -> None:
+@pytest.mark.parametrize("others", [["forkserver"], pytest.param(["spawn", "script"], marks=pytest.mark.thorough)])
+def test_random_numbers_and_determinism_are_the_same_in_every_launcher(others: list[str], tmp_path: Path) -> None:
     program = tmp_path / "draw.py"
     program.write_text(RANDOM)
-    found = {launcher: eval(run(program, launcher, 2)) for launcher in ("fork", "forkserver", "spawn", "script")}
+    found = {launcher: eval(run(program, launcher, 2)) for launcher in ("fork", *others)}
     first = found["fork"]
     assert all(drawn == first for drawn in found.values()), found
     assert first["torch"][0] == first["torch"][1]  # one seed for all ranks

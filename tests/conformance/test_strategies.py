@@ -34,7 +34,12 @@ def refuse_failures(row: Row, findings: list[Finding]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # where a case fails, each is launched alone
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=[pytest.mark.thorough] if row.is_thorough else [], id=str(row)) for row in rows()]
+    "row",
+    [
+        pytest.param(part, marks=pytest.mark.thorough if is_left else (), id=f"{part}{', the rest' * number}")
+        for row in rows()
+        for number, (part, is_left) in enumerate(row.launches())
+    ],
 )
 def test_numbers_are_those_of_one_process_or_what_is_declared_is_raised(row: Row, show: Show) -> None:
     findings = survey(row.make(), row.chosen(), devices=row.size, precision=row.precision, tolerance=row.tolerance)
@@ -76,7 +81,7 @@ def test_every_strategy_of_the_registry_is_in_the_suite_or_is_refused_here(
 
 
 def test_every_strategy_and_every_case_has_a_row_that_is_not_left_to_make_check() -> None:
-    kept = [row for row in rows() if not row.is_thorough]
+    kept = [part for row in rows() for part, is_left in row.launches() if not is_left]
     assert {row.name for row in rows()} - {row.name for row in kept} == {
         "deepspeed", "deepspeed_stage_1_offload", "deepspeed_stage_2_offload", "ddp_sharded_spawn",
     }  # fmt: skip

@@ -57,7 +57,7 @@ if __name__ == "__main__":
 
 STARTING = [("inline", 1), ("fork", 2), ("forkserver", 2), ("spawn", 2), ("script", 2), ("elastic", 2)]
 ENTERING = [("inline", 1), ("fork", 2), ("script", 2), ("elastic", 2)]
-STARTING_INTERPRETERS = ("forkserver", "spawn", "script")
+STARTING_INTERPRETERS = ("spawn", "script")
 pytestmark = pytest.mark.slow
 
 

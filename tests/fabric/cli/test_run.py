@@ -153,6 +153,7 @@ def test_the_script_runs_in_the_requested_number_of_processes(tmp_path: Path, la
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_after_a_failure_all_ranks_restart_up_to_max_restarts_times(tmp_path: Path) -> None:
     (tmp_path / "ranks.py").write_text(f"{RANKS}\nif fabric.global_rank == 1:\n    raise ValueError('boom')\n")
     words = ("--accelerator", "cpu", "--devices", "2", "--max-restarts", "1")
@@ -163,6 +164,7 @@ def test_after_a_failure_all_ranks_restart_up_to_max_restarts_times(tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_devices_that_differ_from_torchruns_processes_raise_in_the_constructor(tmp_path: Path) -> None:
     (tmp_path / "alone.py").write_text(
         "from fabric import Fabric\nFabric(accelerator='cpu', devices=1)\nprint('made')\n"

@@ -318,7 +318,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("word", ["fork", "script"])
+@pytest.mark.parametrize("word", ["fork", pytest.param("script", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     ("how", "code", "words"),
     [

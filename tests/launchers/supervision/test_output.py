@@ -58,7 +58,7 @@ def contents(folder: Path) -> dict[str, str]:
     ],
 )
 def test_each_rank_has_a_file_with_all_that_it_and_its_subprocesses_print(tmp_path: Path, launcher: str) -> None:
-    done = run(command(tmp_path, launcher), fresh=True)
+    done = run(command(tmp_path, launcher), fresh=launcher in ("script", "spawn"))
     assert done.returncode == 0, done.stderr
     files = contents(tmp_path)
     assert list(files) == ["rank-0.log", "rank-1.log"]
@@ -72,7 +72,7 @@ def test_each_rank_has_a_file_with_all_that_it_and_its_subprocesses_print(tmp_pa
 
 @pytest.mark.slow
 def test_each_line_is_shown_with_its_rank_and_never_mixed_with_another(tmp_path: Path) -> None:
-    done = run(command(tmp_path, "fork", 2, "", "--prefix-output"), fresh=True)
+    done = run(command(tmp_path, "fork", 2, "", "--prefix-output"))
     lines = sorted(done.stdout.splitlines())
     assert lines == sorted(
         f"[rank {rank}] {words}" for rank in (0, 1) for words in ("from Python", LARGE, "the last words")
@@ -85,7 +85,7 @@ def test_each_line_is_shown_with_its_rank_and_never_mixed_with_another(tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "words"), [("raise", "ValueError: boom"), ("kill", "the last words")])
 def test_the_file_of_a_rank_that_fails_ends_with_its_traceback(tmp_path: Path, how: str, words: str) -> None:
-    done = run(command(tmp_path, "fork", 2, how), fresh=True)
+    done = run(command(tmp_path, "fork", 2, how))
     assert done.returncode == {"raise": 1, "kill": 137}[how]
     text = contents(tmp_path)["rank-1.log"]
     assert "the last words" in text
@@ -95,7 +95,7 @@ def test_the_file_of_a_rank_that_fails_ends_with_its_traceback(tmp_path: Path, h
 @pytest.mark.slow
 def test_a_second_start_continues_the_file_and_one_process_has_a_file_too(tmp_path: Path) -> None:
     for _ in range(2):
-        assert run(command(tmp_path, "auto", 1), fresh=True).returncode == 0
+        assert run(command(tmp_path, "auto", 1)).returncode == 0
     assert contents(tmp_path)["rank-0.log"].count("rank 0 of 1 starts") == 2
 
 

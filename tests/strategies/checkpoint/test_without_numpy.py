@@ -52,6 +52,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
+@pytest.mark.thorough  # makes an environment of its own
 def test_a_program_launches_saves_and_resumes_where_numpy_is_not_installed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
     ended = subprocess.run(

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import sklearn  # noqa: F401  # datasets imports it late, and it sets a variable of the environment
 import torch
-from datasets import IterableDataset as Stream
 from fakes import run_threads
 from shares import share_out
 from torch import Tensor, nn
@@ -105,6 +104,8 @@ def numbers(files: list[range]) -> Iterator[dict[str, Any]]:
 
 def files(*lengths: int) -> Any:
     """A stream of Hugging Face over files of such lengths, one for each rank."""
+    from datasets import IterableDataset as Stream  # here: each rank of the other tests would take 2 s for it
+
     return Stream.from_generator(numbers, gen_kwargs={"files": [range(length) for length in lengths]})
 
 

@@ -299,7 +299,7 @@ def all_scenarios(world: World, strategy: DeepSpeedStrategy, folder: str) -> lis
     ("stage", "size", "offload"),
     [
         (1, 2, False),
-        (2, 4, True),
+        pytest.param(2, 4, True, marks=pytest.mark.thorough),
         (3, 2, False),
         pytest.param(2, 2, False, marks=pytest.mark.thorough),
         pytest.param(3, 2, True, marks=pytest.mark.thorough),

@@ -188,10 +188,10 @@ def ranks_import_the_compiler() -> None:
 @pytest.mark.parametrize(
     ("strategy", "ways"),
     [
-        ("ddp", ("in place", "each block")),
         *(  # the cases `compile` and `compile_before` of the conformance suite run under every strategy
             pytest.param(*each, marks=pytest.mark.thorough)
             for each in (
+                ("ddp", ("in place", "each block")),
                 ("single_device", ("after",)),
                 ("ddp_sharded", ("after",)),
                 ("deepspeed_stage_2", ("after",)),
