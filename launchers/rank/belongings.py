@@ -85,7 +85,7 @@ def _temporary(files: Iterable[Any]) -> list[Any]:
     return [file for file in files if type(file) in kinds]
 
 
-_frozen: list[tuple[Sequence[Any], object]] = []
+_frozen: list[tuple[list[weakref.ref[Any]], object]] = []
 """Files that were open at `freeze`, and an object made after it, which is found unless all was frozen once more."""
 
 
@@ -95,7 +95,7 @@ def freeze(files: Sequence[Any] = ()) -> None:
     For a process that is a fork, or forks: looking at an object copies its memory.
     """
     gc.freeze()
-    _frozen[:] = [(files, [])]
+    _frozen[:] = [([weakref.ref(file) for file in files], [])]
 
 
 def close_files() -> None:
@@ -104,11 +104,11 @@ def close_files() -> None:
     They do not run if the process ends by `os._exit`, or without Python's last garbage collection, which this omits.
     """
     objects = gc.get_objects()
-    files, made_after = _frozen[-1] if _frozen else ((), None)
+    files, made_after = _frozen[-1] if _frozen else ([], None)
     if not any(each is made_after for each in objects):
         gc.unfreeze()
         objects = gc.get_objects()
-    for file in _temporary(write_out([*files, *objects])):
+    for file in _temporary(write_out([*(file() for file in files), *objects])):
         with contextlib.suppress(OSError):
             file.close()
     # Python's last collection looks at every object of every loaded module once more: 0.3 s of the 0.4 s in which a

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-import pytest
+import pytest  # which the modules of tests import
 import torch._dynamo.backends.registry
 import torch.utils.data
 import torch.utils.serialization.config
@@ -38,4 +38,4 @@ if find_spec("fairscale"):
         fairscale.look_up(fairscale.FULLY_SHARDED)
         fairscale.look_up(fairscale.SHARDED)
 
-__all__ = ["fabric", "torch"]
+__all__ = ["fabric", "pytest", "torch"]

@@ -1,12 +1,12 @@
-"""Start Python programs as forks of one process that has imported torch and fabric: 0.1 s of CPU each, not 4 s.
+"""Start Python programs as forks of one process that has imported torch and fabric: 0.03 s of CPU each, not 4 s.
 
 `Popen` and `run` are those of `subprocess`, for programs of `sys.executable`. A command, a script or a module is forked
 from the template; anything else (Python's own options, variables that Python or a library reads at its start, another
 copy of fabric, a terminal) is a fresh interpreter, and so is what a test calls `fresh`: one that is about what a
-program imports.
+program imports, or about destructors at its end, which do not run in a fork.
 
 The fork runs its program in a new `__main__`, with its own environment, arguments, import path and standard streams.
-It ends as Python does, but for destructors: `fresh` is for a test that needs them. What it keeps of the template: imported modules, and the command line in /proc. The environment that /proc shows of it
+What it keeps of the template: imported modules, and the command line in /proc. The environment that /proc shows of it
 says which test it belongs to, because the mark is written over a place that was reserved for it.
 The template computes nothing, so that its forks can compute, and can fork ranks. A fork server that a program starts
 for its ranks is forked from the template as well. Tests that launch ranks from their own process start a real one.

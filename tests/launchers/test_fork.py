@@ -19,7 +19,7 @@ assert "torch._dynamo" in sys.modules
 
 
 @pytest.mark.slow
-@pytest.mark.thorough  # two fresh interpreters, one of which imports all of torch._dynamo
+@pytest.mark.thorough
 def test_more_ranks_than_cores_find_what_the_first_optimizer_imports() -> None:
     """In a fresh interpreter: the template of other tests has imported it."""
     command = [sys.executable, "-c", PROGRAM, str(num_cores() + 1)]
