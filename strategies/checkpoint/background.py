@@ -152,7 +152,7 @@ class BackgroundSaves:
             raise problem
 
     def close(self) -> None:
-        """As `finish`, but Ctrl-C is raised once the save is complete: other ranks wait for it. A second one ends it."""
+        """As `finish`, but raise Ctrl-C once the save is complete, since other ranks wait for it; a second one at once."""
         try:
             self.finish()
         except (KeyboardInterrupt, SystemExit):
