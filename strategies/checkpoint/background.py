@@ -152,7 +152,7 @@ class BackgroundSaves:
             raise problem
 
     def close(self) -> None:
-        """As `finish`, but raise Ctrl-C once the save is complete: other ranks wait for it. Raise a second one at once."""
+        """As `finish`, but raise Ctrl-C once the save is complete: other ranks wait for it. A second one ends it."""
         try:
             self.finish()
         except (KeyboardInterrupt, SystemExit):
