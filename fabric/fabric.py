@@ -1086,7 +1086,7 @@ class Fabric:
                     self._replica_guard = ReplicaGuard(runtime, store)
             stack.callback(self._forget)  # before the teardown: models hold on to the process group
             saves = BackgroundSaves(runtime.collective)
-            stack.callback(saves.finish)
+            stack.callback(saves.close)
             atexit.register(self._close_at_exit)
             stack.callback(atexit.unregister, self._close_at_exit)
             self._open = stack.pop_all()

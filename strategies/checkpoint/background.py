@@ -49,13 +49,21 @@ class PendingSave:
         self.path = path
         self.is_reported = save is None
         """Whether the caller knows the outcome."""
+        self._save = save
         self._error: Exception | None = None
+        self._claimed = threading.Lock()
         # Not `Thread.join`: once Ctrl-C interrupts it, Python takes the thread for ended (3.11, bpo-45274).
         self._ended = threading.Event()
         if save is None:
             self._ended.set()
-        else:
-            threading.Thread(target=self._run, args=(save,), daemon=True, name="fabric-save").start()
+
+    def start(self) -> None:
+        """Run the rest of the save in a thread."""
+        threading.Thread(target=self._run, daemon=True, name="fabric-save").start()
+
+    def claim(self) -> bool:
+        """True for the first caller: the thread, or the one that prevents it from running."""
+        return self._claimed.acquire(blocking=False)
 
     def wait(self) -> None:
         """Return once the checkpoint is complete and on disk. Any rank may call it, without the others.
@@ -72,11 +80,13 @@ class PendingSave:
         """Whether `wait` would return or raise immediately."""
         return self._ended.is_set()
 
-    def _run(self, save: Callable[[], Exception | None]) -> None:
+    def _run(self) -> None:
+        if self._save is None or not self.claim():
+            return
         if sys.platform == "linux":
             attempt(lambda: os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS))
         try:
-            self._error = save()
+            self._error = self._save()
         finally:
             self._ended.set()
 
@@ -97,30 +107,38 @@ class BackgroundSaves:
         """
         collective = self._collective
         token = collective.broadcast_object(secrets.token_hex(4))
-        store = collective.store()
         staged: list[Plan] = []
+        agreements: list[Agreement] = []
+        locked = contextlib.ExitStack()
 
         def stage() -> None:
-            if store is None and collective.size > 1:
-                raise ValueError(
-                    f"`blocking=False` needs a key-value store, and a `{type(collective).__name__}` has none. Leave "
-                    "it out"
-                )
+            if collective.size > 1:
+                agreements.append(Agreement.of(collective, token))
             staged.append(self._staging.copy(plan(state, collective.rank, token)))
             if collective.rank == 0:
                 locked.callback(storage.lock())
 
-        with contextlib.ExitStack() as locked:
-            refuse_together(collective, storage, attempt(stage), token)
-            agreement = None if store is None else Agreement(store, token, collective.rank, collective.size)
-            until_saved = locked.pop_all()
-
         def save() -> Exception | None:
-            with until_saved:
+            with locked:
+                agreement = agreements[0] if agreements else None
                 return _save(storage, staged.pop(), agreement, collective.size, after_commit)
 
-        self._pending = PendingSave(storage.path, save)
-        return self._pending
+        # Known before its thread starts: if Ctrl-C interrupts the start, the end of the program waits for it.
+        pending = self._pending = PendingSave(storage.path, save)
+        is_agreed = False
+        try:
+            refuse_together(collective, storage, attempt(stage), token)
+            is_agreed = True
+            pending.start()
+        except BaseException as error:
+            if pending.claim():
+                self._pending = None
+                locked.close()
+                # After Ctrl-C within the all-reduce the others may have begun, and would wait for this rank.
+                if agreements and (is_agreed or not isinstance(error, Exception)):
+                    agreements[0].abandon(error)
+            raise
+        return pending
 
     def finish(self) -> None:
         """Wait for the save that is running, if any. Raises: CheckpointError: it failed, and no `wait` has raised."""
@@ -132,6 +150,14 @@ class BackgroundSaves:
         self._pending = None
         if problem is not None and not was_reported:
             raise problem
+
+    def close(self) -> None:
+        """As `finish`, but raise Ctrl-C once the save is complete: other ranks wait for it. A second one ends it."""
+        try:
+            self.finish()
+        except (KeyboardInterrupt, SystemExit):
+            self.finish()
+            raise
 
 
 @final
@@ -175,12 +201,34 @@ class Agreement:
         self._store: Any = PrefixStore(f"save/{token}", store.clone())  # type: ignore[attr-defined]  # calls block it
         self._rank, self._size = rank, size
 
-    def reach(self, problem: Exception | None, finish: Callable[[], None]) -> Failure | None:
-        """The outcome, the same on every rank. Rank 0 calls `finish` once all ranks have called without a problem."""
-        if problem is not None and self._store.add("num_failed", 1) == 1:
-            self._publish("failure", Failure.of(problem, self._rank))
+    @classmethod
+    def of(cls, collective: Collective, token: str) -> Agreement:
+        """For one save. Raises: ValueError: the collective has no store."""
+        store = collective.store()
+        if store is None:
+            raise ValueError(
+                f"`blocking=False` needs a key-value store, and a `{type(collective).__name__}` has none. Leave it out"
+            )
+        return cls(store, token, collective.rank, collective.size)
+
+    def abandon(self, error: BaseException) -> None:
+        """The other ranks' `reach` returns that this rank was interrupted before it wrote. Waits for no rank."""
+        failure = Failure(rank=self._rank, sentence=f"interrupted by `{type(error).__name__}`", is_committed=False)
+        if self._rank == 0:
+            self._publish("outcome", failure)
+        else:
+            self._report(failure)
+
+    def _report(self, failure: Failure | None) -> None:
+        """This rank has written, or has failed to."""
+        if failure is not None and self._store.add("num_failed", 1) == 1:
+            self._publish("failure", failure)
         if self._store.add("num_written", 1) == self._size:
             self._store.set("all_written", "")
+
+    def reach(self, problem: Exception | None, finish: Callable[[], None]) -> Failure | None:
+        """The outcome, the same on every rank. Rank 0 calls `finish` once all ranks have called without a problem."""
+        self._report(None if problem is None else Failure.of(problem, self._rank))
         if self._rank == 0:
             self._store.wait(["all_written"])
             failure = self._published("failure") if self._store.check(["failure"]) else None
