@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, final, runtime_checkable
 
 import torch
 from torch.utils.data import DataLoader
@@ -17,6 +17,7 @@ from fabric.strategies.data.batch_sampler import IndexSource
 from fabric.strategies.data.epochs import Epoch, Order, Position
 from fabric.strategies.data.iterable import SharedStream, without_left_out
 from fabric.strategies.data.loader_check import length_of
+from fabric.strategies.data.positions import Positions, Resumable, sends_states
 from fabric.strategies.data.repeated import RepeatedBatches
 from fabric.strategies.data.rng import preserved_rngs
 from fabric.strategies.data.share import Share
@@ -26,14 +27,8 @@ from fabric.strategies.data.workers import WorkerStart
 
 END = object()
 
-
-@runtime_checkable
-class Resumable(Protocol):
-    """A loader that can save and restore its position, such as torchdata's `StatefulDataLoader`."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+Over: TypeAlias = Literal["end", "early"]
+"""An epoch is over, at the end of this rank's data, or earlier, because another rank's has ended."""
 
 
 @runtime_checkable
@@ -94,14 +89,20 @@ class Reading:
 class Iteration:
     """How many batches the loop has received in one iteration over a loader."""
 
-    def __init__(self, agreed: Agreed | None = None, repeated: RepeatedBatches | None = None) -> None:
-        """`agreed`: where ranks agree on the number of batches. `repeated`: receives each batch of the loop."""
+    def __init__(
+        self,
+        agreed: Agreed | None = None,
+        repeated: RepeatedBatches | None = None,
+        positions: Positions | None = None,
+    ) -> None:
+        """`agreed`: where ranks agree on the number of batches. `repeated`: receives each batch of the loop.
+        `positions`: where batches of a stateful loader are read ahead."""
         self.num_batches = 0
         self.is_complete = False
         """Whether the iteration has raised StopIteration."""
         self.is_open = False
         """Whether the loop has received a batch, and has not left the iteration."""
-        self._agreed, self._repeated = agreed, repeated
+        self._agreed, self._repeated, self._positions = agreed, repeated, positions
 
     @property
     def num_own(self) -> int:
@@ -118,6 +119,16 @@ class Iteration:
         """Whether the batch that the loop receives next, and that is read already, is a repeated one."""
         return self._agreed is not None and self.num_batches >= self._agreed.num_read
 
+    @property
+    def has_rest(self) -> bool:
+        """Whether this rank's data had not ended when the iteration did."""
+        return self._agreed is not None and self._agreed.has_rest
+
+    @property
+    def position(self) -> dict[str, Any] | None:
+        """The state of a loader that is read ahead, within the iteration; None if its own state is that of the loop."""
+        return None if self._positions is None or self.is_complete else self._positions.current
+
     def record(self, batches: Iterator[Any], note: Callable[[Any, object], None] | None = None) -> Iterator[Any]:
         """Yield the batches, count them, and call `note` with each."""
         repeated, agreed = self._repeated, self._agreed
@@ -125,6 +136,8 @@ class Iteration:
         try:
             for batch in batches:
                 self.num_batches += 1
+                if self._positions is not None:
+                    self._positions.receive()
                 if note is not None:
                     note(batch, self)
                 factor = 1.0 if agreed is None else agreed.factors.popleft()
@@ -160,6 +173,8 @@ class DeviceLoader(ABC):
         self._resumes = self._said_reread = self._said_unequal = False
         self._ended = self._has_begun = False
         """Whether a restored position is after the last batch of this rank, within an epoch of the other ranks."""
+        self._over: Over | None = None
+        """Where the epoch of a restored position has ended."""
         self.iteration = Iteration()
         """The latest iteration."""
 
@@ -168,6 +183,7 @@ class DeviceLoader(ABC):
         reading, self._has_begun = self._reading, True
         for begin in reading.begin:
             begin()
+        self._leave_rest()
         if reading.order is not None:
             reading.order.keeps_workers = self._keeps_workers()
         with reading.order.opening() if reading.order is not None else self._undrawn() as opened:
@@ -181,13 +197,16 @@ class DeviceLoader(ABC):
             batches = without_left_out(batches, reading.leave_out)
             if opened is not None:
                 batches = islice(batches, opened.begun_at.batches, None)
-        agreed, ended, self._ended = None, self._ended, False
+        agreed, positions, ended, self._ended = None, None, self._ended, False
         if reading.agreement is not None:
+            if reading.position is not None and sends_states(reading.position):
+                positions = Positions(reading.position)
+                batches = positions.read(batches)
             agreed = reading.agreement(batches, self._example, ended=ended)
             batches = agreed.batches
             if reading.agreement.repeats and reading.trains:
                 reading.repeated.begin()
-        self.iteration = Iteration(agreed, reading.repeated if reading.trains else None)
+        self.iteration = Iteration(agreed, reading.repeated if reading.trains else None, positions)
         if reading.device is not None and reading.device.type != "cpu":
             batches = reading.carry(batches, reading.device)
         if reading.order is None or opened is None:
@@ -229,6 +248,16 @@ class DeviceLoader(ABC):
         start = self._reading.start
         with nullcontext() if start is None else start.starting():
             return iter(self._reading.source)
+
+    def _leave_rest(self) -> None:
+        """Leave the epoch of a restored position, so that the next one follows."""
+        over, self._over = self._over, None
+        if over is not None and self._reading.position is not None:
+            with self._undrawn():  # what the saved run had drawn when it began the epoch
+                if over == "early":
+                    next(self._begin(), None)  # datasets may use their state up at the first item only
+                else:  # the loader restores its end; `iter` begins the next epoch
+                    self._reading.position.state_dict()
 
     def _example(self) -> Any:
         """A batch of this rank's data, from the beginning of an epoch; None if there is none. Changes no position."""
@@ -355,7 +384,10 @@ class StatefulDeviceLoader(DeviceLoader):
         """
         reading, state = self._reading, dict[str, Any]()
         if reading.position is not None:
-            state["loader"] = reading.position.state_dict()
+            within = self.iteration.position
+            state["loader"] = reading.position.state_dict() if within is None else within
+            if self._over is not None or (self.iteration.is_complete and reading.order is None):
+                state["over"] = self._over or ("early" if self.iteration.has_rest else "end")
         if reading.order is not None:
             reading.order.keeps_workers = self._keeps_workers()
             order = reading.order.state_dict()
@@ -382,6 +414,9 @@ class StatefulDeviceLoader(DeviceLoader):
         if reading.position is not None:
             reading.position.load_state_dict(state_dict["loader"])
         self._resumes, self._ended = True, state_dict.get("ended", False)
+        self._over = state_dict.get("over")
+        if not self.iteration.is_open:
+            self.iteration = Iteration()
 
     def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The position of the order that `load_state_dict` would restore, or an empty one. Changes nothing.
