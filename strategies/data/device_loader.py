@@ -17,7 +17,7 @@ from fabric.strategies.data.batch_sampler import IndexSource
 from fabric.strategies.data.epochs import Epoch, Order, Position
 from fabric.strategies.data.iterable import SharedStream, without_left_out
 from fabric.strategies.data.loader_check import length_of
-from fabric.strategies.data.positions import Positions, Resumable, sends_states
+from fabric.strategies.data.positions import Resumable
 from fabric.strategies.data.repeated import RepeatedBatches
 from fabric.strategies.data.rng import preserved_rngs
 from fabric.strategies.data.share import Share
@@ -89,20 +89,14 @@ class Reading:
 class Iteration:
     """How many batches the loop has received in one iteration over a loader."""
 
-    def __init__(
-        self,
-        agreed: Agreed | None = None,
-        repeated: RepeatedBatches | None = None,
-        positions: Positions | None = None,
-    ) -> None:
-        """`agreed`: where ranks agree on the number of batches. `repeated`: receives each batch of the loop.
-        `positions`: where batches of a stateful loader are read ahead."""
+    def __init__(self, agreed: Agreed | None = None, repeated: RepeatedBatches | None = None) -> None:
+        """`agreed`: where ranks agree on the number of batches. `repeated`: receives each batch of the loop."""
         self.num_batches = 0
         self.is_complete = False
         """Whether the iteration has raised StopIteration."""
         self.is_open = False
         """Whether the loop has received a batch, and has not left the iteration."""
-        self._agreed, self._repeated, self._positions = agreed, repeated, positions
+        self._agreed, self._repeated = agreed, repeated
 
     @property
     def num_own(self) -> int:
@@ -124,11 +118,6 @@ class Iteration:
         """Whether this rank's data had not ended when the iteration did."""
         return self._agreed is not None and self._agreed.has_rest
 
-    @property
-    def position(self) -> dict[str, Any] | None:
-        """The state of a loader that is read ahead, within the iteration; None if its own state is that of the loop."""
-        return None if self._positions is None or self.is_complete else self._positions.current
-
     def record(self, batches: Iterator[Any], note: Callable[[Any, object], None] | None = None) -> Iterator[Any]:
         """Yield the batches, count them, and call `note` with each."""
         repeated, agreed = self._repeated, self._agreed
@@ -136,8 +125,6 @@ class Iteration:
         try:
             for batch in batches:
                 self.num_batches += 1
-                if self._positions is not None:
-                    self._positions.receive()
                 if note is not None:
                     note(batch, self)
                 factor = 1.0 if agreed is None else agreed.factors.popleft()
@@ -197,16 +184,13 @@ class DeviceLoader(ABC):
             batches = without_left_out(batches, reading.leave_out)
             if opened is not None:
                 batches = islice(batches, opened.begun_at.batches, None)
-        agreed, positions, ended, self._ended = None, None, self._ended, False
+        agreed, ended, self._ended = None, self._ended, False
         if reading.agreement is not None:
-            if reading.position is not None and sends_states(reading.position):
-                positions = Positions(reading.position)
-                batches = positions.read(batches)
             agreed = reading.agreement(batches, self._example, ended=ended)
             batches = agreed.batches
             if reading.agreement.repeats and reading.trains:
                 reading.repeated.begin()
-        self.iteration = Iteration(agreed, reading.repeated if reading.trains else None, positions)
+        self.iteration = Iteration(agreed, reading.repeated if reading.trains else None)
         if reading.device is not None and reading.device.type != "cpu":
             batches = reading.carry(batches, reading.device)
         if reading.order is None or opened is None:
@@ -384,8 +368,7 @@ class StatefulDeviceLoader(DeviceLoader):
         """
         reading, state = self._reading, dict[str, Any]()
         if reading.position is not None:
-            within = self.iteration.position
-            state["loader"] = reading.position.state_dict() if within is None else within
+            state["loader"] = reading.position.state_dict()
             if self._over is not None or (self.iteration.is_complete and reading.order is None):
                 state["over"] = self._over or ("early" if self.iteration.has_rest else "end")
         if reading.order is not None:

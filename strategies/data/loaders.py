@@ -28,7 +28,7 @@ from fabric.strategies.data.hints import advice, loading_of
 from fabric.strategies.data.iterable import Collate, Counted, SharedStream, SplitStream, split_stream
 from fabric.strategies.data.loader_check import LoaderNumbers, Ranks, agree_on_loader, agree_on_seed, length_of
 from fabric.strategies.data.partition import Cut, LeaveOut, RoundRobinCut, SampleCut
-from fabric.strategies.data.positions import Resumable, sends_states
+from fabric.strategies.data.positions import Resumable
 from fabric.strategies.data.rng import own_rngs
 from fabric.strategies.data.seeded_dataset import SeededDataset
 from fabric.strategies.data.share import Share, Use
@@ -330,8 +330,8 @@ def _agreement(loader: Iterable[Any], words: str, setup: _Setup, *, exact: bool)
     if setup.ranks.size == 1 or setup.ranks.votes is None:
         return None
     # Prefetch as in `process_dataloader`; and without workers too if a `SharedStream` makes the batches, whose random
-    # generators are its own; and a stateful loader whose states are taken with the batches.
-    ahead = sends_states(loader)
+    # generators are its own.
+    ahead = False
     if isinstance(loader, DataLoader) and not isinstance(loader, Resumable):
         ahead = loader.num_workers > 0 or (loader.batch_size is not None and not exact)
     when_ended = setup.when_ended or ("error" if setup.uneven else "stop")
