@@ -108,6 +108,8 @@ def on_two_ranks(world: World, folder: str) -> list[Any]:
     with Fabric(accelerator="cpu", strategy="ddp", launcher="external") as fabric:
         fabric.launch()
         for kind, workers, uneven in itertools.product((Numbers, Counting), (0, 2), ("stop", "repeat")):
+            if kind is Counting and workers:  # torchdata does not restore the random generators of its workers
+                continue
             dataset = kind(100 * fabric.global_rank, 8 + 8 * fabric.global_rank)
             to = {"use_distributed_sampler": False, "uneven": uneven}
             name = f"{folder}/{kind.__name__}-{workers}-{uneven}"
