@@ -25,22 +25,23 @@ class NumpyState:
         self._random = sys.modules["numpy"].random
         find = getattr(self._random, "get_bit_generator", None)
         self._bits: Any = None if find is None else find()
-        self._block = None if self._bits is None else _block_of(self._bits)
+        self._block: Any = None if self._bits is None else _block_of(self._bits)
 
     def take(self) -> Any:
         """Return the state. `put` must follow: a normal number that the generator holds is lost until then.
 
         Raises: RuntimeError: the program has replaced the bit generator.
         """
-        random, block = self._random, self._block
-        if self._bits is not None and random.get_bit_generator() is not self._bits:
+        random, block, bits = self._random, self._block, self._bits
+        if bits is not None and random.get_bit_generator() is not bits:
             raise RuntimeError(
                 "`numpy.random.set_bit_generator` was called while a prepared loader was read, so the generator has "
                 "not the state of its epoch. Call it before the loop."
             )
         if block is None:
             return random.get_state(legacy=False)
-        with self._bits.lock:
+        assert bits is not None
+        with bits.lock:
             words = block.raw
         # Normal numbers are drawn in pairs, and the second is kept outside of the block. If there is none, two draws
         # use up a new pair.
