@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fabric.strategies.collectives.flight_recorder import FlightRecorder
-from fabric.strategies.data.repeated import NOT_COUNTED, RepeatedBatches
+from fabric.strategies.data.repeated import NOT_COUNTED, Factor, RepeatedBatches
 from fabric.strategies.data.take import take
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.gradients.sync import GradientSync
@@ -205,7 +205,7 @@ class _Ahead(Iterator[T]):
     def __init__(self, iterator: Iterator[T], repeated: RepeatedBatches | None) -> None:
         self._iterator, self._repeated = iterator, repeated
         self._held: list[T] = []
-        self._received: Counter[tuple[object, float]] = Counter()
+        self._received: Counter[tuple[object, Factor]] = Counter()
         """What `repeated` recorded when the item was read; it is put back when the item is yielded."""
 
     def has_next(self) -> bool:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, final, runtime_checkable
 
 import torch
 from torch.utils.data import DataLoader
@@ -17,6 +17,7 @@ from fabric.strategies.data.batch_sampler import IndexSource
 from fabric.strategies.data.epochs import Epoch, Order, Position
 from fabric.strategies.data.iterable import SharedStream, without_left_out
 from fabric.strategies.data.loader_check import length_of
+from fabric.strategies.data.positions import Resumable
 from fabric.strategies.data.repeated import RepeatedBatches
 from fabric.strategies.data.rng import preserved_rngs
 from fabric.strategies.data.share import Share
@@ -26,14 +27,8 @@ from fabric.strategies.data.workers import WorkerStart
 
 END = object()
 
-
-@runtime_checkable
-class Resumable(Protocol):
-    """A loader that can save and restore its position, such as torchdata's `StatefulDataLoader`."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+Over: TypeAlias = Literal["end", "early"]
+"""An epoch is over, at the end of this rank's data, or earlier, because another rank's has ended."""
 
 
 @runtime_checkable
@@ -118,6 +113,11 @@ class Iteration:
         """Whether the batch that the loop receives next, and that is read already, is a repeated one."""
         return self._agreed is not None and self.num_batches >= self._agreed.num_read
 
+    @property
+    def has_rest(self) -> bool:
+        """Whether this rank's data had not ended when the iteration did."""
+        return self._agreed is not None and self._agreed.has_rest
+
     def record(self, batches: Iterator[Any], note: Callable[[Any, object], None] | None = None) -> Iterator[Any]:
         """Yield the batches, count them, and call `note` with each."""
         repeated, agreed = self._repeated, self._agreed
@@ -160,6 +160,8 @@ class DeviceLoader(ABC):
         self._resumes = self._said_reread = self._said_unequal = False
         self._ended = self._has_begun = False
         """Whether a restored position is after the last batch of this rank, within an epoch of the other ranks."""
+        self._over: Over | None = None
+        """Where the epoch of a restored position has ended."""
         self.iteration = Iteration()
         """The latest iteration."""
 
@@ -168,6 +170,7 @@ class DeviceLoader(ABC):
         reading, self._has_begun = self._reading, True
         for begin in reading.begin:
             begin()
+        self._leave_rest()
         if reading.order is not None:
             reading.order.keeps_workers = self._keeps_workers()
         with reading.order.opening() if reading.order is not None else self._undrawn() as opened:
@@ -229,6 +232,16 @@ class DeviceLoader(ABC):
         start = self._reading.start
         with nullcontext() if start is None else start.starting():
             return iter(self._reading.source)
+
+    def _leave_rest(self) -> None:
+        """Leave the epoch of a restored position, so that the next one follows."""
+        over, self._over = self._over, None
+        if over is not None and self._reading.position is not None:
+            with self._undrawn():  # what the saved run had drawn when it began the epoch
+                if over == "early":
+                    next(self._begin(), None)  # datasets may use their state up at the first item only
+                else:  # the loader restores its end; `iter` begins the next epoch
+                    self._reading.position.state_dict()
 
     def _example(self) -> Any:
         """A batch of this rank's data, from the beginning of an epoch; None if there is none. Changes no position."""
@@ -356,6 +369,8 @@ class StatefulDeviceLoader(DeviceLoader):
         reading, state = self._reading, dict[str, Any]()
         if reading.position is not None:
             state["loader"] = reading.position.state_dict()
+            if self._over is not None or (self.iteration.is_complete and reading.order is None):
+                state["over"] = self._over or ("early" if self.iteration.has_rest else "end")
         if reading.order is not None:
             reading.order.keeps_workers = self._keeps_workers()
             order = reading.order.state_dict()
@@ -382,6 +397,9 @@ class StatefulDeviceLoader(DeviceLoader):
         if reading.position is not None:
             reading.position.load_state_dict(state_dict["loader"])
         self._resumes, self._ended = True, state_dict.get("ended", False)
+        self._over = state_dict.get("over")
+        if not self.iteration.is_open:
+            self.iteration = Iteration()
 
     def fitting(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The position of the order that `load_state_dict` would restore, or an empty one. Changes nothing.

@@ -17,8 +17,12 @@ from torch.utils.data import IterableDataset, get_worker_info
 from fabric.strategies.data import huggingface
 from fabric.strategies.data.epochs import Drawn, Reads
 from fabric.strategies.data.partition import Cut
+from fabric.strategies.data.positions import Resumable
 from fabric.strategies.data.rng import Streams, mix
 from fabric.strategies.data.share import Share
+from fabric.strategies.data.take import take
+
+_END = object()
 
 
 @runtime_checkable
@@ -99,14 +103,38 @@ class SharedStream(IterableDataset[Any]):
 
 
 @final
-class WithoutState(IterableDataset[Any]):
-    """A dataset without its `state_dict`: torchdata's `StatefulDataLoader` reads it again up to a position."""
+class Counted(IterableDataset[Any]):
+    """A dataset whose state is the number of items read; it is read again up to there.
+
+    For torchdata's `StatefulDataLoader`. It reads datasets without a state again by itself, but then counts the batches
+    before the position twice, so that a second resume in the same epoch loses samples (torchdata 0.11).
+    """
 
     def __init__(self, dataset: Iterable[Any]) -> None:
         self.dataset = dataset
+        self._num_read = self._num_restored = 0
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.dataset)
+        items = iter(self.dataset)
+        if isinstance(items, Resumable):
+            return items
+        self._num_read, self._num_restored = self._num_restored, 0
+        take(items, self._num_read)
+        return self._counted(items)
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"read": self._num_read}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._num_restored = state_dict["read"]
+
+    def _counted(self, items: Iterator[Any]) -> Iterator[Any]:
+        while (item := next(items, _END)) is not _END:
+            self._num_read += 1
+            yield item
 
 
 @final

@@ -21,13 +21,14 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 from fabric.strategies.data import huggingface
 from fabric.strategies.data.batch_sampler import MAX_CHUNKS, IndexSource, index_source
 from fabric.strategies.data.content import describe, describe_stream
-from fabric.strategies.data.device_loader import DeviceLoader, Reading, Resumable, SupportsSetEpoch, read_as
+from fabric.strategies.data.device_loader import DeviceLoader, Reading, SupportsSetEpoch, read_as
 from fabric.strategies.data.dispatch import Dispatched
 from fabric.strategies.data.epochs import Order
 from fabric.strategies.data.hints import advice, loading_of
-from fabric.strategies.data.iterable import Collate, SharedStream, SplitStream, WithoutState, split_stream
+from fabric.strategies.data.iterable import Collate, Counted, SharedStream, SplitStream, split_stream
 from fabric.strategies.data.loader_check import LoaderNumbers, Ranks, agree_on_loader, agree_on_seed, length_of
 from fabric.strategies.data.partition import Cut, LeaveOut, RoundRobinCut, SampleCut
+from fabric.strategies.data.positions import Resumable
 from fabric.strategies.data.rng import own_rngs
 from fabric.strategies.data.seeded_dataset import SeededDataset
 from fabric.strategies.data.share import Share, Use
@@ -188,7 +189,8 @@ def _whole(loader: Iterable[Any], share: Share) -> Reading:
     """The user's loader; only its `worker_init_fn` is replaced."""
     if not isinstance(loader, DataLoader):
         return Reading(source=loader, epochal=_epochal(loader, loader), position=_stateful(loader))
-    parts = {} if _exact(loader.dataset) is loader.dataset else {"dataset": _exact(loader.dataset)}
+    dataset = _exact(loader, loader.dataset)
+    parts = {} if dataset is loader.dataset else {"dataset": dataset}
     if loader.num_workers == 0:
         source = _copy(loader, **parts) if parts else loader
         return Reading(source=source, epochal=_epochal(loader, source), position=_stateful(source))
@@ -197,9 +199,13 @@ def _whole(loader: Iterable[Any], share: Share) -> Reading:
     return Reading(source=source, start=start, epochal=_epochal(loader, source), position=_stateful(source))
 
 
-def _exact(dataset: Any) -> Any:
-    """The dataset, without a state of its own if samples are lost where that is loaded."""
-    return WithoutState(dataset) if huggingface.loses_samples(dataset) else dataset
+def _exact(loader: DataLoader[Any], dataset: Any) -> Any:
+    """The dataset as a loader with a state reads it, with one that loses nothing."""
+    if not isinstance(loader, Resumable) or not isinstance(dataset, IterableDataset):
+        return dataset
+    if isinstance(dataset, IterDataPipe) or (isinstance(dataset, Resumable) and not huggingface.loses_samples(dataset)):
+        return dataset
+    return Counted(dataset)
 
 
 def _stateful(items: Iterable[Any]) -> Resumable | None:
@@ -288,7 +294,7 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup
 
 
 def _own_part(loader: DataLoader[Any], stream: SplitStream, setup: _Setup, start: WorkerStart) -> Reading:
-    source = _copy(loader, worker_init_fn=start, dataset=_exact(stream.part))
+    source = _copy(loader, worker_init_fn=start, dataset=_exact(loader, stream.part))
     agreement = _equal_batches(source, stream.words, setup, exact=False)
     epochal = tuple({id(each): each for each in (*_epochal(loader, loader), *_epochal(source, source))}.values())
     reading = (

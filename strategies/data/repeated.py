@@ -3,12 +3,26 @@
 A mean over ranks would count repeated batches as well. So `backward` multiplies the loss by a factor: 0 on a rank that
 repeats a batch, `W / n` on the `n` ranks of `W` that do not. All ranks know `n` from the agreement on who has data, so
 nothing is sent. A weight becomes 0 on a rank that repeats. Until some loader repeats batches, nothing is recorded.
+The agreement may end after the loop has received the batch (`Later`): it is waited for before the factor is used.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import final
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias, final
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Later:
+    """A factor on which the ranks have not agreed when the loop receives the batch."""
+
+    wait: Callable[[], float]
+
+
+Factor: TypeAlias = float | Later
 
 
 @final
@@ -18,7 +32,7 @@ class RepeatedBatches:
     def __init__(self) -> None:
         self.is_used = False
         """Whether a loader with `uneven="repeat"` was iterated."""
-        self._received: Counter[tuple[object, float]] = Counter()
+        self._received: Counter[tuple[object, Factor]] = Counter()
         """The number of batches since the last backward, by iteration and factor."""
         self._factor = 1.0
         """That of the last backward."""
@@ -30,8 +44,10 @@ class RepeatedBatches:
         self.is_used = True
         self._received = Counter({key: number for key, number in self._received.items() if key[0] in self._iterations})
 
-    def receive(self, iteration: object, factor: float) -> None:
+    def receive(self, iteration: object, factor: Factor) -> None:
         """Called with the factor of each batch that the loop receives."""
+        if isinstance(factor, Later):  # the one before is agreed on
+            self._settle([key for key in self._received if key[0] is iteration])
         self._received[iteration, factor] += 1
 
     def end(self, iteration: object) -> None:
@@ -39,18 +55,19 @@ class RepeatedBatches:
         if self._iterations.pop(iteration, None) is not None:
             self._factor = 1.0
 
-    def take(self) -> Counter[tuple[object, float]]:
+    def take(self) -> Counter[tuple[object, Factor]]:
         """Remove what was received since the last backward, and return it: it was read ahead."""
         taken, self._received = self._received, Counter()
         return taken
 
-    def put(self, taken: Counter[tuple[object, float]]) -> None:
+    def put(self, taken: Counter[tuple[object, Factor]]) -> None:
         """Undo `take`: the loop receives these batches now."""
         self._received.update(taken)
 
     @property
     def is_uncounted(self) -> bool:
         """Whether the loop has received a repeated batch, or another rank has, and no backward has followed."""
+        self._settle(list(self._received))
         return any(factor != 1 for _, factor in self._received)
 
     def factor(self) -> float:
@@ -59,17 +76,24 @@ class RepeatedBatches:
         Raises: RuntimeError: on every rank, if the loss may be of several batches with different factors.
         """
         if self._received:
+            self._settle(list(self._received))
             totals: Counter[object] = Counter()
             for (iteration, _), number in self._received.items():
                 totals[iteration] += number
             for iteration, total in totals.items():
                 self._iterations.setdefault(iteration, total > 1)
-            factors = {factor for _, factor in self._received}
+            factors = {factor for _, factor in self._received if not isinstance(factor, Later)}
             self._factor = factors.pop()
             if factors or (self._factor != 1 and any(self._iterations[each] for each in totals)):
                 raise RuntimeError(_WHICH_BATCH)
             self._received.clear()
         return self._factor
+
+    def _settle(self, received: list[tuple[object, Factor]]) -> None:
+        """Wait for the factors of these batches."""
+        for iteration, factor in received:
+            if isinstance(factor, Later):
+                self._received[iteration, factor.wait()] += self._received.pop((iteration, factor))
 
 
 _WHICH_BATCH = (

@@ -3,10 +3,12 @@
 The length of a stream is known only after it was read. So before each batch the ranks all-reduce whether they have
 one, over a separate process group, so that this is not matched with collectives of the loop. Where the loop cannot
 change what is read, `_MOST_AHEAD` batches are read ahead, one for each that is yielded, and one all-reduce is for all
-of them: it is started before the last of the previous ones is yielded, and overlaps with that step. Every rank must
-iterate such a loader, and equally often.
+of them: it is started before the last of the previous ones is yielded, and overlaps with that step. Otherwise there is
+one for each batch. Every rank must iterate such a loader, and equally often.
 
-A rank whose data has ended, while others go on, gets its last batch again. `RepeatedBatches` makes it count zero.
+A rank whose data has ended, while others go on, gets its last batch again. `RepeatedBatches` makes it count zero. A
+rank that has a batch takes the step in any case. So if batches are not read ahead, it yields the batch at once, and
+waits for the others where the result is used: for the factor of the loss, or before the next all-reduce.
 """
 
 from __future__ import annotations
@@ -15,7 +17,11 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
+from itertools import count
 from typing import Any, Literal, NamedTuple, TypeAlias, final
+
+from fabric.strategies.data.repeated import Factor, Later
 
 Uneven: TypeAlias = Literal["stop", "error", "repeat"]
 """What all ranks do when the first of them has no batch left: stop, raise an error, or repeat their last batch."""
@@ -34,7 +40,7 @@ class Agreed:
 
     def __init__(self, supply: _Supply, steps: Callable[[Agreed], Iterator[Any]]) -> None:
         self._supply = supply
-        self.factors: deque[float] = deque()
+        self.factors: deque[Factor] = deque()
         """For each batch that the loop has not received yet: the factor of its loss, see `RepeatedBatches`."""
         self.batches = steps(self)
 
@@ -42,6 +48,11 @@ class Agreed:
     def num_read(self) -> int:
         """Number of batches read, without repeated ones."""
         return self._supply.num_read
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether this rank has not read its data to the end."""
+        return not self._supply.ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +85,8 @@ class Agreement:
         self._uneven, self._votes, self._words, self._ahead, self._trains = uneven, votes, words, ahead, trains
         self._report = report
         self._iterations = self._num_given = 0
+        self._awaited: Callable[[], list[int]] = list
+        """Waits for the latest all-reduce."""
         self.repeats = uneven == "repeat"
         """Whether a rank may get a batch again."""
 
@@ -90,45 +103,75 @@ class Agreement:
         number = self._iterations
         return Agreed(supply, lambda agreed: self._agreed(supply, number, agreed.factors))
 
-    def _agreed(self, supply: _Supply, iteration: int, factors: deque[float]) -> Iterator[Any]:
+    def _agreed(self, supply: _Supply, iteration: int, factors: deque[Factor]) -> Iterator[Any]:
+        if not self._ahead:
+            yield from self._agreed_one_by_one(supply, iteration, factors)
+            return
         step, drawn = 0, deque([supply.draw()])
-        ask = self._ask(drawn, iteration, step)
+        answer = self._ask(drawn, iteration, step)
         while True:
             length, following = len(drawn), deque[_Drawn]()
-            for have in ask():
+            for have in answer():
                 vote = drawn[0].vote
                 if not self._is_taken(have, vote, supply, step):
                     return
                 step += 1
                 self._num_given += 1
-                factors.append(self._votes.size / have if vote == 1 else 0.0)
-                if self._ahead:
-                    # Twice as many as last time, so that the first batch is not kept waiting.
-                    num_more = 1 if length == _MOST_AHEAD else 2
-                    following.extend(supply.draw() for _ in range(num_more))
-                    if len(drawn) == 1:
-                        ask = self._ask(following, iteration, step)
+                factors.append(self._factor(have, vote))
+                # Twice as many as last time, so that the first batch is not kept waiting.
+                num_more = 1 if length == _MOST_AHEAD else 2
+                following.extend(supply.draw() for _ in range(num_more))
+                if len(drawn) == 1:
+                    answer = self._ask(following, iteration, step)
                 yield drawn.popleft().batch
-            if not self._ahead:
-                following.append(supply.draw())
-                ask = self._ask(following, iteration, step)
             drawn = following
 
+    def _agreed_one_by_one(self, supply: _Supply, iteration: int, factors: deque[Factor]) -> Iterator[Any]:
+        for step in count():
+            drawn = supply.draw()
+            answer = self._ask([drawn], iteration, step)
+            factor: Factor = Later(partial(self._factor_of, answer))
+            # In the first step a rank that has nothing to repeat is an error.
+            if step == 0 or drawn.vote != 1 or self._uneven != "repeat":
+                (have,) = answer()
+                if not self._is_taken(have, drawn.vote, supply, step):
+                    return
+                factor = self._factor(have, drawn.vote)
+            self._num_given += 1
+            factors.append(factor)
+            yield drawn.batch
+
+    def _factor_of(self, answer: Callable[[], list[int]]) -> float:
+        (have,) = answer()
+        return self._factor(have, 1)
+
+    def _factor(self, have: int, vote: int) -> float:
+        return self._votes.size / have if vote == 1 else 0.0
+
     def _ask(self, drawn: Iterable[_Drawn], iteration: int, step: int) -> Callable[[], list[int]]:
-        """Start to agree on these batches. The result waits, and returns for each how many ranks have one of their own;
-        it raises if the ranks are at different batches."""
+        """Start to agree on these batches, once the previous agreement has ended. The result waits, and returns for
+        each how many ranks have one of their own; it raises if the ranks are at different batches."""
+        self._awaited()
         place = [iteration, step, self._num_given]
         mine = zlib.crc32(repr(place).encode())
         votes = [each.vote for each in drawn]
         # Always as many numbers: gloo aborts if ranks at different batches send messages of different sizes.
         answer = self._votes.start([*votes, *[0] * (_MOST_AHEAD - len(votes)), mine])
 
-        def wait() -> list[int]:
+        @cache
+        def find() -> list[int] | RuntimeError:
             *haves, places = map(int, answer())
             if places != self._votes.size * mine:
-                raise RuntimeError(self._astray(self._votes.gather(place)))
+                return RuntimeError(self._astray(self._votes.gather(place)))
             return haves[: len(votes)]
 
+        def wait() -> list[int]:
+            found = find()
+            if isinstance(found, RuntimeError):
+                raise found
+            return found
+
+        self._awaited = wait
         return wait
 
     def _is_taken(self, have: int, vote: int, supply: _Supply, step: int) -> bool:
@@ -211,18 +254,18 @@ class _Supply:
         self._last: Any = None
         self.num_read = 0
         """Number of batches read, without repeated ones."""
-        self._ended = False
+        self.ended = False
 
     def draw(self) -> _Drawn:
         """The next batch; `_END` if there is none."""
-        batch = _END if self._ended else next(self._batches, _END)
+        batch = _END if self.ended else next(self._batches, _END)
         if batch is not _END:
             self.num_read += 1
             self._last = batch if self._example is not None else None
             return _Drawn(batch, 1)
-        if not self._ended and self.num_read == 0 and self._example is not None:
+        if not self.ended and self.num_read == 0 and self._example is not None:
             self._last = self._example()
-        self._ended = True
+        self.ended = True
         if self._last is not None:
             return _Drawn(self._last, 0)
         return _Drawn(_END, 0 if self._example is None else _NOTHING)

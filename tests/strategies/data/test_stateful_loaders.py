@@ -1,0 +1,166 @@
+"""torchdata's `StatefulDataLoader` over streams: a run that is stopped anywhere goes on as if it had not been."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+from worlds import run_world
+
+from fabric import Fabric
+from fabric.launchers.world import World
+from fabric.strategies.data.uneven import Agreement, Votes
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
+
+class Numbers(IterableDataset[Tensor]):
+    """A stream without a state, which draws random numbers; each worker reads its part."""
+
+    def __init__(self, first: int, length: int) -> None:
+        self.first, self.length = first, length
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self.numbers(0)
+
+    def numbers(self, skipped: int) -> Iterator[Tensor]:
+        worker = get_worker_info()
+        begin, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for number in range(begin + skipped * step, self.length, step):
+            yield torch.full((1,), float(self.first + number)) + 0.1 * torch.rand(1)
+
+
+class Counting(Numbers):
+    """The same, with a state."""
+
+    def __init__(self, first: int, length: int) -> None:
+        super().__init__(first, length)
+        self.read = self.skipped = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.read, self.skipped = self.skipped, 0
+        return self.counted()
+
+    def counted(self) -> Iterator[Tensor]:
+        for number in self.numbers(self.read):
+            self.read += 1
+            yield number
+
+    def state_dict(self) -> dict[str, int]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.skipped = state["read"]
+
+
+def train(fabric: Fabric, dataset: Any, workers: int, stops: list[tuple[int, int]], folder: str, **to: Any) -> Any:
+    """Losses and batches of two epochs, in a run that is stopped after these batches of an epoch; 0: at its end."""
+    seen = []
+    for run, stop in enumerate([*stops, None]):
+        fabric.seed_everything(1)
+        net = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1e-4))
+        loader = fabric.setup_dataloaders(StatefulDataLoader(dataset, 2, num_workers=workers), **to)
+        state: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader, "place": [0, 0]}
+        if run:
+            fabric.load(f"{folder}/{run - 1}", state)
+        epoch, step = state["place"]
+        while epoch < 2 and (epoch, 0) != stop:
+            for batch in loader:
+                step += 1
+                loss = model(batch).square().mean()
+                seen.append((loss.item(), batch.flatten().tolist(), loader.iteration.repeats))
+                fabric.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                if (epoch, step) == stop:
+                    break
+            else:
+                epoch, step = epoch + 1, 0
+                continue
+            break
+        if stop is not None:
+            state["place"] = [epoch, step]
+            fabric.save(f"{folder}/{run}", state)
+    return seen
+
+
+@pytest.mark.parametrize("kind", [Numbers, Counting])
+@pytest.mark.parametrize("stops", [[(0, 1), (0, 3), (1, 2)], [(1, 0), (1, 1)]], ids=str)
+def test_a_stream_stopped_twice_in_an_epoch_or_at_its_end_goes_on_exactly(
+    kind: Any, stops: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    whole = train(fabric, kind(0, 9), 0, [], "")
+    assert train(fabric, kind(0, 9), 0, stops, str(tmp_path)) == whole
+    assert len(whole) == 10
+
+
+def on_two_ranks(world: World, folder: str) -> list[Any]:
+    found = []
+    with Fabric(accelerator="cpu", strategy="ddp", launcher="external") as fabric:
+        fabric.launch()
+        for kind, workers, uneven in itertools.product((Numbers, Counting), (0, 2), ("stop", "repeat")):
+            if kind is Counting and workers:  # torchdata does not restore the random generators of its workers
+                continue
+            dataset = kind(100 * fabric.global_rank, 8 + 8 * fabric.global_rank)
+            to = {"use_distributed_sampler": False, "uneven": uneven}
+            name = f"{folder}/{kind.__name__}-{workers}-{uneven}"
+            whole = train(fabric, dataset, workers, [], "", **to)
+            stopped = [
+                train(fabric, dataset, workers, stops, f"{name}-{number}", **to)
+                for number, stops in enumerate([[(0, 2), (0, 3)], [(1, 0)]])
+            ]
+            found.append(((kind.__name__, workers, uneven), whole, stopped))
+    return found
+
+
+@pytest.mark.slow
+def test_streams_of_different_lengths_go_on_exactly_with_workers_and_without(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_world(2, on_two_ranks, str(tmp_path))):
+        for case, whole, stopped in found:
+            assert len(whole) == (8 if case[2] == "stop" else 16), (rank, case)
+            for seen in stopped:
+                assert seen == whole, (rank, case)
+
+
+def test_a_rank_that_has_a_batch_waits_for_the_others_where_its_factor_is_used() -> None:
+    events: list[str] = []
+    others = iter([1, 1, 0, 1, 0])  # what the other rank has, in each step
+
+    def start(numbers: list[int]) -> Any:
+        other, number = next(others), sum(each.startswith("start") for each in events)
+        events.append(f"start {number}")
+
+        def wait() -> list[float]:
+            events.append(f"wait {number}")
+            return [numbers[0] + other, *(2.0 * each for each in numbers[1:])]
+
+        return wait
+
+    def gather(numbers: list[int]) -> list[list[int]]:
+        return [numbers, numbers]
+
+    agreement = Agreement("repeat", Votes(size=2, start=start, gather=gather), "parts", print, ahead=False)
+    agreed = agreement(iter(range(3)), lambda: None)
+    taken = []
+    for batch in agreed.batches:
+        factor: Any = agreed.factors.popleft()
+        events.append(f"batch {batch}")
+        if batch == 2 and not taken:  # twice: the first time from its own data
+            taken += [factor.wait(), factor.wait()]
+    assert taken == [2.0, 2.0]
+    assert events == [
+        *("start 0", "wait 0", "batch 0"),
+        *("start 1", "batch 1", "wait 1"),
+        *("start 2", "batch 2", "wait 2"),
+        *("start 3", "wait 3", "batch 2"),
+        *("start 4", "wait 4"),
+    ]
