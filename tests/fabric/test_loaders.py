@@ -21,11 +21,18 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+from worlds import preload
 
 from fabric import CheckpointError, Fabric, read_checkpoint
 
 SIZE = 36
 TORCHDATA_BEHIND = "ignore:'set_vital' is deprecated"  # torchdata 0.11 with torch 2.13
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ranks_import_the_libraries() -> None:
+    """They import this module, and what it imports: 2 s in each rank."""
+    preload("sklearn", "datasets", "webdataset")
 
 
 class Stream(IterableDataset[int]):

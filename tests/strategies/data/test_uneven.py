@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import sklearn  # noqa: F401  # datasets imports it late, and it sets a variable of the environment
 import torch
+from datasets import IterableDataset as Stream
 from fakes import run_threads
 from shares import share_out
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
-from worlds import run_world
+from worlds import preload, run_world
 
 from fabric import Fabric
 from fabric.launchers.launcher import WorkerError
@@ -23,6 +24,12 @@ from fabric.launchers.world import World
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.data.uneven import Agreement, Uneven
 from fabric.strategies.module.prepare import votes_over
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ranks_import_the_libraries() -> None:
+    """They import this module, and what it imports: 2 s in each rank."""
+    preload("sklearn", "datasets")
 
 
 def agree_over_threads(lengths: list[int], uneven: Uneven, *, ahead: bool, epochs: int = 1) -> list[Any]:
@@ -104,8 +111,6 @@ def numbers(files: list[range]) -> Iterator[dict[str, Any]]:
 
 def files(*lengths: int) -> Any:
     """A stream of Hugging Face over files of such lengths, one for each rank."""
-    from datasets import IterableDataset as Stream  # here: each rank of the other tests would take 2 s for it
-
     return Stream.from_generator(numbers, gen_kwargs={"files": [range(length) for length in lengths]})
 
 
