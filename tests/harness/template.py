@@ -221,10 +221,14 @@ def _can_be_forked(arguments: list[str], options: dict[str, Any]) -> bool:
         and (str(arguments[1]) in ("-c", "-m") or not str(arguments[1]).startswith("-"))
         and not any(name.startswith(READ_AT_START) for name in changed)
         and not any(name.startswith("PYTHON") and name != "PYTHONPATH" for name in changed)
-        and not any(os.path.exists(os.path.join(path, "fabric")) for path in environ.get("PYTHONPATH", "").split(":"))
+        and not any(os.path.exists(os.path.join(path, "fabric")) for path in _import_path(environ))
         and not any(isinstance(stream, int) and stream >= 0 and os.isatty(stream) for stream in streams)
         and not any(stream is None and os.isatty(fd) for fd, stream in enumerate(streams))
     )
+
+
+def _import_path(environ: dict[str, str]) -> list[str]:
+    return [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
 
 
 class Server:
@@ -302,7 +306,7 @@ class Server:
         os.chdir(call["cwd"])
         os.environ.clear()
         os.environ.update(call["environ"])
-        sys.path[:] = [path for path in call["environ"].get("PYTHONPATH", "").split(os.pathsep) if path] + self._path
+        sys.path[:] = _import_path(call["environ"]) + self._path
 
     def _close(self) -> None:
         if self._connection.fileno() == -1:
