@@ -21,8 +21,9 @@ PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 PIP_INSTALL := $(PIP) --constraint constraints.txt
 # Tests that have targets of their own are left to them; the ten slowest are shown.
 APART := --ignore tests/clusters --ignore tests/clients --ignore tests/type_checking --durations 10
-# Tests wait for their ranks: two run at a time. `WORKERS=0` runs one after the other, as a debugger needs it.
-WORKERS ?= 2
+# Tests wait for their ranks: three run at a time, on two cores. `WORKERS=0` runs one after the other, as a debugger
+# needs it.
+WORKERS ?= 3
 AT_A_TIME := --numprocesses $(WORKERS) --dist worksteal
 # Installing this package writes beside its sources: of targets that run at a time, one after the other does.
 ALONE := $(if $(shell command -v flock),flock .venv)

@@ -196,6 +196,7 @@ THOROUGH = (
     ("deepspeed_stage_2_offload", 2, "32-true"),
     ("deepspeed_stage_2", 2, "bf16-mixed"),
     ("ddp_sharded_spawn", 2, "64-true"),
+    ("model_parallel", 4, "bf16-mixed"),
 )
 """One row of four ranks per technique is not among them."""
 

@@ -77,10 +77,10 @@ def seed() -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_checkpoint_of_any_strategy_resumes_under_others_and_with_other_numbers_of_ranks(
+def test_a_checkpoint_of_any_strategy_resumes_under_another_and_with_another_number_of_ranks(
     tmp_path: Path, seed: int
 ) -> None:
-    """Under each strategy, of two others: each checkpoint is loaded twice. All of them: see below."""
+    """Under each strategy, of one other: each checkpoint is loaded once. All of them: see below."""
     print(f"seed {seed}")
     for name, size in SAVED_BY.items():
         launch(name, size, save, str(tmp_path / name), seed)
@@ -93,8 +93,7 @@ def test_a_checkpoint_of_any_strategy_resumes_under_others_and_with_other_number
         torch.testing.assert_close(model, {key: expected[key] for key in model}, rtol=0, atol=0)
     savers = [str(tmp_path / name) for name in SAVED_BY]
     for place, (name, size) in enumerate(LOADED_BY.items(), start=1):
-        others = [savers[(place + 4 * number) % len(savers)] for number in range(2)]
-        launch(name, size, load, others, seed)
+        launch(name, size, load, [savers[place % len(savers)]], seed)
 
 
 @pytest.fixture(scope="module")

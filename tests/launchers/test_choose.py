@@ -206,6 +206,7 @@ def test_auto_in_a_file_takes_what_works_after_what_was_done(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_module_run_by_name_launches_by_script_and_by_forkserver(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")

@@ -87,6 +87,7 @@ for _ in range(2000):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_thread_that_was_joined_is_gone() -> None:
     """The kernel lists it a moment longer: here about once in seven times, on a busy machine more often."""
     done = run(["-W", "ignore", "-c", JOINED])

@@ -51,7 +51,7 @@ def contents(folder: Path) -> dict[str, str]:
     "launcher",
     [
         "fork",
-        pytest.param("script", marks=pytest.mark.slow),
+        pytest.param("script", marks=pytest.mark.thorough),
         pytest.param("forkserver", marks=pytest.mark.slow),
         pytest.param("spawn", marks=pytest.mark.thorough),
         pytest.param("elastic", marks=pytest.mark.thorough),

@@ -26,9 +26,15 @@ def test_a_blocking_save_copies_nothing_and_background_saves_reuse_one_copy(tmp_
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from Linux's /proc")
-def test_ranks_with_shards_copy_nothing_unsharded_when_they_save_and_load(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "strategies",
+    [["fsdp"], pytest.param(["deepspeed_stage_3", "ddp_fully_sharded"], marks=pytest.mark.thorough)],
+    ids=", ".join,
+)
+def test_ranks_with_shards_copy_nothing_unsharded_when_they_save_and_load(
+    tmp_path: Path, strategies: list[str]
+) -> None:
     program = Path(__file__).with_name("peaks_of_ranks.py")
-    strategies = ["fsdp", "deepspeed_stage_3", "ddp_fully_sharded"]
     done = subprocess.run(
         [sys.executable, str(program), str(tmp_path), *strategies],
         capture_output=True,
