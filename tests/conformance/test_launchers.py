@@ -38,7 +38,14 @@ def run(program: Path, launcher: str, size: int, *arguments: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("launcher", ["script", "fork", pytest.param("external", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "fork",
+        pytest.param("script", marks=pytest.mark.thorough),
+        pytest.param("external", marks=pytest.mark.thorough),
+    ],
+)
 def test_launching_without_a_function_gives_the_numbers_of_one_process(
     launcher: str, size: int, tmp_path: Path
 ) -> None:

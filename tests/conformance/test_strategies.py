@@ -83,7 +83,7 @@ def test_every_strategy_of_the_registry_is_in_the_suite_or_is_refused_here(
 def test_every_strategy_and_every_case_has_a_row_that_is_not_left_to_make_check() -> None:
     kept = [part for row in rows() for part, is_left in row.launches() if not is_left]
     assert {row.name for row in rows()} - {row.name for row in kept} == {
-        "deepspeed", "deepspeed_stage_1_offload", "deepspeed_stage_2_offload", "ddp_sharded_spawn",
+        "deepspeed", "deepspeed_stage_1_offload", "deepspeed_stage_2_offload", "ddp_spawn", "ddp_sharded_spawn",
     }  # fmt: skip
     assert {name for row in kept for name in row.cases} == {case.name for case in cases()}
     assert {(row.name, row.size, row.precision) for row in rows()} >= set(THOROUGH)

@@ -93,6 +93,7 @@ def test_the_file_of_a_rank_that_fails_ends_with_its_traceback(tmp_path: Path, h
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_second_start_continues_the_file_and_one_process_has_a_file_too(tmp_path: Path) -> None:
     for _ in range(2):
         assert run(command(tmp_path, "auto", 1)).returncode == 0

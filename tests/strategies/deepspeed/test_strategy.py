@@ -300,7 +300,7 @@ def all_scenarios(world: World, strategy: DeepSpeedStrategy, folder: str) -> lis
     [
         (1, 2, False),
         pytest.param(2, 4, True, marks=pytest.mark.thorough),
-        (3, 2, False),
+        pytest.param(3, 2, False, marks=pytest.mark.thorough),
         pytest.param(2, 2, False, marks=pytest.mark.thorough),
         pytest.param(3, 2, True, marks=pytest.mark.thorough),
     ],

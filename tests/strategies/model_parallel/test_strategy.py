@@ -114,7 +114,7 @@ MESHES = {
 }
 
 
-THOROUGH = ("data", "data-tensor", "data-shard", "flattened", "context-shard", "tied")
+THOROUGH = ("shard-tensor", "data", "data-tensor", "data-shard", "flattened", "context-shard", "tied")
 
 
 @pytest.mark.slow
