@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 PIP_INSTALL := $(PIP) --constraint constraints.txt
 # Tests that have targets of their own are left to them; the ten slowest are shown.
-APART := --ignore tests/clusters --ignore tests/clients --ignore tests/type_checking --durations 10
+APART := --ignore tests/test_examples.py --ignore tests/clusters --ignore tests/clients --ignore tests/type_checking --durations 10
 # Tests wait for their ranks: three run at a time, on two cores. `WORKERS=0` runs one after the other, as a debugger
 # needs it.
 WORKERS ?= 3
@@ -43,9 +43,8 @@ test: environment  ## All tests but the thorough ones; PYTEST_ARGS='-k seed' for
 test-thorough: environment  ## All tests that need no environment of their own
 	$(RUN)/bin/python -m pytest $(AT_A_TIME) $(APART) $(PYTEST_ARGS)
 
-# Here and in `make test` all of the examples run.
-test-examples: environment  ## The examples that `make test` leaves out
-	$(RUN)/bin/python -m pytest tests/test_examples.py -m thorough $(PYTEST_ARGS)
+test-examples: environment  ## The programs of examples/
+	$(RUN)/bin/python -m pytest tests/test_examples.py $(PYTEST_ARGS)
 
 # Programs of other people, with models of a few thousand random weights: nothing is downloaded.
 test-clients: $(CLIENTS)/test.done  ## litgpt over fabric.lightning, and transformers under every strategy
@@ -65,7 +64,7 @@ test-xla: $(XLA)/test.done  ## Tests over torch_xla and its own torch, on the pr
 	CPU_NUM_DEVICES=2 timeout 1500 $(XLA)/bin/python -m pytest tests/xla $(PYTEST_ARGS)
 	CPU_NUM_DEVICES=4 timeout 600 $(XLA)/bin/python -m pytest tests/xla -k 'xla_collective or xla_device or precision' $(PYTEST_ARGS)
 
-others: test-clients test-xla test-horovod test-clusters lint  ## What has an environment of its own, or needs root
+others: test-examples test-clients test-xla test-horovod test-clusters lint  ## What has an environment of its own, or needs root
 
 check: test-thorough others  ## All of these; --jobs 2 runs two of them at a time
 

@@ -55,7 +55,6 @@ def test_digits_are_read_in_two_processes(tmp_path: Path) -> None:
     assert "samples/s" in output
 
 
-@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_a_run_killed_in_mid_epoch_resumes_with_the_losses_of_an_uninterrupted_run(tmp_path: Path) -> None:
     output = run_program(str(EXAMPLES / "resume.py"), cwd=tmp_path, timeout=280)
@@ -63,13 +62,11 @@ def test_a_run_killed_in_mid_epoch_resumes_with_the_losses_of_an_uninterrupted_r
     assert output.count("The losses of all 16 steps equal those of a run that was never stopped.") == 1
 
 
-@pytest.mark.thorough
 def test_a_low_accuracy_of_digits_is_reported_as_one_failure(tmp_path: Path) -> None:
     output = run_program(*two("digits.py"), "--epochs", "1", "--batch-size", "512", cwd=tmp_path, expect=1)
     assert output.count("of the held-out digits are read right; 97% are expected.") == 1
 
 
-@pytest.mark.thorough
 def test_the_plain_loop_reads_them_too(tmp_path: Path) -> None:
     output = run_program(str(EXAMPLES / "digits_torch.py"), "--epochs", "4", cwd=tmp_path)
     assert output.count("held-out digits") == 4
@@ -84,7 +81,6 @@ def test_the_two_loops_over_the_digits_differ_in_the_lines_of_fabric_only() -> N
     assert len(added) <= 20
 
 
-@pytest.mark.thorough
 def test_the_gpt_learns_saves_loads_and_writes(tmp_path: Path) -> None:
     small = ["--batch-size", "8", "--context", "64", "--write", "20", "--unseen", "32"]
     learning = ["--steps", "30", "--validate-every", "15", "--save", "gpt.ckpt", "--below", "5"]
@@ -112,10 +108,6 @@ def by_name() -> list[tuple[str, int]]:
     return found
 
 
-FIRST = ("ddp", "fsdp", "deepspeed_stage_2")
-"""Strategies that most people use; the others are left to `make check`."""
-
-
 def words_for_a_curve(folder: Path, strategy: str, num_ranks: int) -> list[str]:
     """Twelve steps, over the same eight windows whatever the number of ranks."""
     small = ["--context", "16", "--dim", "16", "--layers", "2", "--write", "1", "--unseen", "8", "--steps", "12"]
@@ -136,10 +128,7 @@ def curve_alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return curve(folder, "single_device")
 
 
-@pytest.mark.parametrize(
-    ("strategy", "num_ranks"),
-    [pytest.param(*row, marks=[] if row[0] in FIRST else [pytest.mark.thorough]) for row in by_name()],
-)
+@pytest.mark.parametrize(("strategy", "num_ranks"), by_name())
 def test_the_gpt_has_the_same_loss_curve_under_every_strategy(
     strategy: str, num_ranks: int, curve_alone: list[float], tmp_path: Path
 ) -> None:
@@ -150,7 +139,6 @@ def test_the_gpt_has_the_same_loss_curve_under_every_strategy(
     assert losses == pytest.approx(curve_alone, rel=0, abs=1e-5)
 
 
-@pytest.mark.thorough
 def test_the_gpt_learns_in_bfloat16(tmp_path: Path) -> None:
     small = ["--batch-size", "4", "--context", "32", "--write", "1", "--unseen", "32", "--steps", "5", "--below", "5.5"]
     run_program(*two("byte_gpt.py"), *small, "--precision", "bf16-mixed", cwd=tmp_path)
@@ -162,7 +150,6 @@ def test_a_loss_that_is_not_below_what_was_asked_for_is_a_failure(tmp_path: Path
     assert output.count("nats per byte is not below 0.0.") == 1
 
 
-@pytest.mark.thorough
 def test_the_gan_draws_digits_with_two_models_and_two_optimizers(tmp_path: Path) -> None:
     output = run_program(*two("gan.py"), "--epochs", "2", cwd=tmp_path)
     losses = re.search(r"generator loss ([\d.]+)  discriminator loss ([\d.]+)\n", output)
@@ -171,7 +158,6 @@ def test_the_gan_draws_digits_with_two_models_and_two_optimizers(tmp_path: Path)
     assert len(picture) == 8
 
 
-@pytest.mark.thorough
 def test_the_recommender_learns_the_same_with_tables_on_one_rank_and_on_two(tmp_path: Path) -> None:
     import torch
 
@@ -188,7 +174,6 @@ def test_the_recommender_learns_the_same_with_tables_on_one_rank_and_on_two(tmp_
     torch.testing.assert_close(models[1], models[0], rtol=0.0, atol=3e-3)  # Adam's steps are 1e-2; rounding moves few
 
 
-@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_an_encoder_that_is_fine_tuned_has_the_loss_of_one_process_over_all_masked_words(tmp_path: Path) -> None:
     found = []
@@ -239,7 +224,6 @@ def test_strategies_md_lists_all_strategies() -> None:
     assert listed == {name for name, one in strategy_registrations().items() if one.source == "torchfabric"}
 
 
-@pytest.mark.thorough
 def test_a_tensor_parallel_gpt_learns_like_replicas(tmp_path: Path) -> None:
     curves = []
     for batch_size, axes in (("8", ("--tensor", "2")), ("4", ("--data", "2"))):

@@ -1,4 +1,4 @@
-"""Two supervisors, each of one node: here both on this machine, in `conformance/test_two_nodes.py` apart."""
+"""Two supervisors, each of one node: here both on this machine, in `tests/clusters/test_two_nodes.py` apart."""
 
 from __future__ import annotations
 

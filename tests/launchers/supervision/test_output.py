@@ -52,7 +52,7 @@ def contents(folder: Path) -> dict[str, str]:
     [
         "fork",
         pytest.param("script", marks=pytest.mark.thorough),
-        pytest.param("forkserver", marks=pytest.mark.slow),
+        pytest.param("forkserver", marks=pytest.mark.thorough),
         pytest.param("spawn", marks=pytest.mark.thorough),
         pytest.param("elastic", marks=pytest.mark.thorough),
     ],

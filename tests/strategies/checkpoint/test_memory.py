@@ -26,11 +26,8 @@ def test_a_blocking_save_copies_nothing_and_background_saves_reuse_one_copy(tmp_
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from Linux's /proc")
-@pytest.mark.parametrize(
-    "strategies",
-    [["fsdp"], pytest.param(["deepspeed_stage_3", "ddp_fully_sharded"], marks=pytest.mark.thorough)],
-    ids=", ".join,
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategies", [["fsdp"], ["deepspeed_stage_3", "ddp_fully_sharded"]], ids=", ".join)
 def test_ranks_with_shards_copy_nothing_unsharded_when_they_save_and_load(
     tmp_path: Path, strategies: list[str]
 ) -> None:
