@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from pathlib import Path
 
 import pytest
 from processes import run
+from worlds import run_world
 
 from fabric.launchers.private_names import require
+from fabric.launchers.world import World
 
 PROGRAM = """
 import atexit, ctypes, gc, logging, logging.handlers, multiprocessing, os, signal, sys, tempfile, weakref
@@ -105,6 +109,21 @@ def test_what_was_open_before_a_fork_is_written_run_and_deleted_once(
         assert (folder / "log").read_text().count("logged by a rank") == 2
     if way == "function":
         assert written[-3:] == ["[0, 1, 'before']", "exit function", "finalizer"]
+
+
+def write_without_closing(world: World, folder: str, freezes: bool) -> None:
+    file = open(f"{folder}/{world.rank}", "w")  # noqa: SIM115  left open
+    vars(sys)["left_open"] = file
+    if freezes:
+        gc.freeze()
+    file.write("written")
+
+
+@pytest.mark.slow
+def test_a_file_that_a_rank_of_the_fork_server_leaves_open_is_written_also_after_gc_freeze(tmp_path: Path) -> None:
+    for freezes in (False, True):
+        run_world(2, write_without_closing, str(tmp_path), freezes)
+        assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["written"] * 2, freezes
 
 
 def test_a_python_without_a_private_name_that_is_needed_raises() -> None:

@@ -117,13 +117,18 @@ def wait_until_interrupted(fabric: Fabric, storage: Interrupting) -> None:
     threading.Event().wait(60)  # it came a moment later
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="sends a signal to a thread")
-def test_a_save_that_ctrl_c_interrupts_the_wait_for_is_completed_when_the_fabric_is_closed(tmp_path: Path) -> None:
-    fabric = Fabric(accelerator="cpu", devices=1)
+def begin_to_save(folder: Path) -> tuple[Fabric, Interrupting]:
+    """A save in the background that waits for `begin`, and then interrupts the main thread."""
+    fabric, storage = Fabric(accelerator="cpu", devices=1), Interrupting(folder)
     fabric.barrier()  # it is connected
     assert fabric._saves is not None
-    storage = Interrupting(tmp_path)
     fabric._saves.start(storage, {"x": torch.ones(3)})  # type: ignore[arg-type]
+    return fabric, storage
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends a signal to a thread")
+def test_a_save_that_ctrl_c_interrupts_the_wait_for_is_completed_when_the_fabric_is_closed(tmp_path: Path) -> None:
+    fabric, storage = begin_to_save(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         wait_until_interrupted(fabric, storage)
     assert not (tmp_path / NAME).exists()
@@ -134,11 +139,7 @@ def test_a_save_that_ctrl_c_interrupts_the_wait_for_is_completed_when_the_fabric
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends a signal to a thread")
 def test_ctrl_c_while_the_fabric_is_closed_is_raised_once_the_save_is_complete(tmp_path: Path) -> None:
-    fabric = Fabric(accelerator="cpu", devices=1)
-    fabric.barrier()  # it is connected
-    assert fabric._saves is not None
-    storage = Interrupting(tmp_path)
-    fabric._saves.start(storage, {"x": torch.ones(3)})  # type: ignore[arg-type]
+    fabric, storage = begin_to_save(tmp_path)
     storage.caught.set()
     storage.begin.set()
     with pytest.raises(KeyboardInterrupt):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -62,12 +63,16 @@ def test_numbers_are_those_of_get_state_and_set_state(seed: int) -> None:
     assert draw_from_two_streams(NumpyState(), seed) == draw_from_two_streams(Slow(), seed)
 
 
-def test_get_state_is_not_called_for_a_mersenne_twister(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_normals", [2, 3])  # after an odd number the generator holds another one
+def test_the_state_of_a_mersenne_twister_is_a_copy_of_its_memory(num_normals: int) -> None:
+    np.random.seed(4)
+    np.random.randn(num_normals)
+    _, numbers, position, holds_a_normal, normal = np.random.get_state()
     numpys = NumpyState()
-    np.random.randn(2)
-    for name in ("get_state", "set_state"):
-        monkeypatch.setattr(np.random, name, None)
-    numpys.put(numpys.take())
+    state = numpys.take()
+    numpys.put(state)
+    assert state == (numbers.tobytes() + position.to_bytes(4, sys.byteorder), normal if holds_a_normal else None)
+    assert np.random.get_state()[2:] == (position, holds_a_normal, normal)
 
 
 def test_another_bit_generator_is_kept_apart() -> None:
