@@ -140,7 +140,7 @@ $(XLA)/test.done: tests/xla/constraints.txt tests/xla/fake_cuda.py $(SAYS)
 	$(XLA)/bin/python $(PIP) --no-deps \
 	    --constraint tests/xla/constraints.txt torch torch-xla
 	$(XLA)/bin/python $(PIP) absl-py filelock fsspec jinja2 networkx numpy \
-	    'pytest>=8' 'pytest-timeout>=2.3' pyyaml requests 'rich>=14.1' 'setuptools>=77' sympy typing-extensions
+	    'pytest>=8' 'pytest-timeout>=2.3' pyyaml requests 'rich>=14.1' 'setuptools>=77' sympy typing-extensions xxhash
 	$(XLA)/bin/python tests/xla/fake_cuda.py
 	$(ALONE) $(XLA)/bin/python $(PIP) --no-deps --no-build-isolation \
 	    --editable .

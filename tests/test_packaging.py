@@ -75,10 +75,9 @@ def test_the_metadata_says_what_it_needs(wheel: zipfile.ZipFile) -> None:
     assert (metadata["Name"], metadata["License-Expression"]) == ("torchfabric", "Apache-2.0")
     assert metadata["Requires-Python"] == ">=3.10"
     needed = [one for one in metadata.get_all("Requires-Dist", []) if "extra ==" not in one]
-    assert needed == ["torch>=2.9", "rich>=14.1", "cloudpickle>=3.1"]
+    assert needed == ["torch>=2.9", "rich>=14.1", "cloudpickle>=3.1", "xxhash>=3.5"]
     extras = {
         "bench",
-        "checksums",
         "deepspeed",
         "dev",
         "examples",

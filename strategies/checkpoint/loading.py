@@ -16,9 +16,9 @@ from functools import cache
 from typing import Any, TypeVar, final
 
 import torch
+import xxhash
 from torch import Tensor
 
-from fabric.strategies.checkpoint.checksum import crc32
 from fabric.strategies.checkpoint.chunk import Chunk, Shape, whole
 from fabric.strategies.checkpoint.errors import CheckpointError, sentence_of
 from fabric.strategies.checkpoint.manifest import BLOCK_BYTES, NAME, Entry, Manifest, Piece, Table
@@ -175,7 +175,7 @@ class Checkpoint:
         def is_damaged(block: tuple[str, int]) -> bool:
             name, number = block
             content = tensors[name][number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
-            return crc32(buffer_of(content)) != files[name].checksums[number]
+            return xxhash.xxh3_64_hexdigest(buffer_of(content)) != files[name].checksums[number]
 
         num_threads = torch.get_num_threads()  # the launcher divides the cores among the ranks
         with ThreadPoolExecutor(num_threads) if num_threads > 1 else contextlib.nullcontext() as threads:

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import json
 import sys
-import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, final
 
 import torch
+import xxhash
 
 from fabric.strategies.checkpoint.chunk import Chunk, Shape
 
 NAME = "manifest.json"
 FORMAT = "torchfabric checkpoint"
-VERSION = 1
+VERSION = 2
 BLOCK_BYTES = 4 * 2**20
 """Each checksum covers a block of this many bytes of a file, so that a reader verifies only the parts it needs."""
 ALIGNMENT_BYTES = 64
@@ -33,8 +33,8 @@ class File:
     """A file with the bytes that one rank wrote."""
 
     num_bytes: int
-    checksums: tuple[int, ...]
-    """The CRC-32 of each block."""
+    checksums: tuple[str, ...]
+    """The XXH3 (64 bits, hexadecimal) of each block."""
 
 
 @final
@@ -122,7 +122,10 @@ class Manifest:
             **self.table.to_json(),
         }
         text = _text(content)
-        return _text({"format": FORMAT, "version": VERSION, "crc32": zlib.crc32(text), "content": content}) + b"\n"
+        return (
+            _text({"format": FORMAT, "version": VERSION, "xxh3_64": xxhash.xxh3_64_hexdigest(text), "content": content})
+            + b"\n"
+        )
 
     @classmethod
     def of_bytes(cls, content: bytes) -> Manifest:
@@ -132,7 +135,7 @@ class Manifest:
         """
         try:
             outer = json.loads(content)
-            kind, number, found, inner = (outer[name] for name in ("format", "version", "crc32", "content"))
+            kind, number, found, inner = (outer[name] for name in ("format", "version", "xxh3_64", "content"))
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"`{NAME}` is damaged, or is not the manifest of a checkpoint: {error!r}.") from error
         if kind != FORMAT or number != VERSION:
@@ -140,7 +143,7 @@ class Manifest:
                 f"`{NAME}` has the format {kind!r}, version {number!r}, but this release of torchfabric reads "
                 f"{FORMAT!r}, version {VERSION}. Use the release that wrote it."
             )
-        if zlib.crc32(_text(inner)) != found:
+        if xxhash.xxh3_64_hexdigest(_text(inner)) != found:
             raise ValueError(f"`{NAME}` is damaged: its checksum is not {found}.")
         if inner["byteorder"] != sys.byteorder:
             raise ValueError(

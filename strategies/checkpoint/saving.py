@@ -22,9 +22,9 @@ from functools import partial
 from typing import Any, TypeAlias, final
 
 import torch
+import xxhash
 from torch import Tensor
 
-from fabric.strategies.checkpoint.checksum import crc32
 from fabric.strategies.checkpoint.chunk import Chunk
 from fabric.strategies.checkpoint.errors import CheckpointError, sentence_of
 from fabric.strategies.checkpoint.manifest import (
@@ -192,8 +192,9 @@ class _Layout:
     plan: Plan
     entries: dict[str, Entry] = field(default_factory=dict)
     num_bytes: int = 0
-    checksums: list[int] = field(default_factory=list)
-    running: int = 0
+    checksums: list[str] = field(default_factory=list)
+    running: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
+    """Of the bytes of the latest block."""
     written: dict[Any, int] = field(default_factory=dict)
     """The offset of each tensor's bytes, by `memory_of`: tied tensors are written once."""
 
@@ -210,18 +211,18 @@ class _Layout:
             self.entries[pointer] = Entry(dtype=name, shape=sharded.shape, pieces=tuple(pieces))
 
     def file(self) -> File:
-        ended = (self.running,) if self.num_bytes % BLOCK_BYTES else ()
+        ended = (self.running.hexdigest(),) if self.num_bytes % BLOCK_BYTES else ()
         return File(num_bytes=self.num_bytes, checksums=(*self.checksums, *ended))
 
     def _counted(self, content: memoryview) -> Iterator[memoryview]:
         start = 0
         while start < content.nbytes:
             block = content[start : start + BLOCK_BYTES - self.num_bytes % BLOCK_BYTES]
-            self.running = crc32(block, self.running)
+            self.running.update(block)
             self.num_bytes += block.nbytes
             if self.num_bytes % BLOCK_BYTES == 0:
-                self.checksums.append(self.running)
-                self.running = 0
+                self.checksums.append(self.running.hexdigest())
+                self.running.reset()
             start += block.nbytes
             yield block
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any, Generic, TypeVar, final
 
@@ -132,7 +132,8 @@ class Epoch:
     def receive(self) -> None:
         """Advance the position by the batch that the loop receives."""
         samples, self.is_unequal = self.fetched.popleft() if self.fetched else (self.position.samples, False)
-        self.position = replace(self.position, batches=self.position.batches + 1, samples=samples)
+        at = self.position  # `replace` would take five times as long, for each batch
+        self.position = Position(start=at.start, batches=at.batches + 1, samples=samples)
 
     def draw(self, items: Iterable[T], reads: Reads, *, eager: bool) -> Iterator[T]:
         """Iterate over `items`; `eager` calls `iter` on them at once.

@@ -92,8 +92,8 @@ def test_a_file_that_is_no_checkpoint_raises(fabric: Fabric, tmp_path: Path) -> 
 def test_a_newer_format_raises_with_both_versions(fabric: Fabric, tmp_path: Path) -> None:
     fabric.save(tmp_path, STATE)
     manifest = tmp_path / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"version":1', '"version":2', 1))
-    with pytest.raises(CheckpointError, match=r"version 2, but this release of torchfabric reads .*, version 1"):
+    manifest.write_text(manifest.read_text().replace('"version":2', '"version":3', 1))
+    with pytest.raises(CheckpointError, match=r"version 3, but this release of torchfabric reads .*, version 2"):
         fabric.load(tmp_path)
 
 
