@@ -2,9 +2,10 @@
 
 The length of a stream is known only after it was read. So before each batch the ranks all-reduce whether they have
 one, over a separate process group, so that this is not matched with collectives of the loop. Where the loop cannot
-change what is read, `_MOST_AHEAD` batches are read ahead, one for each that is yielded, and one all-reduce is for all
-of them: it is started before the last of the previous ones is yielded, and overlaps with that step. Otherwise there is
-one for each batch. Every rank must iterate such a loader, and equally often.
+change what is read, several batches are read ahead, one for each that is yielded, and one all-reduce is for all of
+them: it is started before the last of the previous ones is yielded, and overlaps with that step. Their number doubles
+from one to `_AHEAD`, and to `_MOST_AHEAD` if they are small on every rank, which the same all-reduce tells. Otherwise
+there is one for each batch. Every rank must iterate such a loader, and equally often.
 
 A rank whose data has ended, while others go on, gets its last batch again. `RepeatedBatches` makes it count zero. A
 rank that has a batch takes the step in any case. So if batches are not read ahead, it yields the batch at once, and
@@ -13,22 +14,26 @@ waits for the others where the result is used: for the factor of the loss, or be
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count
 from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 from fabric.strategies.data.repeated import Factor, Later
+from fabric.strategies.pytree import is_tensor, map_leaves
 
 Uneven: TypeAlias = Literal["stop", "error", "repeat"]
 """What all ranks do when the first of them has no batch left: stop, raise an error, or repeat their last batch."""
 
 _END = object()
-_MOST_AHEAD = 4
-"""An all-reduce of a few numbers over gloo takes as much processor time as 2 to 7 % of a step of 5 ms."""
+_AHEAD, _MOST_AHEAD = 4, 16
+"""An all-reduce of a few numbers over gloo takes as much processor time as 10 % of a step of 5 ms."""
+_MOST_AHEAD_BYTES = 32 * 2**20
+"""More than `_AHEAD` batches are read ahead only if they have no more bytes than this."""
 _NOTHING_OF_ONE = 2**20
 _NOTHING = -_NOTHING_OF_ONE
 """The vote of a rank that has no batch to repeat: negative in sum, whatever the others vote."""
@@ -85,7 +90,7 @@ class Agreement:
         self._uneven, self._votes, self._words, self._ahead, self._trains = uneven, votes, words, ahead, trains
         self._report = report
         self._iterations = self._num_given = 0
-        self._awaited: Callable[[], list[int]] = list
+        self._awaited: Callable[[], object] = list
         """Waits for the latest all-reduce."""
         self.repeats = uneven == "repeat"
         """Whether a rank may get a batch again."""
@@ -110,16 +115,17 @@ class Agreement:
         step, drawn = 0, deque([supply.draw()])
         answer = self._ask(drawn, iteration, step)
         while True:
-            length, following = len(drawn), deque[_Drawn]()
-            for have in answer():
+            following = deque[_Drawn]()
+            haves, all_double = answer()
+            # Twice as many as last time, so that the first batch is not kept waiting.
+            num_more = 2 if all_double else 1
+            for have in haves:
                 vote = drawn[0].vote
                 if not self._is_taken(have, vote, supply, step):
                     return
                 step += 1
                 self._num_given += 1
                 factors.append(self._factor(have, vote))
-                # Twice as many as last time, so that the first batch is not kept waiting.
-                num_more = 1 if length == _MOST_AHEAD else 2
                 following.extend(supply.draw() for _ in range(num_more))
                 if len(drawn) == 1:
                     answer = self._ask(following, iteration, step)
@@ -133,7 +139,7 @@ class Agreement:
             factor: Factor = Later(partial(self._factor_of, answer))
             # In the first step a rank that has nothing to repeat is an error.
             if step == 0 or drawn.vote != 1 or self._uneven != "repeat":
-                (have,) = answer()
+                (have,), _ = answer()
                 if not self._is_taken(have, drawn.vote, supply, step):
                     return
                 factor = self._factor(have, drawn.vote)
@@ -141,31 +147,31 @@ class Agreement:
             factors.append(factor)
             yield drawn.batch
 
-    def _factor_of(self, answer: Callable[[], list[int]]) -> float:
-        (have,) = answer()
+    def _factor_of(self, answer: Callable[[], _Answer]) -> float:
+        (have,), _ = answer()
         return self._factor(have, 1)
 
     def _factor(self, have: int, vote: int) -> float:
         return self._votes.size / have if vote == 1 else 0.0
 
-    def _ask(self, drawn: Iterable[_Drawn], iteration: int, step: int) -> Callable[[], list[int]]:
-        """Start to agree on these batches, once the previous agreement has ended. The result waits, and returns for
-        each how many ranks have one of their own; it raises if the ranks are at different batches."""
+    def _ask(self, drawn: Collection[_Drawn], iteration: int, step: int) -> Callable[[], _Answer]:
+        """Start to agree on these batches, once the previous agreement has ended. The result waits; it raises if the
+        ranks are at different batches."""
         self._awaited()
         place = [iteration, step, self._num_given]
         mine = zlib.crc32(repr(place).encode())
         votes = [each.vote for each in drawn]
         # Always as many numbers: gloo aborts if ranks at different batches send messages of different sizes.
-        answer = self._votes.start([*votes, *[0] * (_MOST_AHEAD - len(votes)), mine])
+        answer = self._votes.start([*votes, *[0] * (_MOST_AHEAD - len(votes)), _may_double(drawn), mine])
 
         @cache
-        def find() -> list[int] | RuntimeError:
-            *haves, places = map(int, answer())
+        def find() -> _Answer | RuntimeError:
+            *haves, num_doubling, places = map(int, answer())
             if places != self._votes.size * mine:
                 return RuntimeError(self._astray(self._votes.gather(place)))
-            return haves[: len(votes)]
+            return _Answer(haves[: len(votes)], num_doubling == self._votes.size)
 
-        def wait() -> list[int]:
+        def wait() -> _Answer:
             found = find()
             if isinstance(found, RuntimeError):
                 raise found
@@ -243,6 +249,35 @@ class _Drawn(NamedTuple):
     batch: Any
     vote: int
     """1 for a batch that is not repeated, `_NOTHING` if there is none to repeat, otherwise 0."""
+
+
+class _Answer(NamedTuple):
+    haves: list[int]
+    """For each batch: how many ranks have one of their own."""
+    all_double: bool
+    """Whether twice as many batches may be read ahead next."""
+
+
+def _may_double(drawn: Collection[_Drawn]) -> bool:
+    """Whether twice as many batches as these may be read ahead on this rank."""
+    if len(drawn) == _MOST_AHEAD:
+        return False
+    return len(drawn) < _AHEAD or 2 * sum(_num_bytes(each.batch) for each in drawn) <= _MOST_AHEAD_BYTES
+
+
+def _num_bytes(batch: Any) -> float:
+    """Of the tensors and arrays; infinite if the batch has objects of other sizes."""
+    total = 0.0
+
+    def add(leaf: Any) -> None:
+        nonlocal total
+        if isinstance(leaf, (str, bytes)):
+            total += len(leaf)
+        elif leaf is not _END and not isinstance(leaf, (int, float, complex, type(None))):
+            total += getattr(leaf, "nbytes", math.inf)
+
+    map_leaves(add, batch, is_leaf=is_tensor)
+    return total
 
 
 @final

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ def agree_over_threads(lengths: list[int], uneven: Uneven, *, ahead: bool, epoch
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("uneven", ["stop", "error", "repeat"])
 def test_ranks_with_the_same_number_of_batches_read_them_all_without_a_warning(uneven: Uneven, ahead: bool) -> None:
-    for length in (0, 1, 4):
+    for length in (0, 1, 4, 60):
         found = agree_over_threads([length] * 3, uneven, ahead=ahead, epochs=2)
         assert found == [([list(range(length))] * 2, [])] * 3
 
@@ -58,7 +59,12 @@ def test_ranks_with_the_same_number_of_batches_read_them_all_without_a_warning(u
 @pytest.mark.parametrize("ahead", [True, False])
 def test_ranks_stop_with_the_first_that_ends_with_one_warning(ahead: bool) -> None:
     rng = random.Random(0)
-    for lengths in ([3, 2], [0, 2], [5, 1, 5], *([rng.randrange(5) for _ in range(3)] for _ in range(5))):
+    for lengths in (
+        [3, 2],
+        [0, 2],
+        [5, 1, 5],
+        *([rng.randrange(high) for _ in range(3)] for high in (5, 5, 5, 80, 80)),
+    ):
         if len(set(lengths)) == 1:
             continue
         shortest = min(lengths)
@@ -76,7 +82,7 @@ def test_ranks_stop_with_the_first_that_ends_with_one_warning(ahead: bool) -> No
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_ranks_that_have_ended_repeat_their_last_batch_until_all_have_read_everything(ahead: bool) -> None:
-    for lengths in ([5, 2], [1, 4, 3]):
+    for lengths in ([5, 2], [1, 4, 3], [70, 33], [3, 41, 64]):
         for rank, (batches, said) in enumerate(agree_over_threads(lengths, "repeat", ahead=ahead, epochs=2)):
             assert batches == [[min(step, lengths[rank] - 1) for step in range(max(lengths))]] * 2
             assert len(said) == 1
@@ -102,6 +108,33 @@ def test_what_a_loop_may_change_is_not_read_ahead() -> None:
         return seen
 
     assert run_threads(2, body) == [[0, 1, 2, 3]] * 2
+
+
+@pytest.mark.parametrize(
+    ("batches", "most"),
+    [
+        ([torch.ones(1000)] * 2, 16),
+        ([torch.ones(1000), torch.ones(2**20)], 8),  # 4 MiB on one rank
+        ([torch.ones(1000), {"x": torch.ones(2**21), "id": "a"}], 4),
+        ([torch.ones(1000), [object()]], 4),  # of unknown size
+    ],
+)
+def test_as_many_batches_are_read_ahead_as_are_small_on_every_rank(batches: list[Any], most: int) -> None:
+    def body(collective: Collective) -> list[tuple[int, int]]:
+        votes, num_messages = votes_over(collective), itertools.count()
+
+        def start(numbers: list[int]) -> Callable[[], list[float]]:
+            next(num_messages)
+            return votes.start(numbers)
+
+        agreement = Agreement("stop", replace(votes, start=start), "parts", print, ahead=True)
+        agreed = agreement(iter([batches[collective.rank]] * 200), lambda: None)
+        ahead = [agreed.num_read - step for step, _ in enumerate(agreed.batches, 1)]
+        return [(max(ahead), next(num_messages))]
+
+    for ((ahead, num_messages),) in run_threads(2, body):
+        assert ahead == most
+        assert num_messages <= 200 / most + 6
 
 
 def numbers(files: list[range]) -> Iterator[dict[str, Any]]:
