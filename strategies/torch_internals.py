@@ -31,6 +31,7 @@ ALWAYS: Names = {
         "_disabled_torch_function_impl": "a subclass of Tensor without `__torch_function__`, as torch writes its own",
         "DisableTorchFunctionSubclass": "what a `__torch_function__` runs is not sent to it again; documented",
     },
+    "torch.distributed.distributed_c10d": {"_world": "all groups: see Note [Groups while forked processes run]"},
     "torch._C._distributed_c10d": {"_dump_fr_trace|_dump_nccl_trace": "reads the flight recorder in this process"},
     "torch._C._dynamo.eval_frame": {
         "_FrameAction _FrameExecStrategy set_code_exec_strategy get_eval_frame_callback set_eval_frame": (

@@ -10,11 +10,18 @@ A call that only some ranks make, such as a metric on rank 0, is matched with wh
 process group. Mostly these are gradients, of another size: gloo aborts. If they are sent on another group, both wait,
 and the table of the hang shows it (`launchers/watch`). Torch connects the ranks of that group when they first send to
 each other, so it costs little: 1 ms for 64 ranks, where it took 290 ms to connect all pairs (two cores, torch 2.13).
+
+# Note [Groups while forked processes run]
+A worker of a DataLoader is forked and holds copies of gloo's sockets. If gloo destroys a group while another rank does,
+and such a process runs, an event may reach a connection that is closed, and gloo ends the process by SIGABRT
+(`state_ <= CONNECTED`; in up to half of the jobs of two ranks that keep a worker, torch 2.13). So the groups are then
+removed from torch and kept in memory, until no such process runs or this one ends.
 """
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import struct
 import sys
@@ -26,7 +33,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, _world
 
 from fabric.launchers.environments.defaults import default
 from fabric.launchers.rendezvous.join import join
@@ -54,6 +61,9 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _TWO_NUMBERS = struct.Struct("dd")
+
+_KEPT: set[ProcessGroup] = set()
+"""Groups that were removed from torch while forked processes held copies of their sockets."""
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -144,6 +154,11 @@ class TorchCollective(CarriesObjects):
         self._splits.clear()
         self._for_gradients = None
         if self._group is not None and self._owns_group and dist.is_initialized():
+            # See Note [Groups while forked processes run].
+            if multiprocessing.active_children():
+                _KEPT.update(_world.pg_map)
+            else:
+                _KEPT.clear()
             dist.destroy_process_group(self._group)
         self._group = self._store = None
 

@@ -17,7 +17,7 @@ from fabric.strategies.data.batch_sampler import IndexSource
 from fabric.strategies.data.epochs import Epoch, Order, Position
 from fabric.strategies.data.iterable import SharedStream, without_left_out
 from fabric.strategies.data.loader_check import length_of
-from fabric.strategies.data.positions import Resumable
+from fabric.strategies.data.positions import Resumable, can_be_saved
 from fabric.strategies.data.repeated import RepeatedBatches
 from fabric.strategies.data.rng import preserved_rngs
 from fabric.strategies.data.share import Share
@@ -114,6 +114,11 @@ class Iteration:
         return self._agreed is not None and self.num_batches >= self._agreed.num_read
 
     @property
+    def last(self) -> Any:
+        """The batch that is repeated."""
+        return None if self._agreed is None else self._agreed.last
+
+    @property
     def has_rest(self) -> bool:
         """Whether this rank's data had not ended when the iteration did."""
         return self._agreed is not None and self._agreed.has_rest
@@ -160,6 +165,8 @@ class DeviceLoader(ABC):
         self._resumes = self._said_reread = self._said_unequal = False
         self._ended = self._has_begun = False
         """Whether a restored position is after the last batch of this rank, within an epoch of the other ranks."""
+        self._last: Any = None
+        """That batch, which this rank repeats; None: the checkpoint does not have it."""
         self._over: Over | None = None
         """Where the epoch of a restored position has ended."""
         self.iteration = Iteration()
@@ -184,9 +191,13 @@ class DeviceLoader(ABC):
             batches = without_left_out(batches, reading.leave_out)
             if opened is not None:
                 batches = islice(batches, opened.begun_at.batches, None)
-        agreed, ended, self._ended = None, self._ended, False
+        agreed, ended, last = None, self._ended, self._last
+        self._ended, self._last = False, None
+        if ended and reading.position is not None:
+            with preserved_rngs():
+                next(batches, None)  # datasets may use their state up at the first item only
         if reading.agreement is not None:
-            agreed = reading.agreement(batches, self._example, ended=ended)
+            agreed = reading.agreement(batches, self._example if last is None else lambda: last, ended=ended)
             batches = agreed.batches
             if reading.agreement.repeats and reading.trains:
                 reading.repeated.begin()
@@ -247,8 +258,9 @@ class DeviceLoader(ABC):
         """A batch of this rank's data, from the beginning of an epoch; None if there is none. Changes no position."""
         order = self._reading.order
         with preserved_rngs(), nullcontext() if order is None else order.apart():
-            batches = self._begin()
-            return next(batches, None)
+            batch = next(self._begin(), None)
+            # A loader with a state restores its end, and begins the next epoch then.
+            return next(self._begin(), None) if batch is None and self._reading.position is not None else batch
 
     def _keeps_workers(self) -> bool:
         source = self._reading.source
@@ -364,7 +376,8 @@ class StatefulDeviceLoader(DeviceLoader):
         """The position of the loop: the epoch, its order, and the number of batches that the loop has received.
 
         In the body of the loop, and after `break`, it is within the epoch; after the last batch, at the start of the
-        next epoch. Batches that workers have prefetched are not counted.
+        next epoch. Batches that workers have prefetched are not counted. If this rank repeats a batch, it is part of
+        the state, if it has plain tensors and values of at most 16 MiB; otherwise another batch is repeated.
         """
         reading, state = self._reading, dict[str, Any]()
         if reading.position is not None:
@@ -379,7 +392,8 @@ class StatefulDeviceLoader(DeviceLoader):
         if reading.part is not None:
             state["part"] = [reading.part.index, reading.part.count]
         if self._ended or (self.iteration.repeats and not self.iteration.is_complete):
-            state["ended"] = True
+            last = self._last if self._ended else self.iteration.last
+            state |= {"ended": True} | ({"last": last} if can_be_saved(last) else {})
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -397,7 +411,7 @@ class StatefulDeviceLoader(DeviceLoader):
         if reading.position is not None:
             reading.position.load_state_dict(state_dict["loader"])
         self._resumes, self._ended = True, state_dict.get("ended", False)
-        self._over = state_dict.get("over")
+        self._over, self._last = state_dict.get("over"), state_dict.get("last")
         if not self.iteration.is_open:
             self.iteration = Iteration()
 

@@ -59,6 +59,11 @@ class Agreed:
         """Whether this rank has not read its data to the end."""
         return not self._supply.ended
 
+    @property
+    def last(self) -> Any:
+        """The last batch read, if it may be repeated; else None."""
+        return self._supply.last
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Votes:
@@ -98,7 +103,7 @@ class Agreement:
     def __call__(self, batches: Iterator[Any], example: Callable[[], Any], *, ended: bool = False) -> Agreed:
         """One iteration. `batches`: those of this rank. `ended`: it has read them all before a checkpoint.
 
-        `example`: returns a batch to repeat if `batches` has none, because all were read before a checkpoint; None if
+        `example`: returns the batch to repeat if `batches` has none, because all were read before a checkpoint; None if
         there is no data at all.
         Raises, while the batches are iterated: RuntimeError: on every rank, if ranks are at different batches, have
         different numbers of batches under `"error"`, or nothing to repeat under `"repeat"`.
@@ -286,7 +291,8 @@ class _Supply:
 
     def __init__(self, batches: Iterator[Any], example: Callable[[], Any] | None) -> None:
         self._batches, self._example = batches, example
-        self._last: Any = None
+        self.last: Any = None
+        """What is repeated."""
         self.num_read = 0
         """Number of batches read, without repeated ones."""
         self.ended = False
@@ -296,13 +302,13 @@ class _Supply:
         batch = _END if self.ended else next(self._batches, _END)
         if batch is not _END:
             self.num_read += 1
-            self._last = batch if self._example is not None else None
+            self.last = batch if self._example is not None else None
             return _Drawn(batch, 1)
         if not self.ended and self.num_read == 0 and self._example is not None:
-            self._last = self._example()
+            self.last = self._example()
         self.ended = True
-        if self._last is not None:
-            return _Drawn(self._last, 0)
+        if self.last is not None:
+            return _Drawn(self.last, 0)
         return _Drawn(_END, 0 if self._example is None else _NOTHING)
 
 

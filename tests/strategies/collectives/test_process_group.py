@@ -9,12 +9,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 from worlds import run_world
 
 from fabric.launchers.world import World
 from fabric.strategies.collectives.collective import CollectiveError
 from fabric.strategies.collectives.objects import _pickled
-from fabric.strategies.collectives.process_group import TorchCollective
+from fabric.strategies.collectives.process_group import _KEPT, TorchCollective
 
 
 def gloo(world: World, timeout_seconds: float = 20) -> TorchCollective:
@@ -35,6 +36,28 @@ def open_three_in_a_row(world: World) -> list[int]:
 @pytest.mark.parametrize("size", [1, 2])
 def test_collectives_open_and_close_one_after_another_in_a_process(size: int) -> None:
     assert run_world(size, open_three_in_a_row) == [[sum(range(1, size + 1))] * 3] * size
+
+
+def end_while_a_worker_runs(world: World) -> int:
+    """One rank keeps a worker, as `persistent_workers=True` does."""
+    collective = gloo(world)
+    collective.setup()
+    batches = iter(DataLoader(range(1000), num_workers=1 - world.rank))  # type: ignore[arg-type]
+    next(batches)
+    for _ in range(30):
+        part = collective.split([0, 1])
+        assert part is not None
+        part.barrier()
+        collective.teardown()
+        collective.setup()
+    assert len(_KEPT) == (90 if world.rank == 0 else 0)  # all, those for gradients, and those of the split
+    del batches
+    collective.teardown()
+    return len(_KEPT)
+
+
+def test_a_process_whose_worker_runs_ends_its_groups_without_an_abort() -> None:
+    assert run_world(2, end_while_a_worker_runs) == [0, 0]
 
 
 def use_a_group_that_is_there(world: World) -> None:
