@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any, Literal, Protocol, TypeAlias, final, runtime_checkable
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from fabric.strategies.data.batch_sampler import IndexSource
 from fabric.strategies.data.epochs import Epoch, Order, Position
@@ -249,7 +249,8 @@ class DeviceLoader(ABC):
         over, self._over = self._over, None
         if over is not None and self._reading.position is not None:
             with self._undrawn():  # what the saved run had drawn when it began the epoch
-                if over == "early":
+                is_stream = isinstance(getattr(self._reading.source, "dataset", None), IterableDataset)
+                if over == "early" or is_stream:
                     next(self._begin(), None)  # datasets may use their state up at the first item only
                 else:  # the loader restores its end; `iter` begins the next epoch
                     self._reading.position.state_dict()

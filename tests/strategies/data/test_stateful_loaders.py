@@ -60,6 +60,14 @@ class Counting(Numbers):
         self.skipped = state["read"]
 
 
+class CountingLate(Counting):
+    """The same, which uses its state up at the first item."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.read, self.skipped = self.skipped, 0
+        yield from self.counted()
+
+
 def train(fabric: Fabric, dataset: Any, workers: int, stops: list[tuple[int, int]], folder: str, **to: Any) -> Any:
     """Losses and batches of two epochs, in a run that is stopped after these batches of an epoch; 0: at its end."""
     seen = []
@@ -107,16 +115,17 @@ def on_two_ranks(world: World, folder: str, workers: int) -> list[Any]:
     found = []
     with Fabric(accelerator="cpu", strategy="ddp", launcher="external") as fabric:
         fabric.launch()
-        for kind, uneven in itertools.product((Numbers, Counting), ("stop", "repeat")):
-            if kind is Counting and workers:  # torchdata does not restore the random generators of its workers
+        for kind, uneven in itertools.product((Numbers, Counting, CountingLate), ("stop", "repeat")):
+            if kind is not Numbers and workers:  # torchdata does not restore the random generators of its workers
                 continue
             dataset = kind(100 * fabric.global_rank, 8 + 8 * fabric.global_rank)
             to = {"use_distributed_sampler": False, "uneven": uneven}
             name = f"{folder}/{kind.__name__}-{uneven}"
+            in_the_tail = [[(0, 6), (0, 7)]] if uneven == "repeat" else []  # rank 0 repeats a batch
             whole = train(fabric, dataset, workers, [], "", **to)
             stopped = [
                 train(fabric, dataset, workers, stops, f"{name}-{number}", **to)
-                for number, stops in enumerate([[(0, 2), (0, 3)], [(1, 0)]])
+                for number, stops in enumerate([[(0, 2), (0, 3)], [(1, 0)], *in_the_tail])
             ]
             found.append(((kind.__name__, uneven), whole, stopped))
     return found
