@@ -34,13 +34,14 @@ class IndexSource:
         leave_out: LeaveOut,
         *,
         chunks: int,
+        quick: bool,
         eager: bool,
         reader: int | None = None,
     ) -> None:
         """`reader`: index of the share that loads the batches; gives each batch a seed of its own: `SeededDataset`."""
         self.items, self._replaced = items, replaced
         self.cut, self._order, self._leave_out = cut, order, leave_out
-        self._reads, self._eager, self._reader = cut.growing(chunks), eager, reader
+        self._reads, self._eager, self._reader = cut.growing(chunks, quick=quick), eager, reader
         self.read = False
         """Whether a loader has asked for indices."""
 
@@ -65,11 +66,14 @@ class IndexSource:
                 f"per rank; here these batches have {end}. Construct the same loader, or start a new epoch with "
                 "`set_epoch`."
             )
-        for part in parts:
-            end = begun_at.start + part.end
-            epoch.fetched.append((end, part.is_unequal))
-            reader = self._reader
-            yield part.batch if reader is None else with_seed(part.batch, self._order.seed_of(epoch, end, reader))
+        while group := list(islice(parts, self._reads.num_steps)):
+            epoch.fetched.extend((begun_at.start + part.end, part.is_unequal) for part in group)
+            if self._reader is None:
+                yield from [part.batch for part in group]
+            else:
+                for part in group:
+                    end = begun_at.start + part.end
+                    yield with_seed(part.batch, self._order.seed_of(epoch, end, self._reader))
 
     def __getattr__(self, name: str) -> Any:
         # Indices are read ahead, so the sampler's state is ahead of the loop: a stateful loader counts batches instead.
@@ -97,5 +101,7 @@ def index_source(
     replaced = getattr(loader, name)
     eager = type(replaced) is not BatchSampler  # which iterates its sampler after the seed of the workers is drawn
     # On one rank a custom sampler is not read ahead of the loop, as in plain PyTorch.
-    chunks = MAX_CHUNKS if share.count > 1 or is_torchs(items) else 1
-    return name, IndexSource(replaced, items, cut, order, leave_out, chunks=chunks, eager=eager, reader=reader)
+    quick = is_torchs(items)
+    chunks = MAX_CHUNKS if share.count > 1 or quick else 1
+    source = IndexSource(replaced, items, cut, order, leave_out, chunks=chunks, quick=quick, eager=eager, reader=reader)
+    return name, source

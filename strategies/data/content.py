@@ -120,7 +120,7 @@ def is_torchs(value: object) -> bool:
     """Whether this is a sampler of torch or torchdata, and so is every sampler that it wraps."""
     if type(value).__module__ not in ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler"):
         return False
-    return all(is_torchs(part) for part in vars(value).values() if isinstance(part, Sampler))
+    return all(is_torchs(part) for name, part in vars(value).items() if name == "sampler" or isinstance(part, Sampler))
 
 
 def _plain(value: Any) -> Any:

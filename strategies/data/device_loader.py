@@ -96,12 +96,12 @@ class Iteration:
         """Whether the iteration has raised StopIteration."""
         self.is_open = False
         """Whether the loop has received a batch, and has not left the iteration."""
-        self._agreed, self._repeated = agreed, repeated
+        self.agreed, self._repeated = agreed, repeated
 
     @property
     def num_own(self) -> int:
         """Number of batches received, without repeated ones."""
-        return self.num_batches if self._agreed is None else min(self.num_batches, self._agreed.num_read)
+        return self.num_batches if self.agreed is None else min(self.num_batches, self.agreed.num_read)
 
     @property
     def repeats(self) -> bool:
@@ -111,21 +111,21 @@ class Iteration:
     @property
     def next_repeats(self) -> bool:
         """Whether the batch that the loop receives next, and that is read already, is a repeated one."""
-        return self._agreed is not None and self.num_batches >= self._agreed.num_read
+        return self.agreed is not None and self.num_batches >= self.agreed.num_read
 
     @property
     def last(self) -> Any:
         """The batch that is repeated."""
-        return None if self._agreed is None else self._agreed.last
+        return None if self.agreed is None else self.agreed.last
 
     @property
     def has_rest(self) -> bool:
         """Whether this rank's data had not ended when the iteration did."""
-        return self._agreed is not None and self._agreed.has_rest
+        return self.agreed is not None and self.agreed.has_rest
 
     def record(self, batches: Iterator[Any], note: Callable[[Any, object], None] | None = None) -> Iterator[Any]:
         """Yield the batches, count them, and call `note` with each."""
-        repeated, agreed = self._repeated, self._agreed
+        repeated, agreed = self._repeated, self.agreed
         self.is_open = True
         try:
             for batch in batches:
@@ -311,20 +311,23 @@ class DeviceLoader(ABC):
     def _counted(self, batches: Iterator[Any], order: Order, opened: Epoch) -> Iterator[Any]:
         batch = next(batches, END)
         epoch, before = self._read_epoch(order, opened), order.standing
-        num_backwards = self._reading.num_backwards
+        reading, iteration = self._reading, self.iteration
+        num_backwards, draw_apart, index = reading.num_backwards, reading.draw_apart, reading.index
         begun_after = num_backwards()
-        index = self._reading.index
         if index is not None and not index.read and epoch.begun_at.batches:  # no sampler was read, nothing skipped
             batch = next(islice(batches, epoch.begun_at.batches - 1, None), END)
         try:
             while batch is not END:
-                if not self.iteration.next_repeats:
+                if iteration.agreed is None or not iteration.next_repeats:
                     order.receive(epoch)
-                self._reading.draw_apart()
-                num_unweighted = self._reading.num_unweighted()
-                yield batch
-                if epoch.is_unequal and self._reading.num_unweighted() != num_unweighted:
-                    self._say_unequal()
+                draw_apart()
+                if epoch.is_unequal:
+                    num_unweighted = reading.num_unweighted()
+                    yield batch
+                    if reading.num_unweighted() != num_unweighted:
+                        self._say_unequal()
+                else:
+                    yield batch
                 batch = next(batches, END)
                 order.count(epoch)  # the loop asked for a second batch, so this was not `next(iter(loader))`
             order.count(epoch)

@@ -34,6 +34,8 @@ class Reads:
     first: int
     step: int
     largest: int
+    num_steps: int = 1
+    """How many steps are divided over ranks at a time."""
 
 
 @final
@@ -110,7 +112,7 @@ class Position:
 class Epoch:
     """One iteration over a loader: the number of its epoch, its random streams, and the items drawn from them.
 
-    `begun_at`: where the iteration begins. `position`: where the loop is. `counted`: the number is used up, so the
+    `begun_at`: where the iteration begins. `counted`: the number is used up, so the
     next iteration is the next epoch. `over`: all batches were received.
     """
 
@@ -122,18 +124,26 @@ class Epoch:
         """Draws a seed that the loader does not draw itself."""
         self.drawn: Drawn[Any] | None = None
         self.counted = self.over = False
-        self.begun_at = self.position = begun_at
+        self.begun_at = begun_at
+        self._batches, self._samples = begun_at.batches, begun_at.samples
         self.fetched: deque[tuple[int, bool]] = deque()
         """For each prefetched batch that the loop has not received: the samples of the order up to its end, and whether
         its number of samples differs between ranks."""
         self.is_unequal = False
         """Whether the number of samples of the latest batch differs between ranks."""
 
+    @property
+    def position(self) -> Position:
+        """Where the loop is."""
+        return Position(start=self.begun_at.start, batches=self._batches, samples=self._samples)
+
     def receive(self) -> None:
         """Advance the position by the batch that the loop receives."""
-        samples, self.is_unequal = self.fetched.popleft() if self.fetched else (self.position.samples, False)
-        at = self.position  # `replace` would take five times as long, for each batch
-        self.position = Position(start=at.start, batches=at.batches + 1, samples=samples)
+        self._batches += 1
+        if self.fetched:
+            self._samples, self.is_unequal = self.fetched.popleft()
+        else:
+            self.is_unequal = False
 
     def draw(self, items: Iterable[T], reads: Reads, *, eager: bool) -> Iterator[T]:
         """Iterate over `items`; `eager` calls `iter` on them at once.
@@ -156,9 +166,10 @@ class Epoch:
 class Order:
     """The epochs of one loader: the seed, the number of the next epoch, and the latest epoch."""
 
-    def __init__(self, seed: int, own: list[Rng], states: Sequence[Any] = ()) -> None:
-        """`own`: the sampler's generators. `states`: theirs on rank 0, copied into them when the first epoch begins."""
-        self.seed, self.own, self.epoch = seed, own, 0
+    def __init__(self, seed: int, own: list[Rng], states: Sequence[Any] = (), *, from_torch: bool = False) -> None:
+        """`own`: the sampler's generators. `states`: theirs on rank 0, copied into them when the first epoch begins.
+        `from_torch`: of the global generators, the sampler and the loader draw from torch's alone."""
+        self.seed, self.own, self.epoch, self._from_torch = seed, own, 0, from_torch
         self._adopted = [(rng, digest(rng.read()), state) for rng, state in zip(own, states, strict=bool(states))]
         self.keeps_workers = False
         """Whether the next iteration finds the workers of the one before."""
@@ -184,7 +195,7 @@ class Order:
     def apart(self) -> Iterator[None]:
         """Context: an iteration begins at the first batch of the epoch, and the order stays as it is."""
         kept = self.latest, self._opening
-        self._opening = Epoch(self.epoch, Streams(mix(self.seed, self.epoch), self.own), Position(), seeds_workers=True)
+        self._opening = Epoch(self.epoch, self._streams(), Position(), seeds_workers=True)
         try:
             with self._opening.streams.drawing():
                 yield
@@ -266,8 +277,10 @@ class Order:
         self._adopt()
         self.settle()
         position, seeds_workers = self._beginning()
-        streams = Streams(mix(self.seed, self.epoch), self.own)
-        return Epoch(self.epoch, streams, position, seeds_workers=seeds_workers)
+        return Epoch(self.epoch, self._streams(), position, seeds_workers=seeds_workers)
+
+    def _streams(self) -> Streams:
+        return Streams(mix(self.seed, self.epoch), self.own, from_torch=self._from_torch)
 
     def _beginning(self) -> tuple[Position, bool]:
         """Where the next epoch begins: a restored position is dropped if `set_epoch` has chosen another epoch.

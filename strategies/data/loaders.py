@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from fabric.strategies.data import huggingface
 from fabric.strategies.data.batch_sampler import MAX_CHUNKS, IndexSource, index_source
-from fabric.strategies.data.content import describe, describe_stream
+from fabric.strategies.data.content import describe, describe_stream, is_torchs
 from fabric.strategies.data.device_loader import DeviceLoader, Reading, SupportsSetEpoch, read_as
 from fabric.strategies.data.dispatch import Dispatched
 from fabric.strategies.data.epochs import Order
@@ -226,7 +226,7 @@ def _indexed(loader: DataLoader[Any], setup: _Setup, *, reader: int) -> Reading:
     """A loader over a map-style dataset; `reader`: makes random numbers of its workers differ from other ranks'."""
     own = own_rngs(loader)
     seeds = agree_on_seed(own, setup.numbers.next(), setup.ranks)
-    order = Order(seeds.seed, own, seeds.states)
+    order = Order(seeds.seed, own, seeds.states, from_torch=type(loader) is DataLoader and _samples_by_torch(loader))
     # torchdata's `StatefulDataLoader` saves the state of a dataset that has one, which `SeededDataset` would hide.
     seeded = loader.num_workers > 0 and not (isinstance(loader, Resumable) and isinstance(loader.dataset, Resumable))
     name, index = index_source(
@@ -252,6 +252,11 @@ def _indexed(loader: DataLoader[Any], setup: _Setup, *, reader: int) -> Reading:
         position=_stateful(source),
         begin=(setup.numbers.restart,),
     )
+
+
+def _samples_by_torch(loader: DataLoader[Any]) -> bool:
+    """Whether all samplers of the loader are torch's own."""
+    return is_torchs(loader.sampler) and (loader.batch_sampler is None or is_torchs(loader.batch_sampler))
 
 
 def _described(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -352,7 +357,9 @@ def _as_items(items: Iterable[Any], setup: _Setup) -> Reading:
     order = Order(seed, [])
     # Only a list is read ahead: the state of any other iterable must be that of the loop.
     at_hand = isinstance(items, (list, tuple))
-    index = IndexSource(items, items, cut, order, _left_out(setup), chunks=MAX_CHUNKS if at_hand else 1, eager=True)
+    index = IndexSource(
+        items, items, cut, order, _left_out(setup), chunks=MAX_CHUNKS if at_hand else 1, quick=at_hand, eager=True
+    )
     return Reading(
         source=index,
         order=order,

@@ -18,17 +18,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, ClassVar, TypeAlias, final
+from typing import Any, ClassVar, NamedTuple, TypeAlias, final
 
 from fabric.strategies.data.epochs import Reads
 from fabric.strategies.data.share import Share
+
+NUM_QUICK = 1024
 
 LeaveOut: TypeAlias = Callable[[int], None]
 """Called with the number of items at the end of an order that were dropped."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One rank's batch of a step."""
 
     batch: Any
@@ -76,10 +77,16 @@ class Cut(ABC):
     def refuse(self, num_items: int) -> str | None:
         """None if so many items can be distributed; otherwise the text of the error."""
 
-    def growing(self, chunks: int) -> Reads:
-        """How many items to draw at a time: of one batch at first, of up to `chunks` batches later."""
+    def growing(self, chunks: int, *, quick: bool = False) -> Reads:
+        """How many items to draw at a time: of one batch at first, of up to `chunks` batches later.
+
+        `quick`: items take no time to draw, so up to `NUM_QUICK` are drawn at first.
+        """
         first, step = self.reads
-        return Reads(first=first, step=step, largest=step * chunks)
+        largest = step * chunks
+        if quick:
+            first = max(first, min(largest, NUM_QUICK))
+        return Reads(first=first, step=step, largest=largest, num_steps=first // step if quick else 1)
 
 
 @final

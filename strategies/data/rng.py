@@ -38,16 +38,18 @@ def mix(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
+def torch_rng() -> Rng:
+    """The global generator of torch for the CPU."""
+    generator = torch.default_generator
+    return Rng(generator.get_state, generator.set_state, generator.manual_seed)
+
+
 def process_rngs(*, in_memory: bool = False) -> list[Rng]:
     """The global generators of torch (CPU), of `random`, and of numpy if it is imported.
 
     `in_memory`: `read` is fast, what it returns cannot be part of a checkpoint, and `write` must follow it.
     """
-    generator = torch.default_generator
-    found = [
-        Rng(generator.get_state, generator.set_state, generator.manual_seed),
-        Rng(random.getstate, random.setstate, random.seed),
-    ]
+    found = [torch_rng(), Rng(random.getstate, random.setstate, random.seed)]
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return found
@@ -140,8 +142,9 @@ class Streams:
     nothing; `settle` advances them.
     """
 
-    def __init__(self, seed: int, own: list[Rng]) -> None:
-        self._own, self._rngs = own, [*process_rngs(in_memory=True), *own]
+    def __init__(self, seed: int, own: list[Rng], *, from_torch: bool = False) -> None:
+        """`from_torch`: of the global generators, torch's alone is drawn from, which costs a fifth."""
+        self._own, self._rngs = own, [*([torch_rng()] if from_torch else process_rngs(in_memory=True)), *own]
         self.begun = self._states(own)
         self._inside = False
         outer = self._states(self._rngs)

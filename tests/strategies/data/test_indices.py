@@ -171,9 +171,18 @@ def test_one_seed_gives_one_global_batch_whatever_the_number_of_ranks(sampler: A
     assert orders[0] == orders[1] == orders[2]
 
 
-def test_a_sampler_that_draws_from_global_streams_has_one_order_on_all_ranks_and_leaves_them_alone() -> None:
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_a_sampler_that_draws_from_global_streams_has_one_order_on_all_ranks_and_leaves_them_alone(
+    in_batches: bool,
+) -> None:
     def make(rank: int) -> DataLoader[int]:
-        return DataLoader(Numbers(100), 5, sampler=GlobalShuffle(100))
+        if not in_batches:
+            return DataLoader(Numbers(100), 5, sampler=GlobalShuffle(100))
+        # In torch's own class, an iterable that is no `Sampler`.
+        shuffle = type(
+            "Shuffle", (), {"__iter__": GlobalShuffle.__iter__, "__len__": GlobalShuffle.__len__, "size": 100}
+        )
+        return DataLoader(Numbers(100), batch_sampler=BatchSampler(shuffle(), 5, drop_last=False))
 
     loaders = share_out(make, 2)
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
