@@ -1,6 +1,6 @@
 """`make bench`: one table of ratios against raw PyTorch and, where installed, against what people use today.
 
-`BENCH_ARGS='sharded memory'` chooses parts of it: imports, launches, many_ranks, process, ranks, numbers, sharded,
+`BENCH_ARGS='sharded memory'` chooses parts of it: imports, programs, launches, many_ranks, process, ranks, numbers, sharded,
 memory, checkpoints.
 """
 
@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from sharded import memory, steps
 from timing import Row
-from whole_process import imports, launches, many_ranks
+from whole_process import imports, launches, many_ranks, programs
 
 from fabric import Fabric
 
@@ -35,6 +35,7 @@ def exact_numbers() -> list[Row]:
 
 PARTS = {
     "imports": imports,
+    "programs": programs,
     "launches": launches,
     "many_ranks": many_ranks,
     "process": one_process,

@@ -19,6 +19,42 @@ IMPORTS = {
     "AC": "from accelerate import Accelerator",
 }
 
+# A program of one process: import, a model, AdamW, a loader, ten steps. Building AdamW makes torch import its compiler.
+PROGRAM = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+{begin}
+model = torch.nn.Linear(32, 1)
+optimizer = torch.optim.AdamW(model.parameters())
+loader = DataLoader(TensorDataset(torch.randn(80, 32), torch.randn(80, 1)), 8, shuffle=True)
+{setup}
+for inputs, targets in loader:
+    optimizer.zero_grad()
+    loss = (model(inputs) - targets).square().mean()
+    {backward}
+    optimizer.step()
+"""
+PREPARE = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
+SETUP = "model, optimizer = fabric.setup(model, optimizer); loader = fabric.setup_dataloaders(loader)"
+PROGRAMS = {
+    "raw": PROGRAM.format(begin="", setup="", backward="loss.backward()"),
+    "ours": PROGRAM.format(
+        begin="from fabric import Fabric\nfabric = Fabric(accelerator='cpu', devices=1)\nfabric.launch()",
+        setup=SETUP,
+        backward="fabric.backward(loss)",
+    ),
+    "LF": PROGRAM.format(
+        begin="from lightning_fabric import Fabric\nfabric = Fabric(accelerator='cpu', devices=1)\nfabric.launch()",
+        setup=SETUP,
+        backward="fabric.backward(loss)",
+    ),
+    "AC": PROGRAM.format(
+        begin="from accelerate import Accelerator\naccelerator = Accelerator(cpu=True)",
+        setup=PREPARE,
+        backward="accelerator.backward(loss)",
+    ),
+}
+
 # Each script writes the moment of its first barrier, and that of its last line, as seen by the machine's clock.
 OURS = """
 import sys, time
@@ -72,13 +108,12 @@ with open(f"{sys.argv[1]}.{os.environ['RANK']}", "w") as file:
 
 def imports(rounds: int = 7) -> list[Row]:
     """`import` of each library in a fresh interpreter, torch included."""
-    times: dict[str, list[float]] = {name: [] for name in IMPORTS if name in ("raw", "ours", *rivals.installed())}
-    for _ in range(rounds):
-        for name, mine in times.items():
-            start = time.perf_counter()
-            subprocess.run([sys.executable, "-c", IMPORTS[name]], check=True, stderr=subprocess.DEVNULL)
-            mine.append((time.perf_counter() - start) * 1e6)
-    return rows("import, whole process", times, "1.05 x")
+    return rows("import, whole process", _timed(IMPORTS, rounds), "1.05 x")
+
+
+def programs(rounds: int = 7) -> list[Row]:
+    """A small program of one process, from the start of its interpreter to its end."""
+    return rows("10 steps, whole process", _timed(PROGRAMS, rounds), "1.05 x")
 
 
 def launches(rounds: int = 5) -> list[Row]:
@@ -121,6 +156,16 @@ def many_ranks(rounds: int = 3) -> list[Row]:
                     times[name].append((barrier - start) * 1e6)
             found += rows(f"launch of {size} ranks to the first barrier", times)
     return found
+
+
+def _timed(scripts: dict[str, str], rounds: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in scripts if name in ("raw", "ours", *rivals.installed())}
+    for _ in range(rounds):
+        for name, mine in times.items():
+            start = time.perf_counter()
+            subprocess.run([sys.executable, "-c", scripts[name]], check=True, stderr=subprocess.DEVNULL)
+            mine.append((time.perf_counter() - start) * 1e6)
+    return times
 
 
 def _torchrun(script: str, size: int) -> list[str]:
