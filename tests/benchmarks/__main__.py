@@ -1,7 +1,7 @@
 """`make bench`: one table of ratios against raw PyTorch and, where installed, against what people use today.
 
-`BENCH_ARGS='sharded memory'` chooses parts of it: imports, programs, launches, many_ranks, process, ranks, numbers, sharded,
-memory, checkpoints.
+`BENCH_ARGS='sharded memory'` chooses parts of it: imports, programs, launches, many_ranks, process, ranks, numbers,
+sharded, memory, checkpoints.
 """
 
 from __future__ import annotations
