@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.data import DataLoader
 from worlds import run_world
 
+from fabric import Fabric
 from fabric.launchers.world import World
 from fabric.strategies.collectives.collective import CollectiveError
 from fabric.strategies.collectives.objects import _pickled
@@ -58,6 +61,34 @@ def end_while_a_worker_runs(world: World) -> int:
 
 def test_a_process_whose_worker_runs_ends_its_groups_without_an_abort() -> None:
     assert run_world(2, end_while_a_worker_runs) == [0, 0]
+
+
+_LEFT: list[Iterator[Any]] = []
+
+
+def train_and_leave_a_worker(fabric: Fabric) -> int:
+    module = nn.Linear(4, 4)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    part = fabric.collective.split([0, 1])
+    assert part is not None
+    for _ in range(2):
+        fabric.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+        part.barrier()
+    if fabric.is_global_zero:
+        batches = iter(DataLoader(range(1000), num_workers=1))  # type: ignore[arg-type]
+        next(batches)
+        _LEFT.append(batches)
+    fabric.barrier()
+    return fabric.global_rank
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_ranks_of_which_one_leaves_a_worker_end() -> None:
+    for _ in range(12):  # an abort came in every second launch
+        fabric = Fabric(accelerator="cpu", strategy="ddp", devices=2, launcher="forkserver")
+        assert fabric.launch(train_and_leave_a_worker) == 0
 
 
 def use_a_group_that_is_there(world: World) -> None:
