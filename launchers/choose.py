@@ -15,7 +15,7 @@ from fabric.launchers.fork import NO_NEXT_LINE, Fork
 from fabric.launchers.inline import Inline
 from fabric.launchers.launcher import Launcher, Topology
 from fabric.launchers.processes import forkserver
-from fabric.launchers.rank.fork_safety import fork_is_safe
+from fabric.launchers.rank.fork_safety import fork_can_continue, fork_is_safe
 from fabric.launchers.rank.program import this_program
 from fabric.launchers.registry import launcher_row
 from fabric.launchers.script import Script
@@ -63,7 +63,8 @@ def _existing(word: str, topology: Topology, world: World) -> Launcher:
 
 
 def _automatic(topology: Topology, function: Callable[..., Any] | None) -> Launcher:
-    program, unsafe = this_program(), fork_is_safe()
+    program = this_program()
+    unsafe = fork_can_continue() if function is None else fork_is_safe()
     if function is not None:
         return Fork(topology) if unsafe is None else forkserver(topology)
     if program.is_interactive:

@@ -36,7 +36,7 @@ from typing import Any, TypeVar, final
 from fabric.launchers.cores import num_cores
 from fabric.launchers.launcher import Launcher, Topology
 from fabric.launchers.rank.belongings import Belongings
-from fabric.launchers.rank.fork_safety import fork_is_safe
+from fabric.launchers.rank.fork_safety import fork_can_continue, fork_is_safe
 from fabric.launchers.rank.program import is_interactive
 from fabric.launchers.rank.rank import become_rank, run_and_end
 from fabric.launchers.supervision import ending
@@ -62,7 +62,7 @@ class Fork(Launcher):
         self.topology = topology
 
     def launch(self, worker: Callable[..., R], *args: Any) -> R:
-        self._prepare()
+        self._prepare(fork_is_safe)
         with Supervisor(self.topology, "fork", expects_results=True) as supervisor:
             started = _fork_all(supervisor)
             if started is not None:
@@ -75,7 +75,7 @@ class Fork(Launcher):
     def enter(self) -> World:
         if is_interactive():
             raise ValueError(NO_NEXT_LINE)
-        self._prepare()
+        self._prepare(fork_can_continue)
         with Supervisor(self.topology, "fork", expects_results=False) as supervisor:
             started = _fork_all(supervisor)
             if started is None:
@@ -84,22 +84,18 @@ class Fork(Launcher):
             ending.leave(supervisor)
         return started[0]
 
-    def _prepare(self) -> None:
-        """Raise ValueError if a fork is not safe; import what many ranks would import one after the other."""
+    def _prepare(self, why_unsafe: Callable[[], str | None]) -> None:
+        """Import what many ranks would import one after the other; raise ValueError if a fork is not safe."""
         # The first optimizer and DistributedDataParallel import dynamo: 1.5 s in each rank. Ranks with a core each do
         # so at the same time; 32 ranks on two cores took 35 s to their first step, and take 5 s.
         if "torch" in sys.modules and self.topology.num_processes > num_cores():
             importlib.import_module("torch._dynamo")
-        _refuse_unsafe()
-
-
-def _refuse_unsafe() -> None:
-    unsafe = fork_is_safe()
-    if unsafe is not None:
-        raise ValueError(
-            f"`launcher='fork'`: {unsafe}. Call `launch` before the first tensor operation, or pass "
-            "`launcher='forkserver'` and a function."
-        )
+        unsafe = why_unsafe()
+        if unsafe is not None:
+            raise ValueError(
+                f"`launcher='fork'`: {unsafe}. Call `launch` before that, or pass `launcher='forkserver'` and a "
+                "function."
+            )
 
 
 def _fork_all(supervisor: Supervisor) -> tuple[World, Reporter] | None:

@@ -47,6 +47,16 @@ def fork_is_safe() -> str | None:
     return None
 
 
+def fork_can_continue() -> str | None:
+    """None if a forked process can continue at the line of the fork too; otherwise the reason why it cannot."""
+    asyncio = sys.modules.get("asyncio")
+    if asyncio is not None:
+        with contextlib.suppress(RuntimeError):
+            asyncio.get_running_loop()
+            return "it is called in a coroutine, and asyncio does not continue its event loop in a forked process"
+    return fork_is_safe()
+
+
 def _belongs_here(thread: threading.Thread) -> bool:
     if thread is threading.current_thread():
         return True

@@ -91,9 +91,10 @@ def become_rank(world: World, report_fd: int, parent: int, *, awaits_function: b
 
 
 def _write_whole_lines() -> None:
-    """Write each line as soon as it ends: ranks share a terminal, a file or a pipe, and would mix parts of lines."""
+    """Write each line as soon as it ends, and not in parts, as with PYTHONUNBUFFERED: ranks share a terminal, a file or
+    a pipe, and would mix parts of lines."""
     with contextlib.suppress(Exception):  # a stream of the user's, or none
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
 
 
 def _tell_the_end(link: Reporter, before: BaseException | None) -> None:
