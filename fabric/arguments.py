@@ -6,9 +6,9 @@ Only arguments that Python or torch would misinterpret, or report from one of ou
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import get_args
+from typing import Any, get_args
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.gradient_guard import OnNonfinite
@@ -29,14 +29,36 @@ def check_function(function: object) -> None:
 def check_module(module: object) -> None:
     """Raise TypeError if the first argument of `setup` is no module."""
     if not isinstance(module, nn.Module):
-        raise TypeError(f"A `{type(module).__name__}` was passed as the module. {_SETUP}")
+        raise TypeError(f"{_what(module)} was passed as the module. {_SETUP}")
 
 
 def check_optimizers(*optimizers: object) -> None:
     """Raise TypeError if an argument is no optimizer."""
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"A `{type(optimizer).__name__}` was passed as an optimizer. {_SETUP}")
+            raise TypeError(f"{_what(optimizer)} was passed as an optimizer. {_SETUP}")
+
+
+def check_loss(loss: object) -> None:
+    """Raise TypeError if `backward` was given something else than a tensor."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"`fabric.backward(loss)` was given a `{type(loss).__name__}`. Pass the loss as a tensor that was computed "
+            "from the model's output: a number, as `.item()` returns, has no gradient, and of a dictionary or an "
+            "output object pass the entry (`output.loss`)."
+        )
+
+
+def as_number(name: str, value: Any) -> Any:
+    """A metric without its tensor. Raises: ValueError: a tensor has several elements."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() != 1:
+        raise ValueError(
+            f"`fabric.log({name!r}, ...)`: a tensor of shape {tuple(value.shape)} is not one number. Log its mean, or "
+            "each element under a name of its own."
+        )
+    return value.item()
 
 
 def check_use(use: object) -> None:
@@ -103,6 +125,12 @@ def check_named(method: str, state: object) -> None:
             f"`fabric.{method}(path, {{{NAME!r}: ...}})`: this name is reserved for the run's random generators and "
             "loss scale. Write another one."
         )
+
+
+def _what(value: object) -> str:
+    return (
+        f"The class `{value.__name__}`, not an instance," if isinstance(value, type) else f"A `{type(value).__name__}`"
+    )
 
 
 _SETUP = "Write `fabric.setup(module, optimizer, ..., scheduler=scheduler)`, once for each module."

@@ -22,9 +22,11 @@ from torch.optim import Optimizer
 
 from fabric.accumulation import Accumulation, Window
 from fabric.arguments import (
+    as_number,
     check_dispatch,
     check_function,
     check_limits,
+    check_loss,
     check_module,
     check_named,
     check_on_nonfinite,
@@ -92,7 +94,13 @@ from fabric.strategies.gradients.by_hand import refuse_updates_by_hand
 from fabric.strategies.gradients.clipping import gradients_are_finite
 from fabric.strategies.gradients.sync import backward_through, scale_gradients
 from fabric.strategies.module.activation_checkpointing import recompute
-from fabric.strategies.module.bare_parameters import BareParameters, outside, refuse_later, refuse_shards
+from fabric.strategies.module.bare_parameters import (
+    BareParameters,
+    outside,
+    refuse_another_model,
+    refuse_later,
+    refuse_shards,
+)
 from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.module.same_model import refuse_different_models, refuse_renormalized
 from fabric.strategies.precision.forward_precision import autocast, casts
@@ -563,7 +571,8 @@ class Fabric:
             named = (model,) if isinstance(model, nn.Module) else tuple(model)
             backward = self._backward_for([self._prepared(each, "backward(model=...)") for each in named])
         if backward is None:
-            raise RuntimeError("`fabric.backward(loss)` before `fabric.setup(model)`. Set the model up first.")
+            raise RuntimeError(f"`fabric.backward(loss)` {_NO_MODEL}")
+        check_loss(loss)
         runtime = self._runtime
         assert runtime is not None, "a model is set up"
         runtime.loader_numbers.num_backwards += 1
@@ -620,7 +629,7 @@ class Fabric:
             )
         prepared = tuple(self._prepared(each, "accumulate") for each in models) or tuple(self._models.values())
         if not prepared:
-            raise RuntimeError("`fabric.accumulate(...)` before `fabric.setup(model)`. Set the model up first.")
+            raise RuntimeError(f"`fabric.accumulate(...)` {_NO_MODEL}")
         self._accumulation.guard(self._optimizers)
         unsynced = partial(self._accumulation.unsynced, prepared, self._bare)
         return self._accumulation.windows(batches, num_batches, prepared, unsynced)
@@ -1029,7 +1038,7 @@ class Fabric:
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log metrics (numbers, or tensors of one element) to every logger, on rank zero."""
         if self.is_global_zero:
-            numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+            numbers = {name: as_number(name, value) for name, value in metrics.items()}
             for logger in self._loggers:
                 self._writer(logger)(numbers, step)
 
@@ -1304,6 +1313,8 @@ class Fabric:
         if self._unprepared is not None:
             self._unprepared.refuse_replaced(optimizers)
         bare = outside(optimizers, (*self._models, *coming))
+        for module in coming:
+            refuse_another_model(module, optimizers, bare)
         lack = self.strategy.lacks.get("bare_parameters")
         if lack is not None and self.world_size == 1:
             return []
@@ -1367,6 +1378,9 @@ def _run(world: World, fabric: Fabric, function: Callable[..., T], args: tuple[A
     return result
 
 
+_NO_MODEL = (
+    "before `fabric.setup(model)`, or after `fabric.close()`. Set the model up first, and close the fabric last."
+)
 _WEIGHT_OF_WHICH_MODEL = (
     "`fabric.backward(loss, weight=...)` with several models set up: a weight divides the gradients of the models that "
     "its loss goes through. Name them: `model=generator`, or `model=[encoder, decoder]` for a loss through both."

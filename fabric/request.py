@@ -101,11 +101,13 @@ def _is_one_within_ours(request: Request, environ: Mapping[str, str]) -> bool:
 
 
 def each(value: object, name: str) -> tuple[Any, ...]:
-    """One object, several, or None, as a tuple. Raises for a string, and for an object that is given twice."""
+    """One object, several, or None, as a tuple. Raises for a string, a class, and an object that is given twice."""
     several = tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
     for position, one in enumerate(several):
         if isinstance(one, str):
             raise TypeError(f"`{name}` holds the string {one!r}. Pass the object itself.")
+        if isinstance(one, type):
+            raise TypeError(f"`{name}` holds the class `{one.__name__}`. Pass an instance, `{one.__name__}(...)`.")
         if any(one is other for other in several[:position]):
             raise ValueError(f"`{name}` holds {one!r} twice. Pass each object once.")
     return several

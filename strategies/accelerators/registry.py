@@ -53,6 +53,10 @@ def make_accelerator(name: str) -> Accelerator:
         if accelerator.name == name:
             return accelerator
     factory = _REGISTERED.get(name) or _installed().get(name)
+    if factory is None and name == "tpu":
+        raise ValueError(
+            "`accelerator='tpu'` is `accelerator='xla'` here: TPUs are used through torch_xla. Write 'xla'."
+        )
     if factory is None and name == "gpu":
         raise ValueError(_gpu(TorchAccelerator("mps").num_devices() > 0))
     if factory is None:

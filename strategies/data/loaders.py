@@ -9,7 +9,7 @@ random generators of the process or of a sampler: their states are restored.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -71,8 +71,17 @@ def process_dataloader(
     """
     if isinstance(loader, DeviceLoader):
         raise ValueError("`setup_dataloaders` was given a loader that it returned before. Pass the original loader.")
+    if isinstance(loader, Mapping) or (
+        isinstance(loader, (list, tuple)) and isinstance(next(iter(loader), None), DataLoader)
+    ):
+        raise TypeError(
+            f"`setup_dataloaders` was given a `{type(loader).__name__}` as one loader. Pass several one by one: "
+            "`train, test = fabric.setup_dataloaders(train, test)`."
+        )
     if not isinstance(loader, Iterable):
-        raise TypeError(f"`setup_dataloaders` was given a `{type(loader).__name__}`, which cannot be iterated.")
+        raise TypeError(
+            f"`setup_dataloaders` was given a `{type(loader).__name__}`, which cannot be iterated. Pass a `DataLoader`."
+        )
     setup = _Setup(share, use != "train", ranks, numbers, report, uneven, in_step)
     dispatched = _dispatched(loader, setup) if dispatch else None
     split = split_of(loader, share) if distribute and dispatched is None else None

@@ -112,6 +112,25 @@ def outside(optimizers: Iterable[Optimizer], modules: Iterable[nn.Module]) -> li
     return [(each, p) for each in optimizers for p in dict.fromkeys(parameters_of(each)) if id(p) not in known]
 
 
+def refuse_another_model(
+    module: nn.Module, optimizers: Sequence[Optimizer], others: Sequence[tuple[Optimizer, Tensor]]
+) -> None:
+    """Raise ValueError if no optimizer holds a parameter of the module, although it has some to train.
+
+    `others`: the parameters of the optimizers that are in no module. A module without parameters to train may come with
+    an optimizer of parameters elsewhere, such as prompts of a frozen model.
+    """
+    num_held = sum(len(dict.fromkeys(parameters_of(each))) for each in optimizers)
+    if not others or len(others) < num_held or not any(each.requires_grad for each in module.parameters()):
+        return
+    raise ValueError(
+        f"`fabric.setup(module, optimizer)`: the `{type(others[0][0]).__name__}` holds no parameter of the "
+        f"`{type(module).__name__}`, and of no module that was set up before, so its steps would not train it. Create "
+        "it from the parameters of the module that you set up: a copy (`copy.deepcopy`) or a module that is created "
+        "again has parameters of its own. Set up an optimizer of other parameters alone by `setup_optimizers`."
+    )
+
+
 def refuse_shards(others: Iterable[tuple[Optimizer, Tensor]]) -> None:
     """Raise ValueError for a DTensor: it belongs to a model that was not set up."""
     for optimizer, parameter in others:

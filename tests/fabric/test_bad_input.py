@@ -160,6 +160,7 @@ CONSTRUCTORS: dict[str, Row] = {
         "keeps them in torch.float32 or torch.float16. Pass `precision='32-true'`",
     ),
     "no precision": (lambda: two("ddp", precision="8-bit"), ValueError, "`precision='8-bit'` names no precision."),
+    "tpu": (lambda: Fabric(accelerator="tpu"), ValueError, "Write 'xla'."),
     # Strategies
     "no strategy": (lambda: two("fdsp"), ValueError, "Did you mean 'fsdp'?"),
     "a class": (lambda: two(DDPStrategy), TypeError, "Pass `DDPStrategy()`, an instance."),  # type: ignore[arg-type]
@@ -217,6 +218,24 @@ METHODS: dict[str, tuple[Callable[[Fabric, Path], Any], type[Exception], str]] =
         TypeError,
         "`setup_dataloaders` was given a `TensorDataset`, which cannot be iterated.",
     ),
+    "a class": (lambda f, _: f.setup(nn.Linear), TypeError, "The class `Linear`, not an instance, was passed"),  # type: ignore[call-overload]
+    "an optimizer of another model": (
+        lambda f, _: f.setup(net()[0], net()[1]),
+        ValueError,
+        "holds no parameter of the",
+    ),
+    "a list of loaders": (
+        lambda f, _: f.setup_dataloaders([torch.utils.data.DataLoader([1])] * 2),  # type: ignore[arg-type]
+        TypeError,
+        "`train, test = fabric.setup_dataloaders(train, test)`",
+    ),
+    "loaders by name": (lambda f, _: f.setup_dataloaders({"train": [1]}), TypeError, "given a `dict` as one loader"),
+    "a number as loss": (
+        lambda f, _: (f.setup(*net()), f.backward(1.0)),
+        TypeError,
+        "was given a `float`. Pass the loss",
+    ),  # type: ignore[arg-type]
+    "three numbers logged": (lambda f, _: f.log("x", torch.ones(3)), ValueError, "`fabric.log('x', ...)`: a tensor of"),
     "clip by nothing": (lambda f, _: f.clip_gradients(*f.setup(*net())), ValueError, "pass exactly one of the two"),
     "clip below 0": (
         lambda f, _: f.clip_gradients(*f.setup(*net()), max_norm=-1.0),
@@ -281,7 +300,7 @@ ON_RANKS: dict[str, tuple[Strategy, Callable[[Fabric], tuple[str, str, bool]], s
     "ZeRO-3, an optimizer of other parameters": (
         DeepSpeedStrategy(stage=3),
         foreign_optimizer,
-        "ValueError: The `SGD` holds 2 parameters (the first of shape (2, 2)) that ",
+        "ValueError: `fabric.setup(module, optimizer)`: the `SGD` holds no parameter of the `Linear`, and of no module",
     ),
     "fsdp, a policy of another model": (
         FSDPStrategy(auto_wrap_policy={nn.Conv2d}),

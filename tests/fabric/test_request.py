@@ -85,6 +85,7 @@ def test_every_form_of_devices_is_read(written: object, read: object) -> None:
         ("strategy", 3, TypeError, "`strategy=3` is neither a name nor a `Strategy`. Pass a name or a `Strategy`."),
         ("accelerator", CPUAccelerator, TypeError, "nor an `Accelerator`. Pass `CPUAccelerator()`, an instance."),
         ("callbacks", ["early"], TypeError, "`callbacks` holds the string 'early'. Pass the object itself."),
+        ("callbacks", [dict], TypeError, "`callbacks` holds the class `dict`. Pass an instance, `dict(...)`."),
         ("loggers", "csv", TypeError, "`loggers` holds the string 'csv'. Pass the object itself."),
         ("plugins", ["bf16"], TypeError, "`plugins` holds the string 'bf16'. Pass the object itself."),
         ("plugins", 7, TypeError, "`plugins` holds 7, a `int`. Pass a `Precision` or an `Environment`; accelerators, "),
