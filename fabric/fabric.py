@@ -327,6 +327,18 @@ class Fabric:
     def __enter__(self) -> Fabric:
         return self
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fabric:
+        return self  # a copy of a model that refers to its fabric refers to the same one
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._runtime is not None:
+            raise TypeError(
+                "A launched `Fabric` cannot be pickled, as for a worker of a `DataLoader` that is not forked, or by "
+                "`torch.save(module)`: it is connected to the other ranks. Keep what the object needs instead, such as "
+                "`fabric.global_rank`, and save modules by `fabric.save`."
+            )
+        return vars(self)
+
     def __exit__(self, kind: object, exception: object, traceback: object) -> None:
         if exception is not None:
             self._replica_check = None

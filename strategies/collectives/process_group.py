@@ -48,6 +48,7 @@ from fabric.strategies.collectives.collective import (
     check_split,
 )
 from fabric.strategies.collectives.dtypes import from_reduced, to_reducible
+from fabric.strategies.collectives.forks import forget_in_forks, in_a_fork
 from fabric.strategies.collectives.objects import CarriesObjects
 from fabric.strategies.collectives.packing import Spec, as_bytes
 
@@ -104,6 +105,8 @@ class TorchCollective(CarriesObjects):
         self._for_gradients: TorchCollective | None = None
         self._is_gloo = _by_device(self._backends).get("cpu") == "gloo"
         self._buffers: list[tuple[bytearray, Tensor]] = []
+        self._is_in_a_fork = False
+        forget_in_forks(self)
 
     @classmethod
     def over(cls, group: ProcessGroup) -> TorchCollective:
@@ -132,6 +135,7 @@ class TorchCollective(CarriesObjects):
         group has another size, rank or backend.
         """
         store = join(self._world, self._timeout_seconds, self._report)
+        self._is_in_a_fork = False
         self._store = PrefixStore("messages", store) if self._size > 1 else None
         if dist.is_initialized():
             self._check_group_found()
@@ -161,6 +165,10 @@ class TorchCollective(CarriesObjects):
                 _KEPT.clear()
             dist.destroy_process_group(self._group)
         self._group = self._store = None
+
+    def forget(self) -> None:
+        if self._group is not None:
+            self._group, self._store, self._is_in_a_fork = None, None, True
 
     def barrier(self) -> None:
         self._run("barrier", None, dist.barrier)
@@ -208,10 +216,11 @@ class TorchCollective(CarriesObjects):
 
     def add_numbers(self, first: float, second: float) -> tuple[float, float]:
         # See Note [Cold Python]. A call that fails keeps its buffer: gloo may still write there.
+        group = self._joined("all_reduce")
         content, message = self._buffers.pop() if self._buffers else _new_buffer()
         _TWO_NUMBERS.pack_into(content, 0, first, second)
         try:
-            self._joined("all_reduce").allreduce([message], _SUM).wait()
+            group.allreduce([message], _SUM).wait()
         except (RuntimeError, ValueError) as error:
             raise self._failure("all_reduce", message, error) from error
         sums = _TWO_NUMBERS.unpack(content)
@@ -220,10 +229,11 @@ class TorchCollective(CarriesObjects):
 
     def start_add_numbers(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
         # See Note [Cold Python].
+        group = self._joined("all_reduce")
         content = array("d", numbers)
         message = torch.frombuffer(content, dtype=torch.float64)
         try:
-            work = self._joined("all_reduce").allreduce([message], _SUM)
+            work = group.allreduce([message], _SUM)
         except (RuntimeError, ValueError) as error:
             raise self._failure("all_reduce", message, error) from error
 
@@ -344,6 +354,8 @@ class TorchCollective(CarriesObjects):
 
     def _joined(self, operation: str) -> ProcessGroup:
         if self._group is None:
+            if self._is_in_a_fork:
+                raise CollectiveError(in_a_fork(operation, self._rank), rank=self._rank)
             raise CollectiveError(
                 f"`{operation}` on rank {self._rank} of {self._size}, which is not connected to the other ranks: call "
                 "`setup()` first, and nothing after `teardown()`.",

@@ -35,6 +35,7 @@ from fabric.strategies.collectives.collective import (
     check_split,
 )
 from fabric.strategies.collectives.dtypes import from_reduced, to_reducible
+from fabric.strategies.collectives.forks import forget_in_forks, in_a_fork
 from fabric.strategies.collectives.objects import CarriesObjects
 from fabric.strategies.collectives.packing import Spec, as_bytes
 from fabric.strategies.collectives.store import StoreCollective
@@ -86,6 +87,8 @@ class HorovodCollective(CarriesObjects):
         self._address = ("", 0)
         self._num_calls = 0
         self._parts: dict[tuple[int, ...], HorovodCollective | None] = {}
+        self._is_in_a_fork = False
+        forget_in_forks(self)
 
     @property
     def rank(self) -> int:
@@ -110,6 +113,7 @@ class HorovodCollective(CarriesObjects):
                 rank=self._world.rank,
             )
         store = join(self._world, self._timeout_seconds, self._report)
+        self._is_in_a_fork = False
         self._address = self._serve(store)
         try:
             with self._place():
@@ -127,6 +131,11 @@ class HorovodCollective(CarriesObjects):
             part._hvd = part._process_set = part._store = part._watch = part._letters = None
         self._parts.clear()
         self._end_serving()
+
+    def forget(self) -> None:
+        if self._hvd is not None:
+            self._hvd = self._process_set = self._store = self._watch = self._letters = self._server = None
+            self._is_in_a_fork = True
 
     def barrier(self) -> None:
         self._all_reduce("barrier", torch.zeros(1, dtype=torch.int32, device="cpu"), "sum")
@@ -257,6 +266,8 @@ class HorovodCollective(CarriesObjects):
 
     def _joined(self, operation: str) -> Any:
         if self._hvd is None:
+            if self._is_in_a_fork:
+                raise CollectiveError(in_a_fork(operation, self.rank), rank=self._world.rank)
             raise CollectiveError(
                 f"`{operation}` on rank {self.rank} of {self.size}, which has not met the other ranks: call "
                 "`setup()` first, and nothing after `teardown()`.",

@@ -7,6 +7,7 @@ failure prints; every rank draws what the others pass as well, and so knows what
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import traceback
@@ -437,6 +438,32 @@ WORLDS = (
 )
 
 
+def check_a_forked_process_is_no_rank(collective: Collective) -> None:
+    """Of collectives that are connected to other processes."""
+    calls: tuple[Callable[[], object], ...] = (
+        collective.barrier,
+        lambda: collective.all_reduce(torch.ones(2)),
+        lambda: collective.add_numbers(1, 1),
+        lambda: collective.all_gather_object("x"),
+    )
+    for call in calls:
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                call()
+            except BaseException as error:
+                os.write(writer, str(error).encode())
+            os._exit(0)
+        os.close(writer)
+        os.waitpid(pid, 0)
+        with os.fdopen(reader) as file:
+            words = file.read()
+        assert f"in a process that rank {collective.rank} has forked" in words
+        assert "`fabric.global_rank`" in words
+    collective.barrier()
+
+
 def run_bodies(collective: Collective, seed: int) -> dict[str, str]:
     """What went wrong on this rank, by body."""
     failures = {}
@@ -493,3 +520,14 @@ def failures(request: pytest.FixtureRequest) -> list[dict[str, str]]:
 def test_every_collective_keeps_the_contract(failures: list[dict[str, str]], body: Body) -> None:
     of_body = [of_rank[body.__name__] for of_rank in failures if body.__name__ in of_rank]
     assert not of_body, "\n".join(of_body)
+
+
+def forked_from_a_rank(world: World) -> None:
+    collective = TorchCollective(world, "gloo", device=torch.device("cpu"), timeout_seconds=20)
+    collective.setup()
+    check_a_forked_process_is_no_rank(collective)
+    collective.teardown()
+
+
+def test_a_collective_in_a_forked_process_raises() -> None:
+    run_world(2, forked_from_a_rank)

@@ -125,6 +125,17 @@ def test_a_prepared_optimizer_and_module_can_be_pickled_and_copied(fabric: Fabri
     torch.testing.assert_close(average(torch.ones(1, 3)), model(torch.ones(1, 3)))
 
 
+def test_a_copy_of_what_refers_to_its_fabric_refers_to_the_same_one_and_no_other_process_gets_it(
+    fabric: Fabric,
+) -> None:
+    module = nn.Linear(3, 1)
+    module.fabric = fabric  # type: ignore[assignment]
+    model = fabric.setup(module)
+    assert copy.deepcopy(model).fabric is fabric
+    with pytest.raises(TypeError, match="A launched `Fabric` cannot be pickled"):
+        pickle.dumps(fabric)
+
+
 def test_schedulers_step_once_per_call(fabric: Fabric) -> None:
     model, optimizer = parts()
     step, plateau = StepLR(optimizer, step_size=2, gamma=0.1), None

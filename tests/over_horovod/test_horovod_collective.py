@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_collective import BODIES, Body, run_bodies
+from test_collective import BODIES, Body, check_a_forked_process_is_no_rank, run_bodies
 from worlds import run_world
 
 from fabric.launchers.world import World
@@ -43,6 +43,16 @@ def failures(request: pytest.FixtureRequest) -> list[dict[str, str]]:
 def test_the_collective_over_horovod_keeps_the_contract(failures: list[dict[str, str]], body: Body) -> None:
     of_body = [of_rank[body.__name__] for of_rank in failures if body.__name__ in of_rank]
     assert not of_body, "\n".join(of_body)
+
+
+def forked_from_a_rank(world: World) -> None:
+    collective = opened(world)
+    check_a_forked_process_is_no_rank(collective)
+    collective.teardown()
+
+
+def test_a_collective_in_a_forked_process_raises() -> None:
+    run_world(2, forked_from_a_rank)
 
 
 def dtypes_that_horovod_does_not_have(world: World) -> dict[str, Any]:
