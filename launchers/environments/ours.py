@@ -70,6 +70,6 @@ def variables_of(world: World, environ: Mapping[str, str], num_cores: int) -> di
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": str(at.attempt),
     }
-    if "OMP_NUM_THREADS" not in environ:
+    if not environ.get("OMP_NUM_THREADS"):
         variables["OMP_NUM_THREADS"] = str(max(1, num_cores // world.local_size))
     return variables

@@ -68,7 +68,7 @@ def become_rank(world: World, report_fd: int, parent: int, *, awaits_function: b
         os.setsid()
     die_with_parent(parent)
     os.environ.update(rank_environ(world, dict(os.environ)))
-    _share_cores(int(os.environ["OMP_NUM_THREADS"]))
+    _share_cores(os.environ["OMP_NUM_THREADS"])
     _write_whole_lines()
     link = Reporter(world.rank, report_fd)
     _supervisors.append(link)
@@ -175,9 +175,13 @@ def _exit_code(leaving: SystemExit) -> int:
     return 1
 
 
-def _share_cores(num_threads: int) -> None:
-    """If torch is loaded already, it has read an earlier value of OMP_NUM_THREADS."""
-    if "torch" in sys.modules:
+def _share_cores(value: str) -> None:
+    """If torch is loaded already, it has read an earlier value of OMP_NUM_THREADS.
+
+    `value`: the variable, which may list one number for each level of nesting. OpenMP ignores what is no number.
+    """
+    num_threads = value.partition(",")[0].strip()
+    if "torch" in sys.modules and num_threads.isdecimal() and int(num_threads) > 0:
         import torch
 
-        torch.set_num_threads(num_threads)
+        torch.set_num_threads(int(num_threads))

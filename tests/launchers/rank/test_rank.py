@@ -51,8 +51,11 @@ def test_the_ranks_of_a_node_share_its_cores_by_default(monkeypatch: pytest.Monk
     for size in (1, 2, 4):
         share = max(1, cores // size)
         assert run_world(size, threads) == [(share, str(share))] * size
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert run_world(2, threads) == [(3, "3")] * 2
+    for value, num_threads in (("3", 3), ("1,2", 1)):  # a number for each level of nesting
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+        assert run_world(2, threads) == [(num_threads, value)] * 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    assert run_world(2, threads) == [(max(1, cores // 2), str(max(1, cores // 2)))] * 2
 
 
 def surroundings(world: World) -> tuple[str, str | None, list[str]]:
