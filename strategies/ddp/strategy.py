@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import final
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -73,6 +74,8 @@ class DDPStrategy(ProcessGroupStrategy):
         return why_not(self.comm_hook, backend, target.size, target.precision.param_dtype)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
+        if runtime.device.type == "cpu" and dist.get_debug_level() == dist.DebugLevel.DETAIL:
+            raise RuntimeError(_DETAIL)
         shards = self.shard_optimizer and runtime.world.size > 1
         if shards:
             refuse_whole(optimizers)
@@ -89,3 +92,10 @@ class DDPStrategy(ProcessGroupStrategy):
             return attach_scaler(runtime.loss_scaler, optimizers)
         refuse_whole(optimizers)
         return undo_all([attach_scaler(runtime.loss_scaler, optimizers), deal_out(runtime.collective, optimizers)])
+
+
+_DETAIL = (
+    "TORCH_DISTRIBUTED_DEBUG=DETAIL: with it torch's DistributedDataParallel ends the process by SIGSEGV on the CPU "
+    "(torch 2.9 to 2.13). Write INFO. `Fabric(debug='collectives')` compares every collective over the ranks, as DETAIL "
+    "is to do."
+)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD
 
@@ -239,3 +240,14 @@ def test_mps_in_several_processes_is_refused() -> None:
     assert sentence is not None
     assert "Pass `accelerator='cpu'`, or `devices=1`" in sentence
     assert DDPStrategy().refuse(Target(accelerator=TorchAccelerator("mps"))) is None
+
+
+def under_detail(fabric: Fabric) -> str:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # as the variable sets it when torch is imported
+    with pytest.raises(RuntimeError) as raised:
+        fabric.setup(Net())
+    return str(raised.value)
+
+
+def test_a_debug_level_with_which_torch_crashes_is_refused() -> None:
+    assert "Write INFO. `Fabric(debug='collectives')` compares" in ranks().launch(under_detail)
