@@ -62,7 +62,6 @@ from fabric.stop import StopRequest
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint import foreign, loading, run_state, saving
 from fabric.strategies.checkpoint.background import BackgroundSaves, PendingSave
-from fabric.strategies.checkpoint.loading import in_memory
 from fabric.strategies.checkpoint.mismatches import mismatches, table
 from fabric.strategies.checkpoint.run_state import RunState
 from fabric.strategies.checkpoint.snapshot import snapshot
@@ -954,7 +953,7 @@ class Fabric:
         with self._collective_load():
             rest = restore(found, content, strict=strict, access=self._state_access, loaders=self._loader_states)
         if is_run(dict(found)):
-            self._run_state(found).write(in_memory(run), resume_loaders=resume_loaders)
+            self._run_state(found).write(run, resume_loaders=resume_loaders)
         return rest
 
     def load_raw(self, path: str | os.PathLike[str], obj: Stateful, strict: bool = True) -> None:
@@ -1262,7 +1261,7 @@ class Fabric:
         check_named(method, state)
         content = state_of(state, keep, self._state_access, self._loader_states, gathered=gathered)
         if has_objects(dict(state)):
-            content[run_state.NAME] = self._run_state(state).read()
+            content[run_state.NAME] = self._run_state(state).read(gathered=gathered)
         return content
 
     @property

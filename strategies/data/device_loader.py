@@ -16,13 +16,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from fabric.strategies.data.batch_sampler import IndexSource
 from fabric.strategies.data.epochs import Epoch, Order, Position
 from fabric.strategies.data.iterable import SharedStream, without_left_out
+from fabric.strategies.data.iteration import Iteration
 from fabric.strategies.data.loader_check import length_of
-from fabric.strategies.data.positions import Resumable, can_be_saved
+from fabric.strategies.data.positions import Resumable, Tail, unsaved_part
 from fabric.strategies.data.repeated import RepeatedBatches
 from fabric.strategies.data.rng import preserved_rngs
 from fabric.strategies.data.share import Share
 from fabric.strategies.data.transfer import Carry, one_by_one
-from fabric.strategies.data.uneven import Agreed, Agreement
+from fabric.strategies.data.uneven import Agreement
 from fabric.strategies.data.workers import WorkerStart
 
 END = object()
@@ -85,64 +86,6 @@ class Reading:
     """Makes random numbers differ between ranks that read different data; called before each batch is yielded."""
 
 
-@final
-class Iteration:
-    """How many batches the loop has received in one iteration over a loader."""
-
-    def __init__(self, agreed: Agreed | None = None, repeated: RepeatedBatches | None = None) -> None:
-        """`agreed`: where ranks agree on the number of batches. `repeated`: receives each batch of the loop."""
-        self.num_batches = 0
-        self.is_complete = False
-        """Whether the iteration has raised StopIteration."""
-        self.is_open = False
-        """Whether the loop has received a batch, and has not left the iteration."""
-        self._agreed, self._repeated = agreed, repeated
-
-    @property
-    def num_own(self) -> int:
-        """Number of batches received, without repeated ones."""
-        return self.num_batches if self._agreed is None else min(self.num_batches, self._agreed.num_read)
-
-    @property
-    def repeats(self) -> bool:
-        """Whether the latest batch was a repeated one."""
-        return self.num_own < self.num_batches
-
-    @property
-    def next_repeats(self) -> bool:
-        """Whether the batch that the loop receives next, and that is read already, is a repeated one."""
-        return self._agreed is not None and self.num_batches >= self._agreed.num_read
-
-    @property
-    def last(self) -> Any:
-        """The batch that is repeated."""
-        return None if self._agreed is None else self._agreed.last
-
-    @property
-    def has_rest(self) -> bool:
-        """Whether this rank's data had not ended when the iteration did."""
-        return self._agreed is not None and self._agreed.has_rest
-
-    def record(self, batches: Iterator[Any], note: Callable[[Any, object], None] | None = None) -> Iterator[Any]:
-        """Yield the batches, count them, and call `note` with each."""
-        repeated, agreed = self._repeated, self._agreed
-        self.is_open = True
-        try:
-            for batch in batches:
-                self.num_batches += 1
-                if note is not None:
-                    note(batch, self)
-                factor = 1.0 if agreed is None else agreed.factors.popleft()
-                if repeated is not None and repeated.is_used:
-                    repeated.receive(self, factor)
-                yield batch
-            self.is_complete = True
-        finally:
-            self.is_open = False
-            if repeated is not None:
-                repeated.end(self)
-
-
 def read_as(loader: Iterable[Any], reading: Reading) -> DeviceLoader:
     """The prepared loader. It has `state_dict` unless its batches arrive out of order (`in_order=False`)."""
     unordered = isinstance(loader, DataLoader) and loader.num_workers > 0 and not getattr(loader, "in_order", True)
@@ -162,11 +105,10 @@ class DeviceLoader(ABC):
 
     def __init__(self, loader: Iterable[Any], reading: Reading) -> None:
         self._loader, self._reading = loader, reading
-        self._resumes = self._said_reread = self._said_unequal = False
-        self._ended = self._has_begun = False
-        """Whether a restored position is after the last batch of this rank, within an epoch of the other ranks."""
-        self._last: Any = None
-        """That batch, which this rank repeats; None: the checkpoint does not have it."""
+        self._resumes = self._has_begun = False
+        self._said_reread = self._said_unequal = self._said_unsaved = False
+        self._tail: Tail | None = None
+        """Of a restored position."""
         self._over: Over | None = None
         """Where the epoch of a restored position has ended."""
         self.iteration = Iteration()
@@ -191,13 +133,13 @@ class DeviceLoader(ABC):
             batches = without_left_out(batches, reading.leave_out)
             if opened is not None:
                 batches = islice(batches, opened.begun_at.batches, None)
-        agreed, ended, last = None, self._ended, self._last
-        self._ended, self._last = False, None
-        if ended and reading.position is not None:
+        agreed, tail = None, self._tail or Tail()
+        self._tail = None
+        if tail.ended and reading.position is not None:
             with preserved_rngs():
                 next(batches, None)  # datasets may use their state up at the first item only
         if reading.agreement is not None:
-            agreed = reading.agreement(batches, self._example if last is None else lambda: last, ended=ended)
+            agreed = reading.agreement(batches, self._example, tail)
             batches = agreed.batches
             if reading.agreement.repeats and reading.trains:
                 reading.repeated.begin()
@@ -318,8 +260,7 @@ class DeviceLoader(ABC):
             batch = next(islice(batches, epoch.begun_at.batches - 1, None), END)
         try:
             while batch is not END:
-                if not self.iteration.next_repeats:
-                    order.receive(epoch)
+                order.receive(epoch, again=self.iteration.next_repeats)
                 self._reading.draw_apart()
                 num_unweighted = self._reading.num_unweighted()
                 yield batch
@@ -377,8 +318,9 @@ class StatefulDeviceLoader(DeviceLoader):
         """The position of the loop: the epoch, its order, and the number of batches that the loop has received.
 
         In the body of the loop, and after `break`, it is within the epoch; after the last batch, at the start of the
-        next epoch. Batches that workers have prefetched are not counted. If this rank repeats a batch, it is part of
-        the state, if it has plain tensors and values of at most 16 MiB; otherwise another batch is repeated.
+        next epoch. Batches that workers have prefetched are not counted. If this rank repeats a batch, or may have to
+        as the next one, it is part of the state. If it has other objects than tensors and plain values, it is not,
+        which is reported once: a resumed run then repeats another batch.
         """
         reading, state = self._reading, dict[str, Any]()
         if reading.position is not None:
@@ -392,9 +334,7 @@ class StatefulDeviceLoader(DeviceLoader):
             state["cut"] = self._cut()
         if reading.part is not None:
             state["part"] = [reading.part.index, reading.part.count]
-        if self._ended or (self.iteration.repeats and not self.iteration.is_complete):
-            last = self._last if self._ended else self.iteration.last
-            state |= {"ended": True} | ({"last": last} if can_be_saved(last) else {})
+            state |= self._saved_tail()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -411,8 +351,8 @@ class StatefulDeviceLoader(DeviceLoader):
             reading.order.load_state_dict(position)
         if reading.position is not None:
             reading.position.load_state_dict(state_dict["loader"])
-        self._resumes, self._ended = True, state_dict.get("ended", False)
-        self._over, self._last = state_dict.get("over"), state_dict.get("last")
+        self._resumes, self._over = True, state_dict.get("over")
+        self._tail = Tail(ended=state_dict.get("ended", False), last=state_dict.get("last"))
         if not self.iteration.is_open:
             self.iteration = Iteration()
 
@@ -456,6 +396,19 @@ class StatefulDeviceLoader(DeviceLoader):
         found = {"loader": reading.position, "order": reading.order, "part": reading.part}
         return {name for name, value in found.items() if value is not None}
 
+    def _saved_tail(self) -> dict[str, Any]:
+        tail = self._tail or self.iteration.tail
+        state = {"ended": True} if tail.ended else {}
+        if tail.last is None:
+            return state
+        unsaved = unsaved_part(tail.last)
+        if unsaved is None:
+            return {**state, "last": tail.last}
+        if not self._said_unsaved:
+            self._said_unsaved = True
+            self._reading.report(_UNSAVED.format(name=loader_name(self), unsaved=unsaved))
+        return state
+
     def _cut(self) -> dict[str, int | None]:
         """How the order is divided into steps; `step`: number of items in each."""
         reading = self._reading
@@ -483,6 +436,14 @@ class StatefulDeviceLoader(DeviceLoader):
                 )
             return order
         return order | asdict(Position(start=order["samples"], samples=order["samples"]))
+
+
+_UNSAVED = (
+    "The position of the `{name}` is saved without the batch that a rank repeats (`uneven='repeat'`), because it has "
+    "{unsaved}. If a run resumes where a rank has no other batch, that rank repeats the first one of an epoch instead: "
+    "gradients are the same, BatchNorm's statistics and what the loop counts by itself are not. Make batches of "
+    "tensors and plain values in lists, tuples and dictionaries. This is reported once."
+)
 
 
 def _ways(kinds: dict[str, bool]) -> str:

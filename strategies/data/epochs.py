@@ -196,9 +196,10 @@ class Order:
         self.latest = self._opening or self._new()
         return self.latest
 
-    def receive(self, epoch: Epoch) -> None:
-        """Advance the position by a batch of `epoch` that the loop receives."""
-        epoch.receive()
+    def receive(self, epoch: Epoch, *, again: bool = False) -> None:
+        """Advance the position by a batch of `epoch` that the loop receives, unless it has received it before."""
+        if not again:
+            epoch.receive()
         self.standing = epoch
 
     def count(self, epoch: Epoch) -> None:

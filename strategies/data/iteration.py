@@ -1,0 +1,71 @@
+"""One iteration over a prepared loader: how many batches the loop has received, and which of them were repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+from fabric.strategies.data.positions import Tail
+from fabric.strategies.data.repeated import RepeatedBatches
+from fabric.strategies.data.uneven import Agreed
+
+
+@final
+class Iteration:
+    """How many batches the loop has received in one iteration over a loader."""
+
+    def __init__(self, agreed: Agreed | None = None, repeated: RepeatedBatches | None = None) -> None:
+        """`agreed`: where ranks agree on the number of batches. `repeated`: receives each batch of the loop."""
+        self.num_batches = 0
+        self.is_complete = False
+        """Whether the iteration has raised StopIteration."""
+        self.is_open = False
+        """Whether the loop has received a batch, and has not left the iteration."""
+        self._agreed, self._repeated = agreed, repeated
+
+    @property
+    def num_own(self) -> int:
+        """Number of batches received, without repeated ones."""
+        return self.num_batches if self._agreed is None else min(self.num_batches, self._agreed.num_read)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the latest batch was a repeated one."""
+        return self.num_own < self.num_batches
+
+    @property
+    def next_repeats(self) -> bool:
+        """Whether the batch that the loop receives next, and that is read already, is a repeated one."""
+        return self._agreed is not None and self.num_batches >= self._agreed.num_read
+
+    @property
+    def tail(self) -> Tail:
+        """What a run must know that resumes after the latest batch, if ranks repeat batches."""
+        agreed = self._agreed
+        if agreed is None or self.is_complete or self.num_batches < agreed.num_read:  # the next batch is read already
+            return Tail()
+        return Tail(ended=agreed.last is not None and not agreed.has_rest, last=agreed.last)
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether this rank's data had not ended when the iteration did."""
+        return self._agreed is not None and self._agreed.has_rest
+
+    def record(self, batches: Iterator[Any], note: Callable[[Any, object], None] | None = None) -> Iterator[Any]:
+        """Yield the batches, count them, and call `note` with each."""
+        repeated, agreed = self._repeated, self._agreed
+        self.is_open = True
+        try:
+            for batch in batches:
+                self.num_batches += 1
+                if note is not None:
+                    note(batch, self)
+                factor = 1.0 if agreed is None else agreed.factors.popleft()
+                if repeated is not None and repeated.is_used:
+                    repeated.receive(self, factor)
+                yield batch
+            self.is_complete = True
+        finally:
+            self.is_open = False
+            if repeated is not None:
+                repeated.end(self)
