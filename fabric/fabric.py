@@ -1337,7 +1337,7 @@ class Fabric:
     def _count_steps(self, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:
             self._steps[optimizer] = StepCounter()
-            self._open.callback(self._steps[optimizer].attach(optimizer))
+            self._open.callback(self._steps[optimizer].attach(optimizer, self._connected.loader_numbers.note_step))
 
     def _unknown(self, optimizer: Optimizer) -> list[Tensor]:
         """The parameters of an optimizer that nothing averages."""

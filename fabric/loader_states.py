@@ -139,7 +139,7 @@ class LoaderPositions(Positions):
             return None
         if loader.would_start or (self._collective.rank > 0 and not loader.reads_own_part):  # rank 0's is that of all
             return None
-        state = loader.state_dict()
+        state = loader.state_of_run()
         try:
             encode(state, lambda at, tensor: None, lambda value: isinstance(value, Tensor))
         except TypeError as error:

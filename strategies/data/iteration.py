@@ -14,19 +14,32 @@ from fabric.strategies.data.uneven import Agreed
 class Iteration:
     """How many batches the loop has received in one iteration over a loader."""
 
-    def __init__(self, agreed: Agreed | None = None, repeated: RepeatedBatches | None = None) -> None:
-        """`agreed`: where ranks agree on the number of batches. `repeated`: receives each batch of the loop."""
+    def __init__(
+        self,
+        agreed: Agreed | None = None,
+        repeated: RepeatedBatches | None = None,
+        num_updates: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`agreed`: where ranks agree on the number of batches. `repeated`: receives each batch of the loop.
+        `num_updates`: returns the number of backward passes and optimizer steps so far."""
         self.num_batches = 0
         self.is_complete = False
         """Whether the iteration has raised StopIteration."""
         self.is_open = False
         """Whether the loop has received a batch, and has not left the iteration."""
-        self._agreed, self._repeated = agreed, repeated
+        self.has_trained = False
+        """Whether there was a backward pass or an optimizer step, once the loop has left the iteration."""
+        self._agreed, self._repeated, self._num_updates = agreed, repeated, num_updates
 
     @property
     def num_own(self) -> int:
         """Number of batches received, without repeated ones."""
         return self.num_batches if self._agreed is None else min(self.num_batches, self._agreed.num_read)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the loop has left the iteration before its end."""
+        return self.num_batches > 0 and not self.is_open and not self.is_complete
 
     @property
     def repeats(self) -> bool:
@@ -53,7 +66,7 @@ class Iteration:
 
     def record(self, batches: Iterator[Any], note: Callable[[Any, object], None] | None = None) -> Iterator[Any]:
         """Yield the batches, count them, and call `note` with each."""
-        repeated, agreed = self._repeated, self._agreed
+        repeated, agreed, num_updates = self._repeated, self._agreed, self._num_updates()
         self.is_open = True
         try:
             for batch in batches:
@@ -66,6 +79,6 @@ class Iteration:
                 yield batch
             self.is_complete = True
         finally:
-            self.is_open = False
+            self.is_open, self.has_trained = False, self._num_updates() != num_updates
             if repeated is not None:
                 repeated.end(self)

@@ -51,6 +51,8 @@ class LoaderNumbers:
         self._state, self._number = b"", 0
         self.num_backwards = 0
         """Backward passes of the loop. An iteration that ends after one batch and none of these uses up no epoch."""
+        self.num_steps = 0
+        """Steps of all optimizers."""
         self.num_unweighted = 0
         """Backward passes without `weight=`."""
         self.forward_communicates = False
@@ -59,6 +61,10 @@ class LoaderNumbers:
         self.repeated = RepeatedBatches()
         self.note_batch: Callable[[Any, object], None] | None = None
         """Called with each batch that the loop receives, and the `Iteration` that it is of."""
+
+    def note_step(self) -> None:
+        """Count a step of an optimizer."""
+        self.num_steps += 1
 
     def next(self) -> int:
         """The number of the loader that is being set up."""

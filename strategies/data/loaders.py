@@ -110,6 +110,8 @@ def process_dataloader(
     reading = replace(reading, device=device if accelerated else None, carry=carry, report=report)
     counts: dict[str, Any] = {
         "num_backwards": lambda: numbers.num_backwards,
+        "num_updates": lambda: numbers.num_backwards + numbers.num_steps,
+        "resumes_left": use in ("train", "predict"),
         "num_unweighted": lambda: numbers.num_unweighted,
         "note": lambda: numbers.note_batch if use == "train" else None,
         "trains": use == "train",
