@@ -622,7 +622,8 @@ class Fabric:
             raise RuntimeError("`fabric.accumulate(...)` before `fabric.setup(model)`. Set the model up first.")
         self._accumulation.guard(self._optimizers)
         unsynced = partial(self._accumulation.unsynced, prepared, self._bare)
-        return self._accumulation.windows(batches, num_batches, prepared, unsynced)
+        ahead = self._connected.loader_numbers.ahead
+        return self._accumulation.windows(batches, num_batches, prepared, unsynced, ahead)
 
     def average_gradients(self, parameters: Iterable[Tensor], weight: float | Tensor | None = None) -> None:
         """Average `.grad` of the parameters over the ranks, in place, for a model that was not set up: call it between

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any, Literal, Protocol, TypeAlias, final, runtime_checkable
@@ -18,7 +18,8 @@ from fabric.strategies.data.epochs import Epoch, Order, Position
 from fabric.strategies.data.iterable import SharedStream, without_left_out
 from fabric.strategies.data.iteration import Iteration
 from fabric.strategies.data.loader_check import length_of
-from fabric.strategies.data.positions import Resumable, Tail, unsaved_part
+from fabric.strategies.data.positions import Restarting, Resumable, Tail, ending_where_saved, unsaved_part
+from fabric.strategies.data.read_ahead import ReadAhead
 from fabric.strategies.data.repeated import RepeatedBatches
 from fabric.strategies.data.rng import preserved_rngs
 from fabric.strategies.data.share import Share
@@ -86,6 +87,8 @@ class Reading:
     """Returns the function to call with each batch that the loop receives, or None."""
     repeated: RepeatedBatches = field(default_factory=RepeatedBatches)
     """Counts repeated batches zero in the gradients of the loop."""
+    ahead: ReadAhead = field(default_factory=ReadAhead)
+    """Where the end of an epoch is reported."""
     draw_apart: Callable[[], None] = lambda: None
     """Makes random numbers differ between ranks that read different data; called before each batch is yielded."""
 
@@ -101,6 +104,8 @@ class Restored:
     tail: Tail = field(default_factory=Tail)
     epoch: int | None = None
     """The number of the epoch; None if it is not known."""
+    is_spent: bool = False
+    """Whether the loop must find this epoch at its end, before the next one begins."""
     is_mid_epoch: bool = False
     """Whether the loop had received a batch of an order that all ranks share."""
 
@@ -142,6 +147,9 @@ class DeviceLoader(ABC):
         """Begin an epoch. It is counted at its second batch, its end, or a backward pass, whichever comes first."""
         reading, self._has_begun = self._reading, True
         self._say_left()
+        if self._is_spent():
+            self.iteration = Iteration()
+            return self.iteration.record(iter(()))
         restored = self._restore()
         for begin in reading.begin:
             begin()
@@ -153,7 +161,11 @@ class DeviceLoader(ABC):
         with reading.order.opening() if reading.order is not None else self._undrawn() as opened:
             if reading.stream is not None and reading.order is not None and opened is not None:
                 reading.stream.announce(reading.order.seed, opened.number)
-            with self._seeding_workers(opened):
+            is_resumed = self._begun_at is not None and restored.over is None
+            with (
+                self._seeding_workers(opened),
+                ending_where_saved(reading.position) if is_resumed else nullcontext(),
+            ):
                 batches = self._begin()
         if opened is not None and opened.begun_at.batches and reading.position is None and reading.rereads:
             self._say_reread()
@@ -171,7 +183,8 @@ class DeviceLoader(ABC):
             batches = agreed.batches
             if reading.agreement.repeats and reading.trains:
                 reading.repeated.begin()
-        self.iteration = Iteration(agreed, reading.repeated if reading.trains else None, reading.num_updates)
+        repeated = reading.repeated if reading.trains else None
+        self.iteration = Iteration(agreed, repeated, reading.num_updates, reading.ahead)
         if reading.device is not None and reading.device.type != "cpu":
             batches = reading.carry(batches, reading.device)
         if reading.order is None or opened is None:
@@ -222,6 +235,16 @@ class DeviceLoader(ABC):
         is_peek = iteration.is_left and iteration.num_batches == 1 and not iteration.has_trained
         return self._begun_at if self._restored is None and is_peek else self._restored
 
+    def _is_spent(self) -> bool:
+        """Whether the restored epoch is at its end, which the loop has not found. After this call it has."""
+        restored, order = self._pending, self._reading.order
+        if restored is None or not restored.is_spent or restored.epoch != self._epoch:
+            return False
+        if order is not None:
+            self._epoch = order.epoch = order.epoch + 1
+        self._restored = replace(restored, is_spent=False, epoch=self._epoch)
+        return True
+
     def _restore(self) -> Restored:
         """Load a restored position into the loader. If `set_epoch` has chosen another epoch, that of the position is
         over."""
@@ -237,13 +260,15 @@ class DeviceLoader(ABC):
 
     def _leave_rest(self, over: Over) -> None:
         """Leave the epoch of a restored position, so that the next one follows."""
-        assert self._reading.position is not None
-        with self._undrawn():  # what the saved run had drawn when it began the epoch
+        position = self._reading.position
+        assert position is not None
+        # `_undrawn`: what the saved run had drawn when it began the epoch
+        with self._undrawn(), ending_where_saved(position):
             is_stream = isinstance(getattr(self._reading.source, "dataset", None), IterableDataset)
-            if over == "early" or is_stream:
+            if over == "early" or is_stream or isinstance(position, Restarting):
                 next(self._begin(), None)  # datasets may use their state up at the first item only
             else:  # the loader restores its end; `iter` begins the next epoch
-                self._reading.position.state_dict()
+                position.state_dict()
         if self._epoch is not None:  # the restored state may have another
             for part in self._reading.epochal:
                 part.set_epoch(self._epoch)
@@ -341,7 +366,7 @@ class DeviceLoader(ABC):
                 batch = next(batches, END)
                 order.count(epoch)  # the loop asked for a second batch, so this was not `next(iter(loader))`
             order.count(epoch)
-            epoch.over = True
+            self._reading.ahead.end(epoch.end)
         finally:
             if num_backwards() != begun_after:
                 order.count(epoch)
@@ -415,13 +440,14 @@ class StatefulDeviceLoader(DeviceLoader):
         if reading.position is not None:
             over: Over | None = None
             if restored is not None:
-                over, state["loader"] = restored.over, restored.loader
+                over, is_spent, state["loader"] = restored.over, restored.is_spent, restored.loader
             else:
-                if not is_mid_epoch or (self.iteration.is_complete and reading.order is None):
+                is_spent = self.iteration.has_ended and self.iteration.is_open
+                if not is_mid_epoch or is_spent or (self.iteration.is_complete and reading.order is None):
                     over = "early" if self.iteration.has_rest or not is_mid_epoch else "end"
                 state["loader"] = None if over is not None and self._begins_anew else reading.position.state_dict()
             if over is not None:
-                state["over"] = over
+                state |= {"over": over} | ({"spent": True} if is_spent else {})
             if reading.order is None and self._epoch is not None:
                 state["epoch"] = self._epoch if restored is None else restored.epoch
         if reading.order is not None:
@@ -453,6 +479,7 @@ class StatefulDeviceLoader(DeviceLoader):
             over=state_dict.get("over"),
             tail=Tail(ended=state_dict.get("ended", False), last=state_dict.get("last")),
             epoch=self._epoch,
+            is_spent=state_dict.get("spent", False),
             is_mid_epoch=is_mid_epoch,
         )
         if not self.iteration.is_open:

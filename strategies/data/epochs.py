@@ -135,6 +135,10 @@ class Epoch:
         at = self.position  # `replace` would take five times as long, for each batch
         self.position = Position(start=at.start, batches=at.batches + 1, samples=samples)
 
+    def end(self, is_over: bool) -> None:
+        """Called once the loop has left the epoch. `is_over`: it has asked for a batch after the last one."""
+        self.over = is_over
+
     def draw(self, items: Iterable[T], reads: Reads, *, eager: bool) -> Iterator[T]:
         """Iterate over `items`; `eager` calls `iter` on them at once.
 

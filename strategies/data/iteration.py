@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, final
 
 from fabric.strategies.data.positions import Tail
+from fabric.strategies.data.read_ahead import ReadAhead
 from fabric.strategies.data.repeated import RepeatedBatches
 from fabric.strategies.data.uneven import Agreed
 
@@ -19,17 +20,23 @@ class Iteration:
         agreed: Agreed | None = None,
         repeated: RepeatedBatches | None = None,
         num_updates: Callable[[], int] = lambda: 0,
+        ahead: ReadAhead | None = None,
     ) -> None:
         """`agreed`: where ranks agree on the number of batches. `repeated`: receives each batch of the loop.
-        `num_updates`: returns the number of backward passes and optimizer steps so far."""
+        `num_updates`: returns the number of backward passes and optimizer steps so far. `ahead`: where the end is
+        reported."""
         self.num_batches = 0
         self.is_complete = False
-        """Whether the iteration has raised StopIteration."""
+        """Whether the iteration has raised StopIteration in the loop."""
+        self.has_ended = False
+        """Whether it has no batch left. Then it may be open, if its end was found by reading ahead."""
         self.is_open = False
         """Whether the loop has received a batch, and has not left the iteration."""
         self.has_trained = False
         """Whether there was a backward pass or an optimizer step, once the loop has left the iteration."""
         self._agreed, self._repeated, self._num_updates = agreed, repeated, num_updates
+        self._ahead = ReadAhead() if ahead is None else ahead
+        self._num_updates_before = 0
 
     @property
     def num_own(self) -> int:
@@ -66,8 +73,8 @@ class Iteration:
 
     def record(self, batches: Iterator[Any], note: Callable[[Any, object], None] | None = None) -> Iterator[Any]:
         """Yield the batches, count them, and call `note` with each."""
-        repeated, agreed, num_updates = self._repeated, self._agreed, self._num_updates()
-        self.is_open = True
+        repeated, agreed, is_ended = self._repeated, self._agreed, False
+        self.is_open, self._num_updates_before = True, self._num_updates()
         try:
             for batch in batches:
                 self.num_batches += 1
@@ -77,8 +84,14 @@ class Iteration:
                 if repeated is not None and repeated.is_used:
                     repeated.receive(self, factor)
                 yield batch
-            self.is_complete = True
+            is_ended = self.has_ended = True
+            self._ahead.end(self._end)
         finally:
-            self.is_open, self.has_trained = False, self._num_updates() != num_updates
+            if not is_ended:
+                self._end(False)
             if repeated is not None:
                 repeated.end(self)
+
+    def _end(self, is_complete: bool) -> None:
+        self.is_open, self.is_complete = False, is_complete
+        self.has_trained = self._num_updates() != self._num_updates_before

@@ -14,6 +14,7 @@ from typing import Any, final
 import torch
 
 from fabric.strategies.data.dispatch import Channel
+from fabric.strategies.data.read_ahead import ReadAhead
 from fabric.strategies.data.repeated import RepeatedBatches
 from fabric.strategies.data.rng import Rng, digest, mix
 from fabric.strategies.data.uneven import Votes
@@ -59,6 +60,7 @@ class LoaderNumbers:
         """Whether a model was set up whose forward waits for ranks that read other data, which the strategy could not
         know before."""
         self.repeated = RepeatedBatches()
+        self.ahead = ReadAhead()
         self.note_batch: Callable[[Any, object], None] | None = None
         """Called with each batch that the loop receives, and the `Iteration` that it is of."""
 

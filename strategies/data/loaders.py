@@ -116,6 +116,7 @@ def process_dataloader(
         "note": lambda: numbers.note_batch if use == "train" else None,
         "trains": use == "train",
         "repeated": numbers.repeated,
+        "ahead": numbers.ahead,
     }
     return read_as(loader, replace(reading, draw_apart=draw_apart, **counts))
 
@@ -280,7 +281,8 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup
     stream = SharedStream(dataset, cut, seed)
     if loader.persistent_workers:
         stream.announced.share_memory_()  # type: ignore[no-untyped-call]
-    parts = {"dataset": stream, "batch_sampler": None, "collate_fn": Collate(loader.collate_fn)}
+    dataset = Counted(stream) if isinstance(loader, Resumable) else stream
+    parts = {"dataset": dataset, "batch_sampler": None, "collate_fn": Collate(loader.collate_fn)}
     source = _copy(loader, worker_init_fn=start, **parts)
     return Reading(
         source=source,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,6 +22,29 @@ class Resumable(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class Restarting(Protocol):
+    """A `Loader` of `torchdata.nodes`: restored at the end of an epoch, it begins the next one at once if this is set.
+
+    And from then on it returns the restored state, wherever it is (torchdata 0.11).
+    """
+
+    restart_on_stop_iteration: bool
+
+
+@contextmanager
+def ending_where_saved(loader: object) -> Iterator[None]:
+    """Context: the loader is iterated, and is not restarted if it is at the end of its epoch."""
+    if not isinstance(loader, Restarting):
+        yield
+        return
+    restarts, loader.restart_on_stop_iteration = loader.restart_on_stop_iteration, False
+    try:
+        yield
+    finally:
+        loader.restart_on_stop_iteration = restarts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from shares import share_out
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torchdata.nodes import Batcher, Loader, Mapper, SamplerWrapper
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from fabric.accumulation import Accumulation
 from fabric.strategies.data.loader_check import LoaderNumbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -43,17 +46,36 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(3)
 
 
+def nodes() -> Any:
+    """Batches in another order in each epoch."""
+    return Loader(Batcher(Mapper(SamplerWrapper(Ordered()), int), 2))  # type: ignore[arg-type]
+
+
+class Ordered(Sampler[int]):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(100 * self.epoch, 100 * self.epoch + 20))
+
+    def __len__(self) -> int:
+        return 20
+
+
 LOADERS: dict[str, Callable[[], Any]] = {
     "plain": lambda: DataLoader(range(20), 2, shuffle=True, generator=generator()),  # type: ignore[arg-type]
     "stateful": lambda: StatefulDataLoader(range(20), 2, shuffle=True, generator=generator()),  # type: ignore[arg-type]
     "stream": lambda: StatefulDataLoader(Stream(), 2),
 }
+MORE = {**LOADERS, "nodes": nodes}
 
 
 def prepared(name: str, state: Any = None, said: list[str] | None = None, **to: Any) -> Any:
     torch.manual_seed(8)
     numbers = LoaderNumbers()
-    (loader,) = share_out(lambda _: LOADERS[name](), 1, numbers=[numbers], said=said, **to)
+    (loader,) = share_out(lambda _: MORE[name](), 1, numbers=[numbers], said=said, **to)
     if state is not None:
         loader.load_state_dict(copy.deepcopy(state))  # type: ignore[attr-defined]
     return loader, numbers
@@ -132,3 +154,57 @@ def test_a_zip_that_ends_at_once_leaves_the_epochs_of_its_other_loaders(name: st
     resumed, _ = prepared(name, seen[-1])
     assert list(zip([], resumed, strict=False)) == []
     assert first(resumed, 10) == first(loader, 10)
+
+
+def windows(loader: Any, numbers: LoaderNumbers) -> Iterator[list[Any]]:
+    return Accumulation().windows(loader, 4, (), nullcontext, numbers.ahead)  # type: ignore[arg-type,return-value]
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_in_the_last_window_of_an_epoch_the_loop_is_within_it(name: str) -> None:
+    """Although its last, shorter window was found by reading ahead: `epoch` in the loop is still its number."""
+    states = []
+    loader, numbers = prepared(name)
+    for window in windows(loader, numbers):
+        list(window)
+        states.append(loader.state_dict())
+    following = [batch for window in windows(loader, numbers) for batch in window]
+    state = states[-1]
+    for _ in range(2):
+        resumed, numbers = prepared(name, state)
+        state = resumed.state_dict()
+    assert list(windows(resumed, numbers)) == []
+    again = [batch for window in windows(resumed, numbers) for batch in window]
+    assert len(again) == 10
+    assert str(again) == str(following)
+
+
+def test_nodes_that_were_saved_after_the_last_batch_end_at_once() -> None:
+    loader, _ = prepared("nodes")
+    whole = [(batch, loader.state_dict()) for batch in loader]
+    resumed, _ = prepared("nodes", whole[-1][1])
+    assert list(resumed) == []
+    assert list(resumed) == list(loader)
+    assert next(iter(resumed)) == [200, 201]
+    assert resumed.state_dict()["loader"]["num_yielded"] == 1
+
+
+def test_a_stateful_loader_of_a_shared_stream_can_be_resumed_twice_in_an_epoch() -> None:
+    def make() -> list[Any]:
+        return share_out(lambda _: StatefulDataLoader(Unstated(), 2), 2)
+
+    whole = [[batch.tolist() for batch in loader] for loader in make()]
+    states: list[Any] = [None, None]
+    for place in range(3):
+        for rank, loader in enumerate(make()):
+            if states[rank] is not None:
+                loader.load_state_dict(states[rank])  # type: ignore[attr-defined]
+            for batch in loader:
+                assert batch.tolist() == whole[rank][place]
+                states[rank] = loader.state_dict()  # type: ignore[attr-defined]
+                break
+
+
+class Unstated(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(20))
