@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fabric.strategies.collectives.flight_recorder import FlightRecorder
+from fabric.strategies.data.read_ahead import End, ReadAhead
 from fabric.strategies.data.repeated import NOT_COUNTED, Factor, RepeatedBatches
 from fabric.strategies.data.take import take
 from fabric.strategies.gradients.clipping import parameters_of
@@ -67,10 +68,26 @@ class Accumulation:
         num_batches: int,
         models: tuple[Prepared, ...],
         unsynced: Callable[[], AbstractContextManager[None]],
+        ahead: ReadAhead,
     ) -> Iterator[Window[T]]:
-        """See `Fabric.accumulate`."""
-        total, taken = _length(batches), 0
-        remaining = _Ahead(iter(batches), self.repeated)
+        """See `Fabric.accumulate`. `ahead`: tells loaders that a batch is read ahead."""
+        remaining = _Ahead(iter(batches), self.repeated, ahead)
+        is_complete = False
+        try:
+            yield from self._windows(_length(batches), remaining, num_batches, models, unsynced)
+            is_complete = True
+        finally:
+            remaining.leave(is_complete)
+
+    def _windows(
+        self,
+        total: int | None,
+        remaining: _Ahead[T],
+        num_batches: int,
+        models: tuple[Prepared, ...],
+        unsynced: Callable[[], AbstractContextManager[None]],
+    ) -> Iterator[Window[T]]:
+        taken = 0
         while remaining.has_next():
             if self.is_unsynced and any(p.grad is not None for model in models for p in model.sync.parameters_held()):
                 raise RuntimeError(_LEFT)
@@ -202,16 +219,20 @@ class Window(Generic[T]):
 class _Ahead(Iterator[T]):
     """An iterator that reads one item ahead, to know whether there is another."""
 
-    def __init__(self, iterator: Iterator[T], repeated: RepeatedBatches | None) -> None:
-        self._iterator, self._repeated = iterator, repeated
+    def __init__(self, iterator: Iterator[T], repeated: RepeatedBatches | None, ahead: ReadAhead) -> None:
+        self._iterator, self._repeated, self._ahead = iterator, repeated, ahead
         self._held: list[T] = []
+        self._ends: list[End] = []
+        """The iterations whose end was found."""
         self._received: Counter[tuple[object, Factor]] = Counter()
         """What `repeated` recorded when the item was read; it is put back when the item is yielded."""
 
     def has_next(self) -> bool:
         if not self._held:
             before = None if self._repeated is None else self._repeated.take()
-            self._held = take(self._iterator, 1)
+            with self._ahead.reading() as ends:
+                self._held = take(self._iterator, 1)
+            self._ends += ends
             if self._repeated is not None and before is not None:
                 self._received = self._repeated.take()
                 self._repeated.put(before)
@@ -223,6 +244,12 @@ class _Ahead(Iterator[T]):
         if self._repeated is not None:
             self._repeated.put(self._received)
         return self._held.pop()
+
+    def leave(self, is_complete: bool) -> None:
+        """The loop has asked for another item after the last (`is_complete`), or was left before."""
+        for end in self._ends:
+            end(is_complete)
+        self._ends.clear()
 
 
 def _length(batches: Any) -> int | None:

@@ -64,7 +64,6 @@ from fabric.stop import StopRequest
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint import foreign, loading, run_state, saving
 from fabric.strategies.checkpoint.background import BackgroundSaves, PendingSave
-from fabric.strategies.checkpoint.loading import in_memory
 from fabric.strategies.checkpoint.mismatches import mismatches, table
 from fabric.strategies.checkpoint.run_state import RunState
 from fabric.strategies.checkpoint.snapshot import snapshot
@@ -644,7 +643,8 @@ class Fabric:
             raise RuntimeError(f"`fabric.accumulate(...)` {_NO_MODEL}")
         self._accumulation.guard(self._optimizers)
         unsynced = partial(self._accumulation.unsynced, prepared, self._bare)
-        return self._accumulation.windows(batches, num_batches, prepared, unsynced)
+        ahead = self._connected.loader_numbers.ahead
+        return self._accumulation.windows(batches, num_batches, prepared, unsynced, ahead)
 
     def average_gradients(self, parameters: Iterable[Tensor], weight: float | Tensor | None = None) -> None:
         """Average `.grad` of the parameters over the ranks, in place, for a model that was not set up: call it between
@@ -975,7 +975,7 @@ class Fabric:
         with self._collective_load():
             rest = restore(found, content, strict=strict, access=self._state_access, loaders=self._loader_states)
         if is_run(dict(found)):
-            self._run_state(found).write(in_memory(run), resume_loaders=resume_loaders)
+            self._run_state(found).write(run, resume_loaders=resume_loaders)
         return rest
 
     def load_raw(self, path: str | os.PathLike[str], obj: Stateful, strict: bool = True) -> None:
@@ -1283,7 +1283,7 @@ class Fabric:
         check_named(method, state)
         content = state_of(state, keep, self._state_access, self._loader_states, gathered=gathered)
         if has_objects(dict(state)):
-            content[run_state.NAME] = self._run_state(state).read()
+            content[run_state.NAME] = self._run_state(state).read(gathered=gathered)
         return content
 
     @property
@@ -1361,7 +1361,7 @@ class Fabric:
     def _count_steps(self, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:
             self._steps[optimizer] = StepCounter()
-            self._open.callback(self._steps[optimizer].attach(optimizer))
+            self._open.callback(self._steps[optimizer].attach(optimizer, self._connected.loader_numbers.note_step))
 
     def _unknown(self, optimizer: Optimizer) -> list[Tensor]:
         """The parameters of an optimizer that nothing averages."""

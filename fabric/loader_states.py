@@ -3,7 +3,7 @@
 `LoaderStates` is for those that the user's state names, `LoaderPositions` for all others of the run.
 
 If the ranks split one order of samples, rank 0's state is that of all. If each rank reads data of its own, the
-checkpoint has the state of every rank.
+checkpoint has the state of every rank: each writes the tensors of its own, and reads only them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Any, final
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from fabric.strategies.checkpoint.loading import in_memory
 from fabric.strategies.checkpoint.run_state import Positions
 from fabric.strategies.checkpoint.state import SKIPPED, LoaderAccess, Stateful
+from fabric.strategies.checkpoint.tensor_shards import of_other_rank, of_rank
 from fabric.strategies.checkpoint.values import encode
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.data.device_loader import DeviceLoader, StatefulDeviceLoader, loader_name
@@ -34,14 +36,18 @@ class LoaderStates(LoaderAccess):
     def is_loader(self, obj: object) -> bool:
         return isinstance(obj, (DataLoader, DeviceLoader))
 
-    def read(self, name: str, loader: Any) -> Any:
+    def read(self, name: str, loader: Any, *, gathered: bool) -> Any:
         if not isinstance(loader, Stateful):
             self._leave_out(name, loader)
             return SKIPPED
         state = loader.state_dict()
         if not _reads_own_part(loader):
             return state
-        return {OF_RANKS: self._collective.all_gather_object(state)}
+        collective = self._collective
+        states = collective.all_gather_object(state if gathered else of_other_rank(state))
+        if not gathered:
+            states[collective.rank] = of_rank(collective.rank, state)
+        return {OF_RANKS: states}
 
     def write(self, name: str, loader: Any, content: Any) -> None:
         if content is None or not isinstance(loader, Stateful):
@@ -56,7 +62,7 @@ class LoaderStates(LoaderAccess):
                 f"{'each data of its own' if own else 'one order'}. Load it with as many ranks that read the same data "
                 "in the same parts, or leave it out of the state: then the epoch starts from its beginning."
             )
-        loader.load_state_dict(content if states is None else states[self._collective.rank])
+        loader.load_state_dict(in_memory(content if states is None else states[self._collective.rank]))
 
     def _leave_out(self, name: str, loader: object) -> None:
         if name in self._reported:
@@ -118,7 +124,7 @@ class LoaderPositions(Positions):
                 self._report(f"Loader {number} of the run was not restored: {problem}")
             elif state is not None:
                 assert isinstance(loader, StatefulDeviceLoader)
-                own = state[OF_RANKS][self._collective.rank] if OF_RANKS in state else state
+                own = in_memory(state[OF_RANKS][self._collective.rank] if OF_RANKS in state else state)
                 loader.load_state_dict(own)
                 if "loader" in own or own.get("order", {}).get("samples"):
                     self._report(_CONTINUES.format(number=number, name=loader_name(loader), place=_place(own)))
@@ -133,7 +139,7 @@ class LoaderPositions(Positions):
             return None
         if loader.would_start or (self._collective.rank > 0 and not loader.reads_own_part):  # rank 0's is that of all
             return None
-        state = loader.state_dict()
+        state = loader.state_of_run()
         try:
             encode(state, lambda at, tensor: None, lambda value: isinstance(value, Tensor))
         except TypeError as error:

@@ -43,6 +43,7 @@ def run_state_of(
             name: counters[each] for name, each in objects.items() if isinstance(each, Optimizer) and each in counters
         },
         loaders=LoaderPositions(unnamed, runtime.collective, runtime.report, reported),
+        rank=runtime.collective.rank,
         gather=runtime.collective.all_gather_object,
         share=(runtime.share.index, runtime.share.count),
         report=runtime.report,

@@ -15,12 +15,13 @@ class StepCounter:
     def __init__(self) -> None:
         self.num_steps = 0
 
-    def attach(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Count from now on. Returns a function to stop."""
+    def attach(self, optimizer: Optimizer, note: Callable[[], None] = lambda: None) -> Callable[[], None]:
+        """Count from now on, and call `note` at each step. Returns a function to stop."""
 
         def count(stepped: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not stepped.step_was_skipped:  # type: ignore[attr-defined]  # every optimizer that was set up has it
                 self.num_steps += 1
+            note()
 
         return optimizer.register_step_post_hook(count).remove
 

@@ -177,12 +177,12 @@ class LoaderAccess(ABC):
         """Whether this is a data loader, prepared or not, with or without a state."""
 
     @abstractmethod
-    def read(self, name: str, loader: Any) -> Any:
-        """The loader's state, or `SKIPPED`; `name`: the entry in the state to save."""
+    def read(self, name: str, loader: Any, *, gathered: bool) -> Any:
+        """The loader's state, or `SKIPPED`; `name`: the entry in the state to save. `gathered`: see `state_of`."""
 
     @abstractmethod
     def write(self, name: str, loader: Any, content: Any) -> None:
-        """Load it; `content` is `SKIPPED` if the checkpoint has none."""
+        """Load it, with a `Stored` for each tensor; `content` is `SKIPPED` if the checkpoint has none."""
 
 
 @final
@@ -192,7 +192,7 @@ class NoLoaders(LoaderAccess):
     def is_loader(self, obj: object) -> bool:
         return False
 
-    def read(self, name: str, loader: Any) -> Any:
+    def read(self, name: str, loader: Any, *, gathered: bool) -> Any:
         raise AssertionError
 
     def write(self, name: str, loader: Any, content: Any) -> None:
@@ -274,7 +274,7 @@ def uncompiled(module: nn.Module) -> nn.Module:
 def _restored(name: str, target: Any, content: Any, *, strict: bool, access: FindAccess, loaders: LoaderAccess) -> Any:
     """The value that replaces `target` after `content` is loaded: itself, if it is an object that loads its state."""
     if loaders.is_loader(target):
-        loaders.write(name, target, in_memory(content))
+        loaders.write(name, target, content)
         return target
     if isinstance(target, Stateful):
         load_into(target, content, strict=strict, access=access)
@@ -323,7 +323,7 @@ class _Reader:
             access = self.access(value)
             return access.read_optimizer(value) if self.gathered else access.read_optimizer_shards(value)
         if self.loaders.is_loader(value):
-            return self.loaders.read(name, value)
+            return self.loaders.read(name, value, gathered=self.gathered)
         if isinstance(value, ShardedStateful) and not self.gathered:
             return value.sharded_state_dict()
         if isinstance(value, Stateful):

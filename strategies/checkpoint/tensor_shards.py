@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from fabric.strategies.checkpoint.chunk import Chunk, Shape, chunks_of_range, whole
+from fabric.strategies.pytree import map_only_tensors
 
 
 @final
@@ -41,6 +42,16 @@ def replicated(tensor: Tensor, holders: Sequence[int]) -> TensorShards:
 def no_shards(shape: Sequence[int], dtype: torch.dtype) -> TensorShards:
     """A tensor of which this rank holds no shard."""
     return TensorShards(tuple(shape), dtype, (), ())
+
+
+def of_rank(rank: int, nest: Any) -> Any:
+    """A nest of plain values of one rank, with each tensor as one that only this rank holds, whole."""
+    return map_only_tensors(lambda tensor: replicated(tensor, (rank,)), nest)
+
+
+def of_other_rank(nest: Any) -> Any:
+    """What the other ranks pass to `save` for it: no elements, few bytes to send."""
+    return map_only_tensors(lambda tensor: no_shards(tensor.shape, tensor.dtype), nest)
 
 
 def flat_shard(shape: Sequence[int], start: int, elements: Tensor, rank: int) -> TensorShards:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any, Literal, Protocol, TypeAlias, final, runtime_checkable
@@ -16,13 +16,15 @@ from torch.utils.data import DataLoader, IterableDataset
 from fabric.strategies.data.batch_sampler import IndexSource
 from fabric.strategies.data.epochs import Epoch, Order, Position
 from fabric.strategies.data.iterable import SharedStream, without_left_out
+from fabric.strategies.data.iteration import Iteration
 from fabric.strategies.data.loader_check import length_of
-from fabric.strategies.data.positions import Resumable, can_be_saved
+from fabric.strategies.data.positions import Restarting, Resumable, Tail, ending_where_saved, unsaved_part
+from fabric.strategies.data.read_ahead import ReadAhead
 from fabric.strategies.data.repeated import RepeatedBatches
 from fabric.strategies.data.rng import preserved_rngs
 from fabric.strategies.data.share import Share
 from fabric.strategies.data.transfer import Carry, one_by_one
-from fabric.strategies.data.uneven import Agreed, Agreement
+from fabric.strategies.data.uneven import Agreement
 from fabric.strategies.data.workers import WorkerStart
 
 END = object()
@@ -73,6 +75,10 @@ class Reading:
     report: Callable[[str], None] = lambda sentence: None
     num_backwards: Callable[[], int] = lambda: 0
     """Number of backward passes so far."""
+    num_updates: Callable[[], int] = lambda: 0
+    """Number of backward passes and optimizer steps so far."""
+    resumes_left: bool = True
+    """Whether the position after a `break` is within the epoch; otherwise at the beginning of the next one."""
     num_unweighted: Callable[[], int] = lambda: 0
     """Number of backward passes without `weight=`."""
     trains: bool = True
@@ -81,66 +87,27 @@ class Reading:
     """Returns the function to call with each batch that the loop receives, or None."""
     repeated: RepeatedBatches = field(default_factory=RepeatedBatches)
     """Counts repeated batches zero in the gradients of the loop."""
+    ahead: ReadAhead = field(default_factory=ReadAhead)
+    """Where the end of an epoch is reported."""
     draw_apart: Callable[[], None] = lambda: None
     """Makes random numbers differ between ranks that read different data; called before each batch is yielded."""
 
 
-@final
-class Iteration:
-    """How many batches the loop has received in one iteration over a loader."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """A position that was loaded, for the next iteration."""
 
-    def __init__(self, agreed: Agreed | None = None, repeated: RepeatedBatches | None = None) -> None:
-        """`agreed`: where ranks agree on the number of batches. `repeated`: receives each batch of the loop."""
-        self.num_batches = 0
-        self.is_complete = False
-        """Whether the iteration has raised StopIteration."""
-        self.is_open = False
-        """Whether the loop has received a batch, and has not left the iteration."""
-        self.agreed, self._repeated = agreed, repeated
-
-    @property
-    def num_own(self) -> int:
-        """Number of batches received, without repeated ones."""
-        return self.num_batches if self.agreed is None else min(self.num_batches, self.agreed.num_read)
-
-    @property
-    def repeats(self) -> bool:
-        """Whether the latest batch was a repeated one."""
-        return self.num_own < self.num_batches
-
-    @property
-    def next_repeats(self) -> bool:
-        """Whether the batch that the loop receives next, and that is read already, is a repeated one."""
-        return self.agreed is not None and self.num_batches >= self.agreed.num_read
-
-    @property
-    def last(self) -> Any:
-        """The batch that is repeated."""
-        return None if self.agreed is None else self.agreed.last
-
-    @property
-    def has_rest(self) -> bool:
-        """Whether this rank's data had not ended when the iteration did."""
-        return self.agreed is not None and self.agreed.has_rest
-
-    def record(self, batches: Iterator[Any], note: Callable[[Any, object], None] | None = None) -> Iterator[Any]:
-        """Yield the batches, count them, and call `note` with each."""
-        repeated, agreed = self._repeated, self.agreed
-        self.is_open = True
-        try:
-            for batch in batches:
-                self.num_batches += 1
-                if note is not None:
-                    note(batch, self)
-                factor = 1.0 if agreed is None else agreed.factors.popleft()
-                if repeated is not None and repeated.is_used:
-                    repeated.receive(self, factor)
-                yield batch
-            self.is_complete = True
-        finally:
-            self.is_open = False
-            if repeated is not None:
-                repeated.end(self)
+    loader: Any = None
+    """The state of a loader with one of its own; None: it begins an epoch."""
+    over: Over | None = None
+    """Where the epoch of the position has ended."""
+    tail: Tail = field(default_factory=Tail)
+    epoch: int | None = None
+    """The number of the epoch; None if it is not known."""
+    is_spent: bool = False
+    """Whether the loop must find this epoch at its end, before the next one begins."""
+    is_mid_epoch: bool = False
+    """Whether the loop had received a batch of an order that all ranks share."""
 
 
 def read_as(loader: Iterable[Any], reading: Reading) -> DeviceLoader:
@@ -162,28 +129,43 @@ class DeviceLoader(ABC):
 
     def __init__(self, loader: Iterable[Any], reading: Reading) -> None:
         self._loader, self._reading = loader, reading
-        self._resumes = self._said_reread = self._said_unequal = False
-        self._ended = self._has_begun = False
-        """Whether a restored position is after the last batch of this rank, within an epoch of the other ranks."""
-        self._last: Any = None
-        """That batch, which this rank repeats; None: the checkpoint does not have it."""
-        self._over: Over | None = None
-        """Where the epoch of a restored position has ended."""
+        self._resumes = self._has_begun = False
+        self._said_reread = self._said_unequal = self._said_unsaved = self._said_left = False
+        self._restored: Restored | None = None
+        self._begun_at: Restored | None = None
+        """The restored position at which the latest iteration began."""
+        self._unread: Epoch | None = None
+        """An epoch that began at a restored position, and of which no batch may have been read."""
+        self._epoch: int | None = None
+        """The number that was passed to `set_epoch`, or restored."""
+        self._is_saved_as_left = False
+        """Whether a checkpoint has a position within the latest epoch, which the loop had left."""
         self.iteration = Iteration()
         """The latest iteration."""
 
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch. It is counted at its second batch, its end, or a backward pass, whichever comes first."""
         reading, self._has_begun = self._reading, True
+        self._say_left()
+        if self._is_spent():
+            self.iteration = Iteration()
+            return self.iteration.record(iter(()))
+        restored = self._restore()
         for begin in reading.begin:
             begin()
-        self._leave_rest()
+        if restored.over is not None and reading.position is not None and not self._begins_anew:
+            self._leave_rest(restored.over)
+        self._leave_unread()
         if reading.order is not None:
             reading.order.keeps_workers = self._keeps_workers()
         with reading.order.opening() if reading.order is not None else self._undrawn() as opened:
             if reading.stream is not None and reading.order is not None and opened is not None:
                 reading.stream.announce(reading.order.seed, opened.number)
-            with self._seeding_workers(opened):
+            is_resumed = self._begun_at is not None and restored.over is None
+            with (
+                self._seeding_workers(opened),
+                ending_where_saved(reading.position) if is_resumed else nullcontext(),
+            ):
                 batches = self._begin()
         if opened is not None and opened.begun_at.batches and reading.position is None and reading.rereads:
             self._say_reread()
@@ -191,17 +173,18 @@ class DeviceLoader(ABC):
             batches = without_left_out(batches, reading.leave_out)
             if opened is not None:
                 batches = islice(batches, opened.begun_at.batches, None)
-        agreed, ended, last = None, self._ended, self._last
-        self._ended, self._last = False, None
-        if ended and reading.position is not None:
+        self._unread = opened if restored.is_mid_epoch else None
+        agreed = None
+        if restored.tail.ended and reading.position is not None:
             with preserved_rngs():
                 next(batches, None)  # datasets may use their state up at the first item only
         if reading.agreement is not None:
-            agreed = reading.agreement(batches, self._example if last is None else lambda: last, ended=ended)
+            agreed = reading.agreement(batches, self._example, restored.tail)
             batches = agreed.batches
             if reading.agreement.repeats and reading.trains:
                 reading.repeated.begin()
-        self.iteration = Iteration(agreed, reading.repeated if reading.trains else None)
+        repeated = reading.repeated if reading.trains else None
+        self.iteration = Iteration(agreed, repeated, reading.num_updates, reading.ahead)
         if reading.device is not None and reading.device.type != "cpu":
             batches = reading.carry(batches, reading.device)
         if reading.order is None or opened is None:
@@ -234,6 +217,7 @@ class DeviceLoader(ABC):
 
         Ranks: all call it, with the same number. Without it epochs are counted from 0.
         """
+        self._epoch, self._is_saved_as_left = epoch, False
         if self._reading.order is not None:
             self._reading.order.epoch = epoch
         for part in self._reading.epochal:
@@ -244,16 +228,58 @@ class DeviceLoader(ABC):
         with nullcontext() if start is None else start.starting():
             return iter(self._reading.source)
 
-    def _leave_rest(self) -> None:
+    @property
+    def _pending(self) -> Restored | None:
+        """The restored position at which the next iteration begins: one batch may have been looked at meanwhile."""
+        iteration = self.iteration
+        is_peek = iteration.is_left and iteration.num_batches == 1 and not iteration.has_trained
+        return self._begun_at if self._restored is None and is_peek else self._restored
+
+    def _is_spent(self) -> bool:
+        """Whether the restored epoch is at its end, which the loop has not found. After this call it has."""
+        restored, order = self._pending, self._reading.order
+        if restored is None or not restored.is_spent or restored.epoch != self._epoch:
+            return False
+        if order is not None:
+            self._epoch = order.epoch = order.epoch + 1
+        self._restored = replace(restored, is_spent=False, epoch=self._epoch)
+        return True
+
+    def _restore(self) -> Restored:
+        """Load a restored position into the loader. If `set_epoch` has chosen another epoch, that of the position is
+        over."""
+        reading, restored = self._reading, self._pending
+        self._begun_at, self._restored = restored, None
+        if restored is None:
+            return Restored()
+        self._resumes = True
+        over = restored.over or ("early" if self._epoch != restored.epoch else None)
+        if reading.position is not None and restored.loader is not None and (over is None or not self._begins_anew):
+            reading.position.load_state_dict(restored.loader)
+        return restored if over is None else Restored(over=over)
+
+    def _leave_rest(self, over: Over) -> None:
         """Leave the epoch of a restored position, so that the next one follows."""
-        over, self._over = self._over, None
-        if over is not None and self._reading.position is not None:
-            with self._undrawn():  # what the saved run had drawn when it began the epoch
-                is_stream = isinstance(getattr(self._reading.source, "dataset", None), IterableDataset)
-                if over == "early" or is_stream:
-                    next(self._begin(), None)  # datasets may use their state up at the first item only
-                else:  # the loader restores its end; `iter` begins the next epoch
-                    self._reading.position.state_dict()
+        position = self._reading.position
+        assert position is not None
+        # `_undrawn`: what the saved run had drawn when it began the epoch
+        with self._undrawn(), ending_where_saved(position):
+            is_stream = isinstance(getattr(self._reading.source, "dataset", None), IterableDataset)
+            if over == "early" or is_stream or isinstance(position, Restarting):
+                next(self._begin(), None)  # datasets may use their state up at the first item only
+            else:  # the loader restores its end; `iter` begins the next epoch
+                position.state_dict()
+        if self._epoch is not None:  # the restored state may have another
+            for part in self._reading.epochal:
+                part.set_epoch(self._epoch)
+
+    def _leave_unread(self) -> None:
+        """Leave an epoch that was restored, if its rest was begun and not read: another loader of a `zip` had ended."""
+        epoch, self._unread = self._unread, None
+        order = self._reading.order
+        if epoch is not None and order is not None and not self.iteration.num_batches and not epoch.over:
+            order.count(epoch)
+            order.settle()
 
     def _example(self) -> Any:
         """A batch of this rank's data, from the beginning of an epoch; None if there is none. Changes no position."""
@@ -262,6 +288,13 @@ class DeviceLoader(ABC):
             batch = next(self._begin(), None)
             # A loader with a state restores its end, and begins the next epoch then.
             return next(self._begin(), None) if batch is None and self._reading.position is not None else batch
+
+    @property
+    def _begins_anew(self) -> bool:
+        """Whether an epoch depends on the order alone, so that one can begin without the state of the user's loader."""
+        loader = self._loader
+        is_indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+        return is_indexed and self._reading.order is not None
 
     def _keeps_workers(self) -> bool:
         source = self._reading.source
@@ -297,6 +330,12 @@ class DeviceLoader(ABC):
                 "Datasets with `state_dict` and `load_state_dict`, in torchdata's `StatefulDataLoader`, resume at once."
             )
 
+    def _say_left(self) -> None:
+        is_saved, self._is_saved_as_left = self._is_saved_as_left, False
+        if is_saved and not self._said_left:
+            self._said_left = True
+            self._reading.report(_LEFT.format(name=loader_name(self)))
+
     def _say_unequal(self) -> None:
         index = self._reading.index
         if not self._said_unequal and index is not None and not index.cut.uneven:
@@ -318,8 +357,7 @@ class DeviceLoader(ABC):
             batch = next(islice(batches, epoch.begun_at.batches - 1, None), END)
         try:
             while batch is not END:
-                if iteration.agreed is None or not iteration.next_repeats:
-                    order.receive(epoch)
+                order.receive(epoch, again=iteration.agreed is not None and iteration.next_repeats)
                 draw_apart()
                 if epoch.is_unequal:
                     num_unweighted = reading.num_unweighted()
@@ -331,7 +369,7 @@ class DeviceLoader(ABC):
                 batch = next(batches, END)
                 order.count(epoch)  # the loop asked for a second batch, so this was not `next(iter(loader))`
             order.count(epoch)
-            epoch.over = True
+            self._reading.ahead.end(epoch.end)
         finally:
             if num_backwards() != begun_after:
                 order.count(epoch)
@@ -379,25 +417,49 @@ class StatefulDeviceLoader(DeviceLoader):
     def state_dict(self) -> dict[str, Any]:
         """The position of the loop: the epoch, its order, and the number of batches that the loop has received.
 
-        In the body of the loop, and after `break`, it is within the epoch; after the last batch, at the start of the
-        next epoch. Batches that workers have prefetched are not counted. If this rank repeats a batch, it is part of
-        the state, if it has plain tensors and values of at most 16 MiB; otherwise another batch is repeated.
+        In the body of the loop, and after `break`, it is within the epoch; after the last batch, and after `break` with
+        `use="validate"` or "test", at the start of the next epoch. Batches that workers have prefetched are not
+        counted. If this rank repeats a batch, or may have to as the next one, it is part of the state. If it has other
+        objects than tensors and plain values, it is not, which is reported once: a resumed run then repeats another
+        batch.
         """
-        reading, state = self._reading, dict[str, Any]()
+        is_left = self._pending is None and self.iteration.is_left
+        is_mid_epoch = self._reading.resumes_left or not is_left
+        if is_left and is_mid_epoch:
+            order = self._reading.order
+            self._is_saved_as_left = order is None or (order.standing is not None and not order.standing.over)
+        return self._state(is_mid_epoch)
+
+    def state_of_run(self) -> dict[str, Any]:
+        """As `state_dict`, for a checkpoint whose state does not name the loader: the position of an iteration without
+        training that the loop has left, such as an evaluation of some batches, is at the start of the next epoch."""
+        if self._pending is None and self.iteration.is_left and not self.iteration.has_trained:
+            return self._state(False)
+        return self.state_dict()
+
+    def _state(self, is_mid_epoch: bool) -> dict[str, Any]:
+        """`is_mid_epoch`: otherwise the epoch of the latest iteration is over."""
+        reading, restored, state = self._reading, self._pending, dict[str, Any]()
         if reading.position is not None:
-            state["loader"] = reading.position.state_dict()
-            if self._over is not None or (self.iteration.is_complete and reading.order is None):
-                state["over"] = self._over or ("early" if self.iteration.has_rest else "end")
+            over: Over | None = None
+            if restored is not None:
+                over, is_spent, state["loader"] = restored.over, restored.is_spent, restored.loader
+            else:
+                is_spent = self.iteration.has_ended and self.iteration.is_open
+                if not is_mid_epoch or is_spent or (self.iteration.is_complete and reading.order is None):
+                    over = "early" if self.iteration.has_rest or not is_mid_epoch else "end"
+                state["loader"] = None if over is not None and self._begins_anew else reading.position.state_dict()
+            if over is not None:
+                state |= {"over": over} | ({"spent": True} if is_spent else {})
+            if reading.order is None and self._epoch is not None:
+                state["epoch"] = self._epoch if restored is None else restored.epoch
         if reading.order is not None:
             reading.order.keeps_workers = self._keeps_workers()
-            order = reading.order.state_dict()
-            state["order"] = order if reading.position is None else order | asdict(Position())
+            state["order"] = reading.order.state_dict(is_mid_epoch=is_mid_epoch)
             state["cut"] = self._cut()
         if reading.part is not None:
             state["part"] = [reading.part.index, reading.part.count]
-        if self._ended or (self.iteration.repeats and not self.iteration.is_complete):
-            last = self._last if self._ended else self.iteration.last
-            state |= {"ended": True} | ({"last": last} if can_be_saved(last) else {})
+            state |= self._saved_tail() if is_mid_epoch else {}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -409,13 +471,20 @@ class StatefulDeviceLoader(DeviceLoader):
         distributed over ranks.
         Raises: ValueError: the state is of a loader of another kind, over other data, or with other batches per step.
         """
-        reading, position = self._reading, self.fitting(state_dict)
+        reading, position, is_mid_epoch = self._reading, self.fitting(state_dict), False
         if reading.order is not None:
-            reading.order.load_state_dict(position)
-        if reading.position is not None:
-            reading.position.load_state_dict(state_dict["loader"])
-        self._resumes, self._ended = True, state_dict.get("ended", False)
-        self._over, self._last = state_dict.get("over"), state_dict.get("last")
+            is_mid_epoch = position["batches"] > 0 or position["start"] > 0
+            reading.order.load_state_dict(position if reading.position is None else position | asdict(Position()))
+        self._epoch = state_dict.get("epoch") if reading.order is None else reading.order.epoch
+        self._resumes, self._unread, self._is_saved_as_left = True, None, False
+        self._restored = Restored(
+            loader=state_dict.get("loader"),
+            over=state_dict.get("over"),
+            tail=Tail(ended=state_dict.get("ended", False), last=state_dict.get("last")),
+            epoch=self._epoch,
+            is_spent=state_dict.get("spent", False),
+            is_mid_epoch=is_mid_epoch,
+        )
         if not self.iteration.is_open:
             self.iteration = Iteration()
 
@@ -459,6 +528,19 @@ class StatefulDeviceLoader(DeviceLoader):
         found = {"loader": reading.position, "order": reading.order, "part": reading.part}
         return {name for name, value in found.items() if value is not None}
 
+    def _saved_tail(self) -> dict[str, Any]:
+        tail = self.iteration.tail if self._pending is None else self._pending.tail
+        state = {"ended": True} if tail.ended else {}
+        if tail.last is None:
+            return state
+        unsaved = unsaved_part(tail.last)
+        if unsaved is None:
+            return {**state, "last": tail.last}
+        if not self._said_unsaved:
+            self._said_unsaved = True
+            self._reading.report(_UNSAVED.format(name=loader_name(self), unsaved=unsaved))
+        return state
+
     def _cut(self) -> dict[str, int | None]:
         """How the order is divided into steps; `step`: number of items in each."""
         reading = self._reading
@@ -486,6 +568,20 @@ class StatefulDeviceLoader(DeviceLoader):
                 )
             return order
         return order | asdict(Position(start=order["samples"], samples=order["samples"]))
+
+
+_LEFT = (
+    "The loop left an epoch of the `{name}` early, a checkpoint has its position there, and now another epoch begins. "
+    "A run that resumes from the checkpoint reads the rest of that epoch first, so it does not repeat this run. Call "
+    "`loader.set_epoch(epoch)` before each epoch, with a number that is in the checkpoint: a resumed run then begins "
+    "the epoch of that number. This is reported once."
+)
+_UNSAVED = (
+    "The position of the `{name}` is saved without the batch that a rank repeats (`uneven='repeat'`), because it has "
+    "{unsaved}. If a run resumes where a rank has no other batch, that rank repeats the first one of an epoch instead: "
+    "gradients are the same, BatchNorm's statistics and what the loop counts by itself are not. Make batches of "
+    "tensors and plain values in lists, tuples and dictionaries. This is reported once."
+)
 
 
 def _ways(kinds: dict[str, bool]) -> str:

@@ -145,6 +145,10 @@ class Epoch:
         else:
             self.is_unequal = False
 
+    def end(self, is_over: bool) -> None:
+        """Called once the loop has left the epoch. `is_over`: it has asked for a batch after the last one."""
+        self.over = is_over
+
     def draw(self, items: Iterable[T], reads: Reads, *, eager: bool) -> Iterator[T]:
         """Iterate over `items`; `eager` calls `iter` on them at once.
 
@@ -178,6 +182,8 @@ class Order:
         """The epoch of the loop's latest batch."""
         self._resumed: tuple[int, Position, bool] | None = None
         """A restored epoch number, position and `seeds_workers`."""
+        self._following: list[Any] | None = None
+        """The states of `own` after the restored epoch, which the loop had left."""
         self._opening: Epoch | None = None
         self._unsettled: Epoch | None = None
 
@@ -207,9 +213,10 @@ class Order:
         self.latest = self._opening or self._new()
         return self.latest
 
-    def receive(self, epoch: Epoch) -> None:
-        """Advance the position by a batch of `epoch` that the loop receives."""
-        epoch.receive()
+    def receive(self, epoch: Epoch, *, again: bool = False) -> None:
+        """Advance the position by a batch of `epoch` that the loop receives, unless it has received it before."""
+        if not again:
+            epoch.receive()
         self.standing = epoch
 
     def count(self, epoch: Epoch) -> None:
@@ -217,7 +224,7 @@ class Order:
         if epoch.counted:
             return
         epoch.counted = True
-        self._unsettled, self._resumed = epoch, None
+        self._unsettled, self._resumed, self._following = epoch, None, None
         if self.epoch == epoch.number:
             self.epoch += 1
 
@@ -234,23 +241,27 @@ class Order:
             epoch.drawn.finish()
         epoch.streams.settle(complete=epoch.drawn.ended)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position of the loop: within its epoch, or at the start of the next one."""
+    def state_dict(self, *, is_mid_epoch: bool = True) -> dict[str, Any]:
+        """The position of the loop: within its epoch, or at the start of the next one; there always, if not
+        `is_mid_epoch`."""
         self._adopt()
         epoch = self.standing
-        if epoch is not None and not epoch.over:
+        if epoch is not None and not epoch.over and is_mid_epoch:
             number, position, own = epoch.number, epoch.position, epoch.streams.begun
             seeds_workers = epoch.seeds_workers
+            is_settled = epoch.counted and self._unsettled is not epoch
+            following = [rng.read() for rng in self.own] if is_settled and self.own else None
         else:
             number, own = self.epoch, [rng.read() for rng in self.own]
             position, seeds_workers = self._beginning()
+            following = self._following
         return {
             "seed": self.seed,
             "epoch": number,
             "generators": own,
             "seeds_workers": seeds_workers,
             **asdict(position),
-        }
+        } | ({} if following is None else {"following": following})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iteration begin at the position in `state`."""
@@ -259,6 +270,7 @@ class Order:
         self._resumed = self.epoch, position, state["seeds_workers"]
         self.latest = self.standing = self._unsettled = None
         self._adopted.clear()
+        self._following = state.get("following")
         for rng, own in zip(self.own, state["generators"], strict=True):
             rng.write(own)
 
@@ -276,6 +288,10 @@ class Order:
     def _new(self) -> Epoch:
         self._adopt()
         self.settle()
+        if self._following is not None and self._resumed is not None and self._resumed[0] != self.epoch:
+            for rng, state in zip(self.own, self._following, strict=True):
+                rng.write(state)
+            self._following = None
         position, seeds_workers = self._beginning()
         return Epoch(self.epoch, self._streams(), position, seeds_workers=seeds_workers)
 

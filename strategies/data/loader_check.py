@@ -14,6 +14,7 @@ from typing import Any, final
 import torch
 
 from fabric.strategies.data.dispatch import Channel
+from fabric.strategies.data.read_ahead import ReadAhead
 from fabric.strategies.data.repeated import RepeatedBatches
 from fabric.strategies.data.rng import Rng, digest, mix
 from fabric.strategies.data.uneven import Votes
@@ -51,14 +52,21 @@ class LoaderNumbers:
         self._state, self._number = b"", 0
         self.num_backwards = 0
         """Backward passes of the loop. An iteration that ends after one batch and none of these uses up no epoch."""
+        self.num_steps = 0
+        """Steps of all optimizers."""
         self.num_unweighted = 0
         """Backward passes without `weight=`."""
         self.forward_communicates = False
         """Whether a model was set up whose forward waits for ranks that read other data, which the strategy could not
         know before."""
         self.repeated = RepeatedBatches()
+        self.ahead = ReadAhead()
         self.note_batch: Callable[[Any, object], None] | None = None
         """Called with each batch that the loop receives, and the `Iteration` that it is of."""
+
+    def note_step(self) -> None:
+        """Count a step of an optimizer."""
+        self.num_steps += 1
 
     def next(self) -> int:
         """The number of the loader that is being set up."""

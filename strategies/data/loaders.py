@@ -119,10 +119,13 @@ def process_dataloader(
     reading = replace(reading, device=device if accelerated else None, carry=carry, report=report)
     counts: dict[str, Any] = {
         "num_backwards": lambda: numbers.num_backwards,
+        "num_updates": lambda: numbers.num_backwards + numbers.num_steps,
+        "resumes_left": use in ("train", "predict"),
         "num_unweighted": lambda: numbers.num_unweighted,
         "note": lambda: numbers.note_batch if use == "train" else None,
         "trains": use == "train",
         "repeated": numbers.repeated,
+        "ahead": numbers.ahead,
     }
     return read_as(loader, replace(reading, draw_apart=draw_apart, **counts))
 
@@ -292,7 +295,8 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup
     stream = SharedStream(dataset, cut, seed)
     if loader.persistent_workers:
         stream.announced.share_memory_()  # type: ignore[no-untyped-call]
-    parts = {"dataset": stream, "batch_sampler": None, "collate_fn": Collate(loader.collate_fn)}
+    dataset = Counted(stream) if isinstance(loader, Resumable) else stream
+    parts = {"dataset": dataset, "batch_sampler": None, "collate_fn": Collate(loader.collate_fn)}
     source = _copy(loader, worker_init_fn=start, **parts)
     return Reading(
         source=source,

@@ -23,6 +23,7 @@ from functools import cache, partial
 from itertools import count
 from typing import Any, Literal, NamedTuple, TypeAlias, final
 
+from fabric.strategies.data.positions import Tail
 from fabric.strategies.data.repeated import Factor, Later
 from fabric.strategies.pytree import is_tensor, map_leaves
 
@@ -100,16 +101,15 @@ class Agreement:
         self.repeats = uneven == "repeat"
         """Whether a rank may get a batch again."""
 
-    def __call__(self, batches: Iterator[Any], example: Callable[[], Any], *, ended: bool = False) -> Agreed:
-        """One iteration. `batches`: those of this rank. `ended`: it has read them all before a checkpoint.
+    def __call__(self, batches: Iterator[Any], example: Callable[[], Any], tail: Tail | None = None) -> Agreed:
+        """One iteration. `batches`: those of this rank. `tail`: of the checkpoint that it resumes from.
 
-        `example`: returns the batch to repeat if `batches` has none, because all were read before a checkpoint; None if
-        there is no data at all.
+        `example`: returns the batch to repeat if neither `batches` nor `tail` has one; None if there is no data at all.
         Raises, while the batches are iterated: RuntimeError: on every rank, if ranks are at different batches, have
         different numbers of batches under `"error"`, or nothing to repeat under `"repeat"`.
         """
         self._iterations += 1
-        supply = _Supply(iter(()) if ended else batches, example if self._uneven == "repeat" else None)
+        supply = _Supply(batches, example if self._uneven == "repeat" else None, tail or Tail())
         number = self._iterations
         return Agreed(supply, lambda agreed: self._agreed(supply, number, agreed.factors))
 
@@ -289,27 +289,29 @@ def _num_bytes(batch: Any) -> float:
 class _Supply:
     """One rank's batches of one iteration; at their end the last one again, if `example` is given."""
 
-    def __init__(self, batches: Iterator[Any], example: Callable[[], Any] | None) -> None:
-        self._batches, self._example = batches, example
-        self.last: Any = None
+    def __init__(self, batches: Iterator[Any], example: Callable[[], Any] | None, tail: Tail) -> None:
+        self._batches, self._example, self._repeats = batches, example, example is not None
+        self.last = tail.last
         """What is repeated."""
         self.num_read = 0
         """Number of batches read, without repeated ones."""
-        self.ended = False
+        self.ended = tail.ended
 
     def draw(self) -> _Drawn:
         """The next batch; `_END` if there is none."""
         batch = _END if self.ended else next(self._batches, _END)
         if batch is not _END:
             self.num_read += 1
-            self.last = batch if self._example is not None else None
+            self.last = batch if self._repeats else None
+            self._example = None  # it refers to the loader, which refers to this: a cycle would keep its position alive
             return _Drawn(batch, 1)
-        if not self.ended and self.num_read == 0 and self._example is not None:
-            self.last = self._example()
         self.ended = True
+        if self.last is None and self._example is not None:
+            self.last = self._example()
+        self._example = None
         if self.last is not None:
             return _Drawn(self.last, 0)
-        return _Drawn(_END, 0 if self._example is None else _NOTHING)
+        return _Drawn(_END, _NOTHING if self._repeats else 0)
 
 
 def _ranks(chosen: list[bool]) -> str:

@@ -71,7 +71,7 @@ class WorkerStart:
         info = get_worker_info()
         assert info is not None
         # WorkerInfo guards its attributes, and users read both in their own `worker_init_fn`.
-        if isinstance(info.dataset, (Counted, SharedStream, SeededDataset)):
+        while isinstance(info.dataset, (Counted, SharedStream, SeededDataset)):
             object.__setattr__(info, "dataset", info.dataset.dataset)
         if self.share_index:
             seed = mix(info.seed, self.share_index)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import final
 
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 from torch.optim import Optimizer
 
 from fabric.strategies.capabilities import Capability
@@ -74,7 +74,7 @@ class DDPStrategy(ProcessGroupStrategy):
         return why_not(self.comm_hook, backend, target.size, target.precision.param_dtype)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
-        if runtime.device.type == "cpu" and dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        if runtime.device.type == "cpu" and get_debug_level() == DebugLevel.DETAIL:
             raise RuntimeError(_DETAIL)
         shards = self.shard_optimizer and runtime.world.size > 1
         if shards:
@@ -96,6 +96,6 @@ class DDPStrategy(ProcessGroupStrategy):
 
 _DETAIL = (
     "TORCH_DISTRIBUTED_DEBUG=DETAIL: with it torch's DistributedDataParallel ends the process by SIGSEGV on the CPU "
-    "(torch 2.9 to 2.13). Write INFO. `Fabric(debug='collectives')` compares every collective over the ranks, as DETAIL "
-    "is to do."
+    "(torch 2.9 to 2.13). Write INFO. `Fabric(debug='collectives')` compares every collective over the ranks, as "
+    "DETAIL is to do."
 )

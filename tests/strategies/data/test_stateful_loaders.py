@@ -7,15 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 from worlds import run_world
 
 from fabric import Fabric
 from fabric.launchers.world import World
+from fabric.strategies.checkpoint.manifest import Manifest
+from fabric.strategies.data.positions import unsaved_part
 from fabric.strategies.data.uneven import Agreement, Votes
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -68,14 +71,14 @@ class CountingLate(Counting):
         yield from self.counted()
 
 
-def train(fabric: Fabric, dataset: Any, workers: int, stops: list[tuple[int, int]], folder: str, **to: Any) -> Any:
+def train(fabric: Fabric, data: Any, stops: list[tuple[int, int]], folder: str, **to: Any) -> Any:
     """Losses and batches of two epochs, in a run that is stopped after these batches of an epoch; 0: at its end."""
     seen = []
     for run, stop in enumerate([*stops, None]):
         fabric.seed_everything(1)
         net = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1))
         model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1e-4))
-        loader = fabric.setup_dataloaders(StatefulDataLoader(dataset, 2, num_workers=workers), **to)
+        loader = fabric.setup_dataloaders(data, **to)
         state: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader, "place": [0, 0]}
         if run:
             fabric.load(f"{folder}/{run - 1}", state)
@@ -106,8 +109,8 @@ def test_a_stream_stopped_twice_in_an_epoch_or_at_its_end_goes_on_exactly(
     kind: Any, stops: list[tuple[int, int]], tmp_path: Path
 ) -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
-    whole = train(fabric, kind(0, 9), 0, [], "")
-    assert train(fabric, kind(0, 9), 0, stops, str(tmp_path)) == whole
+    whole = train(fabric, StatefulDataLoader(kind(0, 9), 2), [], "")
+    assert train(fabric, StatefulDataLoader(kind(0, 9), 2), stops, str(tmp_path)) == whole
     assert len(whole) == 10
 
 
@@ -115,20 +118,32 @@ def on_two_ranks(world: World, folder: str, workers: int) -> list[Any]:
     found = []
     with Fabric(accelerator="cpu", strategy="ddp", launcher="external") as fabric:
         fabric.launch()
-        for kind, uneven in itertools.product((Numbers, Counting, CountingLate), ("stop", "repeat")):
+        for (make, kind), uneven in itertools.product(KINDS, ("stop", "repeat")):
             if kind is not Numbers and workers:  # torchdata does not restore the random generators of its workers
                 continue
             dataset = kind(100 * fabric.global_rank, 8 + 8 * fabric.global_rank)
             to = {"use_distributed_sampler": False, "uneven": uneven}
-            name = f"{folder}/{kind.__name__}-{uneven}"
-            in_the_tail = [[(0, 6), (0, 7)]] if uneven == "repeat" else []  # rank 0 repeats a batch
-            whole = train(fabric, dataset, workers, [], "", **to)
+            name = f"{folder}/{make.__name__}-{kind.__name__}-{uneven}"
+            in_the_tail = [[(0, 4), (0, 6), (0, 7)]] if uneven == "repeat" else []  # rank 0 repeats from the 5th batch
+
+            def run(stops: list[tuple[int, int]], to_folder: str) -> Any:
+                return train(fabric, make(dataset, 2, num_workers=workers), stops, to_folder, **to)  # noqa: B023
+
+            whole = run([], "")
             stopped = [
-                train(fabric, dataset, workers, stops, f"{name}-{number}", **to)
+                run(stops, f"{name}-{number}")
                 for number, stops in enumerate([[(0, 2), (0, 3)], [(1, 0)], *in_the_tail])
             ]
-            found.append(((kind.__name__, uneven), whole, stopped))
+            found.append(((make.__name__, kind.__name__, uneven), whole, stopped))
     return found
+
+
+KINDS: list[tuple[Any, Any]] = [
+    (StatefulDataLoader, Numbers),
+    (StatefulDataLoader, Counting),
+    (StatefulDataLoader, CountingLate),
+    (DataLoader, Numbers),
+]
 
 
 @pytest.mark.slow
@@ -136,9 +151,28 @@ def on_two_ranks(world: World, folder: str, workers: int) -> list[Any]:
 def test_streams_of_different_lengths_go_on_exactly_with_workers_and_without(tmp_path: Path, workers: int) -> None:
     for rank, found in enumerate(run_world(2, on_two_ranks, str(tmp_path), workers)):
         for case, whole, stopped in found:
-            assert len(whole) == (8 if case[1] == "stop" else 16), (rank, case)
+            assert len(whole) == (8 if case[2] == "stop" else 16), (rank, case)
             for seen in stopped:
                 assert seen == whole, (rank, case)
+    manifest_of = tmp_path / "StatefulDataLoader-Numbers-repeat-2/0/manifest.json"
+    manifest = Manifest.of_bytes(manifest_of.read_bytes())
+    for rank in range(2):  # each rank writes the batch that it may have to repeat
+        place = f"/loader/loader of each rank/{rank}/"
+        files = {p.file for at, each in manifest.table.tensors.items() if at.startswith(place) for p in each.pieces}
+        assert {file.partition(".")[2] for file in files} == {f"{rank}.bin"}
+
+
+@pytest.mark.parametrize(
+    ("part", "sentence"),
+    [
+        ([torch.ones(2), ("a", 1.0, None), {1: b"c"}], None),
+        (numpy.ones(2), "a `ndarray`"),
+        (torch.eye(2).to_sparse(), "a tensor of torch.sparse_coo"),
+        (["x" * 40_000] * 2, "80,000 bytes of strings and numbers, and at most 65,536 are saved"),
+    ],
+)
+def test_batches_that_a_position_cannot_contain_are_told_apart(part: Any, sentence: str | None) -> None:
+    assert unsaved_part((torch.ones(2), part)) == sentence
 
 
 def test_a_rank_that_has_a_batch_waits_for_the_others_where_its_factor_is_used() -> None:

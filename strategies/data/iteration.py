@@ -1,0 +1,97 @@
+"""One iteration over a prepared loader: how many batches the loop has received, and which of them were repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+from fabric.strategies.data.positions import Tail
+from fabric.strategies.data.read_ahead import ReadAhead
+from fabric.strategies.data.repeated import RepeatedBatches
+from fabric.strategies.data.uneven import Agreed
+
+
+@final
+class Iteration:
+    """How many batches the loop has received in one iteration over a loader."""
+
+    def __init__(
+        self,
+        agreed: Agreed | None = None,
+        repeated: RepeatedBatches | None = None,
+        num_updates: Callable[[], int] = lambda: 0,
+        ahead: ReadAhead | None = None,
+    ) -> None:
+        """`agreed`: where ranks agree on the number of batches. `repeated`: receives each batch of the loop.
+        `num_updates`: returns the number of backward passes and optimizer steps so far. `ahead`: where the end is
+        reported."""
+        self.num_batches = 0
+        self.is_complete = False
+        """Whether the iteration has raised StopIteration in the loop."""
+        self.has_ended = False
+        """Whether it has no batch left. Then it may be open, if its end was found by reading ahead."""
+        self.is_open = False
+        """Whether the loop has received a batch, and has not left the iteration."""
+        self.has_trained = False
+        """Whether there was a backward pass or an optimizer step, once the loop has left the iteration."""
+        self.agreed, self._repeated, self._num_updates = agreed, repeated, num_updates
+        self._ahead = ReadAhead() if ahead is None else ahead
+        self._num_updates_before = 0
+
+    @property
+    def num_own(self) -> int:
+        """Number of batches received, without repeated ones."""
+        return self.num_batches if self.agreed is None else min(self.num_batches, self.agreed.num_read)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the loop has left the iteration before its end."""
+        return self.num_batches > 0 and not self.is_open and not self.is_complete
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the latest batch was a repeated one."""
+        return self.num_own < self.num_batches
+
+    @property
+    def next_repeats(self) -> bool:
+        """Whether the batch that the loop receives next, and that is read already, is a repeated one."""
+        return self.agreed is not None and self.num_batches >= self.agreed.num_read
+
+    @property
+    def tail(self) -> Tail:
+        """What a run must know that resumes after the latest batch, if ranks repeat batches."""
+        agreed = self.agreed
+        if agreed is None or self.is_complete or self.num_batches < agreed.num_read:  # the next batch is read already
+            return Tail()
+        return Tail(ended=agreed.last is not None and not agreed.has_rest, last=agreed.last)
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether this rank's data had not ended when the iteration did."""
+        return self.agreed is not None and self.agreed.has_rest
+
+    def record(self, batches: Iterator[Any], note: Callable[[Any, object], None] | None = None) -> Iterator[Any]:
+        """Yield the batches, count them, and call `note` with each."""
+        repeated, agreed, is_ended = self._repeated, self.agreed, False
+        self.is_open, self._num_updates_before = True, self._num_updates()
+        try:
+            for batch in batches:
+                self.num_batches += 1
+                if note is not None:
+                    note(batch, self)
+                factor = 1.0 if agreed is None else agreed.factors.popleft()
+                if repeated is not None and repeated.is_used:
+                    repeated.receive(self, factor)
+                yield batch
+            is_ended = self.has_ended = True
+            self._ahead.end(self._end)
+        finally:
+            if not is_ended:
+                self._end(False)
+            if repeated is not None:
+                repeated.end(self)
+
+    def _end(self, is_complete: bool) -> None:
+        self.is_open, self.is_complete = False, is_complete
+        self.has_trained = self._num_updates() != self._num_updates_before

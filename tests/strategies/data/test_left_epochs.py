@@ -1,0 +1,210 @@
+"""Epochs that the loop leaves before their end: where a run goes on that is resumed from a checkpoint after that."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from shares import share_out
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torchdata.nodes import Batcher, Loader, Mapper, SamplerWrapper
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from fabric.accumulation import Accumulation
+from fabric.strategies.data.loader_check import LoaderNumbers
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
+
+class Stream(IterableDataset[int]):
+    """Another order in each epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = self.read = self.skipped = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        self.read, self.skipped = self.skipped, 0
+        for number in range(self.read, 20):
+            self.read += 1
+            yield 100 * self.epoch + number
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "read": self.read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.skipped = state["epoch"], state["read"]
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+def nodes() -> Any:
+    """Batches in another order in each epoch."""
+    return Loader(Batcher(Mapper(SamplerWrapper(Ordered()), int), 2))  # type: ignore[arg-type]
+
+
+class Ordered(Sampler[int]):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(100 * self.epoch, 100 * self.epoch + 20))
+
+    def __len__(self) -> int:
+        return 20
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "plain": lambda: DataLoader(range(20), 2, shuffle=True, generator=generator()),  # type: ignore[arg-type]
+    "stateful": lambda: StatefulDataLoader(range(20), 2, shuffle=True, generator=generator()),  # type: ignore[arg-type]
+    "stream": lambda: StatefulDataLoader(Stream(), 2),
+}
+MORE = {**LOADERS, "nodes": nodes}
+
+
+def prepared(name: str, state: Any = None, said: list[str] | None = None, **to: Any) -> Any:
+    torch.manual_seed(8)
+    numbers = LoaderNumbers()
+    (loader,) = share_out(lambda _: MORE[name](), 1, numbers=[numbers], said=said, **to)
+    if state is not None:
+        loader.load_state_dict(copy.deepcopy(state))  # type: ignore[attr-defined]
+    return loader, numbers
+
+
+def first(loader: Any, num_batches: int, numbers: LoaderNumbers | None = None) -> list[list[int]]:
+    """Batches of an iteration that is then left; `numbers`: the loop trains on them."""
+    seen = []
+    for batch in loader:
+        seen.append(batch.tolist())
+        if numbers is not None:
+            numbers.num_backwards += 1
+        if len(seen) == num_batches:
+            break
+    return seen
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("use", ["train", "validate"])
+def test_an_evaluation_that_was_left_early_begins_anew_in_a_resumed_run(name: str, use: Any) -> None:
+    loader, _ = prepared(name, use=use)
+    first(loader, 3)
+    state = loader.state_of_run() if use == "train" else loader.state_dict()
+    resumed, _ = prepared(name, state, use=use)
+    again = resumed.state_of_run()
+    expected = first(loader, 3)
+    assert first(resumed, 3) == expected
+    assert first(prepared(name, again, use=use)[0], 3) == expected
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_training_that_was_left_early_goes_on_there_or_in_the_epoch_that_was_chosen(name: str) -> None:
+    said: list[str] = []
+    loader, numbers = prepared(name, said=said)
+    loader.set_epoch(0)
+    first(loader, 3, numbers)
+    state = loader.state_of_run()
+    resumed, _ = prepared(name, state)
+    whole, _ = prepared(name)
+    assert first(resumed, 9) == first(whole, 10)[3:]
+    resumed, _ = prepared(name, state)
+    for each in (loader, resumed):
+        each.set_epoch(1)
+    assert first(resumed, 10) == first(loader, 10, numbers)
+    assert said == []
+    first(loader, 3, numbers)
+    loader.state_of_run()
+    for _ in range(2):
+        first(loader, 3, numbers)
+        loader.state_of_run()
+    (sentence,) = said
+    assert "left an epoch of the" in sentence
+    assert "Call `loader.set_epoch(epoch)` before each epoch" in sentence
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_look_at_one_batch_of_a_resumed_loader_does_not_move_it(name: str) -> None:
+    loader, numbers = prepared(name)
+    first(loader, 3, numbers)
+    resumed, _ = prepared(name, loader.state_of_run())
+    looked = first(resumed, 1)
+    again, _ = prepared(name, resumed.state_of_run())
+    rest = first(resumed, 9)
+    assert len(rest) == 7
+    assert looked == rest[:1]
+    assert first(again, 9) == rest
+
+
+@pytest.mark.parametrize("name", ["plain", "stateful"])
+def test_a_zip_that_ends_at_once_leaves_the_epochs_of_its_other_loaders(name: str) -> None:
+    loader, numbers = prepared(name)
+    seen = []
+    for _ in zip(range(3), loader, strict=False):
+        numbers.num_backwards += 1
+        seen.append(loader.state_dict())
+    resumed, _ = prepared(name, seen[-1])
+    assert list(zip([], resumed, strict=False)) == []
+    assert first(resumed, 10) == first(loader, 10)
+
+
+def windows(loader: Any, numbers: LoaderNumbers) -> Iterator[list[Any]]:
+    return Accumulation().windows(loader, 4, (), nullcontext, numbers.ahead)  # type: ignore[arg-type,return-value]
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_in_the_last_window_of_an_epoch_the_loop_is_within_it(name: str) -> None:
+    """Although its last, shorter window was found by reading ahead: `epoch` in the loop is still its number."""
+    states = []
+    loader, numbers = prepared(name)
+    for window in windows(loader, numbers):
+        list(window)
+        states.append(loader.state_dict())
+    following = [batch for window in windows(loader, numbers) for batch in window]
+    state = states[-1]
+    for _ in range(2):
+        resumed, numbers = prepared(name, state)
+        state = resumed.state_dict()
+    assert list(windows(resumed, numbers)) == []
+    again = [batch for window in windows(resumed, numbers) for batch in window]
+    assert len(again) == 10
+    assert str(again) == str(following)
+
+
+def test_nodes_that_were_saved_after_the_last_batch_end_at_once() -> None:
+    loader, _ = prepared("nodes")
+    whole = [(batch, loader.state_dict()) for batch in loader]
+    resumed, _ = prepared("nodes", whole[-1][1])
+    assert list(resumed) == []
+    assert list(resumed) == list(loader)
+    assert next(iter(resumed)) == [200, 201]
+    assert resumed.state_dict()["loader"]["num_yielded"] == 1
+
+
+def test_a_stateful_loader_of_a_shared_stream_can_be_resumed_twice_in_an_epoch() -> None:
+    def make() -> list[Any]:
+        return share_out(lambda _: StatefulDataLoader(Unstated(), 2), 2)
+
+    whole = [[batch.tolist() for batch in loader] for loader in make()]
+    states: list[Any] = [None, None]
+    for place in range(3):
+        for rank, loader in enumerate(make()):
+            if states[rank] is not None:
+                loader.load_state_dict(states[rank])  # type: ignore[attr-defined]
+            for batch in loader:
+                assert batch.tolist() == whole[rank][place]
+                states[rank] = loader.state_dict()  # type: ignore[attr-defined]
+                break
+
+
+class Unstated(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(20))
