@@ -33,6 +33,7 @@ from fabric.arguments import (
     check_use,
 )
 from fabric.callbacks import call
+from fabric.closure_loss import ClosureLoss
 from fabric.console import print_rank_zero
 from fabric.determinism import determinism
 from fabric.evaluation import gather_for_metrics
@@ -388,6 +389,7 @@ class Fabric:
         self._optimizers.update(dict.fromkeys(prepared.optimizers, prepared.state))
         self._take_in(bare, prepared.optimizers, move=move_to_device)
         self._tell_skips(prepared.optimizers)
+        self._average_losses(prepared.optimizers)
         self._count_steps(prepared.optimizers)
         self._guard_steps(prepared.optimizers)
         if self._replica_check is not None:
@@ -420,6 +422,7 @@ class Fabric:
         self._optimizers.update({each: self._state_access(each, otherwise=shared) for each in optimizers})
         self._take_in(bare, optimizers, move=True)
         self._tell_skips(optimizers)
+        self._average_losses(optimizers)
         self._count_steps(optimizers)
         self._guard_steps(optimizers)
         self._compare_after_steps(optimizers)
@@ -1334,6 +1337,12 @@ class Fabric:
         for optimizer in optimizers:
             optimizer.step_was_skipped = False  # type: ignore[attr-defined]
             self._open.callback(vars(optimizer).pop, "step_was_skipped", None)
+
+    def _average_losses(self, optimizers: Sequence[Optimizer]) -> None:
+        """Average what closures return to the optimizers that compute with it."""
+        losses = ClosureLoss(self._connected.collective, lambda: self._weighting is not None)
+        for optimizer in optimizers:
+            self._open.callback(losses.attach(optimizer))
 
     def _count_steps(self, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:

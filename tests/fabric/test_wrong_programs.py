@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from torch.optim import SGD, Optimizer
+from torch.optim import LBFGS, SGD, Optimizer
 
 from fabric import Fabric, replica_guard
 from fabric.strategies.collectives.collective import CollectiveError
@@ -422,6 +422,26 @@ def stepped_by(kind: type[Optimizer], fabric: Fabric | None = None) -> nn.Module
     return steps(model, optimizer, backward, rank=fabric.global_rank, size=fabric.world_size)
 
 
+def searched(fabric: Fabric | None = None) -> nn.Module:
+    """LBFGS chooses the length of each step by the loss that its closure returns."""
+    model: nn.Module = make_net()
+    optimizer = LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+    rank, size = 0, 1
+    if fabric is not None:
+        model, optimizer = fabric.setup(model, optimizer)
+        rank, size = fabric.global_rank, fabric.world_size
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, 0, rank, size)
+        loss.backward() if fabric is None else fabric.backward(loss, model=model)
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    return model
+
+
 def descended() -> nn.Module:
     net = make_net()
     return steps(net, SGD(net.parameters(), lr=0.1), lambda loss: loss.backward())
@@ -502,6 +522,7 @@ PROGRAMS: dict[str, tuple[Callable[[Fabric], nn.Module], dict[str, Change]]] = {
     "gradient penalty": (penalised, {}),
     "layerwise optimizer": (partial(stepped_by, Layerwise), {}),
     "optimizer with the norm of all gradients": (partial(stepped_by, WithGlobalNorm), {}),
+    "line search": (searched, {}),
     "gradients read": (read_gradients, {}),
     "gradients changed in place": (lambda fabric: usual(fabric, after=halve_gradients), {"after": halve_gradients}),
 }
@@ -511,6 +532,7 @@ PLAIN: dict[str, Callable[[], nn.Module]] = {
     "second derivatives": second_derivatives,
     "gradient penalty": penalised,
     "updates of its own": descended,
+    "line search": searched,
     "layerwise optimizer": partial(stepped_by, Layerwise),
     "optimizer with the norm of all gradients": partial(stepped_by, WithGlobalNorm),
 }
@@ -630,6 +652,7 @@ RIGHT: dict[str, tuple[str, ...]] = {
     ),
     "layerwise optimizer": ("ddp", "fsdp", "model_parallel", "manual", "ddp_sharded"),
     "optimizer with the norm of all gradients": ("ddp", "fsdp", "model_parallel", "manual"),
+    "line search": ("ddp", "fsdp", "model_parallel", "manual"),
     "steps within backward": ("fsdp", "model_parallel"),
     "gradients read": ("ddp", "fsdp", "model_parallel", "manual"),
     "rows of weights changed in place": ("ddp", "fsdp", "model_parallel", "manual"),
