@@ -45,6 +45,7 @@ class DDPGradientSync(GradientSync):
         self.needs_all = not (options.find_unused_parameters or options.static_graph)
         self.contents = Contents(module)
         self.flags: list[bool] = []  # `requires_grad` of the parameters when `parallel` was created
+        self.placement = self.contents.placement()
         self.parameters: list[nn.Parameter] = []
         self.parallel: DistributedDataParallel | None = None
         self.carrier: Carrier | None = None
@@ -109,7 +110,8 @@ class DDPGradientSync(GradientSync):
 
         # Note [Layers that come after setup]
         DistributedDataParallel averages the parameters that it found when it was created. So if a layer was added,
-        replaced, frozen or unfrozen since, all ranks create another one together, and new tensors are broadcast from
+        replaced, frozen or unfrozen since, or the model was converted (`model.double()`, for which torch drops the hooks
+        of the reducer without a message), all ranks create another one together, and new tensors are broadcast from
         rank 0. If a whole model is frozen for a while, like a critic in each step of its generator, its
         DistributedDataParallel is kept.
         """
@@ -119,7 +121,7 @@ class DDPGradientSync(GradientSync):
                 return self.parallel is not None  # within `torch.func.functional_call`, with functions of the weights
             self.contents, self.flags = now, []
         flags = self.contents.flags()
-        if flags != self.flags:
+        if flags != self.flags or self.contents.placement() != self.placement:
             if not any(flags):
                 return False
             self._arrange(flags)
@@ -153,6 +155,7 @@ class DDPGradientSync(GradientSync):
             register(self.parallel, options.comm_hook)
         broadcast_from_rank_zero(self.collective, self.contents.new_since(self.alike))
         self.alike, self.flags, self.parameters = self.contents, flags, parameters
+        self.placement = self.contents.placement()
 
     def watch(self) -> Finish | None:
         # Note [Gradients that were not averaged]
