@@ -21,6 +21,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 from fabric import Fabric, replica_guard
 from fabric.strategies.collectives.collective import CollectiveError
+from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.registry import make_strategy
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
@@ -422,6 +423,19 @@ def stepped_by(kind: type[Optimizer], fabric: Fabric | None = None) -> nn.Module
     return steps(model, optimizer, backward, rank=fabric.global_rank, size=fabric.world_size)
 
 
+def over_groups(fabric: Fabric, *, before: Change = lambda model: None, after: Change = lambda model: None) -> nn.Module:
+    """`before` and `after` get the parameters that the optimizer holds, in a module."""
+
+    def held(change: Change) -> Change:
+        return lambda model: change(nn.ParameterList(parameters_of(optimizer)))
+
+    net = make_net()
+    model, optimizer = fabric.setup(net, make_optimizer(net))
+    backward = lambda loss: fabric.backward(loss, model=model)  # noqa: E731
+    place = {"rank": fabric.global_rank, "size": fabric.world_size}
+    return steps(model, optimizer, backward, before=held(before), after=held(after), **place)
+
+
 def searched(fabric: Fabric | None = None) -> nn.Module:
     """LBFGS chooses the length of each step by the loss that its closure returns."""
     model: nn.Module = make_net()
@@ -523,6 +537,8 @@ PROGRAMS: dict[str, tuple[Callable[[Fabric], nn.Module], dict[str, Change]]] = {
     "layerwise optimizer": (partial(stepped_by, Layerwise), {}),
     "optimizer with the norm of all gradients": (partial(stepped_by, WithGlobalNorm), {}),
     "line search": (searched, {}),
+    "clip_grad_norm_ of the optimizer's groups": (partial(over_groups, after=clip), {"after": clip}),
+    "weights of the optimizer's groups changed in place": (partial(over_groups, before=halve), {"before": halve}),
     "gradients read": (read_gradients, {}),
     "gradients changed in place": (lambda fabric: usual(fabric, after=halve_gradients), {"after": halve_gradients}),
 }
@@ -653,6 +669,10 @@ RIGHT: dict[str, tuple[str, ...]] = {
     "layerwise optimizer": ("ddp", "fsdp", "model_parallel", "manual", "ddp_sharded"),
     "optimizer with the norm of all gradients": ("ddp", "fsdp", "model_parallel", "manual"),
     "line search": ("ddp", "fsdp", "model_parallel", "manual"),
+    "clip_grad_norm_ of the optimizer's groups": ("ddp", "fsdp", "model_parallel", "manual"),
+    "weights of the optimizer's groups changed in place": (
+        *("ddp", "fsdp", "model_parallel", "manual", "ddp_sharded", "deepspeed_stage_1", "deepspeed_stage_2"),
+    ),
     "steps within backward": ("fsdp", "model_parallel"),
     "gradients read": ("ddp", "fsdp", "model_parallel", "manual"),
     "rows of weights changed in place": ("ddp", "fsdp", "model_parallel", "manual"),
