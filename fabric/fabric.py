@@ -56,6 +56,7 @@ from fabric.replica_guard import ReplicaGuard
 from fabric.request import Request
 from fabric.resolve import resolve
 from fabric.run_state import generators_of, has_objects, is_run, restore_generators, run_state_of
+from fabric.same_optimizers import SameOptimizers
 from fabric.seed import seed_everything
 from fabric.step_checks import StepChecks
 from fabric.step_counter import StepCounter
@@ -197,6 +198,7 @@ class Fabric:
         self._unprepared: UnpreparedOptimizers | None = None
         self._step_checks: StepChecks | None = None
         self._replica_guard: ReplicaGuard | None = None
+        self._same_optimizers: SameOptimizers | None = None
         self._replica_check: ReplicaCheck | None = None
         self._saves: BackgroundSaves | None = None
 
@@ -573,6 +575,8 @@ class Fabric:
         replicas = None if self._accumulation.held else self._replica_guard
         if replicas is not None:
             replicas.before_backward()
+            if self._same_optimizers is not None:
+                self._same_optimizers.before_backward()
         if self._guard is not None:
             self._guard.note_backward(loss)
         factor = runtime.loader_numbers.repeated.factor()
@@ -1116,6 +1120,7 @@ class Fabric:
         self._models, self._optimizers, self._schedulers, self._backward = {}, {}, [], None
         self._loaders, self._steps = [], {}
         self._unprepared = self._step_checks = self._replica_guard = self._replica_check = None
+        self._same_optimizers = None
         self._bare = self._weighting = None
 
     def _collective_load(self) -> AbstractContextManager[None]:
@@ -1141,6 +1146,9 @@ class Fabric:
         is_replicated = model.sync.is_replicated
         if not strategy.sets_up_one_model and not is_replicated:
             return
+        store = runtime.collective.store()
+        if self._same_optimizers is None and strategy.sets_up_one_model and store is not None:
+            self._same_optimizers = SameOptimizers(runtime, store, self._steps)
         if self._step_checks is None:
             self._step_checks = StepChecks(runtime, self._optimizers, self._open)
         self._step_checks.add(model, whole=is_replicated or not strategy.in_shards)
