@@ -1,12 +1,12 @@
-"""Ranks whose optimizers differ: in a learning rate, or in the number of steps that they have taken.
+"""Ranks whose optimizers differ: in a learning rate, in the number of steps that they have taken, or in their weights.
 
-A scheduler that is stepped with the loss of one rank (`ReduceLROnPlateau`), or on one rank alone, and a step that one
-rank leaves out, let ranks train apart, and raise nothing. So now and then each rank counts in the job's store what its
-optimizers have, and later reads how many ranks have the same: no rank waits for another. Nothing is judged before all
-ranks have counted.
+A scheduler that is stepped with the loss of one rank (`ReduceLROnPlateau`), or on one rank alone, a step that one rank
+leaves out, and random numbers that each rank adds to its replica, let ranks train apart, and raise nothing. So now and
+then each rank counts in the job's store what its optimizers have, and later reads how many ranks have the same: no rank
+waits for another. Nothing is judged before all ranks have counted.
 
-Cost: four requests to the store for each comparison, before the synchronised backwards 1, 2, 4, ..., 256, and then one
-in 256. Tensors among the values are left out: to read them would wait for the device.
+Cost: five requests to the store for each comparison, before the synchronised backwards 1, 2, 4, ..., 256, and then one
+in 256. Tensors among the hyperparameters are left out: to read them would wait for the device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from fabric.step_counter import StepCounter
+from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.runtime import Runtime
+from fabric.weight_sample import WeightSample
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -38,8 +40,10 @@ class SameOptimizers:
     def __init__(self, runtime: Runtime, store: Store, steps: Mapping[Optimizer, StepCounter]) -> None:
         self._rank, self._size, self._store, self._steps = runtime.world.rank, runtime.world.size, store, steps
         self._num_backwards = 0
-        self._counted: dict[int, tuple[str, list[str]]] = {}
-        """By the number of a backward: the key and the values of this rank, until they are judged."""
+        self._counted: dict[int, tuple[str, list[str], WeightSample | None]] = {}
+        """By the number of a backward: the key, the values and weights of this rank, until they are judged."""
+        self.is_whole = True
+        """Whether each rank holds all weights, so that they can be compared."""
 
     def before_backward(self) -> None:
         """Called before each synchronised backward. Raises: RuntimeError: on every rank, if optimizers differ."""
@@ -50,17 +54,26 @@ class SameOptimizers:
             return
         values = [text for optimizer, steps in self._steps.items() for text in _values(optimizer, steps)]
         key = f"optimizers/{number}/{hashlib.blake2b(repr(values).encode(), digest_size=8).hexdigest()}"
+        sample = None
+        if self.is_whole:
+            sample = WeightSample([each for optimizer in self._steps for each in parameters_of(optimizer)], number)
+            if self._rank == 0:
+                self._store.set(f"weights/{number}", sample.to_bytes())
         self._store.add(key, 1)
         self._store.add(f"optimizers/{number}", 1)
-        self._counted[number] = key, values
+        self._counted[number] = key, values, sample
 
     def _judge(self) -> None:
-        for number, (key, values) in list(self._counted.items()):
+        for number, (key, values, sample) in list(self._counted.items()):
             if self._store.add(f"optimizers/{number}", 0) < self._size:  # a backend whose ranks meet in the step alone
                 continue
             del self._counted[number]
             if self._store.add(key, 0) != self._size:
                 raise RuntimeError(_DIFFERENT.format(number=number, first=self._first_difference(number, values)))
+            if sample is not None and self._rank > 0:
+                difference = sample.difference(self._store.get(f"weights/{number}"))
+                if difference is not None:
+                    raise RuntimeError(_APART.format(rank=self._rank, number=number, difference=difference))
 
     def _first_difference(self, number: int, values: list[str]) -> str:
         """What differs, with the values of all ranks: each of them finds the difference, and comes here."""
@@ -104,4 +117,10 @@ _DIFFERENT = (
     "apart. Step each optimizer and each scheduler on all ranks or on none, and decide by values that are the same on "
     "all: `scheduler.step(fabric.all_reduce(loss))`. An optimizer that differs over ranks on purpose is not passed to "
     "`setup`."
+)
+_APART = (
+    "The weights of rank {rank} are not those of rank 0, since before the synchronised backward number {number}: "
+    "{difference}. Replicas that differ are trained with gradients of each other. Change weights and gradients on all "
+    "ranks alike: random numbers differ between ranks after `fabric.setup`, so draw on rank 0 and send them, "
+    "`fabric.broadcast(noise)`. `Fabric(check_replicas=1)` raises at the first step after which weights differ."
 )
