@@ -103,6 +103,15 @@ class Gathered:
         """Each parameter, as torch's FSDPParam."""
         return _params(self._units)
 
+    def send_zeros_for_unused(self) -> bool:
+        """Make each unit reduce gradients of all of its parameters. False: this torch cannot."""
+        for unit, _ in self._units:
+            enable = getattr(unit, "set_reduce_scatter_unused_params", None)  # torch 2.13
+            if enable is None:
+                return False
+            enable(True, recurse=False)
+        return True
+
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, which gathers by itself, as another entry point of the model."""
 
@@ -127,7 +136,7 @@ class Gathered:
         self._drop_discarded()
         self._is_watching = True
         self._let_go()
-        return functools.partial(self._find_unreduced, [(each, _marks(each[0])) for each in self._unreduced])
+        return functools.partial(self._find_unreduced, [(each, unreduced(each[0])) for each in self._unreduced])
 
     def zero_grad(self, part: nn.Module, *, set_to_none: bool) -> None:
         """Clear the gradients of shards whose gathered copies `part` has now."""
@@ -304,18 +313,18 @@ class Gathered:
     def _find_unreduced(self, before: list[tuple[tuple[Any, Tensor, int], list[tuple[Tensor, int]]]]) -> None:
         self._is_watching = False
         # A loss of another model leaves these as they are: the backward that reduces them comes later.
-        left = {each[0]: each for each, marks in before if marks and _are_same(marks, _marks(each[0]))}
+        left = {each[0]: each for each, marks in before if marks and _are_same(marks, unreduced(each[0]))}
         lost = [
             unit
             for unit, groups in self._kept()
             if all(group.reduce_grads for group in groups)
-            and any(_marks(each) and each not in left for group in groups for each in group.fsdp_params)
+            and any(unreduced(each) and each not in left for group in groups for each in group.fsdp_params)
         ]
         if lost:
             raise RuntimeError(_LOST.format(unit=user_class(cast(nn.Module, lost[0])).__name__))
         self._unreduced = list(left.values())
         for each in _params(unit for unit in self._units if not all(group.reduce_grads for group in unit[1])):
-            if _marks(each) and each not in left:
+            if unreduced(each) and each not in left:
                 shard = each.sharded_param
                 if shard.grad is None:
                     shard.grad = torch.zeros_like(shard)
@@ -430,7 +439,7 @@ def _places(params: Iterable[Any]) -> list[tuple[nn.Module, dict[str, Any], str,
     return found
 
 
-def _marks(each: Any) -> list[tuple[Tensor, int]]:
+def unreduced(each: Any) -> list[tuple[Tensor, int]]:
     """The gradients of a gathered copy that are not reduced yet, with their versions."""
     copy = vars(each).get("_unsharded_param")  # absent before the first forward
     found = (each.unsharded_accumulated_grad, None if copy is None else copy.grad)
