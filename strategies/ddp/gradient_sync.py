@@ -203,6 +203,9 @@ class DDPGradientSync(GradientSync):
 
         return check
 
+    def explain(self, error: RuntimeError) -> str | None:
+        return None if _MARKED_TWICE not in str(error) else _HIDDEN.format(name=type(self.module).__name__)
+
     def _arrived(self, parameter: Tensor) -> None:
         """Called within each backward, once the model has a carrier."""
         is_ours = self.watched and self.backward.is_running  # one that raised leaves `watched`
@@ -236,4 +239,12 @@ UNUSED = (
     "Averaging waits for every parameter, and so the gradients of some others are not averaged either. Pass "
     "`find_unused_parameters=True` (`strategy='ddp_find_unused_parameters_true'`), or freeze what takes no part with "
     "`requires_grad_(False)`."
+)
+
+_MARKED_TWICE = "Expected to mark a variable ready only once"
+_HIDDEN = (
+    "Parameters of `{name}` got a gradient, or a second one, after `find_unused_parameters=True` had counted them as unused "
+    "or done. That option searches the outputs of `forward` for the loss: return its tensors, alone or in tuples, lists, "
+    "dicts or dataclasses, and not in an attribute, a generator or an object of another class. With activation "
+    "checkpointing pass `use_reentrant=False`. If all parameters are used in each step, pass `strategy='ddp'`."
 )

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import LBFGS, SGD, Optimizer
 
@@ -423,6 +424,19 @@ def stepped_by(kind: type[Optimizer], fabric: Fabric | None = None) -> nn.Module
     return steps(model, optimizer, backward, rank=fabric.global_rank, size=fabric.world_size)
 
 
+def wrapped_by_hand(fabric: Fabric) -> nn.Module:
+    net = DistributedDataParallel(make_net())
+    model, optimizer = fabric.setup(net, make_optimizer(net))
+    backward = lambda loss: fabric.backward(loss, model=model)  # noqa: E731
+    return steps(model, optimizer, backward, rank=fabric.global_rank, size=fabric.world_size)
+
+
+def lazy(fabric: Fabric) -> nn.Module:
+    model = fabric.setup(nn.Sequential(nn.LazyLinear(2)))
+    assert isinstance(model, nn.Module)
+    return model
+
+
 def over_groups(fabric: Fabric, *, before: Change = lambda model: None, after: Change = lambda model: None) -> nn.Module:
     """`before` and `after` get the parameters that the optimizer holds, in a module."""
 
@@ -537,6 +551,8 @@ PROGRAMS: dict[str, tuple[Callable[[Fabric], nn.Module], dict[str, Change]]] = {
     "layerwise optimizer": (partial(stepped_by, Layerwise), {}),
     "optimizer with the norm of all gradients": (partial(stepped_by, WithGlobalNorm), {}),
     "line search": (searched, {}),
+    "wrapped by hand": (wrapped_by_hand, {}),
+    "lazy layers": (lazy, {}),
     "clip_grad_norm_ of the optimizer's groups": (partial(over_groups, after=clip), {"after": clip}),
     "weights of the optimizer's groups changed in place": (partial(over_groups, before=halve), {"before": halve}),
     "gradients read": (read_gradients, {}),
@@ -698,6 +714,9 @@ SENTENCES = {
     ): "`nn.init.eye_(parameter)` after `fabric.setup` do not change a parameter",
     ("fsdp", "nn.init.eye_ after setup"): "`nn.init.eye_(parameter)` after `fabric.setup` do not change a parameter",
     ("deepspeed_stage_3", "nn.init.eye_ after setup"): "the step would undo the change",
+    ("ddp", "lazy layers"): "2 tensors of `Sequential` ('0.weight', '0.bias') have no shape yet",
+    ("ddp_sharded", "wrapped by hand"): "The model is wrapped in `DistributedDataParallel`, and `strategy='ddp_sharded'`",
+    ("ddp_fully_sharded", "wrapped by hand"): "Pass the module to `fabric.setup` as it is, not wrapped",
     ("ddp", "embedding with max_norm"): "`0` has `max_norm=1`, with which each forward rescales the rows",
     (
         "ddp",
