@@ -75,6 +75,7 @@ class Gathered:
         self._shown: list[tuple[Any, Tensor, int]] = []
         self._first_use: RemovableHandle | None = None
         self._is_watching = False
+        self._send_zeros: list[Callable[[bool], None]] = []
         self._hooked: dict[int, Tensor] = {}
         self._held: list[tuple[_Unit, list[bool], list[int]]] = []
         self._parts: list[nn.Module] = []
@@ -104,13 +105,11 @@ class Gathered:
         return _params(self._units)
 
     def send_zeros_for_unused(self) -> bool:
-        """Make each unit reduce gradients of all of its parameters. False: this torch cannot."""
-        for unit, _ in self._units:
-            enable = getattr(unit, "set_reduce_scatter_unused_params", None)  # torch 2.13
-            if enable is None:
-                return False
-            enable(True, recurse=False)
-        return True
+        """Make each unit reduce gradients of all of its parameters in a backward that is watched: in others, such as
+        `torch.autograd.grad` of inputs, none are computed. False: this torch cannot."""
+        setters = [getattr(unit, "set_reduce_scatter_unused_params", None) for unit, _ in self._units]  # torch 2.13
+        self._send_zeros = [] if None in setters else [functools.partial(each, recurse=False) for each in setters]
+        return bool(self._send_zeros)
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, which gathers by itself, as another entry point of the model."""
@@ -134,7 +133,7 @@ class Gathered:
             return None
         self._take()
         self._drop_discarded()
-        self._is_watching = True
+        self._watched(True)
         self._let_go()
         return functools.partial(self._find_unreduced, [(each, unreduced(each[0])) for each in self._unreduced])
 
@@ -164,7 +163,8 @@ class Gathered:
         self._refuse_other_data()
         self._refuse_hooks()
         self._is_read = True
-        self._is_watching = False  # a backward that raised leaves it
+        if self._is_watching:  # a backward that raised leaves it
+            self._watched(False)
         self._take()
         self._drop_discarded()
         self._refuse_written()
@@ -288,6 +288,11 @@ class Gathered:
             for group in unit[1]:
                 group.reshard_after_backward = False
 
+    def _watched(self, is_watching: bool) -> None:
+        self._is_watching = is_watching
+        for send in self._send_zeros:
+            send(is_watching)
+
     def _let_go(self) -> None:
         """Free the copies from now on as usual."""
         for (_, groups), flags, _ in self._held:
@@ -311,7 +316,7 @@ class Gathered:
                 raise RuntimeError(_WRITTEN.format(model=user_class(self._module).__name__))
 
     def _find_unreduced(self, before: list[tuple[tuple[Any, Tensor, int], list[tuple[Tensor, int]]]]) -> None:
-        self._is_watching = False
+        self._watched(False)
         # A loss of another model leaves these as they are: the backward that reduces them comes later.
         left = {each[0]: each for each, marks in before if marks and _are_same(marks, unreduced(each[0]))}
         lost = [
