@@ -21,8 +21,8 @@ _Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 @final
 class ClosureLoss:
-    """Averages the results of closures. `is_weighted`: whether losses have weights, so that their mean over the ranks is
-    not the loss of all samples."""
+    """Averages the results of closures. `is_weighted`: whether losses have weights, so that their mean over the ranks
+    is not the loss of all samples."""
 
     def __init__(self, collective: Collective, is_weighted: Callable[[], bool]) -> None:
         self._collective, self._is_weighted = collective, is_weighted

@@ -58,7 +58,7 @@ class SameOptimizers:
         if self.is_whole:
             sample = WeightSample([each for optimizer in self._steps for each in parameters_of(optimizer)], number)
             if self._rank == 0:
-                self._store.set(f"weights/{number}", sample.to_bytes())
+                self._store.set(f"weights/{number}", sample.to_text())
         self._store.add(key, 1)
         self._store.add(f"optimizers/{number}", 1)
         self._counted[number] = key, values, sample
@@ -71,7 +71,7 @@ class SameOptimizers:
             if self._store.add(key, 0) != self._size:
                 raise RuntimeError(_DIFFERENT.format(number=number, first=self._first_difference(number, values)))
             if sample is not None and self._rank > 0:
-                difference = sample.difference(self._store.get(f"weights/{number}"))
+                difference = sample.difference(self._store.get(f"weights/{number}").decode())
                 if difference is not None:
                     raise RuntimeError(_APART.format(rank=self._rank, number=number, difference=difference))
 
@@ -113,10 +113,10 @@ def _text(value: object) -> str | None:
 
 
 _DIFFERENT = (
-    "The optimizers of the ranks differ, since before the synchronised backward number {number}: {first}. So they train "
-    "apart. Step each optimizer and each scheduler on all ranks or on none, and decide by values that are the same on "
-    "all: `scheduler.step(fabric.all_reduce(loss))`. An optimizer that differs over ranks on purpose is not passed to "
-    "`setup`."
+    "The optimizers of the ranks differ, since before the synchronised backward number {number}: {first}. So they "
+    "train apart. Step each optimizer and each scheduler on all ranks or on none, and decide by values that are the "
+    "same on all: `scheduler.step(fabric.all_reduce(loss))`. An optimizer that differs over ranks on purpose is not "
+    "passed to `setup`."
 )
 _APART = (
     "The weights of rank {rank} are not those of rank 0, since before the synchronised backward number {number}: "

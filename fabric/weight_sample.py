@@ -8,7 +8,6 @@ bit: ranks of different hardware round differently, and drift apart by far less 
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterable
 from typing import final
 
@@ -40,15 +39,15 @@ class WeightSample:
         is_half = any(each.dtype in (torch.float16, torch.bfloat16) for each in chosen)
         self._tolerance = _TOLERANCE_IN_HALF if is_half else _TOLERANCE
 
-    def to_bytes(self) -> bytes:
+    def to_text(self) -> str:
         """The values, to be sent."""
-        return struct.pack(f"<{len(self.values)}d", *self.values)
+        return " ".join(each.hex() for each in self.values)
 
-    def difference(self, of_rank_zero: bytes) -> str | None:
+    def difference(self, of_rank_zero: str) -> str | None:
         """The first weight that differs from that of rank 0, in words; None if none does."""
-        if len(of_rank_zero) != 8 * len(self.values):
+        others = [float.fromhex(each) for each in of_rank_zero.split()]
+        if len(others) != len(self.values):
             return "they hold other parameters"
-        others = struct.unpack(f"<{len(self.values)}d", of_rank_zero)
         limit = self._tolerance * max((abs(each) for each in others if math.isfinite(each)), default=0.0)
         for (shape, index), own, other in zip(self._places, self.values, others, strict=True):
             if own != other and not abs(own - other) <= limit and not (math.isnan(own) and math.isnan(other)):

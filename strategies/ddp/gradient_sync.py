@@ -110,9 +110,9 @@ class DDPGradientSync(GradientSync):
 
         # Note [Layers that come after setup]
         DistributedDataParallel averages the parameters that it found when it was created. So if a layer was added,
-        replaced, frozen or unfrozen since, or the model was converted (`model.double()`, for which torch drops the hooks
-        of the reducer without a message), all ranks create another one together, and new tensors are broadcast from
-        rank 0. If a whole model is frozen for a while, like a critic in each step of its generator, its
+        replaced, frozen or unfrozen since, or the model was converted (`model.double()`, for which torch drops the
+        hooks of the reducer without a message), all ranks create another one together, and new tensors are broadcast
+        from rank 0. If a whole model is frozen for a while, like a critic in each step of its generator, its
         DistributedDataParallel is kept.
         """
         if not self.contents.is_as_it_was():
@@ -243,8 +243,9 @@ UNUSED = (
 
 _MARKED_TWICE = "Expected to mark a variable ready only once"
 _HIDDEN = (
-    "Parameters of `{name}` got a gradient, or a second one, after `find_unused_parameters=True` had counted them as unused "
-    "or done. That option searches the outputs of `forward` for the loss: return its tensors, alone or in tuples, lists, "
-    "dicts or dataclasses, and not in an attribute, a generator or an object of another class. With activation "
-    "checkpointing pass `use_reentrant=False`. If all parameters are used in each step, pass `strategy='ddp'`."
+    "Parameters of `{name}` got a gradient, or a second one, after `find_unused_parameters=True` had counted them as "
+    "unused or done. That option searches the outputs of `forward` for the parameters behind them: return tensors, "
+    "alone or in tuples, lists, dicts or dataclasses, and not in an attribute, a generator or an object of another "
+    "class. With activation checkpointing pass `use_reentrant=False`. If all parameters are used in each step, pass "
+    "`strategy='ddp'`."
 )

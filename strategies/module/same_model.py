@@ -101,6 +101,6 @@ _SAME = (
     "each rank has a part of its own, such as experts of other sizes, pass `strategy=ManualStrategy(...)`."
 )
 _LAZY = (
-    "{count} tensors of `{model}` ({names}) have no shape yet: they are of lazy modules, such as `nn.LazyLinear`, which "
-    "make them in the first forward. Run one before `fabric.setup`, on all ranks: `model(torch.zeros(1, 8))`."
+    "{count} tensors of `{model}` ({names}) have no shape yet: they are of lazy modules, such as `nn.LazyLinear`, "
+    "which make them in the first forward. Run one before `fabric.setup`, on all ranks: `model(torch.zeros(1, 8))`."
 )

@@ -107,9 +107,12 @@ class Gathered:
     def send_zeros_for_unused(self) -> bool:
         """Make each unit reduce gradients of all of its parameters in a backward that is watched: in others, such as
         `torch.autograd.grad` of inputs, none are computed. False: this torch cannot."""
-        setters = [getattr(unit, "set_reduce_scatter_unused_params", None) for unit, _ in self._units]  # torch 2.13
-        self._send_zeros = [] if None in setters else [functools.partial(each, recurse=False) for each in setters]
-        return bool(self._send_zeros)
+        for unit, _ in self._units:
+            enable: Callable[..., None] | None = getattr(unit, "set_reduce_scatter_unused_params", None)  # torch 2.13
+            if enable is None:
+                return False
+            self._send_zeros.append(functools.partial(enable, recurse=False))
+        return True
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, which gathers by itself, as another entry point of the model."""

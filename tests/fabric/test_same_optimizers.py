@@ -63,7 +63,10 @@ PROGRAMS: list[tuple[Any, str]] = [
         "lr=0.001 of parameter group 0 of `SGD`",
     ),
     (left_out_on_rank_one, "backward number 8: rank 0 has 7 steps of `SGD`, and rank 1 6 steps of `SGD`"),
-    (noise_of_each_rank, "The weights of rank 1 are not those of rank 0, since before the synchronised backward number 2"),
+    (
+        noise_of_each_rank,
+        "The weights of rank 1 are not those of rank 0, since before the synchronised backward number 2",
+    ),
 ]
 
 

@@ -437,7 +437,9 @@ def lazy(fabric: Fabric) -> nn.Module:
     return model
 
 
-def over_groups(fabric: Fabric, *, before: Change = lambda model: None, after: Change = lambda model: None) -> nn.Module:
+def over_groups(
+    fabric: Fabric, *, before: Change = lambda model: None, after: Change = lambda model: None
+) -> nn.Module:
     """`before` and `after` get the parameters that the optimizer holds, in a module."""
 
     def held(change: Change) -> Change:
@@ -715,7 +717,10 @@ SENTENCES = {
     ("fsdp", "nn.init.eye_ after setup"): "`nn.init.eye_(parameter)` after `fabric.setup` do not change a parameter",
     ("deepspeed_stage_3", "nn.init.eye_ after setup"): "the step would undo the change",
     ("ddp", "lazy layers"): "2 tensors of `Sequential` ('0.weight', '0.bias') have no shape yet",
-    ("ddp_sharded", "wrapped by hand"): "The model is wrapped in `DistributedDataParallel`, and `strategy='ddp_sharded'`",
+    (
+        "ddp_sharded",
+        "wrapped by hand",
+    ): "The model is wrapped in `DistributedDataParallel`, and `strategy='ddp_sharded'`",
     ("ddp_fully_sharded", "wrapped by hand"): "Pass the module to `fabric.setup` as it is, not wrapped",
     ("ddp", "embedding with max_norm"): "`0` has `max_norm=1`, with which each forward rescales the rows",
     (

@@ -193,7 +193,7 @@ def hidden(fabric: Fabric) -> None:
 
 @pytest.mark.slow
 def test_an_output_that_the_search_for_unused_parameters_cannot_see_raises_with_what_to_return() -> None:
-    with pytest.raises(WorkerError, match=r"of `Hiding` got a gradient, .* return its tensors, alone or in tuples"):
+    with pytest.raises(WorkerError, match=r"of `Hiding` got a gradient, .* return tensors, alone or in tuples"):
         ranks(find_unused_parameters=True).launch(hidden)
 
 
