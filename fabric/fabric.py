@@ -35,6 +35,7 @@ from fabric.arguments import (
     check_use,
 )
 from fabric.callbacks import call
+from fabric.closure_loss import ClosureLoss
 from fabric.console import print_rank_zero
 from fabric.determinism import determinism
 from fabric.evaluation import gather_for_metrics
@@ -57,6 +58,7 @@ from fabric.replica_guard import ReplicaGuard
 from fabric.request import Request
 from fabric.resolve import resolve
 from fabric.run_state import generators_of, has_objects, is_run, restore_generators, run_state_of
+from fabric.same_optimizers import SameOptimizers
 from fabric.seed import seed_everything
 from fabric.step_checks import StepChecks
 from fabric.step_counter import StepCounter
@@ -203,6 +205,7 @@ class Fabric:
         self._unprepared: UnpreparedOptimizers | None = None
         self._step_checks: StepChecks | None = None
         self._replica_guard: ReplicaGuard | None = None
+        self._same_optimizers: SameOptimizers | None = None
         self._replica_check: ReplicaCheck | None = None
         self._saves: BackgroundSaves | None = None
 
@@ -407,6 +410,7 @@ class Fabric:
         self._optimizers.update(dict.fromkeys(prepared.optimizers, prepared.state))
         self._take_in(bare, prepared.optimizers, move=move_to_device)
         self._tell_skips(prepared.optimizers)
+        self._average_losses(prepared.optimizers)
         self._count_steps(prepared.optimizers)
         self._guard_steps(prepared.optimizers)
         if self._replica_check is not None:
@@ -439,6 +443,7 @@ class Fabric:
         self._optimizers.update({each: self._state_access(each, otherwise=shared) for each in optimizers})
         self._take_in(bare, optimizers, move=True)
         self._tell_skips(optimizers)
+        self._average_losses(optimizers)
         self._count_steps(optimizers)
         self._guard_steps(optimizers)
         self._compare_after_steps(optimizers)
@@ -590,6 +595,8 @@ class Fabric:
         replicas = None if self._accumulation.held else self._replica_guard
         if replicas is not None:
             replicas.before_backward()
+            if self._same_optimizers is not None:
+                self._same_optimizers.before_backward()
         if self._guard is not None:
             self._guard.note_backward(loss)
         factor = runtime.loader_numbers.repeated.factor()
@@ -1134,6 +1141,7 @@ class Fabric:
         self._models, self._optimizers, self._schedulers, self._backward = {}, {}, [], None
         self._loaders, self._steps = [], {}
         self._unprepared = self._step_checks = self._replica_guard = self._replica_check = None
+        self._same_optimizers = None
         self._bare = self._weighting = None
 
     def _collective_load(self) -> AbstractContextManager[None]:
@@ -1159,6 +1167,12 @@ class Fabric:
         is_replicated = model.sync.is_replicated
         if not strategy.sets_up_one_model and not is_replicated:
             return
+        store = runtime.collective.store()
+        if self._same_optimizers is None and strategy.sets_up_one_model and store is not None:
+            self._same_optimizers = SameOptimizers(runtime, store, self._steps)
+        if self._same_optimizers is not None:
+            is_whole = is_replicated or not strategy.in_shards
+            self._same_optimizers.is_whole &= is_whole and self._replica_check is None
         if self._step_checks is None:
             self._step_checks = StepChecks(runtime, self._optimizers, self._open)
         self._step_checks.add(model, whole=is_replicated or not strategy.in_shards)
@@ -1357,6 +1371,12 @@ class Fabric:
         for optimizer in optimizers:
             optimizer.step_was_skipped = False  # type: ignore[attr-defined]
             self._open.callback(vars(optimizer).pop, "step_was_skipped", None)
+
+    def _average_losses(self, optimizers: Sequence[Optimizer]) -> None:
+        """Average what closures return to the optimizers that compute with it."""
+        losses = ClosureLoss(self._connected.collective, lambda: self._weighting is not None)
+        for optimizer in optimizers:
+            self._open.callback(losses.attach(optimizer))
 
     def _count_steps(self, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:

@@ -75,7 +75,9 @@ class Weighting:
             model.sync.scale(factor)
             self._kept_back.pop(model.module, None)
             parameters = list(model.sync.parameters_held())
-            self._divided[model.module] = parameters, list(map(_grad, parameters))
+            gradients = list(map(_grad, parameters))
+            if not all(isinstance(each, InShards) for each in gradients):  # an engine refuses the second one itself
+                self._divided[model.module] = parameters, gradients
         if bare is not None:
             bare.scale(factors[0])
 

@@ -45,6 +45,7 @@ class DDPGradientSync(GradientSync):
         self.needs_all = not (options.find_unused_parameters or options.static_graph)
         self.contents = Contents(module)
         self.flags: list[bool] = []  # `requires_grad` of the parameters when `parallel` was created
+        self.placement = self.contents.placement()
         self.parameters: list[nn.Parameter] = []
         self.parallel: DistributedDataParallel | None = None
         self.carrier: Carrier | None = None
@@ -109,8 +110,9 @@ class DDPGradientSync(GradientSync):
 
         # Note [Layers that come after setup]
         DistributedDataParallel averages the parameters that it found when it was created. So if a layer was added,
-        replaced, frozen or unfrozen since, all ranks create another one together, and new tensors are broadcast from
-        rank 0. If a whole model is frozen for a while, like a critic in each step of its generator, its
+        replaced, frozen or unfrozen since, or the model was converted (`model.double()`, for which torch drops the
+        hooks of the reducer without a message), all ranks create another one together, and new tensors are broadcast
+        from rank 0. If a whole model is frozen for a while, like a critic in each step of its generator, its
         DistributedDataParallel is kept.
         """
         if not self.contents.is_as_it_was():
@@ -119,7 +121,7 @@ class DDPGradientSync(GradientSync):
                 return self.parallel is not None  # within `torch.func.functional_call`, with functions of the weights
             self.contents, self.flags = now, []
         flags = self.contents.flags()
-        if flags != self.flags:
+        if flags != self.flags or self.contents.placement() != self.placement:
             if not any(flags):
                 return False
             self._arrange(flags)
@@ -153,6 +155,7 @@ class DDPGradientSync(GradientSync):
             register(self.parallel, options.comm_hook)
         broadcast_from_rank_zero(self.collective, self.contents.new_since(self.alike))
         self.alike, self.flags, self.parameters = self.contents, flags, parameters
+        self.placement = self.contents.placement()
 
     def watch(self) -> Finish | None:
         # Note [Gradients that were not averaged]
@@ -200,6 +203,9 @@ class DDPGradientSync(GradientSync):
 
         return check
 
+    def explain(self, error: RuntimeError) -> str | None:
+        return None if _MARKED_TWICE not in str(error) else _HIDDEN.format(name=type(self.module).__name__)
+
     def _arrived(self, parameter: Tensor) -> None:
         """Called within each backward, once the model has a carrier."""
         is_ours = self.watched and self.backward.is_running  # one that raised leaves `watched`
@@ -233,4 +239,13 @@ UNUSED = (
     "Averaging waits for every parameter, and so the gradients of some others are not averaged either. Pass "
     "`find_unused_parameters=True` (`strategy='ddp_find_unused_parameters_true'`), or freeze what takes no part with "
     "`requires_grad_(False)`."
+)
+
+_MARKED_TWICE = "Expected to mark a variable ready only once"
+_HIDDEN = (
+    "Parameters of `{name}` got a gradient, or a second one, after `find_unused_parameters=True` had counted them as "
+    "unused or done. That option searches the outputs of `forward` for the parameters behind them: return tensors, "
+    "alone or in tuples, lists, dicts or dataclasses, and not in an attribute, a generator or an object of another "
+    "class. With activation checkpointing pass `use_reentrant=False`. If all parameters are used in each step, pass "
+    "`strategy='ddp'`."
 )

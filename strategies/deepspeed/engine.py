@@ -8,7 +8,7 @@ runs only in `step`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 from typing import Any, final
 
@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.collectives.packing import Spec
 from fabric.strategies.deepspeed.gradients import Placeholders
+from fabric.strategies.deepspeed.groups import IN_SHARDS, LATE_GROUP, Groups
 from fabric.strategies.deepspeed.library import STAGE_3, look_up
 from fabric.strategies.deepspeed.released import Released
 from fabric.strategies.deepspeed.state import as_changed
@@ -511,20 +512,22 @@ class Engine:
         if own:
             raise RuntimeError(_OWN_GRADIENT.format(name=self.placeholders.names[own[0]]))
 
-    def drive(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Make `optimizer.step()` and `zero_grad()` run the engine's. Returns a function that undoes it."""
+    def drive(self, optimizer: Optimizer, parameters: Sequence[Sequence[Tensor]]) -> Callable[[], None]:
+        """Make `optimizer.step()` and `zero_grad()` run the engine's. Returns a function that undoes it.
+
+        `parameters`: those of each group before DeepSpeed replaced them.
+        """
         # Note [The user's optimizer, inside and outside]
         # DeepSpeed calls `step` of the user's optimizer once per slice of the weights, from within its own step.
         # So `step` depends on the caller: called by the user, it runs the hooks, once, and the engine; called by
-        # DeepSpeed, only the class's update, which is `__wrapped__` of torch's `step` with hooks.
-        num_groups = len(optimizer.param_groups)
+        # DeepSpeed, only the class's update, which is `__wrapped__` of torch's `step` with hooks. The groups have the
+        # parameters of the program outside, and DeepSpeed's shards inside.
+        groups = Groups(optimizer, parameters)
         bare = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
         running = False
 
         def whole(self_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             nonlocal running
-            if len(self_.param_groups) != num_groups:
-                raise RuntimeError(LATE_GROUP.format(optimizer=type(self_).__name__))
             loss = None
             if closure is not None:
                 with torch.enable_grad():
@@ -532,7 +535,8 @@ class Engine:
             self_._opt_called = True  # type: ignore[attr-defined]  # schedulers check it, to warn about a wrong order of steps
             running = True
             try:
-                self.step()
+                with groups.shards():
+                    self.step()
             finally:
                 running = False
             self_.step_was_skipped = bool(self.zero.overflow)  # type: ignore[attr-defined]
@@ -553,20 +557,35 @@ class Engine:
         def add_param_group(self_: Optimizer, param_group: dict[str, Any]) -> None:
             raise RuntimeError(LATE_GROUP.format(optimizer=type(self_).__name__))
 
-        ours = {function.__name__: MethodType(function, optimizer) for function in (step, zero_grad, add_param_group)}
+        def state_dict(self_: Optimizer) -> dict[str, Any]:
+            self._refuse_at_stage_3(self_, "state_dict()")
+            with groups.shards():
+                return type(self_).state_dict(self_)
+
+        def load_state_dict(self_: Optimizer, state_dict: dict[str, Any]) -> None:
+            self._refuse_at_stage_3(self_, "load_state_dict()")
+            with groups.shards():
+                type(self_).load_state_dict(self_, state_dict)
+
+        functions = (step, zero_grad, add_param_group, state_dict, load_state_dict)
+        ours = {function.__name__: MethodType(function, optimizer) for function in functions}
         given = {name: vars(optimizer).get(name) for name in ours}
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         optimizer.__dict__.update(ours)
 
         def undo() -> None:
-            del optimizer.param_groups[num_groups:]  # DeepSpeed looks for the shards of every group
+            groups.release()  # DeepSpeed looks for the shards of every group
             for name, value in given.items():
                 del optimizer.__dict__[name]
                 if value is not None:
                     optimizer.__dict__[name] = value
 
         return undo
+
+    def _refuse_at_stage_3(self, optimizer: Optimizer, method: str) -> None:
+        if self.stage == 3:
+            raise RuntimeError(IN_SHARDS.format(optimizer=type(optimizer).__name__, method=method))
 
     def release(self) -> None:
         """Remove the hooks of DeepSpeed and of this class from the module."""
@@ -631,11 +650,6 @@ NEVER_TRAINED = (
     "DeepSpeed trains the shards that it made then, so these would not be trained. Before `fabric.setup`, add all "
     "layers, and call `requires_grad_()` on all parameters that are ever trained; or set up the model again in a new "
     "`Fabric`, or pass `strategy='ddp'`."
-)
-LATE_GROUP = (
-    "A parameter group was added to `{optimizer}` after `fabric.setup`: DeepSpeed steps the shards that it made then, "
-    "so this group would not be trained. Add it before `fabric.setup`, with `lr=0` until it is to be trained; or set "
-    "up the model again in a new `Fabric`, or pass `strategy='ddp'`."
 )
 _CLIPPED = (
     "{count} gradients of `{name}` were zeroed between `clip_gradients` and `optimizer.step()`, and others were not. "

@@ -181,7 +181,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         stack.callback(sync.release)
         if self._stage == 3:
             stack.callback(own_code(module))
-        stack.callback(pieces.drive(optimizer))
+        stack.callback(pieces.drive(optimizer, state.groups))
         path = ForwardPath(module, refuse_empty(module, with_precision(runtime, sync.forward)))
         stack.callback(path.release)
         optimizer.state.clear()  # states of the parameters before they were sharded

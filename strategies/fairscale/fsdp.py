@@ -36,6 +36,7 @@ from fabric.strategies.fairscale.library import (
     clip_norm,
     clip_value,
     refuse_optimizers,
+    refuse_wrapped,
     why_not,
 )
 from fabric.strategies.gradients.clipping import parameters_of
@@ -103,6 +104,7 @@ class FairScaleFSDPStrategy(ProcessGroupStrategy):
         place(runtime, module, optimizers, move=move)
         if runtime.world.size == 1:
             return replica(runtime, module, optimizers)
+        refuse_wrapped("ddp_fully_sharded", module)
         _refuse_dtypes(module, runtime.precision)
         refuse_optimizers("ddp_fully_sharded", optimizers, _WHOLE_MATRICES, flat=True)
         broadcast_from_rank_zero(runtime.collective, [*module.parameters(), *module.buffers()])

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from fabric.launchers.private_names import Names, require
@@ -80,6 +81,20 @@ def root_logger_untouched() -> Iterator[None]:
         yield
     finally:
         logging.root.removeHandler(handler)
+
+
+def refuse_wrapped(strategy: str, module: nn.Module) -> None:
+    """Raise ValueError if a module is wrapped in DistributedDataParallel: not all gradients would be averaged."""
+    for name, part in module.named_modules():
+        if isinstance(part, DistributedDataParallel):
+            place = f"`{name}`" if name else "The model"
+            raise ValueError(_WRAPPED.format(strategy=strategy, place=place))
+
+
+_WRAPPED = (
+    "{place} is wrapped in `DistributedDataParallel`, and `strategy={strategy!r}` averages gradients in hooks of its "
+    "own, which would not be called. Pass the module to `fabric.setup` as it is, not wrapped."
+)
 
 
 def refuse_optimizers(

@@ -24,6 +24,7 @@ from fabric.strategies.fairscale.library import (
     clip_value,
     name_some,
     refuse_optimizers,
+    refuse_wrapped,
     why_not,
 )
 from fabric.strategies.fairscale.oss import FairScaleShardedGradientSync, NoOwnersGradientSync
@@ -67,6 +68,7 @@ class FairScaleShardedStrategy(ProcessGroupStrategy):
         place(runtime, module, optimizers, move=move)
         if runtime.world.size == 1:
             return replica(runtime, module, optimizers)
+        refuse_wrapped("ddp_sharded", module)
         refuse_optimizers("ddp_sharded", optimizers, (), flat=False)
         if runtime.loss_scaler is not None:
             runtime.loss_scaler.when_rescaled = note_all

@@ -79,6 +79,7 @@ class FSDPGradientSync(GradientSync):
 
     def release(self) -> None:
         self.gathered.release()
+        self.same.release()
         self.order.release()
 
     def _forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -45,6 +45,10 @@ class GradientSync(ABC):
         """Called before each backward that may reach the model. May return a function to be called after the
         backward."""
 
+    def explain(self, error: RuntimeError) -> str | None:
+        """What to write instead, for an error of the backend in backward whose own words do not say so."""
+        return None
+
     @property
     def averages_before_hooks(self) -> bool:
         """Whether the gradient that a post-accumulate hook of a parameter finds is averaged already."""
@@ -165,7 +169,13 @@ def backward_through(
     def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         scaled = loss if scale_loss is None else scale_loss(loss)
         finishes = [finish for watch in watches if (finish := watch()) is not None]
-        scaled.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        try:
+            scaled.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            text = next((text for sync in syncs if (text := sync.explain(error)) is not None), None)
+            if text is None:
+                raise
+            raise RuntimeError(text) from error
         for finish in finishes:
             finish()
 

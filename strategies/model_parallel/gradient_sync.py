@@ -65,6 +65,7 @@ class ModelParallelGradientSync(GradientSync):
 
     def release(self) -> None:
         self.gathered.release()
+        self.same.release()
         self.order.release()
         self.averaging.release()
 

@@ -20,6 +20,7 @@ from fabric.strategies.sharding.dtensor import as_sharded
 
 _AT_END = (object(),)
 _requires_grad = attrgetter("requires_grad")
+_dtype = attrgetter("dtype")
 
 
 @final
@@ -52,6 +53,10 @@ class Contents:
     def flags(self) -> list[bool]:
         """`requires_grad` of each parameter now."""
         return list(map(_requires_grad, self.parameters))
+
+    def placement(self) -> tuple[list[torch.dtype], list[torch.device]]:
+        """The dtype of each parameter now, and the device of the first one: a device takes longer to read."""
+        return list(map(_dtype, self.parameters)), [each.device for each in self.parameters[:1]]
 
     def trainable(self) -> list[nn.Parameter]:
         """The parameters that require gradients now."""

@@ -29,11 +29,12 @@ def refuse_different_models(
 
     `moment`: begins the error. `recurse`: also those of submodules. Dtypes are those after the precision's cast.
     Ranks: all call it. Cost: one all-reduce of two numbers, and some microseconds per tensor; none in a world of one.
-    Raises: CollectiveError on every rank, with what each has.
+    Raises: CollectiveError on every rank, with what each has. ValueError: a tensor of a lazy module has no shape yet.
     """
     if runtime.collective.size == 1:
         return
     inner = uncompiled(module)
+    _refuse_lazy(inner)
 
     def words(tensor: Tensor) -> str:
         there = ", on the meta device" if tensor.is_meta and not fills_from_rank_zero else ""
@@ -45,6 +46,13 @@ def refuse_different_models(
     ]
     call = "\n".join([f"{moment} `{type(inner).__name__}`", *lines])
     check_call(runtime.collective, call, advice=_SAME)
+
+
+def _refuse_lazy(module: nn.Module) -> None:
+    names = [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if is_lazy(tensor)]
+    if names:
+        some = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
+        raise ValueError(_LAZY.format(names=some, model=type(module).__name__, count=len(names)))
 
 
 def refuse_meta(module: nn.Module) -> None:
@@ -70,8 +78,6 @@ def refuse_renormalized(runtime: Runtime, module: nn.Module) -> None:
 
 
 def _words(runtime: Runtime, tensor: Tensor) -> str:
-    if is_lazy(tensor):
-        return "without a shape"
     dtype = tensor.dtype
     if casts(runtime.precision):
         dtype = cast(runtime.precision, torch.empty(0, dtype=dtype, device="meta")).dtype
@@ -93,4 +99,8 @@ _SAME = (
     "`fabric.setup` needs the same model on every rank, made in the same order (a `set` has another on each rank), and "
     "on the meta device on every rank or on none (`strategy='fsdp'` takes one that is made on rank 0 alone). Where "
     "each rank has a part of its own, such as experts of other sizes, pass `strategy=ManualStrategy(...)`."
+)
+_LAZY = (
+    "{count} tensors of `{model}` ({names}) have no shape yet: they are of lazy modules, such as `nn.LazyLinear`, "
+    "which make them in the first forward. Run one before `fabric.setup`, on all ranks: `model(torch.zeros(1, 8))`."
 )

@@ -75,6 +75,7 @@ class Gathered:
         self._shown: list[tuple[Any, Tensor, int]] = []
         self._first_use: RemovableHandle | None = None
         self._is_watching = False
+        self._send_zeros: list[Callable[[bool], None]] = []
         self._hooked: dict[int, Tensor] = {}
         self._held: list[tuple[_Unit, list[bool], list[int]]] = []
         self._parts: list[nn.Module] = []
@@ -103,6 +104,16 @@ class Gathered:
         """Each parameter, as torch's FSDPParam."""
         return _params(self._units)
 
+    def send_zeros_for_unused(self) -> bool:
+        """Make each unit reduce gradients of all of its parameters in a backward that is watched: in others, such as
+        `torch.autograd.grad` of inputs, none are computed. False: this torch cannot."""
+        for unit, _ in self._units:
+            enable: Callable[..., None] | None = getattr(unit, "set_reduce_scatter_unused_params", None)  # torch 2.13
+            if enable is None:
+                return False
+            self._send_zeros.append(functools.partial(enable, recurse=False))
+        return True
+
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, which gathers by itself, as another entry point of the model."""
 
@@ -125,9 +136,9 @@ class Gathered:
             return None
         self._take()
         self._drop_discarded()
-        self._is_watching = True
+        self._watched(True)
         self._let_go()
-        return functools.partial(self._find_unreduced, [(each, _marks(each[0])) for each in self._unreduced])
+        return functools.partial(self._find_unreduced, [(each, unreduced(each[0])) for each in self._unreduced])
 
     def zero_grad(self, part: nn.Module, *, set_to_none: bool) -> None:
         """Clear the gradients of shards whose gathered copies `part` has now."""
@@ -155,7 +166,8 @@ class Gathered:
         self._refuse_other_data()
         self._refuse_hooks()
         self._is_read = True
-        self._is_watching = False  # a backward that raised leaves it
+        if self._is_watching:  # a backward that raised leaves it
+            self._watched(False)
         self._take()
         self._drop_discarded()
         self._refuse_written()
@@ -279,6 +291,11 @@ class Gathered:
             for group in unit[1]:
                 group.reshard_after_backward = False
 
+    def _watched(self, is_watching: bool) -> None:
+        self._is_watching = is_watching
+        for send in self._send_zeros:
+            send(is_watching)
+
     def _let_go(self) -> None:
         """Free the copies from now on as usual."""
         for (_, groups), flags, _ in self._held:
@@ -302,20 +319,20 @@ class Gathered:
                 raise RuntimeError(_WRITTEN.format(model=user_class(self._module).__name__))
 
     def _find_unreduced(self, before: list[tuple[tuple[Any, Tensor, int], list[tuple[Tensor, int]]]]) -> None:
-        self._is_watching = False
+        self._watched(False)
         # A loss of another model leaves these as they are: the backward that reduces them comes later.
-        left = {each[0]: each for each, marks in before if marks and _are_same(marks, _marks(each[0]))}
+        left = {each[0]: each for each, marks in before if marks and _are_same(marks, unreduced(each[0]))}
         lost = [
             unit
             for unit, groups in self._kept()
             if all(group.reduce_grads for group in groups)
-            and any(_marks(each) and each not in left for group in groups for each in group.fsdp_params)
+            and any(unreduced(each) and each not in left for group in groups for each in group.fsdp_params)
         ]
         if lost:
             raise RuntimeError(_LOST.format(unit=user_class(cast(nn.Module, lost[0])).__name__))
         self._unreduced = list(left.values())
         for each in _params(unit for unit in self._units if not all(group.reduce_grads for group in unit[1])):
-            if _marks(each) and each not in left:
+            if unreduced(each) and each not in left:
                 shard = each.sharded_param
                 if shard.grad is None:
                     shard.grad = torch.zeros_like(shard)
@@ -430,7 +447,7 @@ def _places(params: Iterable[Any]) -> list[tuple[nn.Module, dict[str, Any], str,
     return found
 
 
-def _marks(each: Any) -> list[tuple[Tensor, int]]:
+def unreduced(each: Any) -> list[tuple[Tensor, int]]:
     """The gradients of a gathered copy that are not reduced yet, with their versions."""
     copy = vars(each).get("_unsharded_param")  # absent before the first forward
     found = (each.unsharded_accumulated_grad, None if copy is None else copy.grad)

@@ -16,11 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from torch.optim import SGD, Optimizer
+from torch.optim import LBFGS, SGD, Optimizer
 
 from fabric import Fabric, replica_guard
 from fabric.strategies.collectives.collective import CollectiveError
+from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.registry import make_strategy
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
@@ -422,6 +424,54 @@ def stepped_by(kind: type[Optimizer], fabric: Fabric | None = None) -> nn.Module
     return steps(model, optimizer, backward, rank=fabric.global_rank, size=fabric.world_size)
 
 
+def wrapped_by_hand(fabric: Fabric) -> nn.Module:
+    net = DistributedDataParallel(make_net())
+    model, optimizer = fabric.setup(net, make_optimizer(net))
+    backward = lambda loss: fabric.backward(loss, model=model)  # noqa: E731
+    return steps(model, optimizer, backward, rank=fabric.global_rank, size=fabric.world_size)
+
+
+def lazy(fabric: Fabric) -> nn.Module:
+    model = fabric.setup(nn.Sequential(nn.LazyLinear(2)))
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def over_groups(
+    fabric: Fabric, *, before: Change = lambda model: None, after: Change = lambda model: None
+) -> nn.Module:
+    """`before` and `after` get the parameters that the optimizer holds, in a module."""
+
+    def held(change: Change) -> Change:
+        return lambda model: change(nn.ParameterList(parameters_of(optimizer)))
+
+    net = make_net()
+    model, optimizer = fabric.setup(net, make_optimizer(net))
+    backward = lambda loss: fabric.backward(loss, model=model)  # noqa: E731
+    place = {"rank": fabric.global_rank, "size": fabric.world_size}
+    return steps(model, optimizer, backward, before=held(before), after=held(after), **place)
+
+
+def searched(fabric: Fabric | None = None) -> nn.Module:
+    """LBFGS chooses the length of each step by the loss that its closure returns."""
+    model: nn.Module = make_net()
+    optimizer = LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+    rank, size = 0, 1
+    if fabric is not None:
+        model, optimizer = fabric.setup(model, optimizer)
+        rank, size = fabric.global_rank, fabric.world_size
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, 0, rank, size)
+        loss.backward() if fabric is None else fabric.backward(loss, model=model)
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    return model
+
+
 def descended() -> nn.Module:
     net = make_net()
     return steps(net, SGD(net.parameters(), lr=0.1), lambda loss: loss.backward())
@@ -502,6 +552,11 @@ PROGRAMS: dict[str, tuple[Callable[[Fabric], nn.Module], dict[str, Change]]] = {
     "gradient penalty": (penalised, {}),
     "layerwise optimizer": (partial(stepped_by, Layerwise), {}),
     "optimizer with the norm of all gradients": (partial(stepped_by, WithGlobalNorm), {}),
+    "line search": (searched, {}),
+    "wrapped by hand": (wrapped_by_hand, {}),
+    "lazy layers": (lazy, {}),
+    "clip_grad_norm_ of the optimizer's groups": (partial(over_groups, after=clip), {"after": clip}),
+    "weights of the optimizer's groups changed in place": (partial(over_groups, before=halve), {"before": halve}),
     "gradients read": (read_gradients, {}),
     "gradients changed in place": (lambda fabric: usual(fabric, after=halve_gradients), {"after": halve_gradients}),
 }
@@ -511,6 +566,7 @@ PLAIN: dict[str, Callable[[], nn.Module]] = {
     "second derivatives": second_derivatives,
     "gradient penalty": penalised,
     "updates of its own": descended,
+    "line search": searched,
     "layerwise optimizer": partial(stepped_by, Layerwise),
     "optimizer with the norm of all gradients": partial(stepped_by, WithGlobalNorm),
 }
@@ -630,6 +686,11 @@ RIGHT: dict[str, tuple[str, ...]] = {
     ),
     "layerwise optimizer": ("ddp", "fsdp", "model_parallel", "manual", "ddp_sharded"),
     "optimizer with the norm of all gradients": ("ddp", "fsdp", "model_parallel", "manual"),
+    "line search": ("ddp", "fsdp", "model_parallel", "manual"),
+    "clip_grad_norm_ of the optimizer's groups": ("ddp", "fsdp", "model_parallel", "manual"),
+    "weights of the optimizer's groups changed in place": (
+        *("ddp", "fsdp", "model_parallel", "manual", "ddp_sharded", "deepspeed_stage_1", "deepspeed_stage_2"),
+    ),
     "steps within backward": ("fsdp", "model_parallel"),
     "gradients read": ("ddp", "fsdp", "model_parallel", "manual"),
     "rows of weights changed in place": ("ddp", "fsdp", "model_parallel", "manual"),
@@ -655,6 +716,12 @@ SENTENCES = {
     ): "`nn.init.eye_(parameter)` after `fabric.setup` do not change a parameter",
     ("fsdp", "nn.init.eye_ after setup"): "`nn.init.eye_(parameter)` after `fabric.setup` do not change a parameter",
     ("deepspeed_stage_3", "nn.init.eye_ after setup"): "the step would undo the change",
+    ("ddp", "lazy layers"): "2 tensors of `Sequential` ('0.weight', '0.bias') have no shape yet",
+    (
+        "ddp_sharded",
+        "wrapped by hand",
+    ): "The model is wrapped in `DistributedDataParallel`, and `strategy='ddp_sharded'`",
+    ("ddp_fully_sharded", "wrapped by hand"): "Pass the module to `fabric.setup` as it is, not wrapped",
     ("ddp", "embedding with max_norm"): "`0` has `max_norm=1`, with which each forward rescales the rows",
     (
         "ddp",

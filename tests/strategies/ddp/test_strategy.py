@@ -183,6 +183,21 @@ def test_a_parameter_without_a_gradient_raises_unless_find_unused_parameters_is_
     ranks(find_unused_parameters=True).launch(unused)
 
 
+class Hiding(Net):
+    def forward(self, *args: Any) -> Any:
+        return iter([super().forward(*args)])
+
+
+def hidden(fabric: Fabric) -> None:
+    fabric.backward(next(fabric.setup(Hiding())(mine(fabric))).sum())
+
+
+@pytest.mark.slow
+def test_an_output_that_the_search_for_unused_parameters_cannot_see_raises_with_what_to_return() -> None:
+    with pytest.raises(WorkerError, match=r"of `Hiding` got a gradient, .* return tensors, alone or in tuples"):
+        ranks(find_unused_parameters=True).launch(hidden)
+
+
 def two_models(fabric: Fabric) -> list[bool]:
     """A generator and a discriminator, each stepping in its turn."""
     torch.manual_seed(0)

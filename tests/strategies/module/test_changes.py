@@ -38,7 +38,7 @@ class Net(nn.Module):
         self.head = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.head(self.body(x).tanh())
+        output: Tensor = self.head(self.body(x.to(self.head.weight.dtype)).tanh())
         return output
 
 
@@ -78,6 +78,11 @@ def replace_a_parameter(net: Any, optimizer: Optimizer, steps: Steps) -> None:
     optimizer.param_groups[0]["params"][:] = list(net.parameters())
 
 
+def convert(net: Any, optimizer: Optimizer, steps: Steps) -> None:
+    net.double()
+    optimizer.state.clear()
+
+
 FLAGS: dict[str, tuple[Change, str]] = {
     "unfreeze a part": (unfreeze, "body"),
     "unfreeze all": (unfreeze, "all"),
@@ -89,6 +94,7 @@ LAYERS: dict[str, tuple[Change, str]] = {
     "replace the head": (replace_the_head, "nothing"),
     "append a layer": (append_a_layer, "body"),
     "replace a parameter": (replace_a_parameter, "nothing"),
+    "convert": (convert, "nothing"),
 }
 
 
