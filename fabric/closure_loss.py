@@ -49,10 +49,12 @@ class ClosureLoss:
         if not isinstance(loss, (Tensor, float)):
             return loss
         own = torch.as_tensor(loss).detach()
-        losses: Tensor = nested.all_gather(self._collective, own.double().reshape(())).reshape(-1)
-        if self._is_weighted() and not bool((losses == losses[0]).all()):
-            raise RuntimeError(_WEIGHTED.format(losses=", ".join(f"{each:.6g}" for each in losses.tolist())))
-        return losses.mean().to(own.dtype).reshape(own.shape)
+        alone = own.double().reshape(())
+        mean: Tensor = nested.all_reduce(self._collective, alone)
+        if self._is_weighted() and self._collective.reduce_boolean_decision(bool(mean != alone), require_all=False):
+            losses = nested.all_gather(self._collective, alone).reshape(-1).tolist()
+            raise RuntimeError(_WEIGHTED.format(losses=", ".join(f"{each:.6g}" for each in losses)))
+        return mean.to(own.dtype).reshape(own.shape)
 
 
 _WEIGHTED = (

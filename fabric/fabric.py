@@ -1171,7 +1171,8 @@ class Fabric:
         if self._same_optimizers is None and strategy.sets_up_one_model and store is not None:
             self._same_optimizers = SameOptimizers(runtime, store, self._steps)
         if self._same_optimizers is not None:
-            is_whole = is_replicated or not strategy.in_shards
+            # To read an element on XLA would compile and run the step up to here.
+            is_whole = (is_replicated or not strategy.in_shards) and runtime.device.type != "xla"
             self._same_optimizers.is_whole &= is_whole and self._replica_check is None
         if self._step_checks is None:
             self._step_checks = StepChecks(runtime, self._optimizers, self._open)
