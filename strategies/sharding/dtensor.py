@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.chunk import Chunk
-from fabric.strategies.checkpoint.in_place import converts
+from fabric.strategies.checkpoint.in_place import converts, is_extra_state
 from fabric.strategies.checkpoint.loading import Stored, in_memory
 from fabric.strategies.checkpoint.state import StateAccess
 from fabric.strategies.checkpoint.tensor_shards import TensorShards
@@ -133,7 +133,10 @@ class ShardedState(StateAccess):
         fill = not converts(module)
         for name, value in content.items():  # torch reports wrong shapes, all at once
             target = targets.get(name)
-            state[name] = target if fill and _fill(target, value) else _stored_like(value, target)
+            if is_extra_state(name):
+                state[name] = in_memory(value)
+            else:
+                state[name] = target if fill and _fill(target, value) else _stored_like(value, target)
         module.load_state_dict(state, strict=strict)
 
     def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
