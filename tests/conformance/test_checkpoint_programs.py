@@ -219,7 +219,7 @@ class WithHistory(Net):
 
 
 def extra_state(fabric: Fabric, path: str) -> None:
-    model, optimizer = made(fabric, 1, WithHistory)
+    model, _ = made(fabric, 1, WithHistory)
     inner: Any = model
     inner.history = {"losses": [torch.arange(3.0)], "num_calls": 7}
     fabric.save(path, {"model": model})
