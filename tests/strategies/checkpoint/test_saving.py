@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,6 +83,23 @@ def test_containers_of_plain_values_keep_their_classes_next_to_objects() -> None
     found = state_of({"user": nest})["user"]
     assert [type(each) for each in found.values()] == [Counter, OrderedDict, torch.Size, OrderedDict]
     assert type(nest["module"]) is nn.Linear
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        ("nested", lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+        ("torch.sparse_coo", lambda: torch.ones(3).to_sparse()),
+        ("without values", lambda: torch.ones(2, device="meta")),
+    ],
+)
+def test_tensors_that_are_not_dense_raise_with_their_place(
+    tmp_path: Path, kind: str, make: Callable[[], Tensor]
+) -> None:
+    tensor = make()
+    with pytest.raises(CheckpointError, match=f"The tensor at /x/y is {kind}"):
+        save_here(tmp_path / "saved", {"x": {"y": tensor}})
 
 
 def test_a_named_tuple_raises_with_its_place(tmp_path: Path) -> None:
