@@ -48,12 +48,16 @@ class MeetingPoint:
             master_listen_fd=self._socket.detach(),
         )
 
+    def end_waits(self) -> None:
+        """Stop serving, so that ranks that wait in the store for one that has died raise."""
+        self._store = None  # its destructor ends the thread
+
     def close(self, *, failed: bool) -> None:
         """Stop serving; with several nodes, once all have ended or one has failed."""
         if self._topology.num_nodes > 1:
             self._await_nodes(failed)
         self.abandon()
-        self._store = None  # its destructor ends the thread
+        self.end_waits()
 
     def abandon(self) -> None:
         """In a forked rank: close its copy of the socket."""

@@ -223,6 +223,8 @@ class Supervisor:
                 self._selector.unregister(stream.reader)
         self._output.end(child.rank)
         del self._running[child.rank]
+        if code < 0 and self.signals.received and -code not in self.signals.received:
+            self._point.end_waits()  # the others are saving, perhaps with this rank: they have the time of the signal
         without_result = self.expects_results and child.rank not in self.results
         if code == 0 and not without_result:
             self.departures.append(self._departure(child, at_ns, code))

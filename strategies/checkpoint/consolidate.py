@@ -36,8 +36,9 @@ def consolidate(
     `out`: a file, if it ends in `.safetensors`; otherwise a folder, with the files that `transformers` writes:
     `model.safetensors`, or several shards and an index if that would have more than `max_shard_bytes`.
     `name`: the entry of the saved state (`"model"`, `"models/critic"`); may be omitted if only one module was saved.
-    `filter`: `(key, tensor) -> bool` selects tensors; the tensor is on the device "meta". `adapter`: writes only this
-    adapter of a `peft` model, under the names that `peft` loads, as `adapter_model.safetensors`.
+    `filter`: `(key, tensor) -> bool` selects tensors; the tensor is on the device "meta". It also receives entries that
+    are no tensors (`_extra_state`), which only it can leave out. `adapter`: writes only this adapter of a `peft` model,
+    under the names that `peft` loads, as `adapter_model.safetensors`.
     Tied tensors are written once, under the first of their names; the header lists the other names.
     Memory: the largest tensor. All bytes are verified first.
     Raises: CheckpointError: there is no complete checkpoint, or it is damaged. ValueError: nothing is left to write, no
@@ -49,11 +50,12 @@ def consolidate(
     chosen = _chosen(found, name, storage.path)
     with reading(path):
         checkpoint.verify([chosen.split("/")[0]])
-    tensors = _tensors(found[chosen], chosen)
+    entries = dict(found[chosen])
     if adapter is not None:
-        tensors = _of_adapter(tensors, adapter)
+        entries = _of_adapter(entries, adapter)
     if filter is not None:
-        tensors = {key: each for key, each in tensors.items() if filter(key, each.like)}
+        entries = {key: each for key, each in entries.items() if filter(key, _shown(each))}
+    tensors = _tensors(entries, chosen)
     if not tensors:
         raise ValueError(
             f"No tensor of the entry {chosen!r} in {storage.path!r} is selected, so nothing was written. Pass a "
@@ -90,12 +92,16 @@ def _tensors(state: Mapping[str, Any], name: str) -> dict[str, Stored]:
     if others:
         raise ValueError(
             f"The entry {name!r} has values that are not tensors, which safetensors cannot store: "
-            f"{', '.join(map(repr, others))}. Save the module with a `filter` that leaves them out."
+            f"{', '.join(map(repr, others))}. Pass a `filter` that leaves them out."
         )
     return dict(state)
 
 
-def _of_adapter(tensors: Mapping[str, Stored], adapter: str) -> dict[str, Stored]:
+def _shown(entry: Any) -> Any:
+    return entry.like if isinstance(entry, Stored) else entry
+
+
+def _of_adapter(tensors: Mapping[str, Any], adapter: str) -> dict[str, Any]:
     """The tensors of an adapter of peft, under the names that its `get_peft_model_state_dict` returns."""
     found = {}
     for key, stored in tensors.items():

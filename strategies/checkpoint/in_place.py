@@ -21,14 +21,34 @@ from fabric.strategies.checkpoint.loading import Stored, in_memory
 def filled_module(module: nn.Module, content: Any) -> Any:
     """`content` with the module's own tensors, filled, where shapes match. The others are mapped."""
     if not isinstance(content, dict) or converts(module):
-        return in_memory(content, mapped=True)
+        return mapped_module(content)
     own = module.state_dict(keep_vars=True)
     state = copy(content)  # keeps its class and attributes: torch stores `_metadata` on the state of a module
     for name, value in content.items():
         target: Any = own.get(name)
         fits = isinstance(value, Stored) and _is_plain(target) and tuple(target.shape) == value.shape
-        state[name] = _fill(target, value) if fits else in_memory(value, mapped=True)
+        state[name] = _fill(target, value) if fits else mapped_entry(name, value)
     return state
+
+
+def mapped_module(content: Any) -> Any:
+    """The state of a module with its tensors mapped, for torch to copy from."""
+    if not isinstance(content, dict):
+        return in_memory(content, mapped=True)
+    state = copy(content)
+    for name, value in content.items():
+        state[name] = mapped_entry(name, value)
+    return state
+
+
+def mapped_entry(name: str, value: Any) -> Any:
+    """One entry of the state of a module, mapped if it is copied from; extra states are kept by the module."""
+    return in_memory(value, mapped=not is_extra_state(name))
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether the entry is what a submodule's `get_extra_state` returned, of any type that can be saved."""
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def filled_optimizer(optimizer: Optimizer, content: Any, *, mapped: bool = False) -> Any:

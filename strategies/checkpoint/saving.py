@@ -110,6 +110,7 @@ def plan(state: Any, rank: int, token: str) -> Plan:
         if pointer in found:
             raise ValueError(f"The state has two entries at {pointer}: their keys differ only in type. Rename one")
         if isinstance(tensor, Tensor):
+            _refuse_kind(tensor, pointer)
             tensor = replicated(tensor, (0,))
         for _, part in tensor.shards:
             _refuse_kind(part, pointer)
@@ -242,9 +243,11 @@ def _num_bytes(plan: Plan) -> int:
 
 def _refuse_kind(tensor: Tensor, pointer: str) -> None:
     """Raise ValueError for a tensor that is not dense, or has no values."""
-    if tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta:
+    if tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta or tensor.is_nested):
         return
-    kind = "quantized" if tensor.is_quantized else "without values" if tensor.is_meta else str(tensor.layout)
+    kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
+    if tensor.is_meta:
+        kind = "without values"
     raise ValueError(
         f"The tensor at {pointer} is {kind}, but a checkpoint contains only dense tensors with values. Save it as such"
     )

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping
+from copy import copy
 from typing import Any, Protocol, TypeAlias, final, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.checkpoint.in_place import filled_module, filled_optimizer
+from fabric.strategies.checkpoint.in_place import filled_module, filled_optimizer, mapped_module
 from fabric.strategies.checkpoint.loading import in_memory
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
 
@@ -99,7 +100,7 @@ class StateAccess(ABC):
 
     def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
         """As `write_module`, from a state with a `Stored` for each tensor."""
-        self.write_module(module, in_memory(content, mapped=True), strict=strict)
+        self.write_module(module, mapped_module(content), strict=strict)
 
     def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
         """As `write_optimizer`, from a state with a `Stored` for each tensor."""
@@ -329,12 +330,15 @@ class _Reader:
         if isinstance(value, Stateful):
             return value.state_dict()
         if isinstance(value, dict):
-            read = {key: self.read(str(key), entry) for key, entry in value.items()}
-            return {key: entry for key, entry in read.items() if entry is not SKIPPED}
-        if isinstance(value, (list, tuple)):
+            found = copy(value)  # keeps its class, which may be one that can be saved (`Counter`) or not
+            for key, entry in value.items():
+                found[key] = self.read(str(key), entry)
+                if found[key] is SKIPPED:
+                    del found[key]
+            return found
+        if type(value) in (list, tuple):  # a `torch.Size` has no objects, and a `NamedTuple` cannot be saved
             entries = [self.read(name, entry) for entry in value]
-            kept = [None if entry is SKIPPED else entry for entry in entries]
-            return tuple(kept) if type(value) is tuple else kept
+            return type(value)(None if entry is SKIPPED else entry for entry in entries)
         return value
 
 

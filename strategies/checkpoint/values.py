@@ -181,8 +181,9 @@ def _numpy(value: Any, keep: Callable[[Tensor], Json], at: str) -> Json:
     if isinstance(value, numpy.generic) and value.dtype.kind in "biufc":
         return {"$scalar": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
     if isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
-        # As bytes, because torch lacks some of NumPy's dtypes.
-        keep(torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8))
+        # As bytes, because torch lacks some of NumPy's dtypes. `frombuffer` refuses an empty buffer.
+        content = bytearray(value.tobytes())
+        keep(torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8))
         return {"$array": value.dtype.str, "shape": list(value.shape)}
     raise TypeError(_NO_VALUE.format(at=at or "/", kind=f"numpy.{type(value).__qualname__} of {value.dtype}"))
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.launchers.world import World
-from fabric.strategies.checkpoint.in_place import filled_module
+from fabric.strategies.checkpoint.in_place import filled_module, is_extra_state
 from fabric.strategies.checkpoint.loading import Stored, in_memory
 from fabric.strategies.checkpoint.state import StateAccess
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, flat_shard, no_shards
@@ -86,7 +86,12 @@ class ZeroState(StateAccess):
         if strict:
             _check_names(type(module).__name__, own, content)
         for name in own:
-            if name in content and isinstance(own[name], Tensor):
+            if name not in content:
+                continue
+            if is_extra_state(name):
+                if self.stage == 3:
+                    module.get_submodule(name.rpartition(".")[0]).set_extra_state(in_memory(content[name]))
+            elif isinstance(own[name], Tensor):
                 self._write_tensor(name, own[name], in_memory(content[name], mapped=True))
         self.written()
 

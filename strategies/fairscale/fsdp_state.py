@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fabric.strategies.checkpoint.in_place import converts
+from fabric.strategies.checkpoint.in_place import converts, mapped_entry, mapped_module
 from fabric.strategies.checkpoint.load_hooks import KeepsNamesAndShapes
 from fabric.strategies.checkpoint.loading import Stored, in_memory
 from fabric.strategies.checkpoint.state import PLAIN, StateAccess
@@ -254,11 +254,11 @@ class SlicedState(StateAccess):
         sharded = dict(_named(module))
         values = {name: content[name] for name in sharded if name in content} if isinstance(content, dict) else {}
         if not values or converts(module) or not all(_fits(value, sharded[name]) for name, value in values.items()):
-            self.write_module(module, in_memory(content, mapped=True), strict=strict)
+            self.write_module(module, mapped_module(content), strict=strict)
             return
         state = copy(content)  # keeps its class and attributes: torch stores `_metadata` on the state of a module
         for name, value in content.items():
-            state[name] = self._filled(sharded[name], value) if name in values else in_memory(value, mapped=True)
+            state[name] = self._filled(sharded[name], value) if name in values else mapped_entry(name, value)
         with self._slices.as_they_are():
             PLAIN.write_module(module, state, strict=strict)
 

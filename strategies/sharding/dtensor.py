@@ -6,7 +6,9 @@ tensor has a class of its own, so runs without shards do not pay for the import.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.chunk import Chunk
-from fabric.strategies.checkpoint.in_place import converts
+from fabric.strategies.checkpoint.in_place import converts, is_extra_state
 from fabric.strategies.checkpoint.loading import Stored, in_memory
 from fabric.strategies.checkpoint.state import StateAccess
 from fabric.strategies.checkpoint.tensor_shards import TensorShards
@@ -22,7 +24,8 @@ from fabric.strategies.gradients.in_shards import InShards
 from fabric.strategies.sharding.flat_shards import plain_shard
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
 
 
 _FSDP = "torch.distributed.fsdp"
@@ -130,22 +133,27 @@ class ShardedState(StateAccess):
         fill = not converts(module)
         for name, value in content.items():  # torch reports wrong shapes, all at once
             target = targets.get(name)
-            state[name] = target if fill and _fill(target, value) else _stored_like(value, target)
+            if is_extra_state(name):
+                state[name] = in_memory(value)
+            else:
+                state[name] = target if fill and _fill(target, value) else _stored_like(value, target)
         module.load_state_dict(state, strict=strict)
 
     def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
         self.write_module(module, content, strict=strict)
 
     def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
-        state = module.state_dict()
+        state = module.state_dict(keep_vars=True)  # `detach` of a DTensor costs ten times as much as `to_local`
+        holders = cache(_holders)
         for name, value in state.items():
-            state[name] = tensor_shards(value)
+            state[name] = tensor_shards(value.detach() if type(value) is nn.Parameter else value, holders)
         return state
 
     def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
         content = optimizer.state_dict()
+        holders = cache(_holders)
         states = {
-            index: {name: tensor_shards(value) for name, value in entries.items()}
+            index: {name: tensor_shards(value, holders) for name, value in entries.items()}
             for index, entries in sorted(content["state"].items())
         }
         return {**content, "state": states}
@@ -188,23 +196,26 @@ class ShardedState(StateAccess):
         return gathered.detach().to("cpu") if self.keeps else torch.empty(0)
 
 
-def tensor_shards(value: Any) -> Any:
-    """A DTensor as `TensorShards`; other values unchanged."""
+def tensor_shards(value: Any, holders: Callable[[DeviceMesh, tuple[Placement, ...]], tuple[int, ...]]) -> Any:
+    """A DTensor as `TensorShards`; other values unchanged. `holders`: `_holders`, cached."""
     sharded = as_sharded(value)
     if sharded is None:
         return value
     chunk = _local_chunk(sharded)
-    local = local_part(sharded.detach())
+    with torch.no_grad():
+        local = local_part(sharded).detach()
     assert tuple(local.shape) == chunk.shape, f"{tuple(local.shape)} is not {chunk}"
     shards = ((chunk, local),) if local.numel() else ()
-    return TensorShards(tuple(sharded.shape), sharded.dtype, shards, _holders(sharded))
+    return TensorShards(
+        tuple(sharded.shape), sharded.dtype, shards, holders(sharded.device_mesh, tuple(sharded.placements))
+    )
 
 
-def _holders(sharded: DTensor) -> tuple[int, ...]:
-    """The ranks that hold the same chunk as this one."""
-    mesh, here = sharded.device_mesh, sharded.device_mesh.get_coordinate()
+def _holders(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, ...]:
+    """The ranks that hold the same chunk as this one. `DeviceMesh.mesh` costs as much as copying 1 MB."""
+    here = mesh.get_coordinate()
     assert here is not None
-    same = tuple(slice(None) if each.is_replicate() else at for each, at in zip(sharded.placements, here, strict=True))
+    same = tuple(slice(None) if each.is_replicate() else at for each, at in zip(placements, here, strict=True))
     return tuple(sorted(mesh.mesh[same].reshape(-1).tolist()))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from fabric.strategies.checkpoint.state import StateAccess
+from fabric.strategies.checkpoint.state import PlainState, StateAccess
 from fabric.strategies.data.transfer import move
 from fabric.strategies.gradients.clipping import move_state, parameters_of
 from fabric.strategies.module.copies import Hook
@@ -196,10 +196,14 @@ def marked_batches(batches: Iterator[Any], device: torch.device) -> Iterator[Any
 
 @final
 class XLAState(StateAccess):
-    """State of replicas on XLA devices; rank 0 reads it as CPU tensors, other ranks read nothing."""
+    """State of replicas on XLA devices; rank 0 reads it as CPU tensors, other ranks read nothing.
 
-    def __init__(self, rank: int) -> None:
+    `num_replicas`: the number of ranks with equal parameters and optimizer states, each of which saves a part.
+    """
+
+    def __init__(self, rank: int, num_replicas: int = 1) -> None:
         self.keeps = rank == 0
+        self._replicas = PlainState(num_replicas) if num_replicas > 1 else None
 
     def read_module(self, module: nn.Module) -> dict[str, Any]:
         return self._on_cpu(module.state_dict())
@@ -214,6 +218,18 @@ class XLAState(StateAccess):
     def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
         optimizer.load_state_dict(content)
         _mark()
+
+    def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
+        if self._replicas is None:
+            return self.read_module(module)
+        _mark()
+        return self._replicas.read_module_shards(module)
+
+    def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._replicas is None:
+            return self.read_optimizer(optimizer)
+        _mark()
+        return self._replicas.read_optimizer_shards(optimizer)
 
     def _on_cpu(self, state: dict[str, Any]) -> dict[str, Any]:
         _mark()  # on all ranks: the recorded graph may have collectives, which reading would run on one rank

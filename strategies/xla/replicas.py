@@ -104,7 +104,9 @@ class XLAStrategy(TorchXLAStrategy):
                 broadcast_buffers=self.broadcast_buffers,
             )
         undo = prepare_module(module, optimizers)
-        return replace(replica(runtime, module, optimizers, sync, end=undo), state=XLAState(runtime.world.rank))
+        return replace(
+            replica(runtime, module, optimizers, sync, end=undo), state=XLAState(runtime.world.rank, runtime.world.size)
+        )
 
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
         return prepare_optimizers(runtime, optimizers)

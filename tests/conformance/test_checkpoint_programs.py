@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,39 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_programs_save_and_load_what_they_have_and_learn_what_does_not_fit(strategy: str, folder: str) -> None:
     Fabric(accelerator="cpu", strategy=strategy, devices=2).launch(run, folder)
+
+
+class WithHistory(Net):
+    """A model whose state has a nest with a tensor besides its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: Any = {}
+
+    def get_extra_state(self) -> Any:
+        return self.history
+
+    def set_extra_state(self, state: Any) -> None:
+        self.history = state
+
+
+def extra_state(fabric: Fabric, path: str) -> None:
+    model, _ = made(fabric, 1, WithHistory)
+    inner: Any = model
+    inner.history = {"losses": [torch.arange(3.0)], "num_calls": 7}
+    fabric.save(path, {"model": model})
+    inner.history = {}
+    fabric.load(path, {"model": model})
+    assert inner.history["num_calls"] == 7
+    (losses,) = inner.history["losses"]
+    assert losses.tolist() == [0, 1, 2]
+    if sys.platform == "linux":
+        assert path not in Path("/proc/self/maps").read_text(), "the extra state is mapped from the file"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_3", "ddp_fully_sharded"])
+def test_tensors_within_an_extra_state_are_read_into_memory(strategy: str, tmp_path: Path) -> None:
+    Fabric(accelerator="cpu", strategy=strategy, devices=1).launch(extra_state, str(tmp_path / "saved"))
 
 
 def save_on_rank_zero(fabric: Fabric, folder: str) -> None:

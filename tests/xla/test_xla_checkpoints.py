@@ -38,5 +38,6 @@ def test_a_run_goes_on_from_xla_under_ddp_and_from_ddp_under_xla(tmp_path: Path)
     for launch in (over_ddp, over_one_device, over_replicas):
         paths.append(str(tmp_path / launch.__name__))
         launch(save, paths[-1], seed)
+    assert len(list(Path(paths[-1]).glob("*.bin"))) == SIZE, "not every replica has written a part"
     for launch in (over_ddp, over_one_device, over_replicas):
         launch(load, paths, seed)

@@ -6,6 +6,7 @@ Started by `test_background.py`: `ending_jobs.py FOLDER HOW`. The first checkpoi
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -35,12 +36,16 @@ def main(folder: str, how: str) -> None:
         sys.exit(0)
     if how == "raise" or (how == "raise on one" and fabric.global_rank == 1):
         raise ZeroDivisionError("of the loop")
-    if how == "interrupt" and fabric.global_rank == 0:
+    if how.startswith("interrupt") and fabric.global_rank == 0:
         Path(f"{folder}.pid").write_text(str(os.getpid()))
-    if how in ("interrupt", "raise on one"):
-        while True:
+    try:
+        while how != "return":
             fabric.all_gather(torch.ones(3))
             time.sleep(0.01)
+    except KeyboardInterrupt:
+        if how == "interrupt, then kill one" and fabric.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise
 
 
 if __name__ == "__main__":

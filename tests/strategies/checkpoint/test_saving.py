@@ -11,8 +11,9 @@ import signal
 import subprocess
 import sys
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from fabric import CheckpointError, Fabric, read_checkpoint
 from fabric.strategies.checkpoint.chunk import Chunk, chunks_of_range, whole
 from fabric.strategies.checkpoint.manifest import BLOCK_BYTES, NAME
 from fabric.strategies.checkpoint.saving import commit, plan, save, write
+from fabric.strategies.checkpoint.state import state_of
 from fabric.strategies.checkpoint.storage import Folder, storage_of
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
 from fabric.strategies.collectives.single import SingleDeviceCollective
@@ -47,7 +49,7 @@ VALUES = {
     "torch": [torch.float16, torch.device("cuda", 1), torch.Size([2, 3])],
     "counter": Counter({30: 1}),
     "ordered": OrderedDict(b=1, a=2),
-    "numpy": [np.float32(0.1), np.arange(6, dtype=np.uint16).reshape(2, 3)],
+    "numpy": [np.float32(0.1), np.arange(6, dtype=np.uint16).reshape(2, 3), np.zeros((0, 3))],
     "path": Path("runs/1"),
     "tensors": [
         torch.arange(5)[::2],
@@ -69,10 +71,45 @@ def test_values_and_tensors_are_loaded_as_they_were_saved(tmp_path: Path) -> Non
     assert arrays[0] == np.float32(0.1)
     assert arrays[1].dtype == np.uint16
     assert arrays[1].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert (arrays[2].dtype, arrays[2].shape) == (np.float64, (0, 3))
     expected = {name: value for name, value in VALUES.items() if name not in ("tensors", "numpy")}
     assert found == expected
     assert [type(value) for value in found.values()] == [type(value) for value in expected.values()]
     assert math.isnan(_again(tmp_path, {"x": float("nan")})["x"])
+
+
+def test_containers_of_plain_values_keep_their_classes_next_to_objects() -> None:
+    nest = {"counts": Counter(a=1), "ordered": OrderedDict(b=1), "shape": torch.Size([2]), "module": nn.Linear(1, 1)}
+    found = state_of({"user": nest})["user"]
+    assert [type(each) for each in found.values()] == [Counter, OrderedDict, torch.Size, OrderedDict]
+    assert type(nest["module"]) is nn.Linear
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        ("nested", lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+        ("torch.sparse_coo", lambda: torch.ones(3).to_sparse()),
+        ("without values", lambda: torch.ones(2, device="meta")),
+    ],
+)
+def test_tensors_that_are_not_dense_raise_with_their_place(
+    tmp_path: Path, kind: str, make: Callable[[], Tensor]
+) -> None:
+    tensor = make()
+    with pytest.raises(CheckpointError, match=f"The tensor at /x/y is {kind}"):
+        save_here(tmp_path / "saved", {"x": {"y": tensor}})
+
+
+def test_a_named_tuple_raises_with_its_place(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"`.*Point` at /user/0, which cannot be saved"):
+        save_here(tmp_path / "saved", state_of({"user": [Point(1, 2)]}))
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
 
 
 def _again(folder: Path, state: dict[str, Any]) -> Any:
