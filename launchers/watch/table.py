@@ -135,7 +135,7 @@ def _side_by_side(number: int, made: dict[int, Call | None]) -> list[str]:
     speakers: dict[str, list[int]] = {}
     for rank, call in made.items():
         speakers.setdefault(_said(call), []).append(rank)
-    return [f"  call {number}, {ranks_in_words(ranks)}: {said}" for said, ranks in speakers.items()]
+    return [f"  call {number}, {ranks_in_words(ranks)}: {text}" for text, ranks in speakers.items()]
 
 
 def _never_differs(operation: str) -> str:

@@ -351,12 +351,12 @@ class Watcher:
                 words = heard.decode().splitlines() if isinstance(heard, bytes) else words
             where = "" if self._world.num_nodes == 1 else f"on {host}"
             for place, found_out in zip(there, words, strict=True):
-                said = process_state.UNREACHABLE if answers[place.rank] == "unreachable" else found_out
-                has_closed = answers[place.rank] == "refused" and said != process_state.ENDED
+                state = process_state.UNREACHABLE if answers[place.rank] == "unreachable" else found_out
+                has_closed = answers[place.rank] == "refused" and state != process_state.ENDED
                 found[place.rank] = Activity(
                     rank=place.rank,
-                    kind="ended" if has_closed or said == process_state.ENDED else "silent",
-                    words="has closed its fabric, or is ending" if has_closed else said,
+                    kind="ended" if has_closed or state == process_state.ENDED else "silent",
+                    words="has closed its fabric, or is ending" if has_closed else state,
                     where=where,
                 )
         return found

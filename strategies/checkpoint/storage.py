@@ -164,14 +164,14 @@ class Folder(Storage):
     def _space(self) -> str:
         """The limits of the disk, after the incomplete file was removed."""
         disk = shutil.disk_usage(self._folder)
-        said = f"{self.path!r} is on a disk of {disk.total / 1e6:.1f} MB with {disk.free / 1e6:.1f} MB free"
+        sentence = f"{self.path!r} is on a disk of {disk.total / 1e6:.1f} MB with {disk.free / 1e6:.1f} MB free"
         if sys.platform != "win32":
             import resource
 
             limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
             if limit != resource.RLIM_INFINITY:
-                said += f", and no more than {limit / 1e6:.1f} MB may be written to one file (`ulimit -f`)"
-        return said
+                sentence += f", and no more than {limit / 1e6:.1f} MB may be written to one file (`ulimit -f`)"
+        return sentence
 
     def commit(self, name: str, content: bytes) -> None:
         beside = f"{name}.new"

@@ -130,7 +130,7 @@ class DeviceLoader(ABC):
     def __init__(self, loader: Iterable[Any], reading: Reading) -> None:
         self._loader, self._reading = loader, reading
         self._resumes = self._has_begun = False
-        self._said_reread = self._said_unequal = self._said_unsaved = self._said_left = False
+        self._reported_reread = self._reported_unequal = self._reported_unsaved = self._reported_left = False
         self._restored: Restored | None = None
         self._begun_at: Restored | None = None
         """The restored position at which the latest iteration began."""
@@ -323,8 +323,8 @@ class DeviceLoader(ABC):
         return preserved_rngs() if resumes else nullcontext()
 
     def _say_reread(self) -> None:
-        if not self._said_reread:
-            self._said_reread = True
+        if not self._reported_reread:
+            self._reported_reread = True
             self._reading.report(
                 f"The `{loader_name(self)}` cannot skip what was read before the checkpoint, so it is read again. "
                 "Datasets with `state_dict` and `load_state_dict`, in torchdata's `StatefulDataLoader`, resume at once."
@@ -332,14 +332,14 @@ class DeviceLoader(ABC):
 
     def _say_left(self) -> None:
         is_saved, self._is_saved_as_left = self._is_saved_as_left, False
-        if is_saved and not self._said_left:
-            self._said_left = True
+        if is_saved and not self._reported_left:
+            self._reported_left = True
             self._reading.report(_LEFT.format(name=loader_name(self)))
 
     def _say_unequal(self) -> None:
         index = self._reading.index
-        if not self._said_unequal and index is not None and not index.cut.uneven:
-            self._said_unequal = True
+        if not self._reported_unequal and index is not None and not index.cut.uneven:
+            self._reported_unequal = True
             self._reading.report(
                 f"A batch of the `{loader_name(self)}` had different numbers of samples on the ranks, as the last of "
                 "an epoch may have, and `fabric.backward(loss)` averages over ranks: a mean over the batch "
@@ -536,8 +536,8 @@ class StatefulDeviceLoader(DeviceLoader):
         unsaved = unsaved_part(tail.last)
         if unsaved is None:
             return {**state, "last": tail.last}
-        if not self._said_unsaved:
-            self._said_unsaved = True
+        if not self._reported_unsaved:
+            self._reported_unsaved = True
             self._reading.report(_UNSAVED.format(name=loader_name(self), unsaved=unsaved))
         return state
 

@@ -424,15 +424,15 @@ def _refuse_out_of_step(numbers: LoaderNumbers, name: str) -> None:
 
 def _left_out(setup: _Setup) -> LeaveOut:
     """A function that reports, once, that items were dropped."""
-    said: list[int] = []
+    reported: list[int] = []
 
     def leave_out(num_items: int) -> None:
-        if not said:
+        if not reported:
             setup.report(
                 f"The last {num_items} batches of the epoch were too few to give each of the {setup.share.count} "
                 "ranks one, and were dropped. Where ranks may have different numbers of batches, pass "
                 "`use='validate'`, `'test'` or `'predict'`."
             )
-        said.append(num_items)
+        reported.append(num_items)
 
     return leave_out

@@ -117,13 +117,13 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
 
 def choose_stage(stage: int | None, config: Mapping[str, Any]) -> int:
     """The ZeRO stage, from either the option or the dictionary; both raise. 2 if neither sets it."""
-    said = config.get("zero_optimization", {}).get("stage")
-    if stage is not None and said is not None:
+    configured = config.get("zero_optimization", {}).get("stage")
+    if stage is not None and configured is not None:
         raise ValueError(
-            f"`stage={stage}` and `config={{'zero_optimization': {{'stage': {said}}}}}` both set the ZeRO stage. "
+            f"`stage={stage}` and `config={{'zero_optimization': {{'stage': {configured}}}}}` both set the ZeRO stage. "
             "Leave one out."
         )
-    chosen = 2 if stage is None and said is None else said if stage is None else stage
+    chosen = 2 if stage is None and configured is None else configured if stage is None else stage
     if chosen not in (1, 2, 3):
         raise ValueError(
             f"ZeRO has the stages 1, 2 and 3, not {chosen!r}. "
@@ -134,10 +134,16 @@ def choose_stage(stage: int | None, config: Mapping[str, Any]) -> int:
 
 def choose_offload(name: str, wanted: bool, option: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """The section `name` of `zero_optimization`, from either the option or the dictionary; both raise."""
-    said = config.get("zero_optimization", {}).get(name)
-    if wanted and said is not None:
+    configured = config.get("zero_optimization", {}).get(name)
+    if wanted and configured is not None:
         raise ValueError(f"`{option}=True` and `{name}` in the configuration set the same option. Leave one out.")
-    return {name: said} if said is not None else {name: {"device": "cpu", "pin_memory": False}} if wanted else {}
+    return (
+        {name: configured}
+        if configured is not None
+        else {name: {"device": "cpu", "pin_memory": False}}
+        if wanted
+        else {}
+    )
 
 
 def engine_config(

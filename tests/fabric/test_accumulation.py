@@ -145,11 +145,11 @@ def test_a_step_after_a_last_micro_batch_without_backward_raises() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "said"), [(0, "accumulate\\(loader, 0\\)"), (True, "accumulate\\(loader, True\\)"), (2.0, "2.0")]
+    ("number", "reported"), [(0, "accumulate\\(loader, 0\\)"), (True, "accumulate\\(loader, True\\)"), (2.0, "2.0")]
 )
-def test_a_window_needs_a_positive_number_of_micro_batches(number: Any, said: str) -> None:
+def test_a_window_needs_a_positive_number_of_micro_batches(number: Any, reported: str) -> None:
     fabric, _, _ = alone()
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=reported):
         fabric.accumulate(SAMPLES, number)
 
 
@@ -346,22 +346,22 @@ def mix_weights(world: World) -> tuple[list[list[float]], str]:
     loss.register_hook(fail)
     with pytest.raises(ArithmeticError):
         fabric.backward(loss, weight=4)
-    said = ""
+    reported = ""
     try:
         model(SAMPLES[:4]).sum().backward()
     except RuntimeError as error:
-        said = str(error)
+        reported = str(error)
     fabric.close()
-    return found, said
+    return found, reported
 
 
 @pytest.mark.slow
 def test_weights_that_are_sent_with_gradients_are_exact_and_a_backward_of_torch_raises() -> None:
     (alone,) = run_world(1, mix_weights)
-    for found, said in run_world(2, mix_weights):
+    for found, reported in run_world(2, mix_weights):
         for one, other in zip(found, alone[0], strict=True):
             assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
-        assert said.endswith("Call `fabric.backward(loss)`.")
+        assert reported.endswith("Call `fabric.backward(loss)`.")
 
 
 def delay_backwards(world: World) -> tuple[Tensor, str]:
@@ -375,21 +375,21 @@ def delay_backwards(world: World) -> tuple[Tensor, str]:
     model.zero_grad()
     window = next(fabric.accumulate(SAMPLES[:3], 3))
     losses = [model(batch).sum() for batch in window]
-    said = ""
+    reported = ""
     try:
         for loss in losses:
             fabric.backward(loss)
     except RuntimeError as error:
-        said = str(error)
+        reported = str(error)
     fabric.close()
-    return gradient, said
+    return gradient, reported
 
 
 @pytest.mark.slow
 def test_backwards_that_come_after_all_forwards_of_a_window_are_exact_or_raise() -> None:
-    for gradient, said in run_world(2, delay_backwards):
+    for gradient, reported in run_world(2, delay_backwards):
         torch.testing.assert_close(gradient, (SAMPLES[0::2][:3].sum(0) + SAMPLES[1::2][:3].sum(0))[None] / 2)
-        assert "were not averaged over the ranks" in said
+        assert "were not averaged over the ranks" in reported
 
 
 def pair() -> tuple[nn.Module, nn.Module, SGD, SGD]:

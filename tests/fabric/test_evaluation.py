@@ -64,7 +64,7 @@ def test_every_sample_is_gathered_once_and_in_the_order_of_the_dataset_on_any_nu
             if name == "batch sampler" and batch_size < count:
                 continue  # the last batches of one round have too few samples to give
             loaders = share_out(
-                [loaders_over(size, batch_size)[name] for _ in range(count)], count, "validate", said=[]
+                [loaders_over(size, batch_size)[name] for _ in range(count)], count, "validate", reported=[]
             )
             found = gather(loaders, lambda batch: torch.as_tensor(batch).reshape(-1))
             assert [each.tolist() for each in found] == [list(range(size))] * count, (name, size, count, batch_size)
@@ -93,13 +93,13 @@ def test_different_lengths_are_padded_on_request_and_raise_otherwise() -> None:
 
 
 def test_ranks_without_a_batch_get_the_values_of_the_others() -> None:
-    loaders = share_out([DataLoader(Stream(2), 4)] * 3, 3, "validate", said=[])
+    loaders = share_out([DataLoader(Stream(2), 4)] * 3, 3, "validate", reported=[])
     assert [len(list(loader)) for loader in loaders] == [1, 1, 0]
     for found in gather(loaders, lambda batch: (batch, 1.0)):
         assert found[0].tolist() == [0, 1]
         assert found[1].tolist() == [1.0, 1.0]
     with pytest.raises(ValueError, match=r"of a `DataLoader` that has yielded no batch on any rank"):
-        gather(share_out([DataLoader(Stream(0), 4)] * 2, 2, "validate", said=[]), lambda batch: batch)
+        gather(share_out([DataLoader(Stream(0), 4)] * 2, 2, "validate", reported=[]), lambda batch: batch)
 
 
 def test_ranks_that_read_the_same_batches_are_counted_once() -> None:

@@ -814,8 +814,8 @@ def test_values_on_rank_zero_alone_are_those_of_all_shards_or_raise() -> None:
             assert word in fabric.launch(set_up_with_values_on_rank_zero)
 
 
-def read_the_same(fabric: Fabric, said: bool) -> tuple[list[str], str]:
-    """Train on a loader that was not set up; then load weights on rank 0 alone. `said`: about equal data."""
+def read_the_same(fabric: Fabric, reported: bool) -> tuple[list[str], str]:
+    """Train on a loader that was not set up; then load weights on rank 0 alone. `reported`: about equal data."""
     replica_guard._GRACE = timedelta(0)  # no other rank will load
     heard: list[str] = []
     handler = logging.Handler()
@@ -823,7 +823,7 @@ def read_the_same(fabric: Fabric, said: bool) -> tuple[list[str], str]:
     logging.getLogger("fabric").addHandler(handler)
     net = make_net()
     model, optimizer = fabric.setup(net, make_optimizer(net))
-    if said:
+    if reported:
         fabric.setup_dataloaders([1, 2], use_distributed_sampler=False)
     for step in range(6):
         if fabric.global_rank == 0 and step == 4:
@@ -838,10 +838,10 @@ def read_the_same(fabric: Fabric, said: bool) -> tuple[list[str], str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("said", [False, True])
-def test_reading_the_same_samples_is_reported_once_and_a_load_on_one_rank_raises_there(said: bool) -> None:
-    heard, error = Fabric(accelerator="cpu", devices=2, strategy="ddp").launch(read_the_same, said)
+@pytest.mark.parametrize("reported", [False, True])
+def test_reading_the_same_samples_is_reported_once_and_a_load_on_one_rank_raises_there(reported: bool) -> None:
+    heard, error = Fabric(accelerator="cpu", devices=2, strategy="ddp").launch(read_the_same, reported)
     told = [sentence for sentence in heard if "they read the same samples" in sentence]
-    assert len(told) == (0 if said else 1)
-    assert said or "test_wrong_programs.py" in told[0]
+    assert len(told) == (0 if reported else 1)
+    assert reported or "test_wrong_programs.py" in told[0]
     assert "`load_state_dict` was called on 1 of 2 ranks, at" in error

@@ -32,13 +32,13 @@ def share_out(
     use: Use = "train",
     *,
     distribute: bool = True,
-    said: list[str] | None = None,
+    reported: list[str] | None = None,
     shares: list[Share] | None = None,
     numbers: list[LoaderNumbers] | None = None,
 ) -> list[DeviceLoader]:
     """The results of `process_dataloader` on `count` ranks for `make(rank)` or `make[rank]`.
 
-    `said` gets the warnings of rank 0; `shares` are given where ranks have one in common,
+    `reported` gets the warnings of rank 0; `shares` are given where ranks have one in common,
     `numbers` where they set up several loaders.
     """
     turn, votes, met = threading.Lock(), [None] * count, threading.Barrier(count)
@@ -66,7 +66,7 @@ def share_out(
                     launcher="inline",
                     ranks=ranks_by(agree, count),
                     numbers=numbers[index] if numbers else LoaderNumbers(),
-                    report=said.append if said is not None and index == 0 else lambda sentence: None,
+                    report=reported.append if reported is not None and index == 0 else lambda sentence: None,
                 )
             except Exception as error:
                 results[index] = error

@@ -82,7 +82,7 @@ def test_a_parameter_replaced_after_setup_raises_by_its_name(
     strategy: Strategy, replace: Callable[[nn.Linear], None], num_steps: int, without_gradients: bool
 ) -> None:
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver")
-    said, has_trained = fabric.launch(message_after, replace, num_steps, without_gradients)
-    assert "'1.weight'" in said
-    assert "were replaced after `fabric.setup`" in said
+    reported, has_trained = fabric.launch(message_after, replace, num_steps, without_gradients)
+    assert "'1.weight'" in reported
+    assert "were replaced after `fabric.setup`" in reported
     assert has_trained

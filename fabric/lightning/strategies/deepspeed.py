@@ -111,9 +111,9 @@ class DeepSpeedStrategy(ParallelStrategy):
         return getattr(self._core, "config", {})
 
 
-def _merged(config: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
+def _merged(config: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     sections: dict[str, dict[str, Any]] = {"zero_optimization": {}, "fp16": {}}
-    for name, value in said.items():
+    for name, value in given.items():
         if name in _ZERO:
             sections["zero_optimization"][_ZERO[name]] = value
         elif name in _FP16:

@@ -294,9 +294,9 @@ def test_a_job_that_ends_while_its_ranks_save_in_the_background_leaves_a_complet
             assert job.poll() is None
             time.sleep(0.01)
         job.send_signal(signal.SIGINT)
-    _, said = job.communicate(timeout=20 if how.endswith("kill one") else 100)  # ranks may take 30 s after Ctrl-C
-    assert job.returncode == code, said
-    assert ("ZeroDivisionError: of the loop" in said) == how.startswith("raise"), said
+    _, reported = job.communicate(timeout=20 if how.endswith("kill one") else 100)  # ranks may take 30 s after Ctrl-C
+    assert job.returncode == code, reported
+    assert ("ZeroDivisionError: of the loop" in reported) == how.startswith("raise"), reported
     content = read_checkpoint(path)
     assert content["step"] in steps
     assert content["model"]["weight"].shape == (3, 3)

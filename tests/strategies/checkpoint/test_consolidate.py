@@ -116,8 +116,8 @@ def test_fabric_consolidate_selects_a_module_and_keys_and_lists_the_modules_in_i
     fabric.close()
     saved, out = str(tmp_path / "saved"), str(tmp_path / "out.safetensors")
     assert main(["consolidate", saved, out]) == 2
-    assert "the modules in" in (said := capsys.readouterr().err)
-    assert "'models/one', 'models/two'. Pass the `name` of one of them" in said
+    assert "the modules in" in (reported := capsys.readouterr().err)
+    assert "'models/one', 'models/two'. Pass the `name` of one of them" in reported
     assert main(["consolidate", saved, out, "--name", "models/two", "--keys", "^bias$"]) == 0
     assert capsys.readouterr().out == f"{out}\n"
     found = safetensors.torch.load_file(out)

@@ -68,9 +68,9 @@ def test_entries_left_out_with_strict_false_are_reported(
         with caplog.at_level(logging.WARNING, logger="fabric"):
             load(model)
         assert torch.equal(model.weight, saved.weight)
-        said = [line.split() for line in caplog.messages[-1].splitlines()]
-        assert ["extra", "(3,)", "missing"] in [line[-3:] for line in said]
-        assert ["bias", "missing", "(2,)"] in [line[-3:] for line in said]
+        reported = [line.split() for line in caplog.messages[-1].splitlines()]
+        assert ["extra", "(3,)", "missing"] in [line[-3:] for line in reported]
+        assert ["bias", "missing", "(2,)"] in [line[-3:] for line in reported]
     caplog.clear()
     fabric.load(tmp_path / "saved", {"model": nn.Linear(2, 2)}, strict=False)
     assert not caplog.messages

@@ -212,11 +212,11 @@ def test_the_manifest_has_the_xxh3_of_each_4_mib_of_a_file(tmp_path: Path) -> No
     save_here(tmp_path / "saved", {"small": torch.arange(7), "large": torch.arange(3 * 2**20, dtype=torch.float32)})
     manifest = json.loads((tmp_path / "saved" / NAME).read_text())
     assert manifest["version"] == 2
-    ((name, said),) = manifest["content"]["files"].items()
+    ((name, reported),) = manifest["content"]["files"].items()
     content = (tmp_path / "saved" / name).read_bytes()
     blocks = [content[start : start + 4 * 2**20] for start in range(0, len(content), 4 * 2**20)]
     assert len(blocks) == 4
-    assert said["checksums"] == [xxhash.xxh3_64_hexdigest(block) for block in blocks]
+    assert reported["checksums"] == [xxhash.xxh3_64_hexdigest(block) for block in blocks]
 
 
 def test_a_truncated_file_raises(tmp_path: Path) -> None:

@@ -48,13 +48,13 @@ def flat(shares: list[list[list[int]]]) -> list[int]:
 def test_shards_that_do_not_divide_by_the_ranks_are_read_once_in_equally_many_batches(
     num_shards: int, count: int, formatted: str | None
 ) -> None:
-    said: list[str] = []
-    loaders = share_out(lambda _: DataLoader(stream(num_shards).with_format(formatted), 4), count, said=said)
+    reported: list[str] = []
+    loaders = share_out(lambda _: DataLoader(stream(num_shards).with_format(formatted), 4), count, reported=reported)
     for _ in range(2):
         shares = read(loaders)
         assert flat(shares) == list(range(SIZE))
         assert len({len(share) for share in shares}) == 1
-    assert said == [
+    assert reported == [
         f"`IterableDataset` has num_shards={num_shards}, which {count} ranks cannot share evenly, so each of them "
         f"reads all of it and keeps its share. Give it a multiple of {count} shards to read each sample once."
     ]
@@ -133,10 +133,12 @@ def test_a_stream_shuffled_without_a_seed_is_refused() -> None:
 
 @pytest.mark.parametrize("num_shards", [2, 3])
 def test_a_stream_that_is_split_for_this_rank_is_not_split_again(num_shards: int) -> None:
-    said: list[str] = []
-    loaders = share_out(lambda rank: DataLoader(split_dataset_by_node(stream(num_shards), rank, 2), 4), 2, said=said)
+    reported: list[str] = []
+    loaders = share_out(
+        lambda rank: DataLoader(split_dataset_by_node(stream(num_shards), rank, 2), 4), 2, reported=reported
+    )
     assert flat(read(loaders)) == list(range(SIZE))
-    assert said == []
+    assert reported == []
 
 
 def test_a_stream_that_is_split_for_another_rank_or_world_is_refused() -> None:

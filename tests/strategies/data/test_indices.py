@@ -234,15 +234,15 @@ def test_a_generator_gives_all_ranks_the_order_of_plain_pytorch_epoch_by_epoch(l
 
 
 def test_generators_that_differ_get_the_state_of_rank_zero_with_a_warning() -> None:
-    said: list[str] = []
+    reported: list[str] = []
 
     def make(rank: int) -> DataLoader[int]:
         return DataLoader(Numbers(20), 2, shuffle=True, generator=torch.Generator().manual_seed(rank))
 
-    loaders = share_out(make, 2, said=said)
+    loaders = share_out(make, 2, reported=reported)
     assert sorted(in_order(read(loaders))) == list(range(20))
-    assert len(said) == 1
-    assert "generators of this loader's sampler have different states on the ranks" in said[0]
+    assert len(reported) == 1
+    assert "generators of this loader's sampler have different states on the ranks" in reported[0]
 
 
 def test_a_generator_that_is_seeded_again_starts_again() -> None:
@@ -563,12 +563,12 @@ def test_a_mean_over_batches_of_different_sizes_warns_once_and_a_weight_does_not
         return DataLoader(Numbers(size), batch_size)
 
     for weighted in (False, True):
-        said: list[str] = []
+        reported: list[str] = []
         numbers = [LoaderNumbers() for _ in range(3)]
-        first = share_out([loader() for _ in range(3)], 3, said=said, numbers=numbers)[0]
+        first = share_out([loader() for _ in range(3)], 3, reported=reported, numbers=numbers)[0]
         for _ in range(2):
             for _ in first:
                 numbers[0].num_backwards += 1
                 numbers[0].num_unweighted += not weighted
-        assert len(said) == (has_unequal and not weighted)
-        assert all("had different numbers of samples on the ranks" in sentence for sentence in said)
+        assert len(reported) == (has_unequal and not weighted)
+        assert all("had different numbers of samples on the ranks" in sentence for sentence in reported)

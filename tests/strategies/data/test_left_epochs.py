@@ -72,10 +72,10 @@ LOADERS: dict[str, Callable[[], Any]] = {
 MORE = {**LOADERS, "nodes": nodes}
 
 
-def prepared(name: str, state: Any = None, said: list[str] | None = None, **to: Any) -> Any:
+def prepared(name: str, state: Any = None, reported: list[str] | None = None, **to: Any) -> Any:
     torch.manual_seed(8)
     numbers = LoaderNumbers()
-    (loader,) = share_out(lambda _: MORE[name](), 1, numbers=[numbers], said=said, **to)
+    (loader,) = share_out(lambda _: MORE[name](), 1, numbers=[numbers], reported=reported, **to)
     if state is not None:
         loader.load_state_dict(copy.deepcopy(state))  # type: ignore[attr-defined]
     return loader, numbers
@@ -108,8 +108,8 @@ def test_an_evaluation_that_was_left_early_begins_anew_in_a_resumed_run(name: st
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_training_that_was_left_early_goes_on_there_or_in_the_epoch_that_was_chosen(name: str) -> None:
-    said: list[str] = []
-    loader, numbers = prepared(name, said=said)
+    reported: list[str] = []
+    loader, numbers = prepared(name, reported=reported)
     loader.set_epoch(0)
     first(loader, 3, numbers)
     state = loader.state_of_run()
@@ -120,13 +120,13 @@ def test_training_that_was_left_early_goes_on_there_or_in_the_epoch_that_was_cho
     for each in (loader, resumed):
         each.set_epoch(1)
     assert first(resumed, 10) == first(loader, 10, numbers)
-    assert said == []
+    assert reported == []
     first(loader, 3, numbers)
     loader.state_of_run()
     for _ in range(2):
         first(loader, 3, numbers)
         loader.state_of_run()
-    (sentence,) = said
+    (sentence,) = reported
     assert "left an epoch of the" in sentence
     assert "Call `loader.set_epoch(epoch)` before each epoch" in sentence
 

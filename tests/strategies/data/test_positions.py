@@ -180,13 +180,13 @@ def test_what_is_skipped_is_not_loaded(size: int) -> None:
 
 def test_a_stream_that_cannot_skip_is_read_again_with_one_warning() -> None:
     _, (state,) = stopped(share_out(lambda _: DataLoader(Stream(40), 4), 1), 7)
-    said: list[str] = []
-    (loader,) = share_out(lambda _: DataLoader(Stream(40), 4), 1, said=said)
+    reported: list[str] = []
+    (loader,) = share_out(lambda _: DataLoader(Stream(40), 4), 1, reported=reported)
     for _ in range(2):
         loader.load_state_dict(state)
         assert len(list(loader)) == 3
-    assert len(said) == 1
-    assert "The `DataLoader` cannot skip what was read before the checkpoint, so it is read again" in said[0]
+    assert len(reported) == 1
+    assert "The `DataLoader` cannot skip what was read before the checkpoint, so it is read again" in reported[0]
 
 
 @pytest.mark.slow

@@ -70,9 +70,9 @@ def test_a_stream_is_split_at_the_batches_of_one_process_and_its_last_batch_is_m
 
 
 def test_a_stream_that_each_rank_reads_whole_is_reported() -> None:
-    said: list[str] = []
-    share_out(lambda _: DataLoader(Stream(8), 2), 2, said=said)
-    assert said == [
+    reported: list[str] = []
+    share_out(lambda _: DataLoader(Stream(8), 2), 2, reported=reported)
+    assert reported == [
         "`Stream` cannot be read in parts, so each of the 2 ranks reads all of it and keeps its share. Give it "
         "`shard(num_shards, index)`, which returns a part, to read each sample once."
     ]
@@ -115,12 +115,12 @@ def test_a_shuffled_stream_without_workers_is_one_stream_and_leaves_random_numbe
 
 
 def test_a_dataset_that_shards_itself_is_read_once() -> None:
-    said: list[str] = []
+    reported: list[str] = []
     dataset = Shards(8)
-    loaders = share_out(lambda _: DataLoader(dataset, 2), 2, said=said)
+    loaders = share_out(lambda _: DataLoader(dataset, 2), 2, reported=reported)
     assert read(loaders) == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
     assert dataset.reads == 0
-    assert said == []
+    assert reported == []
 
 
 def test_shards_of_unequal_length_are_an_error_in_training() -> None:
@@ -130,22 +130,22 @@ def test_shards_of_unequal_length_are_an_error_in_training() -> None:
 
 
 def test_unbatched_items_are_dealt_out_and_an_uneven_rest_is_dropped_in_training_with_a_warning() -> None:
-    said: list[str] = []
-    loaders = share_out(lambda _: DataLoader(Stream(8), batch_size=None), 3, said=said)
+    reported: list[str] = []
+    loaders = share_out(lambda _: DataLoader(Stream(8), batch_size=None), 3, reported=reported)
     assert read(loaders) == [[0, 3], [1, 4], [2, 5]]
     assert read(loaders) == [[0, 3], [1, 4], [2, 5]]
-    assert [sentence for sentence in said if sentence.startswith("The last 2 batches of the epoch")] == said[1:]
-    assert len(said) == 2
+    assert [sentence for sentence in reported if sentence.startswith("The last 2 batches of the epoch")] == reported[1:]
+    assert len(reported) == 2
     uneven = share_out(lambda _: DataLoader(Stream(8), batch_size=None), 3, "test")
     assert read(uneven) == [[0, 3, 6], [1, 4, 7], [2, 5]]
 
 
 @pytest.mark.slow
 def test_a_rest_that_a_worker_drops_is_reported_by_the_rank() -> None:
-    said: list[str] = []
-    loaders = share_out(lambda _: DataLoader(Stream(5), batch_size=None, num_workers=1), 2, said=said)
+    reported: list[str] = []
+    loaders = share_out(lambda _: DataLoader(Stream(5), batch_size=None, num_workers=1), 2, reported=reported)
     assert read(loaders) == [[0, 2], [1, 3]]
-    assert said[1].startswith("The last 1 batches of the epoch were too few to give each of the 2 ranks one")
+    assert reported[1].startswith("The last 1 batches of the epoch were too few to give each of the 2 ranks one")
 
 
 def test_a_list_of_batches_is_dealt_out_and_has_a_length() -> None:

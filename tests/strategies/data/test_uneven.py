@@ -37,13 +37,15 @@ def agree_over_threads(lengths: list[int], uneven: Uneven, *, ahead: bool, epoch
     """For each rank: its batches, numbered, of each epoch, or the error; and what was said."""
 
     def body(collective: Collective) -> Any:
-        said: list[str] = []
-        agreement = Agreement(uneven, votes_over(collective), "parts", said.append, ahead=ahead)
+        reported: list[str] = []
+        agreement = Agreement(uneven, votes_over(collective), "parts", reported.append, ahead=ahead)
         data = range(lengths[collective.rank])
         try:
-            return [list(agreement(iter(data), lambda: next(iter(data), None)).batches) for _ in range(epochs)], said
+            return [
+                list(agreement(iter(data), lambda: next(iter(data), None)).batches) for _ in range(epochs)
+            ], reported
         except RuntimeError as error:
-            return str(error), said
+            return str(error), reported
 
     return run_threads(len(lengths), body)
 
@@ -68,11 +70,11 @@ def test_ranks_stop_with_the_first_that_ends_with_one_warning(ahead: bool) -> No
         if len(set(lengths)) == 1:
             continue
         shortest = min(lengths)
-        for batches, said in agree_over_threads(lengths, "stop", ahead=ahead, epochs=2):
+        for batches, reported in agree_over_threads(lengths, "stop", ahead=ahead, epochs=2):
             assert batches == [list(range(shortest))] * 2
-            assert len(said) == 1
-    (_, said), _ = agree_over_threads([3, 2], "stop", ahead=ahead)
-    assert said == [
+            assert len(reported) == 1
+    (_, reported), _ = agree_over_threads([3, 2], "stop", ahead=ahead)
+    assert reported == [
         "The data that each rank reads by `parts` has different numbers of batches: rank 1 had 2, and rank 0 more, "
         "which are not used: all ranks stop at the same step. To use all data, pass "
         '`setup_dataloaders(..., uneven="repeat")`, with which ranks that have ended repeat their last batch, and it '
@@ -83,11 +85,13 @@ def test_ranks_stop_with_the_first_that_ends_with_one_warning(ahead: bool) -> No
 @pytest.mark.parametrize("ahead", [True, False])
 def test_ranks_that_have_ended_repeat_their_last_batch_until_all_have_read_everything(ahead: bool) -> None:
     for lengths in ([5, 2], [1, 4, 3], [70, 33], [3, 41, 64]):
-        for rank, (batches, said) in enumerate(agree_over_threads(lengths, "repeat", ahead=ahead, epochs=2)):
+        for rank, (batches, reported) in enumerate(agree_over_threads(lengths, "repeat", ahead=ahead, epochs=2)):
             assert batches == [[min(step, lengths[rank] - 1) for step in range(max(lengths))]] * 2
-            assert len(said) == 1
-    (_, said), _ = agree_over_threads([5, 2], "repeat", ahead=ahead)
-    assert "has different numbers of batches: 5 on rank 0, 2 on rank 1. The ranks take 5 steps, and those" in said[0]
+            assert len(reported) == 1
+    (_, reported), _ = agree_over_threads([5, 2], "repeat", ahead=ahead)
+    assert (
+        "has different numbers of batches: 5 on rank 0, 2 on rank 1. The ranks take 5 steps, and those" in reported[0]
+    )
     for words, _ in agree_over_threads([0, 2], "repeat", ahead=ahead):
         assert "has no batch for rank 0, and nothing to repeat there. Give every rank some data." in words
 

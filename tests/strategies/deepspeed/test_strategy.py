@@ -556,12 +556,12 @@ def compiled(model: nn.Module) -> Any:
 
 def refusals(world: World) -> dict[str, str]:
     found = {}
-    said = logging.StreamHandler(io.StringIO())
-    logging.getLogger("fabric").addHandler(said)
+    reported = logging.StreamHandler(io.StringIO())
+    logging.getLogger("fabric").addHandler(reported)
     with fabric_of(world, strategy_of(2)) as fabric:
         net = Net()
         fabric.setup(net, Own(net.parameters(), lr=0.1))
-    found["said"] = said.stream.getvalue()
+    found["said"] = reported.stream.getvalue()
     with fabric_of(world, strategy_of(2)) as fabric:
         model, optimizer = parts(sgd)
         found["two"] = sentence_of(lambda: fabric.setup(model, optimizer, SGD(model.parameters())))
@@ -587,7 +587,7 @@ def refusals(world: World) -> dict[str, str]:
         fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
         optimizer.step()
         assert all(map(torch.equal, before, model.parameters())), "a step with gradients that are not finite"
-        found["skipped"] = said.stream.getvalue()
+        found["skipped"] = reported.stream.getvalue()
         model.mark_forward_method("loss")
         fabric.backward(model.loss(*batch(fabric, 1)))
     with fabric_of(world, strategy_of(3)) as fabric:
@@ -603,20 +603,20 @@ def refusals(world: World) -> dict[str, str]:
 
 def left_out(world: World, strategy: DeepSpeedStrategy) -> list[str]:
     """What windows without the branch say, before any step and after one with it. No weight moves in them."""
-    said = []
+    reported = []
     with fabric_of(world, strategy) as fabric:
         model, optimizer = fabric.setup(*parts(adamw))
         for step in range(2):
             before = whole_of(fabric, model)
             fabric.backward(loss_of(model, batch(fabric, 2 * step), branch=False))
-            said.append(sentence_of(lambda: fabric.clip_gradients(model, optimizer, max_norm=1.0)))
-            said.append(sentence_of(optimizer.step))
+            reported.append(sentence_of(lambda: fabric.clip_gradients(model, optimizer, max_norm=1.0)))
+            reported.append(sentence_of(optimizer.step))
             torch.testing.assert_close(whole_of(fabric, model), before, rtol=0, atol=0)
             optimizer.zero_grad()
             fabric.backward(loss_of(model, batch(fabric, 2 * step + 1)))
             optimizer.step()
             model.zero_grad()
-    return said
+    return reported
 
 
 def whole_of(fabric: Fabric, model: nn.Module) -> dict[str, Tensor]:
@@ -626,9 +626,9 @@ def whole_of(fabric: Fabric, model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "offload"), [(1, False), (2, False), (2, True), (3, False)])
 def test_a_parameter_without_a_gradient_in_a_window_raises_before_the_step(stage: int, offload: bool) -> None:
-    for said in run_world(2, left_out, strategy_of(stage, offload)):
-        assert len(said) == 4
-        for sentence in said:
+    for reported in run_world(2, left_out, strategy_of(stage, offload)):
+        assert len(reported) == 4
+        for sentence in reported:
             assert (
                 "2 parameters of `Net` ('branch.weight', 'branch.bias') got no gradient since the last `st" in sentence
             )
@@ -674,9 +674,9 @@ def paired(world: World, strategy: DeepSpeedStrategy, names: tuple[str, ...]) ->
 def test_gradients_computed_in_different_orders_raise_instead_of_being_added(
     offload: bool, names: tuple[str, ...], words: str
 ) -> None:
-    for said in run_world(2, paired, strategy_of(2, offload), names):
-        assert words in said, said
-        assert "of different parameters of `Sum`, or in a different order" in said
+    for reported in run_world(2, paired, strategy_of(2, offload), names):
+        assert words in reported, reported
+        assert "of different parameters of `Sum`, or in a different order" in reported
 
 
 @pytest.mark.slow

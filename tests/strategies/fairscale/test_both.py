@@ -402,40 +402,40 @@ def sentence(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 
 
 def mistakes(fabric: Fabric) -> dict[str, str]:
-    said = {}
+    reported = {}
     model = make()
     model, optimizer = fabric.setup(model, adamw(model))
     with fabric.no_backward_sync(model):
         fabric.backward(loss_of(fabric, model, 0))
-    said["step"] = sentence(optimizer.step)
-    said["clip"] = sentence(fabric.clip_gradients, model, optimizer, clip_val=1.0)
+    reported["step"] = sentence(optimizer.step)
+    reported["clip"] = sentence(fabric.clip_gradients, model, optimizer, clip_val=1.0)
     optimizer.zero_grad()
-    said["unused"] = sentence(fabric.backward, model(share(fabric, 0)[0])["hidden"].sum())
+    reported["unused"] = sentence(fabric.backward, model(share(fabric, 0)[0])["hidden"].sum())
     optimizer.zero_grad()
     fabric.backward(loss_of(fabric, model, 0))
-    said["norm"] = sentence(fabric.clip_gradients, model, optimizer, max_norm=1.0, norm_type=0)
+    reported["norm"] = sentence(fabric.clip_gradients, model, optimizer, max_norm=1.0, norm_type=0)
     for parameter in model.parameters():
         if parameter.grad is not None and not isinstance(parameter.grad, InShards):
             parameter.grad.fill_(float("nan"))
-    said["nan"] = sentence(fabric.clip_gradients, model, optimizer, max_norm=1.0)
-    said["nan allowed"] = sentence(fabric.clip_gradients, model, optimizer, max_norm=1.0, error_if_nonfinite=False)
+    reported["nan"] = sentence(fabric.clip_gradients, model, optimizer, max_norm=1.0)
+    reported["nan allowed"] = sentence(fabric.clip_gradients, model, optimizer, max_norm=1.0, error_if_nonfinite=False)
     other = make()
-    said["lbfgs"] = sentence(fabric.setup, other, torch.optim.LBFGS(other.parameters()))
-    return said
+    reported["lbfgs"] = sentence(fabric.setup, other, torch.optim.LBFGS(other.parameters()))
+    return reported
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sharded", "fully-sharded"])
 def test_unsupported_uses_raise_on_every_rank(name: str) -> None:
-    said = Fabric(accelerator="cpu", strategy=STRATEGIES[name], devices=2).launch(mistakes)
-    assert said is not None
-    assert "RuntimeError: `AdamW` holds gradients that were not averaged over the ranks" in said["step"]
-    assert said["clip"] == said["step"]
-    assert "RuntimeError: 2 parameters of `Net` ('scale', 'last.weight') got no gradient" in said["unused"]
-    assert "ValueError: `norm_type=0` of gradients in shards" in said["norm"]
-    assert "RuntimeError: The norm of order 2 of the gradients over all ranks is nan" in said["nan"]
-    assert said["nan allowed"] == "no error"
-    assert "cannot run `LBFGS`: each rank has a part of the gradients" in said["lbfgs"]
+    reported = Fabric(accelerator="cpu", strategy=STRATEGIES[name], devices=2).launch(mistakes)
+    assert reported is not None
+    assert "RuntimeError: `AdamW` holds gradients that were not averaged over the ranks" in reported["step"]
+    assert reported["clip"] == reported["step"]
+    assert "RuntimeError: 2 parameters of `Net` ('scale', 'last.weight') got no gradient" in reported["unused"]
+    assert "ValueError: `norm_type=0` of gradients in shards" in reported["norm"]
+    assert "RuntimeError: The norm of order 2 of the gradients over all ranks is nan" in reported["nan"]
+    assert reported["nan allowed"] == "no error"
+    assert "cannot run `LBFGS`: each rank has a part of the gradients" in reported["lbfgs"]
 
 
 # What is left as it was

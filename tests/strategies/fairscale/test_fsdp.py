@@ -36,9 +36,9 @@ def on_two(word: Any) -> Target:
 
 @pytest.mark.parametrize("word", ["64-true", "bf16-true"])
 def test_unsupported_precisions_raise(word: Any) -> None:
-    said = STRATEGY.refuse(on_two(word))
-    assert said is not None
-    assert f"`precision='{word}'` keeps parameters in torch." in said
+    reported = STRATEGY.refuse(on_two(word))
+    assert reported is not None
+    assert f"`precision='{word}'` keeps parameters in torch." in reported
     assert STRATEGY.refuse(on_two("bf16-mixed")) is None
 
 
@@ -72,29 +72,29 @@ class Custom(nn.Module):
 
 
 def mistakes(fabric: Fabric) -> dict[str, str]:
-    said = {}
+    reported = {}
     mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
-    said["dtypes"] = sentence(fabric.setup, mixed)
-    said["tied"] = sentence(FairScaleFSDPStrategy(wrap=nn.Sequential).setup, fabric._connected, Tied(), [], True)
-    said["nothing"] = sentence(FairScaleFSDPStrategy(wrap=nn.Conv2d).setup, fabric._connected, Tied(), [], True)
+    reported["dtypes"] = sentence(fabric.setup, mixed)
+    reported["tied"] = sentence(FairScaleFSDPStrategy(wrap=nn.Sequential).setup, fabric._connected, Tied(), [], True)
+    reported["nothing"] = sentence(FairScaleFSDPStrategy(wrap=nn.Conv2d).setup, fabric._connected, Tied(), [], True)
     model = nn.Linear(3, 3)
-    said["adafactor"] = sentence(fabric.setup, model, torch.optim.Adafactor(model.parameters()))
+    reported["adafactor"] = sentence(fabric.setup, model, torch.optim.Adafactor(model.parameters()))
     model = fabric.setup(nn.Linear(3, 3))
-    said["copy"] = sentence(copy.deepcopy, model)
-    said["load"] = sentence(model.load_state_dict, {"weight": torch.ones(2, 3), "bias": torch.ones(3)})
-    return said
+    reported["copy"] = sentence(copy.deepcopy, model)
+    reported["load"] = sentence(model.load_state_dict, {"weight": torch.ones(2, 3), "bias": torch.ones(3)})
+    return reported
 
 
 @pytest.mark.slow
 def test_mistakes_under_ddp_fully_sharded_raise_with_what_to_write() -> None:
-    said = Fabric(accelerator="cpu", strategy=STRATEGY, devices=2).launch(mistakes)
-    assert said is not None
-    assert "ValueError: '1.weight' of `Sequential` is of torch.float64" in said["dtypes"]
-    assert "ValueError: `wrap` puts 'two.weight' of `Tied` and of `Sequential` into two submodules" in said["tied"]
-    assert "ValueError: `wrap=Conv2d` matches no submodule of the `Tied`" in said["nothing"]
-    assert "cannot run `Adafactor`" in said["adafactor"]
-    assert "TypeError: A module under `strategy='ddp_fully_sharded'` cannot be copied or pickled" in said["copy"]
-    assert "'weight' is (2, 3) in the state, and (3, 3) in the module" in said["load"]
+    reported = Fabric(accelerator="cpu", strategy=STRATEGY, devices=2).launch(mistakes)
+    assert reported is not None
+    assert "ValueError: '1.weight' of `Sequential` is of torch.float64" in reported["dtypes"]
+    assert "ValueError: `wrap` puts 'two.weight' of `Tied` and of `Sequential` into two submodules" in reported["tied"]
+    assert "ValueError: `wrap=Conv2d` matches no submodule of the `Tied`" in reported["nothing"]
+    assert "cannot run `Adafactor`" in reported["adafactor"]
+    assert "TypeError: A module under `strategy='ddp_fully_sharded'` cannot be copied or pickled" in reported["copy"]
+    assert "'weight' is (2, 3) in the state, and (3, 3) in the module" in reported["load"]
 
 
 def slices(fabric: Fabric) -> dict[str, Any]:
@@ -136,9 +136,9 @@ def leave_one_out(fabric: Fabric) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp_sharded", "ddp_fully_sharded"])
 def test_ranks_that_leave_different_parameters_unused_raise(strategy: str) -> None:
-    said = Fabric(accelerator="cpu", strategy=strategy, devices=2, launcher="forkserver").launch(leave_one_out)
-    assert said is not None
-    assert "RuntimeError: 2 parameters of `ModuleDict` ('b.weight', 'b.bias') got no gradient" in said
+    reported = Fabric(accelerator="cpu", strategy=strategy, devices=2, launcher="forkserver").launch(leave_one_out)
+    assert reported is not None
+    assert "RuntimeError: 2 parameters of `ModuleDict` ('b.weight', 'b.bias') got no gradient" in reported
 
 
 def call_a_submodule(fabric: Fabric) -> tuple[str, Tensor, str]:
@@ -146,18 +146,18 @@ def call_a_submodule(fabric: Fabric) -> tuple[str, Tensor, str]:
     net = Custom()
     expected = net.linear(torch.ones(2, 3))
     model = fabric.setup(net)
-    said = sentence(lambda: model.linear(torch.ones(2, 3)))
+    reported = sentence(lambda: model.linear(torch.ones(2, 3)))
     model.mark_forward_method("encode")
     difference = (model.encode(torch.ones(2, 3)) - expected).abs().max().detach()
-    return said, difference, sentence(lambda: model.linear(torch.ones(2, 3)))
+    return reported, difference, sentence(lambda: model.linear(torch.ones(2, 3)))
 
 
 @pytest.mark.slow
 def test_a_submodule_called_by_itself_says_which_method_to_mark() -> None:
-    said, difference, again = Fabric(accelerator="cpu", devices=2, strategy=STRATEGY).launch(call_a_submodule)
-    assert said.startswith(
+    reported, difference, again = Fabric(accelerator="cpu", devices=2, strategy=STRATEGY).launch(call_a_submodule)
+    assert reported.startswith(
         "RuntimeError: `Linear` of `Custom` was called by itself, and `strategy='ddp_fully_sharded'`"
     )
-    assert "write `model.mark_forward_method('name')` once after `setup`" in said
+    assert "write `model.mark_forward_method('name')` once after `setup`" in reported
     assert difference < 1e-6
-    assert again == said
+    assert again == reported

@@ -32,51 +32,53 @@ def sentence(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 def test_it_runs_on_the_cpu_and_raises_on_devices_it_does_not_support() -> None:
     packages = STRATEGY.look_for_packages()
     assert STRATEGY.refuse(Target(accelerator=CPUAccelerator(), num_devices=2, packages=packages)) is None
-    said = STRATEGY.refuse(Target(accelerator=TorchAccelerator("xpu"), packages=packages))
-    assert said is not None
-    assert "FairScale's, which runs on cpu and cuda, and not on 'xpu'. Pass `strategy='fsdp'`" in said
+    reported = STRATEGY.refuse(Target(accelerator=TorchAccelerator("xpu"), packages=packages))
+    assert reported is not None
+    assert "FairScale's, which runs on cpu and cuda, and not on 'xpu'. Pass `strategy='fsdp'`" in reported
 
 
 def mistakes(fabric: Fabric) -> dict[str, str]:
-    said = {}
+    reported = {}
     model, other = nn.Linear(3, 3), nn.Linear(3, 3)
     other = fabric.setup(other)
     both = SGD([*model.parameters(), *other.parameters()], lr=0.1)
-    said["strangers"] = sentence(fabric.setup, model, both)
-    said["twice"] = sentence(fabric.setup, model, SGD(model.parameters()), SGD([model.bias]))
+    reported["strangers"] = sentence(fabric.setup, model, both)
+    reported["twice"] = sentence(fabric.setup, model, SGD(model.parameters()), SGD([model.bias]))
     mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
-    said["dtypes"] = sentence(fabric.setup, mixed, SGD(mixed.parameters()))
+    reported["dtypes"] = sentence(fabric.setup, mixed, SGD(mixed.parameters()))
     model, optimizer = fabric.setup(model, SGD(model.parameters(), lr=0.1))
-    said["late"] = sentence(fabric.setup_optimizers, SGD(model.parameters(), lr=0.1))
-    said["alone"] = sentence(fabric.backward, other(torch.ones(1, 3)).sum())
+    reported["late"] = sentence(fabric.setup_optimizers, SGD(model.parameters(), lr=0.1))
+    reported["alone"] = sentence(fabric.backward, other(torch.ones(1, 3)).sum())
     with torch.no_grad():
-        said["evaluation"] = sentence(other, torch.ones(1, 3))
+        reported["evaluation"] = sentence(other, torch.ones(1, 3))
     fabric.backward(model(torch.ones(1, 3)).sum())
     model.requires_grad_(False)
-    said["frozen"] = sentence(optimizer.step)
+    reported["frozen"] = sentence(optimizer.step)
     model.requires_grad_(True)
     optimizer.zero_grad()
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    said["added"] = sentence(optimizer.step)
+    reported["added"] = sentence(optimizer.step)
     optimizer.param_groups.pop()
     model.double()
-    said["moved"] = sentence(optimizer.step)
-    return said
+    reported["moved"] = sentence(optimizer.step)
+    return reported
 
 
 @pytest.mark.slow
 def test_mistakes_under_ddp_sharded_raise_with_what_to_write() -> None:
-    said = Fabric(accelerator="cpu", strategy=STRATEGY, devices=2).launch(mistakes)
-    assert said is not None
-    assert "ValueError: `SGD` holds 2 parameters that are not of `Linear`" in said["strangers"]
-    assert "ValueError: 1 parameters of `Linear` ('bias') are in two optimizers" in said["twice"]
-    assert "ValueError: `SGD` holds parameters of torch.float32 and torch.float64" in said["dtypes"]
-    assert "Make the optimizer first, and write `model, optimizer = fabric.setup(model, optimizer)`" in said["late"]
-    assert "RuntimeError: This backward computed gradients of `Linear`, set up without an optimizer" in said["alone"]
-    assert said["evaluation"] == "no error"
-    assert "RuntimeError: `SGD` was given 1 parameters after `fabric.setup`, which no rank owns" in said["added"]
-    assert "have gradients and are frozen in the step: FairScale would step on the rank that owns" in said["frozen"]
-    assert "RuntimeError: 2 parameters of `Linear` ('weight', 'bias') were given another dtype" in said["moved"]
+    reported = Fabric(accelerator="cpu", strategy=STRATEGY, devices=2).launch(mistakes)
+    assert reported is not None
+    assert "ValueError: `SGD` holds 2 parameters that are not of `Linear`" in reported["strangers"]
+    assert "ValueError: 1 parameters of `Linear` ('bias') are in two optimizers" in reported["twice"]
+    assert "ValueError: `SGD` holds parameters of torch.float32 and torch.float64" in reported["dtypes"]
+    assert "Make the optimizer first, and write `model, optimizer = fabric.setup(model, optimizer)`" in reported["late"]
+    assert (
+        "RuntimeError: This backward computed gradients of `Linear`, set up without an optimizer" in reported["alone"]
+    )
+    assert reported["evaluation"] == "no error"
+    assert "RuntimeError: `SGD` was given 1 parameters after `fabric.setup`, which no rank owns" in reported["added"]
+    assert "have gradients and are frozen in the step: FairScale would step on the rank that owns" in reported["frozen"]
+    assert "RuntimeError: 2 parameters of `Linear` ('weight', 'bias') were given another dtype" in reported["moved"]
 
 
 def shares(fabric: Fabric) -> Any:
