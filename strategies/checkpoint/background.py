@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 NICENESS = 10
 """Niceness of the threads, on Linux: they yield the CPU to the training loop."""
+_SECONDS_BETWEEN_SIGNALS = 1.0
 
 
 @final
@@ -70,7 +71,9 @@ class PendingSave:
 
         Raises: CheckpointError: it could not be written; the same on every rank.
         """
-        self._ended.wait()
+        # A signal that arrives right before Python blocks is handled only once it wakes up.
+        while not self._ended.wait(_SECONDS_BETWEEN_SIGNALS):
+            pass
         self.is_reported = True
         if self._error is not None:
             raise self._error
