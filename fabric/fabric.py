@@ -1167,7 +1167,8 @@ class Fabric:
         is_replicated = model.sync.is_replicated
         if not strategy.sets_up_one_model and not is_replicated:
             return
-        store = runtime.collective.store()
+        # With `debug`, a program may catch the error of a call that differs, and ranks then count other backwards.
+        store = runtime.collective.store() if self._debug is None else None
         if self._same_optimizers is None and strategy.sets_up_one_model and store is not None:
             self._same_optimizers = SameOptimizers(runtime, store, self._steps)
         if self._same_optimizers is not None:
