@@ -63,6 +63,7 @@ test-horovod: $(HOROVOD)/test.done  ## Tests over Horovod, whose wheel is built 
 test-xla: $(XLA)/test.done  ## Tests over torch_xla and its own torch, on the processor
 	CPU_NUM_DEVICES=2 timeout 1500 $(XLA)/bin/python -m pytest tests/xla $(PYTEST_ARGS)
 	CPU_NUM_DEVICES=4 timeout 600 $(XLA)/bin/python -m pytest tests/xla -k 'xla_collective or xla_device or precision' $(PYTEST_ARGS)
+	$(XLA)/bin/python -m pytest tests/strategies/sharding/test_same_gradients.py $(PYTEST_ARGS)  # its torch is an older one
 
 others: test-examples test-clients test-xla test-horovod test-clusters lint  ## What has an environment of its own, or needs root
 
