@@ -28,8 +28,9 @@ class Branches(nn.Module):
 
     def __init__(self, *, are_alike: bool) -> None:
         super().__init__()
-        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.first = nn.Linear(4, 4)
         self.second = nn.Linear(4, 4) if are_alike else nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+        self.head = nn.Linear(4, 1)
 
     def forward(self, x: Tensor, branch_of: Tensor) -> Tensor:
         hidden = torch.zeros_like(x)
