@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 
 from fabric.gradient_guard import OnNonfinite
 from fabric.strategies.checkpoint.run_state import NAME
-from fabric.strategies.data.share import Use
-from fabric.strategies.data.uneven import Uneven
+from fabric.strategies.data.share import Uneven, Use
 
 
 def check_function(function: object) -> None:

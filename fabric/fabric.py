@@ -28,7 +28,6 @@ from fabric.arguments import (
     check_limits,
     check_loss,
     check_module,
-    check_named,
     check_on_nonfinite,
     check_optimizers,
     check_uneven,
@@ -38,48 +37,27 @@ from fabric.callbacks import call
 from fabric.closure_loss import ClosureLoss
 from fabric.console import print_rank_zero
 from fabric.determinism import determinism
-from fabric.evaluation import gather_for_metrics
 from fabric.gradient_guard import Checks, GradientGuard, OnNonfinite
 from fabric.launchers.environments.flight_recorder import recording
 from fabric.launchers.rank.belongings import close_files
 from fabric.launchers.rank.interpreter import run_exit_functions
-from fabric.launchers.watch.watcher import Watcher
 from fabric.launchers.world import World
-from fabric.loader_states import LoaderStates
 from fabric.loggers.logger import MetricWriter, metric_writer, record_hyperparams
 from fabric.machine import Machine
 from fabric.moving_average import MovingAverage, check_decay
 from fabric.option_parsing import DEFAULT_REPORT_AFTER_SECONDS
-from fabric.progress.checkpoint import checkpoint_progress
 from fabric.progress.iteration import progress
-from fabric.replay import Replays, batches, read
 from fabric.replica_check import ReplicaCheck
 from fabric.replica_guard import ReplicaGuard
 from fabric.request import Request
 from fabric.resolve import resolve
-from fabric.run_state import generators_of, has_objects, is_run, restore_generators, run_state_of
 from fabric.same_optimizers import SameOptimizers
 from fabric.seed import seed_everything
 from fabric.step_checks import StepChecks
 from fabric.step_counter import StepCounter
 from fabric.stop import StopRequest
 from fabric.strategies.accelerators.accelerator import Accelerator
-from fabric.strategies.checkpoint import foreign, loading, run_state, saving
-from fabric.strategies.checkpoint.background import BackgroundSaves, PendingSave
-from fabric.strategies.checkpoint.mismatches import mismatches, table
-from fabric.strategies.checkpoint.run_state import RunState
-from fabric.strategies.checkpoint.snapshot import snapshot
-from fabric.strategies.checkpoint.state import (
-    PLAIN,
-    Filter,
-    StateAccess,
-    Stateful,
-    load_into,
-    restore,
-    state_of,
-    uncompiled,
-)
-from fabric.strategies.checkpoint.storage import Storage, storage_of
+from fabric.strategies.checkpoint.state import PLAIN, Filter, StateAccess, Stateful, uncompiled
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import Collective, ReduceOp
@@ -87,10 +65,8 @@ from fabric.strategies.collectives.debug import compare_collectives
 from fabric.strategies.collectives.flight_recorder import FlightRecorder
 from fabric.strategies.collectives.padding import pad_across_ranks
 from fabric.strategies.collectives.rank_zero_first import rank_zero_first
-from fabric.strategies.data.device_loader import DeviceLoader
-from fabric.strategies.data.share import Use
+from fabric.strategies.data.share import Uneven, Use
 from fabric.strategies.data.transfer import move
-from fabric.strategies.data.uneven import Uneven
 from fabric.strategies.gradients.by_hand import refuse_updates_by_hand
 from fabric.strategies.gradients.clipping import gradients_are_finite
 from fabric.strategies.gradients.sync import backward_through, scale_gradients
@@ -108,13 +84,18 @@ from fabric.strategies.precision.forward_precision import autocast, casts
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.dtensor import as_sharded, local_part
+from fabric.strategies.sharding.dtensor import as_sharded
 from fabric.strategies.strategy import Strategy
 from fabric.unprepared import UnpreparedOptimizers
 from fabric.weighting import Weight, Weighting, average_over_ranks, check_weight
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from fabric.checkpoints import Checkpoints
+    from fabric.replay import Replays
+    from fabric.strategies.checkpoint.background import PendingSave
+    from fabric.strategies.data.device_loader import DeviceLoader
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -194,8 +175,6 @@ class Fabric:
         self._schedulers: list[Any] = []
         self._loaders: list[weakref.ref[DeviceLoader]] = []
         self._steps: dict[Optimizer, StepCounter] = {}
-        self._left_out: set[str] = set()
-        """What was reported to be left out of checkpoints: names of loaders without a state, and messages."""
         self._bare: BareParameters | None = None
         self._backward: Callable[..., None] | None = None
         self._accumulation = Accumulation()
@@ -207,7 +186,7 @@ class Fabric:
         self._replica_guard: ReplicaGuard | None = None
         self._same_optimizers: SameOptimizers | None = None
         self._replica_check: ReplicaCheck | None = None
-        self._saves: BackgroundSaves | None = None
+        self._opened_checkpoints: Checkpoints | None = None
 
     # Who and where
 
@@ -324,7 +303,7 @@ class Fabric:
                     if self._replica_check is not None and sys.exc_info()[1] is None and not hasattr(sys, "last_value"):
                         self._replica_check.finish()
             finally:
-                self._runtime = self._stop = self._saves = None
+                self._runtime = self._stop = self._opened_checkpoints = None
 
     def __enter__(self) -> Fabric:
         return self
@@ -534,6 +513,8 @@ class Fabric:
             )
             for loader in loaders
         )
+        from fabric.strategies.data.device_loader import DeviceLoader  # which this call has imported, if it needed it
+
         self._loaders += [weakref.ref(each) for each in prepared if isinstance(each, DeviceLoader)]
         return prepared[0] if len(prepared) == 1 else prepared
 
@@ -541,7 +522,7 @@ class Fabric:
         """Whether this fabric prepared the module, optimizer or loader."""
         if isinstance(obj, nn.Module):
             return obj in self._models
-        return obj in self._optimizers if isinstance(obj, Optimizer) else isinstance(obj, DeviceLoader)
+        return obj in self._optimizers if isinstance(obj, Optimizer) else any(each() is obj for each in self._loaders)
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
         """Context: modules are created on the device that the strategy needs, in the precision's dtype. With
@@ -768,7 +749,7 @@ class Fabric:
         self._unguard()
         if on_nonfinite is None:
             return
-        replays = None if keep_in is None else self._replays(storage_of(keep_in))
+        replays = None if keep_in is None else self._replays(keep_in)
         self._guard = GradientGuard(on_nonfinite, runtime.collective, runtime.report, self._checks_of, replays)
         self._guard_steps(self._optimizers)
         if replays is not None:
@@ -787,14 +768,9 @@ class Fabric:
         ranks; None: what each rank did, with as many ranks. Iterate the result once. Ranks: all.
         Raises: ValueError: another number of ranks. CheckpointError: the weights do not fit.
         """
-        runtime = self._connected
-        folder = storage_of(path)
-        entry = read(folder, runtime.collective, rank)
-        self.load(f"{folder.path}/weights", {"models": list(self._models)})
-        scalers = self._run_state({}).scalers
-        for scaler, state in zip(scalers, entry["scales"], strict=False):
-            scaler.load_state_dict(state)
-        return batches(entry, runtime.device, partial(restore_generators, runtime))
+        from fabric.replay import replay
+
+        return replay(self._connected, path, rank, lambda path: self.load(path, self._weights()), self._scalers())
 
     # Collectives
 
@@ -889,6 +865,8 @@ class Fabric:
         Raises: RuntimeError: the iteration has not ended, or was left by `break`. ValueError: there is not one value
         per batch, or values differ in more than lengths. CollectiveError: another rank raised one of these.
         """
+        from fabric.evaluation import gather_for_metrics
+
         runtime = self._connected
         return gather_for_metrics(runtime.collective, runtime.share, values, loader, pad_value)
 
@@ -931,24 +909,15 @@ class Fabric:
         Raises: CheckpointError: on every rank, if any rank could not write, or if the previous save failed and this was
         not raised before. TypeError: a value has a type that could not be read back without running code.
         """
-        check_named("save", state)
-        self.wait_for_save()
-        content = self._content("save", state, filter, gathered=False)
-        storage = storage_of(path)
-        if not blocking:
-            assert self._saves is not None
-            return self._saves.start(storage, content, after_commit)
-        with checkpoint_progress(f"save {storage.path}", enabled=self.is_global_zero) as advance:
-            saving.save(self._connected.collective, storage, content, after_commit, advance)
-        return PendingSave(storage.path)
+        return self._checkpoints.save(path, state, filter, after_commit, blocking=blocking)
 
     def wait_for_save(self) -> None:
         """Wait for the save with `blocking=False`, if there is one. Any rank may call it, alone.
 
         Raises: CheckpointError: it failed, and this was not raised before.
         """
-        if self._saves is not None:
-            self._saves.finish()
+        if self._opened_checkpoints is not None:
+            self._opened_checkpoints.wait()
 
     def load(
         self,
@@ -973,17 +942,7 @@ class Fabric:
         Ranks: all. Raises: CheckpointError on every rank: a rank could not read, found damaged bytes, or names or
         shapes differ; the message has a table of them, and nothing was changed.
         """
-        if state is not None:
-            check_named("load", state)
-        found = {} if state is None else state
-        content = self._read(path)
-        run = content.pop(run_state.NAME, None)
-        self._refuse_misfits("load", path, found, content, strict=strict)
-        with self._collective_load():
-            rest = restore(found, content, strict=strict, access=self._state_access, loaders=self._loader_states)
-        if is_run(dict(found)):
-            self._run_state(found).write(run, resume_loaders=resume_loaders)
-        return rest
+        return self._checkpoints.load(path, state, strict=strict, resume_loaders=resume_loaders)
 
     def load_raw(self, path: str | os.PathLike[str], obj: Stateful, strict: bool = True) -> None:
         """Load the state dict of one object: `torch.save(net.state_dict(), path)`, an index of such files, safetensors.
@@ -992,13 +951,7 @@ class Fabric:
         these; each rank reads the parts that it needs, and a name that is tied to one in the file may be missing.
         Runs no code from the files. Ranks: all. Raises: CheckpointError: on every rank, if a rank could not read it.
         """
-        content = self._read(path)
-        if isinstance(obj, nn.Module):
-            content = foreign.with_tied(uncompiled(obj), content)
-        name = type(obj).__name__
-        self._refuse_misfits("load_raw", path, {name: obj}, {name: content}, strict=strict)
-        with self._collective_load():
-            load_into(obj, content, strict=strict, access=self._state_access)
+        self._checkpoints.load_raw(path, obj, strict=strict)
 
     @overload
     def state_dict(self, model: nn.Module, optimizer: None = None, *, all_ranks: bool = False) -> dict[str, Any]: ...
@@ -1017,12 +970,7 @@ class Fabric:
         the model or of the optimizer's state at a time.
         """
         objects = (model,) if optimizer is None else (model, optimizer)
-        content = state_of(
-            {"model": model} | ({} if optimizer is None else {"optimizer": optimizer}), access=self._state_access
-        )
-        states = [snapshot(each, objects, local_part) if self.is_global_zero else {} for each in content.values()]
-        if all_ranks:
-            states = self._connected.collective.broadcast_object(states)
+        states = self._checkpoints.state_dict(*objects, all_ranks=all_ranks)
         return states[0] if optimizer is None else (states[0], states[1])
 
     # Stopping
@@ -1109,16 +1057,16 @@ class Fabric:
                 stack.enter_context(compare_collectives())
             store = runtime.collective.store()
             if store is not None:
+                from fabric.launchers.watch.watcher import Watcher
+
                 stack.callback(Watcher(world, store, journal, self._report_after_seconds).close)
                 if runtime.device.type != "xla":  # there, reading a number ends a graph
                     self._replica_guard = ReplicaGuard(runtime, store)
             stack.callback(self._forget)  # before the teardown: models hold on to the process group
-            saves = BackgroundSaves(runtime.collective)
-            stack.callback(saves.close)
             atexit.register(self._close_at_exit)
             stack.callback(atexit.unregister, self._close_at_exit)
             self._open = stack.pop_all()
-        self._runtime, self._saves = runtime, saves
+        self._runtime = runtime
         if self._check_replicas_every is not None:
             self._replica_check = ReplicaCheck(runtime.collective, self._check_replicas_every)
         self._place = world if world.size > 1 else None
@@ -1202,15 +1150,10 @@ class Fabric:
             scale=lambda: 1.0 if scaler is None else float(scaler.state_dict()["scale"]),
         )
 
-    def _replays(self, storage: Storage) -> Replays:
-        runtime = self._connected
-        return Replays(
-            storage,
-            runtime.collective,
-            partial(generators_of, runtime),
-            lambda path: self.save(path, {"models": list(self._models)}),
-            lambda: [scaler.state_dict() for scaler in self._run_state({}).scalers],
-        )
+    def _replays(self, path: str | os.PathLike[str]) -> Replays:
+        from fabric.replay import Replays
+
+        return Replays(self._connected, path, lambda path: self.save(path, self._weights()), self._scalers)
 
     def _backward_for(self, named: Sequence[Prepared]) -> Callable[..., None] | None:
         """The backward of a loss of these models."""
@@ -1273,53 +1216,38 @@ class Fabric:
             return self._optimizers[obj]
         return next((model.state for model in self._models.values() if model.holds(obj)), otherwise)
 
-    def _read(self, path: str | os.PathLike[str]) -> Any:
-        """Read a checkpoint, or a file of another library. Ranks: all."""
-        self.wait_for_save()
-        collective = self._connected.collective
-        storage = storage_of(path)
-        kind = loading.from_rank_zero(collective, storage, lambda: foreign.kind_of(path))
-        if kind is not None:
-            return foreign.load(collective, path, kind)
-        with checkpoint_progress(f"load {path}", enabled=self.is_global_zero) as advance:
-            return loading.load(collective, storage, advance=advance)
-
-    def _refuse_misfits(
-        self, method: str, path: str | os.PathLike[str], state: Any, content: Any, *, strict: bool
-    ) -> None:
-        """Raise CheckpointError on every rank if a state does not fit. Ranks: all."""
-        rows = mismatches(dict(state), content, self._state_access, self._loader_states)
-        wrong = rows if strict else [row for row in rows if not row.is_left_out]
-        problem = ValueError(f"it does not fit, and nothing was loaded.\n{table(wrong)}") if wrong else None
-        loading.refuse_unread(self._connected.collective, storage_of(path), problem)
-        if rows:
-            self._connected.report(f"`fabric.{method}(..., strict=False)` left out:\n{table(rows)}")
-
-    def _content(self, method: str, state: Mapping[str, Any], keep: Filter | None, *, gathered: bool) -> dict[str, Any]:
-        """The objects' states: full on rank 0 (`gathered`), or what each rank holds. Ranks: all."""
-        check_named(method, state)
-        content = state_of(state, keep, self._state_access, self._loader_states, gathered=gathered)
-        if has_objects(dict(state)):
-            content[run_state.NAME] = self._run_state(state).read(gathered=gathered)
-        return content
-
     @property
     def _later_optimizers(self) -> str | None:
         """Why an optimizer must be set up together with its model; None where it may be made and used later."""
         return self.strategy.lacks.get("later_optimizers") if self.world_size > 1 else None
 
     @property
-    def _loader_states(self) -> LoaderStates:
-        return LoaderStates(self._connected.collective, self._connected.report, self._left_out)
+    def _checkpoints(self) -> Checkpoints:
+        """What saves and loads. Created when it is first used."""
+        if self._opened_checkpoints is None:
+            from fabric.checkpoints import Checkpoints
 
-    def _run_state(self, state: Mapping[str, Any]) -> RunState:
+            self._opened_checkpoints = Checkpoints(
+                self._connected,
+                self._state_access,
+                self._scalers,
+                self._schedulers,
+                self._steps,
+                self._loaders,
+                self._collective_load,
+            )
+            self._open.callback(self._opened_checkpoints.close)
+        return self._opened_checkpoints
+
+    def _weights(self) -> dict[str, Any]:
+        """The state of which a step is repeated."""
+        return {"models": list(self._models)}
+
+    def _scalers(self) -> list[Stateful]:
+        """The loss scalers: those of engines, or that of the precision."""
         own = [model.loss_scale for model in self._models.values() if model.loss_scale is not None]
         shared = self._connected.loss_scaler
-        scalers: list[Stateful] = [*own] if own or shared is None else [shared]
-        loaders = [loader for each in self._loaders if (loader := each()) is not None]
-        return run_state_of(
-            self._connected, scalers, self._schedulers, self._steps, loaders, dict(state), self._left_out
-        )
+        return [*own] if own or shared is None else [shared]
 
     def _refuse_twice(self, *objects: nn.Module | Optimizer) -> None:
         for obj in objects:

@@ -11,18 +11,21 @@ scale, and the guard does nothing. At a scale of 1 or less the gradients themsel
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fabric.replay import Replays, as_text
 from fabric.strategies.checkpoint.errors import CheckpointError
 from fabric.strategies.collectives.collective import Collective
+
+if TYPE_CHECKING:
+    from fabric.replay import Replays
 
 OnNonfinite: TypeAlias = Literal["raise", "skip"]
 
@@ -139,7 +142,7 @@ class GradientGuard:
 
     def _whose_loss(self) -> str:
         of_ranks = self._collective.all_gather_object([loss.tolist() for loss in self._losses])
-        bad = {rank: text for rank, losses in enumerate(of_ranks) if (text := as_text(losses))}
+        bad = {rank: text for rank, losses in enumerate(of_ranks) if (text := _as_text(losses))}
         if not bad:
             return "The losses were finite on every rank."
         shown = ", ".join(f"{text} on rank {rank}" for rank, text in list(bad.items())[:8])
@@ -153,3 +156,9 @@ class GradientGuard:
         except CheckpointError as error:
             return f" Its batches could not be kept: {error}"
         return "" if path is None else f" `fabric.replay({path!r})` repeats it."
+
+
+def _as_text(losses: Sequence[Any]) -> str:
+    """The first losses as text, "nan" or "1.5, inf"; empty if all are finite."""
+    numbers = [number for loss in losses for number in (loss if isinstance(loss, list) else [loss])]
+    return "" if all(map(math.isfinite, numbers)) else ", ".join(f"{number:g}" for number in numbers[:8])

@@ -14,9 +14,9 @@ from typing import Any, final
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fabric.strategies.checkpoint.loading import in_memory
 from fabric.strategies.checkpoint.run_state import Positions
 from fabric.strategies.checkpoint.state import SKIPPED, LoaderAccess, Stateful
+from fabric.strategies.checkpoint.stored import in_memory
 from fabric.strategies.checkpoint.tensor_shards import of_other_rank, of_rank
 from fabric.strategies.checkpoint.values import encode
 from fabric.strategies.collectives.collective import Collective

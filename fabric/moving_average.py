@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from fabric.strategies.checkpoint.loading import in_memory
 from fabric.strategies.checkpoint.state import ShardedStateful, uncompiled
+from fabric.strategies.checkpoint.stored import in_memory
 from fabric.strategies.checkpoint.tensor_shards import TensorShards
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.sharding.dtensor import local_part

@@ -7,7 +7,7 @@ of `torch.save` that `torch.load(path, weights_only=True)` reads. Every rank wri
 from __future__ import annotations
 
 import io
-import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -15,10 +15,13 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from fabric.run_state import generators_of, restore_generators
 from fabric.strategies.checkpoint.errors import CheckpointError
-from fabric.strategies.checkpoint.storage import Storage
+from fabric.strategies.checkpoint.state import Stateful
+from fabric.strategies.checkpoint.storage import Storage, storage_of
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.data.transfer import move
+from fabric.strategies.runtime import Runtime
 
 MAX_REPLAYS = 3
 """Number of steps that a run saves: once weights are not finite, all steps are alike."""
@@ -39,21 +42,20 @@ class Given:
 
 @final
 class Replays:
-    """The batches since the last step, and where they are saved.
+    """The batches since the last step, and the folder in which they are saved.
 
-    `generators`: returns the current state of each. `save_weights`: writes the models to a path; all ranks call it.
+    `save_weights`: writes the models to a path; all ranks call it. `scalers`: returns the loss scalers.
     """
 
     def __init__(
         self,
-        storage: Storage,
-        collective: Collective,
-        generators: Callable[[], dict[str, Any]],
+        runtime: Runtime,
+        path: str | os.PathLike[str],
         save_weights: Callable[[str], object],
-        scales: Callable[[], list[Any]],
+        scalers: Callable[[], Sequence[Stateful]],
     ) -> None:
-        self._storage, self._collective = storage, collective
-        self._generators, self._save_weights, self._scales = generators, save_weights, scales
+        self._runtime, self._collective, self._folder = runtime, runtime.collective, storage_of(path)
+        self._save_weights, self._scalers = save_weights, scalers
         self._given: list[Given] = []
         self._num_backwards = self._num_written = 0
         self._has_stepped = False
@@ -65,7 +67,7 @@ class Replays:
             self._given.clear()
             self._has_stepped = False
         self._given = [each for each in self._given if not self._is_unused(each, batch, source)]
-        self._given.append(Given(batch, source, self._generators(), self._num_backwards))
+        self._given.append(Given(batch, source, generators_of(self._runtime), self._num_backwards))
 
     def note_backward(self) -> None:
         """Called at each backward of the loop."""
@@ -83,13 +85,13 @@ class Replays:
         if self._num_written == MAX_REPLAYS:
             return None
         self._num_written += 1
-        folder = self._storage.inside(f"step-{number}")
+        folder = self._folder.inside(f"step-{number}")
         rank = self._collective.rank
         entry = {
             "world_size": self._collective.size,
             "batches": [{"batch": _plain(each.batch), "generators": each.generators} for each in self._given],
             "losses": [loss.to(_CPU) for loss in losses],
-            "scales": self._scales(),
+            "scales": [scaler.state_dict() for scaler in self._scalers()],
         }
         problems = self._collective.all_gather_object(_write(folder, rank, entry))
         first = next(((rank, problem) for rank, problem in enumerate(problems) if problem), None)
@@ -103,8 +105,24 @@ class Replays:
         return earlier.batch is batch or is_peek
 
 
-def read(folder: Storage, collective: Collective, rank: int | None) -> dict[str, Any]:
-    """The file of a rank. None: of this rank; raises ValueError if the world size is another than that of the run."""
+def replay(
+    runtime: Runtime,
+    path: str | os.PathLike[str],
+    rank: int | None,
+    load_weights: Callable[[str], object],
+    scalers: Sequence[Stateful],
+) -> Iterator[Any]:
+    """The implementation of `Fabric.replay`."""
+    folder = storage_of(path)
+    entry = _read(folder, runtime.collective, rank)
+    load_weights(f"{folder.path}/weights")
+    for scaler, state in zip(scalers, entry["scales"], strict=False):
+        scaler.load_state_dict(state)
+    return _batches(entry, runtime)
+
+
+def _read(folder: Storage, collective: Collective, rank: int | None) -> dict[str, Any]:
+    """The file of a rank; None: of this rank."""
     entry: dict[str, Any] = torch.load(
         io.BytesIO(folder.read(_name(collective.rank if rank is None else rank))), weights_only=True
     )
@@ -116,17 +134,11 @@ def read(folder: Storage, collective: Collective, rank: int | None) -> dict[str,
     return entry
 
 
-def batches(entry: Mapping[str, Any], device: torch.device, restore: Callable[[dict[str, Any]], None]) -> Iterator[Any]:
+def _batches(entry: Mapping[str, Any], runtime: Runtime) -> Iterator[Any]:
     """The batches of a file, on the device; the generators are restored before each."""
     for each in entry["batches"]:
-        restore(each["generators"])
-        yield move(each["batch"], device)
-
-
-def as_text(losses: Sequence[Any]) -> str:
-    """The first losses as text, "nan" or "1.5, inf"; empty if all are finite."""
-    numbers = [number for loss in losses for number in (loss if isinstance(loss, list) else [loss])]
-    return "" if all(map(math.isfinite, numbers)) else ", ".join(f"{number:g}" for number in numbers[:8])
+        restore_generators(runtime, each["generators"])
+        yield move(each["batch"], runtime.device)
 
 
 def _write(folder: Storage, rank: int, entry: dict[str, Any]) -> str:

@@ -13,10 +13,9 @@ import torch
 
 from fabric.launchers.world import World
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.data.loader_check import LoaderNumbers
-from fabric.strategies.data.share import Share
+from fabric.strategies.data.loader_numbers import LoaderNumbers
+from fabric.strategies.data.share import Share, Uneven
 from fabric.strategies.data.transfer import Carry
-from fabric.strategies.data.uneven import Uneven
 from fabric.strategies.precision.forward_precision import dtype_of_new_tensors
 from fabric.strategies.precision.loss_scaler import LossScaler, loss_scaler_for
 from fabric.strategies.precision.precision import Precision

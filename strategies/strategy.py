@@ -21,7 +21,7 @@ from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.data.share import Use
 from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.prepare import attach_scaler, share_loader
+from fabric.strategies.module.prepare import attach_scaler
 from fabric.strategies.module.wrap_policy import Policy
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
@@ -116,4 +116,6 @@ class Strategy(ABC):
         self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool
     ) -> Iterable[Any]:
         """The loader, restricted to `runtime.share` (`distribute`), with its batches on the device (`move`)."""
+        from fabric.strategies.loader_hook import share_loader
+
         return share_loader(runtime, loader, use, distribute=distribute, move=move)

@@ -316,7 +316,7 @@ class Fabric:
 
         Loaders without a position are omitted. Ranks: all call it.
         """
-        content = self.core._content("save", _unwrapped("save", state), filter, gathered=True)
+        content = self.core._checkpoints.content(_unwrapped("save", state), filter, gathered=True)
         single_file.save(self.core._connected.collective, path, content)
 
     def load(

@@ -15,9 +15,10 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from fabric.strategies.checkpoint import run_state, safetensors
-from fabric.strategies.checkpoint.loading import Checkpoint, Stored, reading
+from fabric.strategies.checkpoint.loading import Checkpoint, reading
 from fabric.strategies.checkpoint.safetensors import INDEX_SUFFIX, SUFFIX, num_bytes_of
 from fabric.strategies.checkpoint.storage import Folder, local_path
+from fabric.strategies.checkpoint.stored import Stored
 
 Choose: TypeAlias = Callable[[str, Tensor], bool]
 

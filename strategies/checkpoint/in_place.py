@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.chunk import whole
 from fabric.strategies.checkpoint.load_hooks import has_converting_hook
-from fabric.strategies.checkpoint.loading import Stored, in_memory
+from fabric.strategies.checkpoint.stored import Stored, in_memory
 
 
 def filled_module(module: nn.Module, content: Any) -> Any:

@@ -6,123 +6,26 @@ All bytes are verified before any object is changed; each rank verifies a share 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar, final
 
 import torch
 import xxhash
-from torch import Tensor
 
-from fabric.strategies.checkpoint.chunk import Chunk, Shape, whole
 from fabric.strategies.checkpoint.errors import CheckpointError, sentence_of
 from fabric.strategies.checkpoint.manifest import BLOCK_BYTES, NAME, Entry, Manifest, Piece, Table
 from fabric.strategies.checkpoint.memory import buffer_of
 from fabric.strategies.checkpoint.saving import Advance, attempt
 from fabric.strategies.checkpoint.storage import Contents, Storage, local_path, storage_of
-from fabric.strategies.checkpoint.values import DTYPES, are_integers, decode, keys_of
+from fabric.strategies.checkpoint.stored import Stored, in_memory
+from fabric.strategies.checkpoint.values import DTYPES, decode, keys_of
 from fabric.strategies.collectives.collective import Collective
 
 T = TypeVar("T")
-
-
-@final
-class Stored:
-    """A tensor in a checkpoint. Its bytes are not read until they are needed."""
-
-    def __init__(self, pointer: str, entry: Entry, open_file: Callable[[str], Contents]) -> None:
-        self.pointer = pointer
-        self.shape: Shape = entry.shape
-        self.dtype = DTYPES[entry.dtype]
-        self._pieces = entry.pieces
-        self._open_file = open_file
-
-    @property
-    def like(self) -> Tensor:
-        """The tensor without its values, on the device "meta"."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
-
-    @property
-    def location(self) -> Hashable:
-        """Where its bytes are: equal for tied tensors, which were saved once."""
-        pieces = frozenset(each for each in self._pieces if each.chunk.numel)
-        return (self.shape, self.dtype, pieces) if pieces else self.pointer
-
-    def whole(self) -> Tensor:
-        """The whole tensor, in new memory or mapped: to be copied from."""
-        return self.part(whole(self.shape))
-
-    def part(self, chunk: Chunk) -> Tensor:
-        """The elements of a chunk: mapped if one piece contains them all, otherwise assembled. To be copied from."""
-        covering = next((piece for piece in self._pieces if piece.chunk.intersection(chunk) == chunk), None)
-        if covering is not None:
-            return self._elements(covering)[chunk.slices_in(covering.chunk)]
-        made = torch.empty(chunk.shape, dtype=self.dtype)
-        self.copy_to(made, chunk)
-        return made
-
-    def copy_to(self, target: Tensor, chunk: Chunk) -> None:
-        """Fill `target` with the elements of a chunk, copied directly from the files."""
-        with torch.no_grad():
-            for piece in self._pieces:
-                shared = piece.chunk.intersection(chunk)
-                if shared is None:
-                    continue
-                part = target[shared.slices_in(chunk)]
-                # Rows of the piece are bytes that follow one another.
-                if shared.shape[1:] == piece.chunk.shape[1:] and _is_as_stored(part, self.dtype):
-                    self._open_file(piece.file).copy_to(
-                        part, piece.offset_bytes + self._num_bytes_before(shared, piece)
-                    )
-                else:
-                    part.copy_(self._elements(piece)[shared.slices_in(piece.chunk)])
-
-    def _num_bytes_before(self, rows: Chunk, piece: Piece) -> int:
-        """The number of bytes of a piece before some of its rows."""
-        if not rows.shape:
-            return 0
-        num_rows = rows.offsets[0] - piece.chunk.offsets[0]
-        return num_rows * math.prod(rows.shape[1:]) * self.dtype.itemsize
-
-    def _elements(self, piece: Piece) -> Tensor:
-        num_bytes = piece.chunk.numel * self.dtype.itemsize
-        content = self._open_file(piece.file).tensor[piece.offset_bytes : piece.offset_bytes + num_bytes]
-        if piece.offset_bytes % self.dtype.itemsize:  # files of other libraries may not be aligned
-            content = content.clone()
-        return content.view(self.dtype).view(piece.chunk.shape)
-
-
-def _is_as_stored(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the tensor's memory is what a file has: its elements in row-major order, on the CPU."""
-    return (
-        tensor.dtype == dtype
-        and tensor.device.type == "cpu"
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
-
-
-def in_memory(content: Any, *, mapped: bool = False) -> Any:
-    """A nest with each `Stored` read whole: into new memory, or (`mapped`) mapped, to be copied from and dropped.
-
-    A single number is always in new memory, because optimizers keep the step that they load.
-    """
-    if isinstance(content, Stored):
-        return content.whole() if mapped and math.prod(content.shape) > 1 else content.whole().clone()
-    if isinstance(content, dict):
-        read = copy(content)  # keeps its class and attributes: torch stores `_metadata` on the state of a module
-        for key, entry in content.items():
-            read[key] = in_memory(entry, mapped=mapped)
-        return read
-    if type(content) in (list, tuple) and not are_integers(content):
-        return type(content)(in_memory(entry, mapped=mapped) for entry in content)
-    return content
 
 
 @final

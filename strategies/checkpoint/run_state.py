@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from fabric.strategies.checkpoint.loading import in_memory
 from fabric.strategies.checkpoint.state import Stateful
+from fabric.strategies.checkpoint.stored import in_memory
 from fabric.strategies.checkpoint.tensor_shards import of_other_rank, of_rank
 
 NAME = "fabric"

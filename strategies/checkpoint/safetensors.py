@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from fabric.strategies.checkpoint.chunk import whole
-from fabric.strategies.checkpoint.loading import Stored
 from fabric.strategies.checkpoint.manifest import Entry, Piece
 from fabric.strategies.checkpoint.memory import buffer_of
 from fabric.strategies.checkpoint.saving import bytes_of
 from fabric.strategies.checkpoint.storage import Folder
+from fabric.strategies.checkpoint.stored import Stored
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"

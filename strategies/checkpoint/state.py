@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.in_place import filled_module, filled_optimizer, mapped_module
-from fabric.strategies.checkpoint.loading import in_memory
+from fabric.strategies.checkpoint.stored import in_memory
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
 
 Filter = Mapping[str, Callable[[str, Any], bool]]

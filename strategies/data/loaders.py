@@ -26,15 +26,16 @@ from fabric.strategies.data.dispatch import Dispatched
 from fabric.strategies.data.epochs import Order
 from fabric.strategies.data.hints import advice, loading_of
 from fabric.strategies.data.iterable import Collate, Counted, SharedStream, SplitStream, split_stream
-from fabric.strategies.data.loader_check import LoaderNumbers, Ranks, agree_on_loader, agree_on_seed, length_of
+from fabric.strategies.data.loader_check import Ranks, agree_on_loader, agree_on_seed, length_of
+from fabric.strategies.data.loader_numbers import LoaderNumbers
 from fabric.strategies.data.partition import Cut, LeaveOut, RoundRobinCut, SampleCut
 from fabric.strategies.data.positions import Resumable
 from fabric.strategies.data.rng import own_rngs
 from fabric.strategies.data.seeded_dataset import SeededDataset
-from fabric.strategies.data.share import Share, Use
+from fabric.strategies.data.share import Share, Uneven, Use
 from fabric.strategies.data.split import pipe_error, split_of
 from fabric.strategies.data.transfer import Carry, has_streams, one_ahead, one_by_one
-from fabric.strategies.data.uneven import Agreement, Uneven
+from fabric.strategies.data.uneven import Agreement
 from fabric.strategies.data.workers import WorkerStart
 
 __all__ = ["DeviceLoader", "Share", "Use", "process_dataloader"]

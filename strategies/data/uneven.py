@@ -21,14 +21,12 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count
-from typing import Any, Literal, NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, final
 
 from fabric.strategies.data.positions import Tail
 from fabric.strategies.data.repeated import Factor, Later
+from fabric.strategies.data.share import Uneven
 from fabric.strategies.pytree import is_tensor, map_leaves
-
-Uneven: TypeAlias = Literal["stop", "error", "repeat"]
-"""What all ranks do when the first of them has no batch left: stop, raise an error, or repeat their last batch."""
 
 _END = object()
 _AHEAD, _MOST_AHEAD = 4, 16

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.checkpoint.in_place import filled_module, is_extra_state
-from fabric.strategies.checkpoint.loading import Stored, in_memory
 from fabric.strategies.checkpoint.state import StateAccess
+from fabric.strategies.checkpoint.stored import Stored, in_memory
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, flat_shard, no_shards
 
 

@@ -22,8 +22,8 @@ from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.checkpoint.in_place import converts, mapped_entry, mapped_module
 from fabric.strategies.checkpoint.load_hooks import KeepsNamesAndShapes
-from fabric.strategies.checkpoint.loading import Stored, in_memory
 from fabric.strategies.checkpoint.state import PLAIN, StateAccess
+from fabric.strategies.checkpoint.stored import Stored, in_memory
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, flat_shard
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.gradients.clipping import parameters_of

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fabric.strategies.collectives.call_check import all_equal
-from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.data.dispatch import Channel
-from fabric.strategies.data.loader_check import Ranks
-from fabric.strategies.data.loaders import DeviceLoader, Use, process_dataloader
-from fabric.strategies.data.uneven import Votes
 from fabric.strategies.gradients.clipping import clip_norm, clip_value, gradients_are_finite, move_state
 from fabric.strategies.gradients.sync import GradientSync, LocalGradientSync
 from fabric.strategies.module.deferred_init import refuse_empty
@@ -81,67 +74,6 @@ def prepared(
         clip_value=partial(clip_value, scaler=scaler),
         is_finite=partial(gradients_are_finite, scaler=scaler, any_rank=runtime.any_rank),
         release=undo_all((path.release, attach_scaler(scaler, optimizers), sync.release, *ends)),
-    )
-
-
-def share_loader(
-    runtime: Runtime,
-    loader: Iterable[Any],
-    use: Use,
-    *,
-    distribute: bool,
-    move: bool,
-) -> DeviceLoader:
-    """The implementation of `Strategy.process_dataloader`."""
-    collective = runtime.collective
-    return process_dataloader(
-        loader,
-        use,
-        share=runtime.share,
-        device=runtime.device,
-        distribute=distribute,
-        move=move,
-        launcher=runtime.world.launcher,
-        ranks=Ranks(
-            size=collective.size,
-            broadcast=collective.broadcast_object,
-            gather=collective.all_gather_object,
-            same=partial(all_equal, collective),
-            votes=partial(votes_over, collective),
-            channel=partial(channel_over, collective),
-        ),
-        uneven=runtime.uneven,
-        in_step=runtime.forward_communicates or runtime.loader_numbers.forward_communicates,
-        dispatch=runtime.dispatch,
-        numbers=runtime.loader_numbers,
-        report=runtime.report,
-        draw_apart=runtime.draw_apart,
-        carry=runtime.carry,
-    )
-
-
-def votes_over(collective: Collective) -> Votes:
-    """The `Votes` of the ranks of a collective, over a new process group. Ranks: all call it."""
-    apart = collective.split(list(range(collective.size)))
-    assert apart is not None
-
-    def gather(numbers: list[int]) -> list[list[int]]:
-        gathered: list[list[int]] = apart.all_gather(torch.tensor(numbers, device="cpu")).tolist()
-        return gathered
-
-    return Votes(size=collective.size, start=apart.start_add_numbers, gather=gather)
-
-
-def channel_over(collective: Collective, share: int) -> Channel:
-    """The `Channel` by which rank 0 sends batches, over a new process group. Ranks: all call it, with their share."""
-    apart = collective.split(list(range(collective.size)))
-    assert apart is not None
-    return Channel(
-        rank=apart.rank,
-        shares=apart.all_gather_object(share),
-        broadcast=apart.broadcast_object,
-        send=apart.send,
-        receive=partial(apart.recv, src=0),
     )
 
 

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.chunk import Chunk
 from fabric.strategies.checkpoint.in_place import converts, is_extra_state
-from fabric.strategies.checkpoint.loading import Stored, in_memory
 from fabric.strategies.checkpoint.state import StateAccess
+from fabric.strategies.checkpoint.stored import Stored, in_memory
 from fabric.strategies.checkpoint.tensor_shards import TensorShards
 from fabric.strategies.gradients.in_shards import InShards
 from fabric.strategies.sharding.flat_shards import plain_shard

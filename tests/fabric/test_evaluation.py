@@ -18,7 +18,7 @@ from fabric.strategies.collectives.collective import Collective, CollectiveError
 from fabric.strategies.data.device_loader import DeviceLoader, Reading, read_as
 from fabric.strategies.data.share import Share
 from fabric.strategies.data.uneven import Agreement
-from fabric.strategies.module.prepare import votes_over
+from fabric.strategies.loader_hook import votes_over
 
 
 class Stream(IterableDataset[int]):

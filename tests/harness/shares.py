@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from fabric.strategies.data.loader_check import LoaderNumbers, Ranks
+from fabric.strategies.data.loader_check import Ranks
+from fabric.strategies.data.loader_numbers import LoaderNumbers
 from fabric.strategies.data.loaders import DeviceLoader, Share, Use, process_dataloader
 
 

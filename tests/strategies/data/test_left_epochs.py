@@ -15,7 +15,7 @@ from torchdata.nodes import Batcher, Loader, Mapper, SamplerWrapper
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from fabric.accumulation import Accumulation
-from fabric.strategies.data.loader_check import LoaderNumbers
+from fabric.strategies.data.loader_numbers import LoaderNumbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 

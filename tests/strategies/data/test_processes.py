@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from worlds import run_world
 
 from fabric.launchers.world import World
-from fabric.strategies.data.loader_check import LoaderNumbers
+from fabric.strategies.data.loader_numbers import LoaderNumbers
 from fabric.strategies.data.loaders import DeviceLoader, Share, process_dataloader
 
 

@@ -13,7 +13,7 @@ from shares import ranks_by
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
-from fabric.strategies.data.loader_check import LoaderNumbers
+from fabric.strategies.data.loader_numbers import LoaderNumbers
 from fabric.strategies.data.loaders import DeviceLoader, Share, process_dataloader
 from fabric.strategies.data.transfer import move, one_ahead
 
