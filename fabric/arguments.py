@@ -136,8 +136,8 @@ def _what(value: object) -> str:
 
 
 _UNINITIALISED = (
-    "The `{name}` has no hooks: its `__init__` does not call that of `torch.optim.Optimizer`, as in a wrapper of another "
-    "optimizer (Lookahead). Set up the optimizer within it, and wrap what `fabric.setup` returned; or call "
+    "The `{name}` has no hooks: its `__init__` does not call that of `torch.optim.Optimizer`, as in a wrapper of "
+    "another optimizer (Lookahead). Set up the optimizer within it, and wrap what `fabric.setup` returned; or call "
     "`super().__init__(parameters, defaults)`."
 )
 _SETUP = "Write `fabric.setup(module, optimizer, ..., scheduler=scheduler)`, once for each module."

@@ -271,8 +271,8 @@ def is_sharded(tensor: Tensor) -> bool:
 
 @contextmanager
 def _reached(parameter: Tensor) -> Iterator[None]:
-    """Context: DeepSpeed's functions find a trained parameter that is frozen for a while, as a critic is in the steps of
-    its generator. At stage 3 they return None for it, and write nothing, without a message (0.19)."""
+    """Context: DeepSpeed's functions find a trained parameter that is frozen for a while, as a critic is in the steps
+    of its generator. At stage 3 they return None for it, and write nothing, without a message (0.19)."""
     is_trained = parameter.requires_grad
     parameter.requires_grad_(True)
     try:

@@ -21,6 +21,5 @@ def explain_freed(error: RuntimeError, module: nn.Module) -> str | None:
 _FREED = (
     "Backward needs gathered parameters of `{name}` that were freed after a first use of its graph, such as "
     "`torch.autograd.grad(output, inputs, create_graph=True)`. Compute this gradient within `forward` of the model; or "
-    "of the output of a forward of its own, with the rest of the loss from a later forward, as a gradient penalty does; "
-    "or pass `strategy='ddp'`."
+    "from a forward of its own, with the rest of the loss from a later forward; or pass `strategy='ddp'`."
 )
