@@ -269,9 +269,9 @@ UNUSED = (
 
 _TWICE = (
     "Parameters of `{name}` got a second gradient after one forward whose averaging had begun: another backward "
-    "through it ran within `no_backward_sync`, or by `loss.backward()`; or activation checkpointing runs backward within "
-    "backward. Add the losses, and call `fabric.backward` once; run forward and backward of a micro-batch both within "
-    "`no_backward_sync`; and call `checkpoint(..., use_reentrant=False)`."
+    "through it ran within `no_backward_sync`, or by `loss.backward()`; or activation checkpointing runs backward "
+    "within backward. Add the losses, and call `fabric.backward` once; run forward and backward of a micro-batch both "
+    "within `no_backward_sync`; and call `checkpoint(..., use_reentrant=False)`."
 )
 _MARKED_TWICE = "Expected to mark a variable ready only once"
 _HIDDEN = (
