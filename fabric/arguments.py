@@ -32,10 +32,12 @@ def check_module(module: object) -> None:
 
 
 def check_optimizers(*optimizers: object) -> None:
-    """Raise TypeError if an argument is no optimizer."""
+    """Raise TypeError if an argument is no optimizer, or one whose `__init__` did not run."""
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"{_what(optimizer)} was passed as an optimizer. {_SETUP}")
+        if "_optimizer_step_pre_hooks" not in vars(optimizer):
+            raise TypeError(_UNINITIALISED.format(name=type(optimizer).__name__))
 
 
 def check_loss(loss: object) -> None:
@@ -132,4 +134,9 @@ def _what(value: object) -> str:
     )
 
 
+_UNINITIALISED = (
+    "The `{name}` has no hooks: its `__init__` does not call that of `torch.optim.Optimizer`, as in a wrapper of "
+    "another optimizer (Lookahead). Set up the optimizer within it, and wrap what `fabric.setup` returned; or call "
+    "`super().__init__(parameters, defaults)`."
+)
 _SETUP = "Write `fabric.setup(module, optimizer, ..., scheduler=scheduler)`, once for each module."

@@ -154,6 +154,10 @@ class SampleCut(Cut):
                 f"`batch_size={self.batch_size}, drop_last=True` over {num_items} samples leaves no batch: {count} "
                 f"ranks take {self.step} samples a step. Pass `drop_last=False`, or a smaller `batch_size`."
             )
+        if num_items == 0:
+            return (
+                f"The dataset has no samples, so {count} ranks have nothing to read. Look at the filter or path of it."
+            )
         if num_items < count:
             return (
                 f"{num_items} samples are fewer than the {count} ranks that share them. Use at most {num_items} ranks."

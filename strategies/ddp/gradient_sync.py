@@ -6,7 +6,7 @@ DistributedDataParallel is kept beside the user's module, and created again if t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Any, final
@@ -162,25 +162,19 @@ class DDPGradientSync(GradientSync):
         # The reducer averages in the first backward after a forward through it, and silently leaves gradients local in
         # any other. So if no such forward is outstanding, gradients must not change.
         if not self.synced:
-            return None
+            return self._watch_unsynced() if self.expects_backward else None
         parameters = self.parameters
         if not self.expects_backward and (
             not self.contents.is_as_it_was() or self.contents.flags() != self.flags
         ):  # also of parameters that no forward has used yet
             parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        before = list(map(_grad, parameters))
-        versions = [-1 if grad is None else grad._version for grad in before]
+        find_changed = _changes(parameters)
 
         self.watched = True
 
         def check() -> None:
             self.watched = False
-            changed = list(map(is_not, map(_grad, parameters), before))
-            if not all(changed):
-                changed = [
-                    new or (grad is not None and grad._version != version)
-                    for new, grad, version in zip(changed, before, versions, strict=True)
-                ]
+            changed = find_changed()
             if not any(changed):
                 return
             if not self.expects_backward:
@@ -203,14 +197,46 @@ class DDPGradientSync(GradientSync):
 
         return check
 
+    def _watch_unsynced(self) -> Finish:
+        """A backward within `no_backward_sync`, after a forward outside of it that waits for one: the reducer averages
+        this backward, and then no other before the next such forward."""
+        find_changed = _changes(self.parameters)
+
+        def check() -> None:
+            changed = find_changed()
+            # With less than all, torch goes on to wait for the others, and raises for a second gradient.
+            if all(changed) if self.needs_all else any(changed):
+                self.expects_backward = False
+
+        return check
+
     def explain(self, error: RuntimeError) -> str | None:
-        return None if _MARKED_TWICE not in str(error) else _HIDDEN.format(name=type(self.module).__name__)
+        if _MARKED_TWICE not in str(error):
+            return None
+        return (_TWICE if self.needs_all else _HIDDEN).format(name=type(self.module).__name__)
 
     def _arrived(self, parameter: Tensor) -> None:
         """Called within each backward, once the model has a carrier."""
         is_ours = self.watched and self.backward.is_running  # one that raised leaves `watched`
         if self.synced and self.expects_backward and not is_ours:
             raise RuntimeError(_DIRECT.format(name=type(self.module).__name__))
+
+
+def _changes(parameters: Sequence[Tensor]) -> Callable[[], list[bool]]:
+    """A function that tells which gradients have changed since this call."""
+    before = list(map(_grad, parameters))
+    versions = [-1 if grad is None else grad._version for grad in before]
+
+    def find() -> list[bool]:
+        changed = list(map(is_not, map(_grad, parameters), before))
+        if all(changed):
+            return changed
+        return [
+            new or (grad is not None and grad._version != version)
+            for new, grad, version in zip(changed, before, versions, strict=True)
+        ]
+
+    return find
 
 
 # torch 2.13 deprecates the old name; 2.9 has only that.
@@ -241,6 +267,12 @@ UNUSED = (
     "`requires_grad_(False)`."
 )
 
+_TWICE = (
+    "Parameters of `{name}` got a second gradient after one forward whose averaging had begun: another backward "
+    "through it ran within `no_backward_sync`, or by `loss.backward()`; or activation checkpointing runs backward "
+    "within backward. Add the losses, and call `fabric.backward` once; run forward and backward of a micro-batch both "
+    "within `no_backward_sync`; and call `checkpoint(..., use_reentrant=False)`."
+)
 _MARKED_TWICE = "Expected to mark a variable ready only once"
 _HIDDEN = (
     "Parameters of `{name}` got a gradient, or a second one, after `find_unused_parameters=True` had counted them as "

@@ -7,6 +7,7 @@ Weights are those of the optimizer, in float32 whatever dtype the model computes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast, final
 
 import torch
@@ -100,7 +101,8 @@ class ZeroState(StateAccess):
         from deepspeed.utils import safe_get_full_fp32_param
 
         if id(tensor) in self.trained:
-            whole = _shaped(safe_get_full_fp32_param(tensor), tensor)
+            with _reached(tensor):
+                whole = _shaped(safe_get_full_fp32_param(tensor), tensor)
             return whole if self.stage == 3 else as_changed(whole, tensor.detach())
         with GatheredParameters([tensor], enabled=is_sharded(tensor)):
             return tensor.detach().clone()
@@ -202,7 +204,8 @@ class ZeroState(StateAccess):
     def _read_entry(self, parameter: Tensor, key: str) -> Tensor:
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        return self._keep(_shaped(safe_get_full_optimizer_state(parameter, key), parameter))
+        with _reached(parameter):
+            return self._keep(_shaped(safe_get_full_optimizer_state(parameter, key), parameter))
 
     # One tensor
 
@@ -221,9 +224,9 @@ class ZeroState(StateAccess):
 
         shape, rank = _shape_of(parameter), self.world.rank
         if self.stage == 3:
-            own = (
-                safe_get_local_fp32_param(parameter) if key is None else safe_get_local_optimizer_state(parameter, key)
-            ).flatten()
+            with _reached(parameter):
+                read = safe_get_local_optimizer_state
+                own = (safe_get_local_fp32_param(parameter) if key is None else read(parameter, key)).flatten()
             return flat_shard(shape, rank * own.numel(), own, rank)
         mapping = cast(Any, parameter)._hp_mapping
         if mapping is None:  # this rank has no shard of it
@@ -248,10 +251,11 @@ class ZeroState(StateAccess):
         value = value.to(torch.float32)
         if self.stage == 3:
             piece = _slice(value, parameter.ds_tensor.numel(), self.world.rank)  # type: ignore[attr-defined]
-            if key is None:
-                safe_set_local_fp32_param(parameter, piece)
-            else:
-                safe_set_local_optimizer_state(parameter, piece, key)
+            with _reached(parameter):
+                if key is None:
+                    safe_set_local_fp32_param(parameter, piece)
+                else:
+                    safe_set_local_optimizer_state(parameter, piece, key)
         elif key is None:
             safe_set_full_fp32_param(parameter, value)
         else:
@@ -263,6 +267,18 @@ def is_sharded(tensor: Tensor) -> bool:
     from deepspeed.runtime.zero.partition_parameters import is_zero_param
 
     return bool(is_zero_param(tensor))
+
+
+@contextmanager
+def _reached(parameter: Tensor) -> Iterator[None]:
+    """Context: DeepSpeed's functions find a trained parameter that is frozen for a while, as a critic is in the steps
+    of its generator. At stage 3 they return None for it, and write nothing, without a message (0.19)."""
+    is_trained = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        parameter.requires_grad_(is_trained)
 
 
 def _slice(value: Tensor, size: int, rank: int) -> Tensor:

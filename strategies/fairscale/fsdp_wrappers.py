@@ -39,6 +39,7 @@ from fabric.strategies.pytree import tensors_in
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
 from fabric.strategies.sharding.flat_shards import forget, hide, show
+from fabric.strategies.sharding.freed import explain_freed
 from fabric.strategies.torch_internals import current_graph_task_id
 
 UNCOMPILABLE = (
@@ -185,6 +186,9 @@ class FairScaleFSDPGradientSync(GradientSync):
         for wrapper in self.wrappers:
             wrapper._free_full_params()
             wrapper._use_fp32_param_shard()
+
+    def explain(self, error: RuntimeError) -> str | None:
+        return explain_freed(error, self.module)
 
     def parameters_held(self) -> Iterable[Tensor]:
         return self.names

@@ -16,6 +16,7 @@ from fabric.strategies.module.changes import Additions, GatheredFlags
 from fabric.strategies.module.deferred_init import Unfilled
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
+from fabric.strategies.sharding.freed import explain_freed
 from fabric.strategies.sharding.gathered import Gathered, mark_gathering, take_as_root
 from fabric.strategies.sharding.layout import fsdp_modules
 from fabric.strategies.sharding.same_gradients import SameGradients
@@ -70,6 +71,9 @@ class FSDPGradientSync(GradientSync):
     def watch(self) -> Finish | None:
         find_unreduced = self.gathered.watch()  # first: it may clear gradients
         return all_of(self.order.watch(), self.same.watch(), find_unreduced)
+
+    def explain(self, error: RuntimeError) -> str | None:
+        return explain_freed(error, self.module)
 
     def parameters_held(self) -> Iterable[Tensor]:
         return self.parameters

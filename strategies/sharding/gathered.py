@@ -403,7 +403,7 @@ _READ = (
 _SECOND = (
     "`torch.autograd.grad(..., create_graph=True)` of parameters of `{model}`, which are in shards: `fully_shard` "
     "frees the gathered ones after it, and second derivatives need them. Pass `strategy='ddp'` for a loss that "
-    "contains gradients of parameters; gradients of inputs may be part of it under every strategy."
+    "contains gradients of parameters; gradients of inputs, computed within `forward`, may be part of it."
 )
 _WRITTEN = (
     "Parameters of `{model}`, or their `grad`, were written to after `torch.autograd.grad`: these are gathered copies "

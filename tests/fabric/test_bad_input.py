@@ -196,6 +196,13 @@ def net() -> tuple[nn.Module, Optimizer]:
     return model, SGD(model.parameters(), lr=0.1)
 
 
+class Wrapping(Optimizer):
+    """As Lookahead is often written."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+
 METHODS: dict[str, tuple[Callable[[Fabric, Path], Any], type[Exception], str]] = {
     "a word": (lambda f, _: f.setup("net"), TypeError, "A `str` was passed as the module."),  # type: ignore[arg-type]
     "swapped": (lambda f, _: f.setup(*reversed(net())), TypeError, "A `SGD` was passed as the module."),  # type: ignore[arg-type]
@@ -207,6 +214,7 @@ METHODS: dict[str, tuple[Callable[[Fabric, Path], Any], type[Exception], str]] =
         "A `StepLR` was passed as an optimizer. Write `fabric.setup(module, optimizer, ..., scheduler=",
     ),
     "no optimizer": (lambda f, _: f.setup_optimizers("adam"), TypeError, "A `str` was passed as an opt"),  # type: ignore[arg-type]
+    "no hooks": (lambda f, _: f.setup(net()[0], Wrapping(net()[1])), TypeError, "wrap what `fabric.setup` returned"),
     "twice": (lambda f, _: [f.setup(one) for one in [net()[0]] * 2], ValueError, "Set each module and optimizer up"),
     "use": (
         lambda f, _: f.setup_dataloaders([1], use="eval"),  # type: ignore[arg-type]

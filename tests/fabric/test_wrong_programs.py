@@ -392,6 +392,23 @@ def penalised(fabric: Fabric | None = None) -> nn.Module:
     return model
 
 
+def penalised_once(fabric: Fabric | None = None) -> nn.Module:
+    """R1: the gradient penalty is of the forward whose output is in the loss."""
+    model: nn.Module = make_net()
+    optimizer = make_optimizer(model)
+    rank, size = 0, 1
+    if fabric is not None:
+        model, optimizer = fabric.setup(model, optimizer)
+        rank, size = fabric.global_rank, fabric.world_size
+    inputs = torch.linspace(-1, 1, 16).view(4, 4).sin()[rank * 4 // size : (rank + 1) * 4 // size].requires_grad_()
+    output = model(inputs)
+    (gradient,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
+    loss = output.square().mean() + gradient.square().mean()
+    loss.backward() if fabric is None else fabric.backward(loss, model=model)
+    optimizer.step()
+    return model
+
+
 class Layerwise(SGD):
     """LARS: uses a norm of each parameter."""
 
@@ -550,6 +567,7 @@ PROGRAMS: dict[str, tuple[Callable[[Fabric], nn.Module], dict[str, Change]]] = {
     "loss weighted by gradients": (weighted_by_gradients, {}),
     "steps within backward": (steps_within_backward, {}),
     "gradient penalty": (penalised, {}),
+    "gradient penalty of the same forward": (penalised_once, {}),
     "layerwise optimizer": (partial(stepped_by, Layerwise), {}),
     "optimizer with the norm of all gradients": (partial(stepped_by, WithGlobalNorm), {}),
     "line search": (searched, {}),
@@ -565,6 +583,7 @@ PROGRAMS: dict[str, tuple[Callable[[Fabric], nn.Module], dict[str, Change]]] = {
 PLAIN: dict[str, Callable[[], nn.Module]] = {
     "second derivatives": second_derivatives,
     "gradient penalty": penalised,
+    "gradient penalty of the same forward": penalised_once,
     "updates of its own": descended,
     "line search": searched,
     "layerwise optimizer": partial(stepped_by, Layerwise),
@@ -673,6 +692,7 @@ RIGHT: dict[str, tuple[str, ...]] = {
     "second derivatives": ("ddp",),
     "gradients of its own, averaged": ("ddp",),
     "gradient penalty": ("ddp", "fsdp", "model_parallel", "ddp_sharded", "ddp_fully_sharded", "deepspeed_stage_1"),
+    "gradient penalty of the same forward": ("ddp", "ddp_sharded", "deepspeed_stage_1", "deepspeed_stage_2"),
     "loss weighted by gradients": (
         *(
             "ddp",
@@ -737,6 +757,8 @@ SENTENCES = {
     ("manual", "steps within backward"): "`SGD.step()` within a backward, in a hook of a parameter of `Sequential`",
     ("ddp", "steps within backward"): "`SGD.step()` within a backward, in a hook of a parameter of `Sequential`",
     ("ddp_fully_sharded", "steps within backward"): "its gradient is averaged over the ranks later",
+    ("fsdp", "gradient penalty of the same forward"): "Compute this gradient within `forward` of the model",
+    ("ddp_fully_sharded", "gradient penalty of the same forward"): "`Sequential` that were freed after a first use",
     ("fsdp", "second derivatives"): "`torch.autograd.grad(..., create_graph=True)` of parameters of `Sequential`",
     ("fsdp", "updates of its own"): "were written to after `torch.autograd.grad`: these are gathered copies",
     ("deepspeed_stage_2", "layerwise optimizer"): "`Layerwise` in `setup` uses whole tensors, but ZeRO passes",

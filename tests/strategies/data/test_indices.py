@@ -430,6 +430,8 @@ def test_an_uneven_number_of_batches_of_one_is_an_error_in_training_and_uneven_e
 def test_too_few_samples_are_an_error_at_set_up() -> None:
     with pytest.raises(ValueError, match="3 samples are fewer than the 4 ranks that share them"):
         share_out(lambda _: DataLoader(Numbers(3), 2), 4)
+    with pytest.raises(ValueError, match="The dataset has no samples, so 2 ranks have nothing to read"):
+        share_out(lambda _: DataLoader(Numbers(0), 2), 2)
     with pytest.raises(ValueError, match="`batch_size=4, drop_last=True` over 7 samples leaves no batch: 2 ranks"):
         share_out(lambda _: DataLoader(Numbers(7), 4, drop_last=True), 2)
     with pytest.raises(ValueError, match="yields no batch"):

@@ -198,6 +198,28 @@ def test_an_output_that_the_search_for_unused_parameters_cannot_see_raises_with_
         ranks(find_unused_parameters=True).launch(hidden)
 
 
+def twice(fabric: Fabric) -> None:
+    """One forward outside of `no_backward_sync`, and a backward within it: torch averages that one, and no second."""
+    net = fabric.setup(nn.Linear(2, 2))
+    net(mine(fabric))  # discarded
+    for _ in range(2):
+        with fabric.no_backward_sync(net):
+            fabric.backward(net(mine(fabric)).sum())
+    output = net(mine(fabric))
+    fabric.backward(output.sum())
+    torch.testing.assert_close(net.bias.grad, torch.full((2,), 6.0))
+    output = net(mine(fabric))
+    with fabric.no_backward_sync(net):
+        fabric.backward(output.sum(), retain_graph=True)
+    fabric.backward(output.square().sum())
+
+
+@pytest.mark.slow
+def test_a_second_backward_through_a_synchronised_forward_raises_with_what_to_write() -> None:
+    with pytest.raises(WorkerError, match="backward ran twice after one forward"):
+        ranks().launch(twice)
+
+
 def two_models(fabric: Fabric) -> list[bool]:
     """A generator and a discriminator, each stepping in its turn."""
     torch.manual_seed(0)

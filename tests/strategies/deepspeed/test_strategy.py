@@ -323,7 +323,10 @@ def save_and_go_on(world: World, strategy: DeepSpeedStrategy, path: str, folder:
         model, optimizer = fabric.setup(*parts(adamw))
         for step in range(3):
             one_step(fabric, model, optimizer, step)
+        model.norm.requires_grad_(False)  # for a while, as a critic in the steps of its generator
         fabric.save(path, {"model": model, "optimizer": optimizer})
+        fabric.state_dict(model, optimizer)
+        model.norm.requires_grad_(True)
         one_step(fabric, model, optimizer, 3)
         return whole(fabric, folder, model)
 
@@ -335,7 +338,9 @@ def load_and_go_on(world: World, strategy: DeepSpeedStrategy, path: str, folder:
         model, optimizer = fabric.setup(model, optimizer)
         if step_first:
             one_step(fabric, model, optimizer, 40)  # state of its own, to be replaced
+        model.norm.requires_grad_(False)
         fabric.load(path, {"model": model, "optimizer": optimizer})
+        model.norm.requires_grad_(True)
         one_step(fabric, model, optimizer, 3)
         return whole(fabric, folder, model)
 
