@@ -279,8 +279,9 @@ def commit(storage: Storage, tables: Sequence[str]) -> None:
             contents.append(json.loads(storage.read(name)))
         except FileNotFoundError as error:
             raise ValueError(
-                f"Rank 0 does not find the files of rank {rank}: {storage.path!r} is on another disk there. Save to a "
-                "folder that all ranks share"
+                f"Rank 0 does not find the files of rank {rank} in {storage.path!r}: rank {rank} saved to another path "
+                "(a time or a rank in its name?), or this path is on another disk there. Give all ranks the same path, "
+                "in a folder that they share"
             ) from error
     table = merged([Table.of_json(content) for content in contents])
     refuse_gaps(table)
