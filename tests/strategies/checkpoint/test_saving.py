@@ -287,6 +287,23 @@ def test_a_full_disk_on_one_rank_raises_on_all_and_leaves_the_last_checkpoint(tm
     assert num_files == 2
 
 
+def save_to_own_path(fabric: Fabric, folder: str) -> str:
+    with pytest.raises(CheckpointError) as raised:
+        fabric.save(Path(folder) / f"of-rank-{fabric.global_rank}", {"step": 1})
+    fabric.barrier()
+    left = [file for _, _, files in os.walk(folder) for file in files]
+    return f"{raised.value} Files left: {left}"
+
+
+@pytest.mark.slow
+def test_ranks_that_save_to_different_paths_raise_with_the_likely_cause(tmp_path: Path) -> None:
+    found = Fabric(accelerator="cpu", strategy="ddp", devices=2).launch(save_to_own_path, str(tmp_path))
+    assert found is not None
+    assert "does not find the files of rank 1" in found
+    assert "(a time or a rank in its name?)" in found
+    assert "Files left: []" in found
+
+
 VICTIM = """
 import sys, torch
 from torch import nn
