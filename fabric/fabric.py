@@ -1086,8 +1086,9 @@ class Fabric:
         """Drop all references to what was set up."""
         self._accumulation.release()
         self._unguard()
-        self._models, self._optimizers, self._schedulers, self._backward = {}, {}, [], None
-        self._loaders, self._steps = [], {}
+        self._models, self._optimizers, self._backward = {}, {}, None
+        for known in (self._schedulers, self._loaders, self._steps):  # `Checkpoints` has them too
+            known.clear()
         self._unprepared = self._step_checks = self._replica_guard = self._replica_check = None
         self._same_optimizers = None
         self._bare = self._weighting = None

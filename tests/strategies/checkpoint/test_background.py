@@ -121,8 +121,7 @@ def begin_to_save(folder: Path) -> tuple[Fabric, Interrupting]:
     """A save in the background that waits for `begin`, and then interrupts the main thread."""
     fabric, storage = Fabric(accelerator="cpu", devices=1), Interrupting(folder)
     fabric.barrier()  # it is connected
-    assert fabric._saves is not None
-    fabric._saves.start(storage, {"x": torch.ones(3)})  # type: ignore[arg-type]
+    fabric._checkpoints._background.start(storage, {"x": torch.ones(3)})  # type: ignore[arg-type]
     return fabric, storage
 
 
