@@ -86,6 +86,7 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.dtensor import as_sharded
 from fabric.strategies.strategy import Strategy
+from fabric.unaveraged import UnaveragedOptimizers
 from fabric.unprepared import UnpreparedOptimizers
 from fabric.weighting import Weight, Weighting, average_over_ranks, check_weight
 
@@ -182,6 +183,7 @@ class Fabric:
         self._guard: GradientGuard | None = None
         self._stop: StopRequest | None = None
         self._unprepared: UnpreparedOptimizers | None = None
+        self._unaveraged: UnaveragedOptimizers | None = None
         self._step_checks: StepChecks | None = None
         self._replica_guard: ReplicaGuard | None = None
         self._same_optimizers: SameOptimizers | None = None
@@ -663,6 +665,8 @@ class Fabric:
             scale_gradients(given, factor)
         checked = checked if factor or checked is None else 0.0 * checked
         average_over_ranks(runtime.collective.for_gradients(), given, checked)
+        if self._unaveraged is not None:
+            self._unaveraged.note_averaged(given)
 
     def ema(self, module: nn.Module, decay: float = 0.999) -> MovingAverage:
         """Create an exponential moving average of a prepared model's weights, sharded like the weights.
@@ -1090,7 +1094,7 @@ class Fabric:
         for known in (self._schedulers, self._loaders, self._steps):  # `Checkpoints` has them too
             known.clear()
         self._unprepared = self._step_checks = self._replica_guard = self._replica_check = None
-        self._same_optimizers = None
+        self._unaveraged = self._same_optimizers = None
         self._bare = self._weighting = None
 
     def _collective_load(self) -> AbstractContextManager[None]:
@@ -1111,6 +1115,8 @@ class Fabric:
     def _check_steps(self, model: Prepared) -> None:
         """Raise for steps with gradients that are not averaged, where the strategy knows what is averaged."""
         runtime, strategy = self._connected, self.strategy
+        if runtime.world.size > 1 and self._unaveraged is None:
+            self._unaveraged = UnaveragedOptimizers(runtime, self._optimizers, self._models, self._open)
         if runtime.world.size == 1 or not strategy.uses_process_groups:
             return
         is_replicated = model.sync.is_replicated

@@ -867,3 +867,35 @@ def test_reading_the_same_samples_is_reported_once_and_a_load_on_one_rank_raises
     assert len(told) == (0 if reported else 1)
     assert reported or "test_wrong_programs.py" in told[0]
     assert "`load_state_dict` was called on 1 of 2 ranks, at" in error
+
+
+def train_a_second_model(fabric: Fabric, average: bool) -> list[str]:
+    """Train a model, another one that was not set up, and one with an inner loop of its own."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fabric").addHandler(handler)
+    net, forgotten, inner = make_net(), nn.Linear(1, 1), nn.Linear(1, 1)
+    model, optimizer = fabric.setup(net, make_optimizer(net))
+    optimizers = [make_optimizer(forgotten), make_optimizer(inner)]
+    for step in range(4):
+        inner(torch.ones(1, 1)).square().sum().backward()
+        optimizers[1].step()
+        fabric.backward(loss_of(model, step) + forgotten(torch.ones(1, 1)).square().sum())
+        if average:
+            fabric.average_gradients(forgotten.parameters())
+        optimizer.step()
+        optimizers[0].step()
+        for each in (optimizer, *optimizers):
+            each.zero_grad()
+    return heard
+
+
+@pytest.mark.slow
+def test_a_second_model_that_was_not_set_up_is_reported_once_unless_the_program_averages_it() -> None:
+    for name in ("ddp", "fsdp"):
+        with Fabric(accelerator="cpu", devices=2, strategy=name, launcher="forkserver") as fabric:
+            (told,) = [each for each in fabric.launch(train_a_second_model, False) if "was not set up" in each]
+            assert "for 2 parameters of no model" in told
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", launcher="forkserver")
+    assert not [each for each in fabric.launch(train_a_second_model, True) if "was not set up" in each]
