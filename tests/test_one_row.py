@@ -96,6 +96,7 @@ def run(copy: Path, *arguments: str | Path, **environ: str) -> subprocess.Comple
     return template.run(command, cwd=copy, env=environ, capture_output=True, text=True, timeout=110)
 
 
+@pytest.mark.thorough
 def test_fabric_doctor_shows_a_new_row_of_each_table(copy: Path) -> None:
     done = run(copy, "-m", "fabric", "doctor", "--json", BEE_RANK="0")
     assert done.returncode == 0, done.stderr

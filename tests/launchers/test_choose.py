@@ -201,6 +201,7 @@ asyncio.run(main())
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_coroutine_goes_on_in_ranks_that_run_the_script_again_and_in_no_fork(tmp_path: Path) -> None:
     for word in ("auto", "fork"):
         (tmp_path / f"{word}.py").write_text(COROUTINE.replace("LAUNCHER", repr(word)))

@@ -12,6 +12,7 @@ import pytest
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from Linux's /proc")
 def test_a_blocking_save_copies_nothing_and_background_saves_reuse_one_copy(tmp_path: Path) -> None:
     program = Path(__file__).with_name("peaks.py")

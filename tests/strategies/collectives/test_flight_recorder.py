@@ -28,6 +28,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_lines_are_read_once_dynamo_is_imported_and_never_import_it(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     done = run([tmp_path / "program.py", str(free_port())], fresh=True)
