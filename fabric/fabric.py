@@ -1090,9 +1090,9 @@ class Fabric:
         """Drop all references to what was set up."""
         self._accumulation.release()
         self._unguard()
-        self._models, self._optimizers, self._backward = {}, {}, None
-        for known in (self._schedulers, self._loaders, self._steps):  # `Checkpoints` has them too
-            known.clear()
+        for known in (self._models, self._optimizers, self._schedulers, self._loaders, self._steps):
+            known.clear()  # others have them too
+        self._backward = None
         self._unprepared = self._step_checks = self._replica_guard = self._replica_check = None
         self._unaveraged = self._same_optimizers = None
         self._bare = self._weighting = None
@@ -1115,10 +1115,10 @@ class Fabric:
     def _check_steps(self, model: Prepared) -> None:
         """Raise for steps with gradients that are not averaged, where the strategy knows what is averaged."""
         runtime, strategy = self._connected, self.strategy
-        if runtime.world.size > 1 and self._unaveraged is None:
-            self._unaveraged = UnaveragedOptimizers(runtime, self._optimizers, self._models, self._open)
         if runtime.world.size == 1 or not strategy.uses_process_groups:
             return
+        if self._unaveraged is None:
+            self._unaveraged = UnaveragedOptimizers(runtime, self._optimizers, self._models, self._open)
         is_replicated = model.sync.is_replicated
         if not strategy.sets_up_one_model and not is_replicated:
             return

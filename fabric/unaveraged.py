@@ -47,8 +47,12 @@ class UnaveragedOptimizers:
         self._averaged.update(dict.fromkeys(parameters, True))
 
     def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer in self._prepared or optimizer in self._judged or optimizer in self._hooks:
+        if optimizer in self._prepared or optimizer in self._judged:
             return
+        if optimizer in self._hooks:
+            if optimizer not in self._trained:
+                return
+            self._hooks.pop(optimizer).remove()  # not by the hook itself: torch iterates over them
         own = self._own(optimizer)
         if own and optimizer not in self._trained:
             held = ref(optimizer)  # not kept by its parameter: an inner loop may make one for each task
@@ -72,9 +76,8 @@ class UnaveragedOptimizers:
         return [] if any(id(each) in known or each in self._averaged for each in found) else found
 
     def _note_gradient(self, optimizer: Optimizer | None) -> None:
-        if optimizer is not None and optimizer in self._hooks and self._runtime.backward.is_running:
+        if optimizer is not None and self._runtime.backward.is_running:
             self._trained.add(optimizer)
-            self._hooks.pop(optimizer).remove()
 
     def _release(self) -> None:
         for hook in self._hooks.values():
