@@ -37,8 +37,10 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(1)
         self.up, self.down = nn.Linear(3, 4), nn.Linear(4, 1)
+        generator = torch.Generator().manual_seed(1)  # torch's own is shared by XLA's replicas, which are threads
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         return {"loss": self.down(self.up(x).tanh()).square().mean()}
