@@ -99,6 +99,8 @@ class ForkServer:
         """End the server, and its ranks with it."""
         if self._owner != os.getpid():
             return
+        with contextlib.suppress(OSError):  # not connected: the server has died
+            self._socket.shutdown(socket.SHUT_RDWR)  # closed, it would stay open in processes forked from this one
         self._socket.close()
         self._process.wait()
         atexit.unregister(self.close)

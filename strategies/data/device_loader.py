@@ -52,6 +52,8 @@ class Reading:
     """Replaces the sampler, if the loader has one."""
     stream: SharedStream | None = None
     """Replaces an iterable dataset."""
+    announce: Callable[[int, int], None] = lambda seed, epoch: None
+    """Called with the seed and the number of each epoch, before workers begin it."""
     start: WorkerStart | None = None
     """The `worker_init_fn` of `source`, if it has workers."""
     epochal: tuple[SupportsSetEpoch, ...] = ()
@@ -159,8 +161,8 @@ class DeviceLoader(ABC):
         if reading.order is not None:
             reading.order.keeps_workers = self._keeps_workers()
         with reading.order.opening() if reading.order is not None else self._undrawn() as opened:
-            if reading.stream is not None and reading.order is not None and opened is not None:
-                reading.stream.announce(reading.order.seed, opened.number)
+            if reading.order is not None and opened is not None:
+                reading.announce(reading.order.seed, opened.number)
             is_resumed = self._begun_at is not None and restored.over is None
             with (
                 self._seeding_workers(opened),

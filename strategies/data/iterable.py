@@ -18,7 +18,7 @@ from fabric.strategies.data import huggingface
 from fabric.strategies.data.epochs import Drawn, Reads
 from fabric.strategies.data.partition import Cut
 from fabric.strategies.data.positions import Resumable
-from fabric.strategies.data.rng import Streams, mix
+from fabric.strategies.data.rng import Streams, mix, process_rngs
 from fabric.strategies.data.share import Share
 from fabric.strategies.data.take import take
 
@@ -100,6 +100,36 @@ class SharedStream(IterableDataset[Any]):
         yield from (part.batch for part in self.cut(iter(items), left_out.append))
         for num_items in left_out:
             yield LeftOut(num_items)
+
+
+@final
+class ReseededStream(IterableDataset[Any]):
+    """The user's iterable dataset, in persistent workers: seeds the worker's generators at the beginning of each epoch.
+
+    Persistent workers would keep their generators from epoch to epoch, and a resumed run starts new workers.
+    """
+
+    def __init__(self, dataset: Iterable[Any], reader: int) -> None:
+        """`reader`: makes the random numbers of this rank's workers differ from those of other ranks."""
+        self.dataset, self.reader = dataset, reader
+        self.announced = torch.zeros(2, dtype=torch.int64)
+        """The seed, and the epoch of the next iteration."""
+        self.announced.share_memory_()  # type: ignore[no-untyped-call]
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        if info is not None:
+            seed = mix(*self.announced.tolist(), "part", self.reader, info.id)
+            for rng in process_rngs():
+                rng.seed(seed)
+        return iter(self.dataset)
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def announce(self, seed: int, epoch: int) -> None:
+        """As `SharedStream.announce`."""
+        self.announced.copy_(torch.tensor([seed, epoch]))
 
 
 @final

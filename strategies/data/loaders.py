@@ -25,7 +25,7 @@ from fabric.strategies.data.device_loader import DeviceLoader, Reading, Supports
 from fabric.strategies.data.dispatch import Dispatched
 from fabric.strategies.data.epochs import Order
 from fabric.strategies.data.hints import advice, loading_of
-from fabric.strategies.data.iterable import Collate, Counted, SharedStream, SplitStream, split_stream
+from fabric.strategies.data.iterable import Collate, Counted, ReseededStream, SharedStream, SplitStream, split_stream
 from fabric.strategies.data.loader_check import Ranks, agree_on_loader, agree_on_seed, length_of
 from fabric.strategies.data.loader_numbers import LoaderNumbers
 from fabric.strategies.data.partition import Cut, LeaveOut, RoundRobinCut, SampleCut
@@ -95,7 +95,7 @@ def process_dataloader(
         if sentence is not None:
             report(sentence)
     if dispatched is not None:
-        reading = replace(_own(dispatched, setup), epochal=_epochal(loader, loader))
+        reading = dispatched
     elif split is not None:
         agreement = _equal_batches(loader, split.words, setup, exact=_has_indices(loader))
         reading = replace(_own(loader, setup), agreement=agreement)
@@ -162,14 +162,15 @@ class _Setup:
 _ALONE = Ranks(size=1, broadcast=lambda obj: obj, gather=lambda obj: [obj], same=lambda words: True)
 
 
-def _dispatched(loader: Iterable[Any], setup: _Setup) -> Dispatched | None:
+def _dispatched(loader: Iterable[Any], setup: _Setup) -> Reading | None:
     """This rank's batches of a loader that rank 0 reads; None with one rank."""
     if setup.ranks.size == 1 or setup.ranks.channel is None:
         return None
     channel = setup.ranks.channel(setup.share.index)
     whole = _whole(loader, setup.share)
     starting = nullcontext if whole.start is None else whole.start.starting
-    return Dispatched(whole.source, channel, starting=starting, keeps_tail=setup.uneven, leave_out=_left_out(setup))
+    batches = Dispatched(whole.source, channel, starting=starting, keeps_tail=setup.uneven, leave_out=_left_out(setup))
+    return replace(_own(batches, setup), epochal=_epochal(loader, loader), announce=whole.announce)
 
 
 def _is_even(reading: Reading, setup: _Setup) -> bool:
@@ -194,7 +195,8 @@ def _own(loader: Iterable[Any], setup: _Setup) -> Reading:
         reading = _indexed(loader, setup.alone(), reader=setup.share.index)
     else:
         whole = _whole(loader, setup.share)
-        reading = replace(_as_items(whole.source, setup.alone()), start=whole.start, epochal=whole.epochal)
+        items = _as_items(whole.source, setup.alone())
+        reading = replace(items, start=whole.start, epochal=whole.epochal, announce=whole.announce)
     return replace(reading, part=setup.part)
 
 
@@ -209,7 +211,18 @@ def _whole(loader: Iterable[Any], share: Share) -> Reading:
         return Reading(source=source, epochal=_epochal(loader, source), position=_stateful(source))
     start = WorkerStart(share.index, loader)
     source = _copy(loader, worker_init_fn=start, **parts)
-    return Reading(source=source, start=start, epochal=_epochal(loader, source), position=_stateful(source))
+    reading = Reading(source=source, start=start, epochal=_epochal(loader, source), position=_stateful(source))
+    return _reseeded(reading, source, share)
+
+
+def _reseeded(reading: Reading, source: DataLoader[Any], share: Share) -> Reading:
+    """The same, with a seed for each epoch if persistent workers read a stream."""
+    is_stream = isinstance(source.dataset, IterableDataset) and not isinstance(source.dataset, IterDataPipe)
+    if not is_stream or not source.persistent_workers or isinstance(source, Resumable):
+        return reading
+    stream = ReseededStream(source.dataset, share.index)
+    source.__dict__["dataset"] = stream  # a copy, which has no workers yet
+    return replace(reading, announce=stream.announce)
 
 
 def _exact(loader: DataLoader[Any], dataset: Any) -> Any:
@@ -303,6 +316,7 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup
         source=source,
         order=order,
         stream=stream,
+        announce=stream.announce,
         start=start,
         epochal=_epochal(loader, source),
         leave_out=_left_out(setup),
@@ -320,8 +334,8 @@ def _own_part(loader: DataLoader[Any], stream: SplitStream, setup: _Setup, start
         Reading(source=source, position=source) if isinstance(source, Resumable) else _as_items(source, setup.alone())
     )
     begin = (*reading.begin, stream.set_epoch)
-    reading = replace(reading, start=start, epochal=epochal, begin=begin, part=setup.part)
-    return replace(reading, agreement=agreement)
+    reading = replace(reading, start=start, epochal=epochal, begin=begin, part=setup.part, agreement=agreement)
+    return _reseeded(reading, source, setup.share)
 
 
 def _equal_batches(loader: Iterable[Any], words: str, setup: _Setup, *, exact: bool) -> Agreement | None:

@@ -27,7 +27,7 @@ from weakref import WeakSet
 
 from torch.utils.data import DataLoader, get_worker_info
 
-from fabric.strategies.data.iterable import Counted, SharedStream
+from fabric.strategies.data.iterable import Counted, ReseededStream, SharedStream
 from fabric.strategies.data.rng import mix, process_rngs
 from fabric.strategies.data.seeded_dataset import SeededDataset
 
@@ -71,7 +71,7 @@ class WorkerStart:
         info = get_worker_info()
         assert info is not None
         # WorkerInfo guards its attributes, and users read both in their own `worker_init_fn`.
-        while isinstance(info.dataset, (Counted, SharedStream, SeededDataset)):
+        while isinstance(info.dataset, (Counted, ReseededStream, SharedStream, SeededDataset)):
             object.__setattr__(info, "dataset", info.dataset.dataset)
         if self.share_index:
             seed = mix(info.seed, self.share_index)

@@ -51,6 +51,13 @@ class Stream(IterableDataset[int]):
             yield items.pop(random.randrange(len(items)))
 
 
+class Shards(Stream):
+    """Each rank reads a part of its own."""
+
+    def shard(self, num_shards: int, index: int) -> Stream:
+        return Stream(self.size // num_shards)
+
+
 class Drawing(Sampler[int]):
     """Draws from the global generators as it goes, without end in sight."""
 
@@ -245,6 +252,27 @@ def test_an_epoch_that_kept_its_workers_is_resumed_by_new_ones(kind: Any, genera
         loader.load_state_dict(pickle.loads(pickle.dumps(state)))
         assert [torch.stack(batch).tolist() for batch in loader] == epochs[1][2 * number :]
         assert [torch.stack(batch).tolist() for batch in loader] == epochs[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("distribute", [True, False])
+def test_a_stream_of_a_ranks_own_that_kept_its_workers_is_resumed_by_new_ones(distribute: bool) -> None:
+    def make() -> Any:
+        torch.manual_seed(8)
+        options: Any = {"num_workers": 1, "persistent_workers": True}
+        return share_out(lambda _: DataLoader(Shards(24), 2, **options), 2, distribute=distribute)[1]
+
+    loader = make()
+    epochs = [read([loader]) for _ in range(3)]
+    assert epochs[0] != epochs[1]
+    loader = make()
+    read([loader])
+    for _ in zip(range(3), loader, strict=False):
+        state = loader.state_dict()
+    loader = make()
+    loader.load_state_dict(pickle.loads(pickle.dumps(state)))
+    assert read([loader]) == [epochs[1][0][3:]]
+    assert read([loader]) == epochs[2]
 
 
 def test_a_peek_does_not_move_the_position_and_a_break_does() -> None:
