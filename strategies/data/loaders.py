@@ -217,10 +217,12 @@ def _whole(loader: Iterable[Any], share: Share) -> Reading:
 
 def _reseeded(reading: Reading, source: DataLoader[Any], share: Share) -> Reading:
     """The same, with a seed for each epoch if persistent workers read a stream."""
-    is_stream = isinstance(source.dataset, IterableDataset) and not isinstance(source.dataset, IterDataPipe)
-    if not is_stream or not source.persistent_workers or isinstance(source, Resumable):
+    dataset = source.dataset
+    if not isinstance(dataset, IterableDataset) or isinstance(dataset, IterDataPipe) or isinstance(source, Resumable):
         return reading
-    stream = ReseededStream(source.dataset, share.index)
+    if not source.persistent_workers:
+        return reading
+    stream = ReseededStream(dataset, share.index)
     source.__dict__["dataset"] = stream  # a copy, which has no workers yet
     return replace(reading, announce=stream.announce)
 
