@@ -79,7 +79,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("copy")
     package = folder / "fabric"
     for source, target in ((ROOT / "fabric", package), *((ROOT / one, package / one) for one in LAYERS)):
-        shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+        shutil.copytree(source, target, dirs_exist_ok=True)  # with the bytecode, which takes seconds to compile
     for name, text in FILES.items():
         (folder / "fabric" / name).write_text(text.lstrip())
     for name, (before, row) in ROWS.items():

@@ -130,7 +130,7 @@ def test_the_timeout_error_names_the_call_that_a_rank_has_not_made(tmp_path: Pat
 
 
 def test_ctrl_c_on_a_job_that_hangs_prints_the_table(tmp_path: Path) -> None:
-    text = PROGRAM.replace("report_after_seconds=0.3", "report_after_seconds=10")
+    text = PROGRAM.replace("report_after_seconds=0.3", "report_after_seconds=3")
     (tmp_path / "program.py").write_text(text)
     with running([tmp_path / "program.py", "stopped", "ddp"]) as program:
         program.wait_for("late")
