@@ -57,7 +57,7 @@ from fabric.step_checks import StepChecks
 from fabric.step_counter import StepCounter
 from fabric.stop import StopRequest
 from fabric.strategies.accelerators.accelerator import Accelerator
-from fabric.strategies.checkpoint.state import PLAIN, Filter, StateAccess, Stateful, uncompiled
+from fabric.strategies.checkpoint.state import PLAIN, Filter, StateAccess, Stateful, is_stateful, uncompiled
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import Collective, ReduceOp
@@ -397,7 +397,7 @@ class Fabric:
         if self._replica_check is not None:
             self._replica_check.add(prepared)
             self._compare_after_steps(prepared.optimizers)
-        self._schedulers += [scheduler] if isinstance(scheduler, Stateful) else []
+        self._schedulers += [scheduler] if is_stateful(scheduler) else []
         results = (prepared.module, *prepared.optimizers, *(() if scheduler is None else (scheduler,)))
         return results if len(results) > 1 else prepared.module
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fabric.strategies.checkpoint.run_state import Positions
-from fabric.strategies.checkpoint.state import SKIPPED, LoaderAccess, Stateful
+from fabric.strategies.checkpoint.state import SKIPPED, LoaderAccess, is_stateful
 from fabric.strategies.checkpoint.stored import in_memory
 from fabric.strategies.checkpoint.tensor_shards import of_other_rank, of_rank
 from fabric.strategies.checkpoint.values import encode
@@ -37,7 +37,7 @@ class LoaderStates(LoaderAccess):
         return isinstance(obj, (DataLoader, DeviceLoader))
 
     def read(self, name: str, loader: Any, *, gathered: bool) -> Any:
-        if not isinstance(loader, Stateful):
+        if not is_stateful(loader):
             self._leave_out(name, loader)
             return SKIPPED
         state = loader.state_dict()
@@ -50,7 +50,7 @@ class LoaderStates(LoaderAccess):
         return {OF_RANKS: states}
 
     def write(self, name: str, loader: Any, content: Any) -> None:
-        if content is None or not isinstance(loader, Stateful):
+        if content is None or not is_stateful(loader):
             self._leave_out(name, loader)
             return
         states = content.get(OF_RANKS) if isinstance(content, dict) else None

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias, final
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
 from fabric.strategies.checkpoint.chunk import Chunk
 from fabric.strategies.checkpoint.errors import CheckpointError, sentence_of
@@ -243,14 +243,19 @@ def _num_bytes(plan: Plan) -> int:
 
 def _refuse_kind(tensor: Tensor, pointer: str) -> None:
     """Raise ValueError for a tensor that is not dense, or has no values."""
-    if tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta or tensor.is_nested):
+    if tensor.layout is not torch.strided:
+        kind, instead = str(tensor.layout), "Save `.to_dense()` of it, or its indices and values"
+    elif tensor.is_quantized:
+        kind, instead = "quantized", "Save `.dequantize()` of it, or its integers and its scale"
+    elif tensor.is_nested:
+        kind, instead = "nested", "Save `.unbind()` of it"
+    elif tensor.is_meta:
+        kind, instead = "without values", "Leave it out, or give it values first"
+    elif type(tensor) not in (Tensor, nn.Parameter) and tensor.numel() and not tensor.data_ptr():
+        kind, instead = f"a `{type(tensor).__name__}` around others", "Save the tensors that it is made of"
+    else:
         return
-    kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
-    if tensor.is_meta:
-        kind = "without values"
-    raise ValueError(
-        f"The tensor at {pointer} is {kind}, but a checkpoint contains only dense tensors with values. Save it as such"
-    )
+    raise ValueError(f"The tensor at {pointer} is {kind}, but a checkpoint contains only dense tensors. {instead}")
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

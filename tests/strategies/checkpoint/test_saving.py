@@ -13,7 +13,7 @@ import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ import template
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.masked import masked_tensor
 
 from fabric import CheckpointError, Fabric, read_checkpoint
 from fabric.strategies.checkpoint.chunk import Chunk, chunks_of_range, whole
@@ -85,12 +86,13 @@ def test_containers_of_plain_values_keep_their_classes_next_to_objects() -> None
     assert type(nest["module"]) is nn.Linear
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of")
 @pytest.mark.parametrize(
     ("kind", "make"),
     [
         ("nested", lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
         ("torch.sparse_coo", lambda: torch.ones(3).to_sparse()),
+        ("a `MaskedTensor` around others", lambda: masked_tensor(torch.ones(2), torch.tensor([True, False]))),
         ("without values", lambda: torch.ones(2, device="meta")),
     ],
 )
@@ -100,16 +102,6 @@ def test_tensors_that_are_not_dense_raise_with_their_place(
     tensor = make()
     with pytest.raises(CheckpointError, match=f"The tensor at /x/y is {kind}"):
         save_here(tmp_path / "saved", {"x": {"y": tensor}})
-
-
-def test_a_named_tuple_raises_with_its_place(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"`.*Point` at /user/0, which cannot be saved"):
-        save_here(tmp_path / "saved", state_of({"user": [Point(1, 2)]}))
-
-
-class Point(NamedTuple):
-    x: int
-    y: int
 
 
 def _again(folder: Path, state: dict[str, Any]) -> Any:
