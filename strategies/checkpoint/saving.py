@@ -335,25 +335,24 @@ class Failure:
     """The failure of one rank, as it is sent to the others."""
 
     rank: int
+    path: str
+    """Where that rank saved, which is elsewhere if ranks were given different paths."""
     sentence: str
     is_committed: bool
 
     @classmethod
-    def of(cls, problem: Exception, rank: int) -> Failure:
+    def of(cls, problem: Exception, rank: int, path: str) -> Failure:
         """From the exception that the rank raised."""
         is_committed = isinstance(problem, CommittedError)
-        return cls(
-            rank=rank, sentence=str(problem) if is_committed else sentence_of(problem), is_committed=is_committed
-        )
+        sentence = str(problem) if is_committed else sentence_of(problem)
+        return cls(rank=rank, path=path, sentence=sentence, is_committed=is_committed)
 
     def error(self, storage: Storage) -> CheckpointError:
         """The error that every rank raises."""
-        return CheckpointError(
-            (_COMMITTED if self.is_committed else _UNWRITTEN).format(
-                rank=self.rank, path=storage.path, why=self.sentence
-            ),
-            rank=self.rank,
-        )
+        template = _COMMITTED if self.is_committed else _UNWRITTEN
+        message = template.format(rank=self.rank, path=self.path, why=self.sentence)
+        own = "" if storage.path == self.path else f" This rank saved to {storage.path!r}."
+        return CheckpointError(message + own, rank=self.rank)
 
     def clean_up(self, storage: Storage, token: str, rank: int) -> None:
         """Remove the files that this rank has written, unless the checkpoint is complete."""
@@ -366,7 +365,7 @@ def refuse_together(collective: Collective, storage: Storage, problem: Exception
     """Raise on every rank if any has a problem. Costs one small all-reduce if none has. Ranks: all."""
     if collective.reduce_boolean_decision(problem is None):
         return
-    mine = None if problem is None else Failure.of(problem, collective.rank)
+    mine = None if problem is None else Failure.of(problem, collective.rank, storage.path)
     failures: list[Failure | None] = collective.all_gather_object(mine)
     failure = next(each for each in failures if each is not None)
     failure.clean_up(storage, token, collective.rank)

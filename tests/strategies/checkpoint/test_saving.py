@@ -284,14 +284,16 @@ def save_to_own_path(fabric: Fabric, folder: str) -> str:
         fabric.save(Path(folder) / f"of-rank-{fabric.global_rank}", {"step": 1})
     fabric.barrier()
     left = [file for _, _, files in os.walk(folder) for file in files]
-    return f"{raised.value} Files left: {left}"
+    return str(fabric.broadcast(f"{raised.value} Files left: {left}", src=1))
 
 
 @pytest.mark.slow
 def test_ranks_that_save_to_different_paths_raise_with_the_likely_cause(tmp_path: Path) -> None:
     found = Fabric(accelerator="cpu", strategy="ddp", devices=2).launch(save_to_own_path, str(tmp_path))
     assert found is not None
+    assert f"Rank 0 could not write the checkpoint '{tmp_path}/of-rank-0'" in found
     assert "does not find the files of rank 1" in found
+    assert f"This rank saved to '{tmp_path}/of-rank-1'." in found
     assert "(a time or a rank in its name?)" in found
     assert "Files left: []" in found
 
