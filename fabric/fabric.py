@@ -900,7 +900,8 @@ class Fabric:
 
         Each rank writes its part; any strategy with any number of ranks can load it. The previous checkpoint at `path`
         stays until the new one is complete and on disk. `path`: a path on a disk that all ranks share, or a URL for
-        fsspec. `filter`: for a name in `state`, a function `(key, value) -> bool` that selects what is saved. A data
+        fsspec. `filter`: for a name in `state`, a function `(key, value) -> bool` that selects what is saved; a value
+        of which other ranks have shards or copies is on the device "meta". A data
         loader without a `state_dict` is left out, with one message. Unless `state` has only plain values, the entry
         `"fabric"` is added: the random generators of every rank, the loss scales, the schedulers passed to `setup`, the
         number of steps of each optimizer, and the positions of prepared loaders that `state` does not name.

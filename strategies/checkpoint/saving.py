@@ -127,7 +127,8 @@ def _assigned(tensors: Mapping[str, TensorShards], rank: int) -> dict[str, Tenso
     for pointer, sharded in tensors.items():
         for chunk, part in sharded.shards:
             groups.setdefault(sharded.holders, []).append((pointer, chunk, part))
-    mine: dict[str, list[Part]] = {}
+    # Tensors without elements may have no shards on any rank. Rank 0 writes their entries.
+    mine: dict[str, list[Part]] = {name: [] for name, each in tensors.items() if rank == 0 and 0 in each.shape}
     for holders, parts in groups.items():
         for pointer, chunk, part in _share(parts, holders, rank):
             mine.setdefault(pointer, []).append((chunk, part))
@@ -312,8 +313,13 @@ def remove_leftovers(storage: Storage, keep: Mapping[str, Any]) -> None:
     The folder may have other files of the user: only names that saves give are removed.
     """
     for name in storage.names():
-        if _WRITTEN.fullmatch(name) and name not in keep:
+        if is_written_by_save(name) and name not in keep:
             storage.remove(name)
+
+
+def is_written_by_save(name: str) -> bool:
+    """Whether a file has a name that only saves give."""
+    return _WRITTEN.fullmatch(name) is not None
 
 
 _WRITTEN = re.compile(rf"[0-9a-f]{{8}}\.\d+\.(bin|json)|{re.escape(NAME)}\.new")

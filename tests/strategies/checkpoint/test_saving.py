@@ -222,7 +222,7 @@ def test_a_truncated_file_raises(tmp_path: Path) -> None:
 def test_errors_for_a_missing_and_an_incomplete_checkpoint_differ(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="There is no such folder"):
         read_checkpoint(tmp_path / "none")
-    write(Folder(tmp_path / "torn"), plan({"x": torch.ones(3)}, 0, "t"))
+    write(Folder(tmp_path / "torn"), plan({"x": torch.ones(3)}, 0, "0badcafe"))
     with pytest.raises(CheckpointError, match="the save was not completed"):
         read_checkpoint(tmp_path / "torn")
 
