@@ -29,7 +29,7 @@ from fabric.strategies.checkpoint.manifest import BLOCK_BYTES, NAME
 from fabric.strategies.checkpoint.saving import commit, plan, save, write
 from fabric.strategies.checkpoint.state import state_of
 from fabric.strategies.checkpoint.storage import Folder, storage_of
-from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
+from fabric.strategies.checkpoint.tensor_shards import TensorShards, no_shards, replicated
 from fabric.strategies.collectives.single import SingleDeviceCollective
 
 
@@ -209,6 +209,12 @@ def test_the_manifest_has_the_xxh3_of_each_4_mib_of_a_file(tmp_path: Path) -> No
     blocks = [content[start : start + 4 * 2**20] for start in range(0, len(content), 4 * 2**20)]
     assert len(blocks) == 4
     assert reported["checksums"] == [xxhash.xxh3_64_hexdigest(block) for block in blocks]
+
+
+def test_a_tensor_without_elements_is_saved_although_no_rank_has_a_shard_of_it(tmp_path: Path) -> None:
+    save_here(tmp_path / "saved", {"x": no_shards((0, 3), torch.bfloat16), "y": torch.ones(2)})
+    found = read_checkpoint(tmp_path / "saved")["x"]
+    assert (found.shape, found.dtype) == ((0, 3), torch.bfloat16)
 
 
 def test_a_truncated_file_raises(tmp_path: Path) -> None:
