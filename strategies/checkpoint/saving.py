@@ -286,8 +286,8 @@ def commit(storage: Storage, tables: Sequence[str]) -> None:
         except FileNotFoundError as error:
             raise ValueError(
                 f"Rank 0 does not find the files of rank {rank} in {storage.path!r}: rank {rank} saved to another path "
-                "(a time or a rank in its name?), or this path is on another disk there. Give all ranks the same path, "
-                "in a folder that they share"
+                "(a time or a rank in its name?), this path is on another disk there, or another job saved to it at "
+                "that time. Give all ranks of a job the same path, in a folder that they share"
             ) from error
     table = merged([Table.of_json(content) for content in contents])
     refuse_gaps(table)
