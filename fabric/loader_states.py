@@ -210,8 +210,8 @@ def _is_at_end(loader: object, position: Any) -> bool:
 
 _AT_END = (
     ", which is the end of that epoch: the first iteration over it yields no batch, as in the run that was saved, and "
-    "`next(iter(loader))` raises StopIteration. To begin the next epoch at once, call `loader.set_epoch(epoch)` with its "
-    "number."
+    "`next(iter(loader))` raises StopIteration. To begin the next epoch at once, call `loader.set_epoch(epoch)` with "
+    "its number."
 )
 _OTHER_NUMBER = (
     "The checkpoint has the positions of {saved} data loaders that the saved state did not name, and this run has "
