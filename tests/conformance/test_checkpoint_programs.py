@@ -256,10 +256,11 @@ def test_a_save_on_rank_zero_alone_raises_and_names_the_call_of_each_rank(strate
 
 
 class Renamed(nn.Linear):
-    """Its weight has another name in its state."""
+    """Its weight has another name in its state, and it has a buffer of its own dtype."""
 
     def __init__(self) -> None:
         super().__init__(4, 3)
+        self.register_buffer("third", torch.tensor(1 / 3, dtype=torch.float64))
         self.register_state_dict_post_hook(self.rename)
         self.register_load_state_dict_pre_hook(self.rename_back)
 
@@ -298,7 +299,7 @@ def renamed(fabric: Fabric, path: str) -> None:
 
 
 @pytest.mark.slow
-def test_parameters_that_a_hook_renames_are_saved_whole(tmp_path: Path) -> None:
+def test_parameters_that_a_hook_renames_are_saved_whole_and_buffers_keep_their_dtypes(tmp_path: Path) -> None:
     Fabric(accelerator="cpu", strategy="ddp_fully_sharded", devices=2).launch(renamed, str(tmp_path))
 
 
