@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from fabric.gradient_guard import OnNonfinite
 from fabric.strategies.checkpoint.run_state import NAME
+from fabric.strategies.checkpoint.state import is_stateful
 from fabric.strategies.data.share import Uneven, Use
 
 
@@ -125,6 +126,24 @@ def check_named(method: str, state: object) -> None:
         raise ValueError(
             f"`fabric.{method}(path, {{{NAME!r}: ...}})`: this name is reserved for the run's random generators and "
             "loss scale. Write another one."
+        )
+
+
+def check_filter(choose: object) -> None:
+    """Raise TypeError if the `filter` of a save is not a mapping of functions."""
+    if choose is not None and not (isinstance(choose, Mapping) and all(map(callable, choose.values()))):
+        raise TypeError(
+            f"`filter` of `fabric.save` was given a `{type(choose).__name__}`. Write "
+            "`filter={'model': lambda name, value: ...}`, with a function for each entry of the state to select from."
+        )
+
+
+def check_has_state(obj: object) -> None:
+    """Raise TypeError if the object of `load_raw` has no state."""
+    if not is_stateful(obj):
+        raise TypeError(
+            f"`fabric.load_raw(path, ...)` was given a `{type(obj).__name__}`. Pass one object that has "
+            "`load_state_dict`, or write `fabric.load(path, {'model': model})` for entries by name."
         )
 
 

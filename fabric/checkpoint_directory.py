@@ -66,15 +66,12 @@ class CheckpointDirectory:
         """Save as `fabric.save`, under the next name, and remove what need not be kept once that is complete.
 
         `step`, `metric`: for the name, and the choice of the best; those of rank 0 count. Gives the `path` of the
-        checkpoint, and `wait()`. Ranks: all. Raises: as `fabric.save`; ValueError: `keep_best`, and no metric, or a
-        negative step.
+        checkpoint, and `wait()`. Ranks: all. Raises: as `fabric.save`; ValueError, on every rank: on rank 0 there is
+        `keep_best` and no metric, a metric that is not one number, or a step that is not an integer from 0 on.
         """
-        if self._keep_best and metric is None:
-            raise ValueError(
-                f"`keep_best={self._keep_best}` needs `save(..., metric=...)`, by which the best is known."
-            )
-        if step is not None and operator.index(step) < 0:
-            raise ValueError(f"`step={step!r}`: the number of steps until this checkpoint, 0 or more.")
+        wrong = fabric.collective.broadcast_object(self._wrong(step, metric))
+        if wrong is not None:
+            raise ValueError(wrong)
         fabric.wait_for_save()  # what it has not completed yet would be taken for the remains of a dead job
         folder = from_rank_zero(fabric.collective, self._storage, lambda: self._next(step, metric))
         return fabric.save(
@@ -111,8 +108,27 @@ class CheckpointDirectory:
         """The paths of all complete checkpoints, oldest first."""
         return [self._storage.inside(folder).path for folder in complete_in(self._storage).values()]
 
+    def _wrong(self, step: object, metric: Any) -> str | None:
+        """What is wrong with the arguments of `save`; None if nothing is."""
+        if self._keep_best and metric is None:
+            return f"`keep_best={self._keep_best}` needs `save(..., metric=...)`, by which the best is known."
+        try:
+            float(0.0 if metric is None else metric)
+        except (TypeError, ValueError, RuntimeError):
+            return f"`metric={metric!r}`: one number, by which the best is known. Write `metric=float(...)`."
+        if step is not None and not _is_count(step):
+            return f"`step={step!r}`: the number of steps until this checkpoint, an integer from 0 on."
+        return None
+
     def _next(self, step: int | None, metric: float | None) -> str:
         number = max((name.number for name in names_in(self._storage)), default=0) + 1
         remove_incomplete(self._storage)
         step = None if step is None else operator.index(step)
         return str(Name(number=number, step=step, metric=None if metric is None else float(metric)))
+
+
+def _is_count(step: Any) -> bool:
+    try:
+        return operator.index(step) >= 0
+    except TypeError:
+        return False

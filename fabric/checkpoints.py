@@ -12,14 +12,15 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, final
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fabric.arguments import check_named
+from fabric.arguments import check_filter, check_has_state, check_named
 from fabric.loader_states import LoaderStates
 from fabric.progress.checkpoint import checkpoint_progress
 from fabric.run_state import has_objects, is_run, run_state_of
-from fabric.strategies.checkpoint import foreign, loading, run_state, saving
+from fabric.strategies.checkpoint import elsewhere, foreign, loading, run_state, saving
 from fabric.strategies.checkpoint.background import BackgroundSaves, PendingSave
 from fabric.strategies.checkpoint.mismatches import mismatches, table
 from fabric.strategies.checkpoint.run_state import RunState
@@ -103,8 +104,11 @@ class Checkpoints:
         found = {} if state is None else state
         content = self._read(path)
         run = content.pop(run_state.NAME, None)
-        self._refuse_misfits("load", path, found, content, strict=strict)
-        with self._collective_load():
+        self._refuse_misfits(
+            "load", path, found, content, lambda: elsewhere.in_checkpoint(found, content, self._access), strict=strict
+        )
+        # What an optimizer keeps would not be trained on if it were made within `torch.inference_mode`.
+        with torch.inference_mode(False), self._collective_load():
             rest = restore(found, content, strict=strict, access=self._access, loaders=self._loader_states)
         if is_run(dict(found)):
             self._run_state(found).write(run, resume_loaders=resume_loaders)
@@ -112,12 +116,20 @@ class Checkpoints:
 
     def load_raw(self, path: Path, obj: Stateful, *, strict: bool) -> None:
         """See `Fabric.load_raw`."""
+        check_has_state(obj)
         content = self._read(path)
         if isinstance(obj, nn.Module):
             content = foreign.with_tied(uncompiled(obj), content)
         name = type(obj).__name__
-        self._refuse_misfits("load_raw", path, {name: obj}, {name: content}, strict=strict)
-        with self._collective_load():
+        self._refuse_misfits(
+            "load_raw",
+            path,
+            {name: obj},
+            {name: content},
+            lambda: elsewhere.in_file(obj, content, self._access) if isinstance(obj, nn.Module) else "",
+            strict=strict,
+        )
+        with torch.inference_mode(False), self._collective_load():
             load_into(obj, content, strict=strict, access=self._access)
 
     def state_dict(self, *objects: nn.Module | Optimizer, all_ranks: bool) -> list[dict[str, Any]]:
@@ -130,6 +142,7 @@ class Checkpoints:
     def content(self, state: Mapping[str, Any], keep: Filter | None, *, gathered: bool) -> dict[str, Any]:
         """The states of the objects: whole on rank 0 (`gathered`), or what each rank holds. Ranks: all."""
         check_named("save", state)
+        check_filter(keep)
         content = state_of(state, keep, self._access, self._loader_states, gathered=gathered)
         if has_objects(dict(state)):
             content[run_state.NAME] = self._run_state(state).read(gathered=gathered)
@@ -145,11 +158,15 @@ class Checkpoints:
         with self._progress(f"load {path}") as advance:
             return loading.load(self._collective, storage, advance=advance)
 
-    def _refuse_misfits(self, method: str, path: Path, state: Any, content: Any, *, strict: bool) -> None:
-        """Raise CheckpointError on every rank if a state does not fit. Ranks: all."""
+    def _refuse_misfits(
+        self, method: str, path: Path, state: Any, content: Any, advice: Callable[[], str], *, strict: bool
+    ) -> None:
+        """Raise CheckpointError on every rank if a state does not fit; `advice` is added then. Ranks: all."""
         rows = mismatches(dict(state), content, self._access, self._loader_states)
         wrong = rows if strict else [row for row in rows if not row.is_left_out]
-        problem = ValueError(f"it does not fit, and nothing was loaded.\n{table(wrong)}") if wrong else None
+        problem = None
+        if wrong:
+            problem = ValueError(f"it does not fit, and nothing was loaded.\n{table(wrong)}\n{advice()}".rstrip())
         loading.refuse_unread(self._collective, storage_of(path), problem)
         if rows:
             self._runtime.report(f"`fabric.{method}(..., strict=False)` left out:\n{table(rows)}")

@@ -57,7 +57,7 @@ from fabric.step_checks import StepChecks
 from fabric.step_counter import StepCounter
 from fabric.stop import StopRequest
 from fabric.strategies.accelerators.accelerator import Accelerator
-from fabric.strategies.checkpoint.state import PLAIN, Filter, StateAccess, Stateful, uncompiled
+from fabric.strategies.checkpoint.state import PLAIN, Filter, StateAccess, Stateful, is_stateful, uncompiled
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import Collective, ReduceOp
@@ -397,7 +397,7 @@ class Fabric:
         if self._replica_check is not None:
             self._replica_check.add(prepared)
             self._compare_after_steps(prepared.optimizers)
-        self._schedulers += [scheduler] if isinstance(scheduler, Stateful) else []
+        self._schedulers += [scheduler] if is_stateful(scheduler) else []
         results = (prepared.module, *prepared.optimizers, *(() if scheduler is None else (scheduler,)))
         return results if len(results) > 1 else prepared.module
 
@@ -900,7 +900,8 @@ class Fabric:
 
         Each rank writes its part; any strategy with any number of ranks can load it. The previous checkpoint at `path`
         stays until the new one is complete and on disk. `path`: a path on a disk that all ranks share, or a URL for
-        fsspec. `filter`: for a name in `state`, a function `(key, value) -> bool` that selects what is saved. A data
+        fsspec. `filter`: for a name in `state`, a function `(key, value) -> bool` that selects what is saved; a value
+        of which other ranks have shards or copies is on the device "meta". A data
         loader without a `state_dict` is left out, with one message. Unless `state` has only plain values, the entry
         `"fabric"` is added: the random generators of every rank, the loss scales, the schedulers passed to `setup`, the
         number of steps of each optimizer, and the positions of prepared loaders that `state` does not name.

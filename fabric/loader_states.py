@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fabric.strategies.checkpoint.run_state import Positions
-from fabric.strategies.checkpoint.state import SKIPPED, LoaderAccess, Stateful
+from fabric.strategies.checkpoint.state import SKIPPED, LoaderAccess, is_stateful
 from fabric.strategies.checkpoint.stored import in_memory
 from fabric.strategies.checkpoint.tensor_shards import of_other_rank, of_rank
 from fabric.strategies.checkpoint.values import encode
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.data.device_loader import DeviceLoader, StatefulDeviceLoader, loader_name
+from fabric.strategies.data.loader_check import length_of
 
 OF_RANKS = "loader of each rank"
 """The key under which the states of all ranks are saved."""
@@ -37,7 +38,7 @@ class LoaderStates(LoaderAccess):
         return isinstance(obj, (DataLoader, DeviceLoader))
 
     def read(self, name: str, loader: Any, *, gathered: bool) -> Any:
-        if not isinstance(loader, Stateful):
+        if not is_stateful(loader):
             self._leave_out(name, loader)
             return SKIPPED
         state = loader.state_dict()
@@ -50,7 +51,7 @@ class LoaderStates(LoaderAccess):
         return {OF_RANKS: states}
 
     def write(self, name: str, loader: Any, content: Any) -> None:
-        if content is None or not isinstance(loader, Stateful):
+        if content is None or not is_stateful(loader):
             self._leave_out(name, loader)
             return
         states = content.get(OF_RANKS) if isinstance(content, dict) else None
@@ -62,7 +63,10 @@ class LoaderStates(LoaderAccess):
                 f"{'each data of its own' if own else 'one order'}. Load it with as many ranks that read the same data "
                 "in the same parts, or leave it out of the state: then the epoch starts from its beginning."
             )
-        loader.load_state_dict(in_memory(content if states is None else states[self._collective.rank]))
+        position = in_memory(content if states is None else states[self._collective.rank])
+        loader.load_state_dict(position)
+        if _is_at_end(loader, position):
+            self._report(f"`state[{name!r}]` (`{loader_name(loader)}`) continues {_place(position)}{_AT_END}")
 
     def _leave_out(self, name: str, loader: object) -> None:
         if name in self._reported:
@@ -126,7 +130,10 @@ class LoaderPositions(Positions):
                 assert isinstance(loader, StatefulDeviceLoader)
                 own = in_memory(state[OF_RANKS][self._collective.rank] if OF_RANKS in state else state)
                 loader.load_state_dict(own)
-                if "loader" in own or own.get("order", {}).get("samples"):
+                if _is_at_end(loader, own):
+                    start = f"Loader {number} of the run (`{loader_name(loader)}`) continues {_place(own)}"
+                    self._report(start + _AT_END)
+                elif "loader" in own or own.get("order", {}).get("samples"):
                     self._report(_CONTINUES.format(number=number, name=loader_name(loader), place=_place(own)))
 
     def _position(self, number: int, loader: DeviceLoader) -> Any:
@@ -189,6 +196,23 @@ def _place(state: dict[str, Any]) -> str:
     return f"epoch {state['order']['epoch']} after {state['order']['samples']} samples"
 
 
+def _is_at_end(loader: object, position: Any) -> bool:
+    """Whether the first iteration from this position is known to yield nothing."""
+    if not isinstance(loader, StatefulDeviceLoader) or not isinstance(position, dict):
+        return False
+    if "loader" in position or "order" not in position:
+        return bool(position.get("spent"))
+    order, num_items = loader.fitting(position), position["cut"]["items"]
+    num_batches = length_of(loader)
+    is_last = num_batches is not None and order["start"] == 0 and order["batches"] >= num_batches > 0
+    return is_last or (num_items is not None and order["samples"] >= num_items > 0)
+
+
+_AT_END = (
+    ", which is the end of that epoch: the first iteration over it yields no batch, as in the run that was saved, and "
+    "`next(iter(loader))` raises StopIteration. To begin the next epoch at once, call `loader.set_epoch(epoch)` with "
+    "its number."
+)
 _OTHER_NUMBER = (
     "The checkpoint has the positions of {saved} data loaders that the saved state did not name, and this run has "
     "{here}: they are unchanged, and epochs start from their beginning. Set up the same loaders, in the same order, "

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fabric.loader_states import LoaderPositions
 from fabric.seed import device_rngs
 from fabric.strategies.checkpoint.run_state import RunState
-from fabric.strategies.checkpoint.state import Stateful
+from fabric.strategies.checkpoint.state import Stateful, is_stateful
 from fabric.strategies.checkpoint.values import pointer
 from fabric.strategies.data.device_loader import DeviceLoader
 from fabric.strategies.data.rng import Rng, process_rngs
@@ -57,7 +57,7 @@ def is_run(state: Any) -> bool:
 
 def has_objects(state: Any) -> bool:
     """Whether `state` has more than plain values."""
-    return any(isinstance(each, (nn.Module, Stateful)) for _, each in _named(state))
+    return any(isinstance(each, nn.Module) or is_stateful(each) for _, each in _named(state))
 
 
 def _named(state: Any, at: str = "") -> Iterator[tuple[str, Any]]:

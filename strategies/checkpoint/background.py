@@ -116,7 +116,7 @@ class BackgroundSaves:
 
         def stage() -> None:
             if collective.size > 1:
-                agreements.append(Agreement.of(collective, token))
+                agreements.append(Agreement.of(collective, token, storage.path))
             staged.append(self._staging.copy(plan(state, collective.rank, token)))
             if collective.rank == 0:
                 locked.callback(storage.lock())
@@ -200,23 +200,24 @@ def _of_copies(sharded: TensorShards, copies: dict[Any, Tensor]) -> TensorShards
 class Agreement:
     """The agreement of all ranks on the outcome of one save, through the store. Note [How the threads agree]."""
 
-    def __init__(self, store: Store, token: str, rank: int, size: int) -> None:
+    def __init__(self, store: Store, token: str, rank: int, size: int, path: str) -> None:
         self._store: Any = PrefixStore(f"save/{token}", store.clone())  # type: ignore[attr-defined]  # calls block it
-        self._rank, self._size = rank, size
+        self._rank, self._size, self._path = rank, size, path
 
     @classmethod
-    def of(cls, collective: Collective, token: str) -> Agreement:
-        """For one save. Raises: ValueError: the collective has no store."""
+    def of(cls, collective: Collective, token: str, path: str) -> Agreement:
+        """For one save, of this rank to `path`. Raises: ValueError: the collective has no store."""
         store = collective.store()
         if store is None:
             raise ValueError(
                 f"`blocking=False` needs a key-value store, and a `{type(collective).__name__}` has none. Leave it out"
             )
-        return cls(store, token, collective.rank, collective.size)
+        return cls(store, token, collective.rank, collective.size, path)
 
     def abandon(self, error: BaseException) -> None:
         """The other ranks' `reach` returns that this rank was interrupted before it wrote. Waits for no rank."""
-        failure = Failure(rank=self._rank, sentence=f"interrupted by `{type(error).__name__}`", is_committed=False)
+        sentence = f"interrupted by `{type(error).__name__}`"
+        failure = Failure(rank=self._rank, path=self._path, sentence=sentence, is_committed=False)
         if self._rank == 0:
             self._publish("outcome", failure)
         else:
@@ -231,13 +232,13 @@ class Agreement:
 
     def reach(self, problem: Exception | None, finish: Callable[[], None]) -> Failure | None:
         """The outcome, the same on every rank. Rank 0 calls `finish` once all ranks have called without a problem."""
-        self._report(None if problem is None else Failure.of(problem, self._rank))
+        self._report(None if problem is None else Failure.of(problem, self._rank, self._path))
         if self._rank == 0:
             self._store.wait(["all_written"])
             failure = self._published("failure") if self._store.check(["failure"]) else None
             if failure is None:
                 problem = attempt(finish)
-                failure = None if problem is None else Failure.of(problem, 0)
+                failure = None if problem is None else Failure.of(problem, 0, self._path)
             self._publish("outcome", failure)
         self._store.wait(["outcome"])
         outcome = self._published("outcome")
@@ -268,7 +269,7 @@ def _save(
             failure = agreement.reach(problem, commit)
         else:
             problem = problem or attempt(commit)
-            failure = None if problem is None else Failure.of(problem, 0)
+            failure = None if problem is None else Failure.of(problem, 0, storage.path)
     except Exception as error:  # of the store: a rank ended. Rank 0 may have committed, so the files are kept
         return CheckpointError(_UNKNOWN.format(rank=plan.rank, path=storage.path, why=error), rank=plan.rank)
     if failure is None:

@@ -19,7 +19,7 @@ import xxhash
 from fabric.strategies.checkpoint.errors import CheckpointError, sentence_of
 from fabric.strategies.checkpoint.manifest import BLOCK_BYTES, NAME, Entry, Manifest, Piece, Table
 from fabric.strategies.checkpoint.memory import buffer_of
-from fabric.strategies.checkpoint.saving import Advance, attempt
+from fabric.strategies.checkpoint.saving import Advance, attempt, is_written_by_save
 from fabric.strategies.checkpoint.storage import Contents, Storage, local_path, storage_of
 from fabric.strategies.checkpoint.stored import Stored, in_memory
 from fabric.strategies.checkpoint.values import DTYPES, decode, keys_of
@@ -178,9 +178,21 @@ def _what_is_there(storage: Storage) -> str:
             "its source, `python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
             f"{storage.path} FILE` writes a file that `fabric.load_raw(FILE, module)` reads."
         )
-    if names:
+    if any(is_written_by_save(name) for name in names):
         return f"The folder has no `{NAME}`: the save was not completed. Load another checkpoint."
-    return "There is no such folder."
+    if names:
+        found = ", ".join(map(repr, sorted(names)[:10]))
+        return (
+            f"The folder has no `{NAME}`: `fabric.save` did not write it. It has {found}. `fabric.load_raw(path, "
+            "module)` reads the file of one module, by the path of that file."
+        )
+    folders = sorted(storage.folders())
+    if folders:
+        return (
+            f"The folder has no `{NAME}`, but folders: {', '.join(map(repr, folders[-10:]))}. Load one of them, or the "
+            "newest by `CheckpointDirectory(path).load(fabric, state)` if that saved them."
+        )
+    return "The folder is empty." if local_path(storage.path).is_dir() else "There is no such folder or file."
 
 
 def _blocks_of(table: Table, names: set[str] | None) -> set[tuple[str, int]]:

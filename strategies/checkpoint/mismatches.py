@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.in_place import converts
-from fabric.strategies.checkpoint.state import FindAccess, LoaderAccess, Stateful, uncompiled
+from fabric.strategies.checkpoint.state import FindAccess, LoaderAccess, is_stateful, uncompiled
 
 _MAX_ROWS = 50
 
@@ -36,7 +36,7 @@ def mismatches(target: Any, content: Any, access: FindAccess, loaders: LoaderAcc
         return list(_of_module(uncompiled(target), content, access, at))
     if isinstance(target, Optimizer):
         return list(_of_optimizer(target, content, access, at))
-    if isinstance(target, Stateful) or loaders.is_loader(target):
+    if is_stateful(target) or loaders.is_loader(target):
         return []
     if isinstance(target, dict) and isinstance(content, dict):
         found = []
@@ -44,7 +44,7 @@ def mismatches(target: Any, content: Any, access: FindAccess, loaders: LoaderAcc
             inner = f"{at}/{key}" if at else str(key)
             if key in content:
                 found += mismatches(each, content[key], access, loaders, inner)
-            elif not (loaders.is_loader(each) and not isinstance(each, Stateful)):
+            elif not (loaders.is_loader(each) and not is_stateful(each)):
                 found.append(Mismatch(inner, f"`{type(each).__name__}`", "missing", True))
         return found
     if isinstance(target, (list, tuple)) and isinstance(content, (list, tuple)) and len(target) == len(content):

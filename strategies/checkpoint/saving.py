@@ -23,7 +23,7 @@ from typing import Any, TypeAlias, final
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
 from fabric.strategies.checkpoint.chunk import Chunk
 from fabric.strategies.checkpoint.errors import CheckpointError, sentence_of
@@ -127,7 +127,8 @@ def _assigned(tensors: Mapping[str, TensorShards], rank: int) -> dict[str, Tenso
     for pointer, sharded in tensors.items():
         for chunk, part in sharded.shards:
             groups.setdefault(sharded.holders, []).append((pointer, chunk, part))
-    mine: dict[str, list[Part]] = {}
+    # Tensors without elements may have no shards on any rank. Rank 0 writes their entries.
+    mine: dict[str, list[Part]] = {name: [] for name, each in tensors.items() if rank == 0 and 0 in each.shape}
     for holders, parts in groups.items():
         for pointer, chunk, part in _share(parts, holders, rank):
             mine.setdefault(pointer, []).append((chunk, part))
@@ -243,14 +244,19 @@ def _num_bytes(plan: Plan) -> int:
 
 def _refuse_kind(tensor: Tensor, pointer: str) -> None:
     """Raise ValueError for a tensor that is not dense, or has no values."""
-    if tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta or tensor.is_nested):
+    if tensor.layout is not torch.strided:
+        kind, instead = str(tensor.layout), "Save `.to_dense()` of it, or its indices and values"
+    elif tensor.is_quantized:
+        kind, instead = "quantized", "Save `.dequantize()` of it, or its integers and its scale"
+    elif tensor.is_nested:
+        kind, instead = "nested", "Save `.unbind()` of it"
+    elif tensor.is_meta:
+        kind, instead = "without values", "Leave it out, or give it values first"
+    elif type(tensor) not in (Tensor, nn.Parameter) and tensor.numel() and not tensor.data_ptr():
+        kind, instead = f"a `{type(tensor).__name__}` around others", "Save the tensors that it is made of"
+    else:
         return
-    kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
-    if tensor.is_meta:
-        kind = "without values"
-    raise ValueError(
-        f"The tensor at {pointer} is {kind}, but a checkpoint contains only dense tensors with values. Save it as such"
-    )
+    raise ValueError(f"The tensor at {pointer} is {kind}, but a checkpoint contains only dense tensors. {instead}")
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -280,8 +286,8 @@ def commit(storage: Storage, tables: Sequence[str]) -> None:
         except FileNotFoundError as error:
             raise ValueError(
                 f"Rank 0 does not find the files of rank {rank} in {storage.path!r}: rank {rank} saved to another path "
-                "(a time or a rank in its name?), or this path is on another disk there. Give all ranks the same path, "
-                "in a folder that they share"
+                "(a time or a rank in its name?), this path is on another disk there, or another job saved to it at "
+                "that time. Give all ranks of a job the same path, in a folder that they share"
             ) from error
     table = merged([Table.of_json(content) for content in contents])
     refuse_gaps(table)
@@ -307,8 +313,13 @@ def remove_leftovers(storage: Storage, keep: Mapping[str, Any]) -> None:
     The folder may have other files of the user: only names that saves give are removed.
     """
     for name in storage.names():
-        if _WRITTEN.fullmatch(name) and name not in keep:
+        if is_written_by_save(name) and name not in keep:
             storage.remove(name)
+
+
+def is_written_by_save(name: str) -> bool:
+    """Whether a file has a name that only saves give."""
+    return _WRITTEN.fullmatch(name) is not None
 
 
 _WRITTEN = re.compile(rf"[0-9a-f]{{8}}\.\d+\.(bin|json)|{re.escape(NAME)}\.new")
@@ -330,25 +341,24 @@ class Failure:
     """The failure of one rank, as it is sent to the others."""
 
     rank: int
+    path: str
+    """Where that rank saved, which is elsewhere if ranks were given different paths."""
     sentence: str
     is_committed: bool
 
     @classmethod
-    def of(cls, problem: Exception, rank: int) -> Failure:
+    def of(cls, problem: Exception, rank: int, path: str) -> Failure:
         """From the exception that the rank raised."""
         is_committed = isinstance(problem, CommittedError)
-        return cls(
-            rank=rank, sentence=str(problem) if is_committed else sentence_of(problem), is_committed=is_committed
-        )
+        sentence = str(problem) if is_committed else sentence_of(problem)
+        return cls(rank=rank, path=path, sentence=sentence, is_committed=is_committed)
 
     def error(self, storage: Storage) -> CheckpointError:
         """The error that every rank raises."""
-        return CheckpointError(
-            (_COMMITTED if self.is_committed else _UNWRITTEN).format(
-                rank=self.rank, path=storage.path, why=self.sentence
-            ),
-            rank=self.rank,
-        )
+        template = _COMMITTED if self.is_committed else _UNWRITTEN
+        message = template.format(rank=self.rank, path=self.path, why=self.sentence)
+        own = "" if storage.path == self.path else f" This rank saved to {storage.path!r}."
+        return CheckpointError(message + own, rank=self.rank)
 
     def clean_up(self, storage: Storage, token: str, rank: int) -> None:
         """Remove the files that this rank has written, unless the checkpoint is complete."""
@@ -361,7 +371,7 @@ def refuse_together(collective: Collective, storage: Storage, problem: Exception
     """Raise on every rank if any has a problem. Costs one small all-reduce if none has. Ranks: all."""
     if collective.reduce_boolean_decision(problem is None):
         return
-    mine = None if problem is None else Failure.of(problem, collective.rank)
+    mine = None if problem is None else Failure.of(problem, collective.rank, storage.path)
     failures: list[Failure | None] = collective.all_gather_object(mine)
     failure = next(each for each in failures if each is not None)
     failure.clean_up(storage, token, collective.rank)

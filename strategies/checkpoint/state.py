@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping
 from copy import copy
-from typing import Any, Protocol, TypeAlias, final, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeGuard, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,15 +22,22 @@ from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
 Filter = Mapping[str, Callable[[str, Any], bool]]
 
 
-@runtime_checkable
 class Stateful(Protocol):
-    """Any object with a state: modules, optimizers, schedulers, loaders, the user's own."""
+    """Any object with a state: modules, optimizers, schedulers, loaders, the user's own. See `is_stateful`."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain containers and tensors."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
         """Restore the state."""
+
+
+def is_stateful(obj: object) -> TypeGuard[Stateful]:
+    """Whether the object has a state. Of a dictionary its class decides: some look up any attribute as a key."""
+    if isinstance(obj, type):
+        return False
+    place = type(obj) if isinstance(obj, dict) else obj
+    return all(callable(getattr(place, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 class ShardedStateful(ABC):
@@ -277,7 +284,7 @@ def _restored(name: str, target: Any, content: Any, *, strict: bool, access: Fin
     if loaders.is_loader(target):
         loaders.write(name, target, content)
         return target
-    if isinstance(target, Stateful):
+    if is_stateful(target):
         load_into(target, content, strict=strict, access=access)
         return target
     if not _holds_state(target, loaders):
@@ -300,11 +307,11 @@ def _holds_state(value: Any, loaders: LoaderAccess) -> bool:
         return any(_holds_state(entry, loaders) for entry in value.values())
     if isinstance(value, (list, tuple)):
         return any(_holds_state(entry, loaders) for entry in value)
-    return isinstance(value, Stateful) or loaders.is_loader(value)
+    return is_stateful(value) or loaders.is_loader(value)
 
 
 def _is_stateless(value: Any, loaders: LoaderAccess) -> bool:
-    return loaders.is_loader(value) and not isinstance(value, Stateful)
+    return loaders.is_loader(value) and not is_stateful(value)
 
 
 @final
@@ -327,7 +334,7 @@ class _Reader:
             return self.loaders.read(name, value, gathered=self.gathered)
         if isinstance(value, ShardedStateful) and not self.gathered:
             return value.sharded_state_dict()
-        if isinstance(value, Stateful):
+        if is_stateful(value):
             return value.state_dict()
         if isinstance(value, dict):
             found = copy(value)  # keeps its class, which may be one that can be saved (`Counter`) or not

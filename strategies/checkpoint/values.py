@@ -12,11 +12,12 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePath
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
 
+from fabric.strategies.checkpoint.instead import instead_of
 from fabric.strategies.checkpoint.memory import buffer_of
 
 Json: TypeAlias = Any
@@ -51,12 +52,17 @@ def encode(value: Any, keep: Keep, is_kept: Callable[[Any], bool], at: str = "")
         return value if math.isfinite(value) else {"$float": repr(value)}
     write = _WRITERS.get(type(value))
     if write is not None:
-        return write(value, lambda key, entry: encode(entry, keep, is_kept, pointer(at, key)))
+        return write(
+            value, lambda key, entry: encode(entry, keep, _never if type(key) is _Key else is_kept, pointer(at, key))
+        )
     if isinstance(value, PurePath):
         return {"$path": str(value)}
-    if type(value).__module__ == "numpy":
-        return _numpy(value, lambda tensor: keep(at, tensor), at)
-    raise TypeError(_NO_VALUE.format(at=at or "/", kind=f"{type(value).__module__}.{type(value).__qualname__}"))
+    found = _numpy(value, lambda tensor: keep(at, tensor)) if type(value).__module__ == "numpy" else None
+    if found is not None:
+        return found
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    kind += f" of {value.dtype}" if kind == "numpy.ndarray" else ""
+    raise TypeError(_NO_VALUE.format(at=at or "/", kind=kind, instead=instead_of(value)))
 
 
 def decode(json: Json, find: Find, at: str = "") -> Any:
@@ -78,6 +84,21 @@ def decode(json: Json, find: Find, at: str = "") -> Any:
 Inner: TypeAlias = Callable[[object, Any], Any]
 
 
+@final
+class _Key:
+    """The place of a key of a dictionary, which cannot have tensors: a placeholder has no place of its own there."""
+
+    def __init__(self, key: object) -> None:
+        self._key = key
+
+    def __str__(self) -> str:
+        return f"{self._key!r} as key"
+
+
+def _never(_: Any) -> bool:
+    return False
+
+
 def _dict(value: dict[Any, Any], inner: Inner) -> Json:
     if all(type(key) is str and not key.startswith("$") for key in value):
         return {key: inner(key, entry) for key, entry in value.items()}
@@ -85,7 +106,7 @@ def _dict(value: dict[Any, Any], inner: Inner) -> Json:
 
 
 def _items(value: dict[Any, Any], inner: Inner) -> Json:
-    return [[inner(f"{key!r} as key", key), inner(key, entry)] for key, entry in value.items()]
+    return [[inner(_Key(key), key), inner(key, entry)] for key, entry in value.items()]
 
 
 def _ordered(value: OrderedDict[Any, Any], inner: Inner) -> Json:
@@ -174,8 +195,8 @@ def _path(text: str) -> Any:
     return Path(text)
 
 
-def _numpy(value: Any, keep: Callable[[Tensor], Json], at: str) -> Json:
-    """A NumPy scalar or array of numbers."""
+def _numpy(value: Any, keep: Callable[[Tensor], Json]) -> Json:
+    """A NumPy scalar or array of numbers; None for anything else."""
     import numpy
 
     if isinstance(value, numpy.generic) and value.dtype.kind in "biufc":
@@ -185,11 +206,9 @@ def _numpy(value: Any, keep: Callable[[Tensor], Json], at: str) -> Json:
         content = bytearray(value.tobytes())
         keep(torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8))
         return {"$array": value.dtype.str, "shape": list(value.shape)}
-    raise TypeError(_NO_VALUE.format(at=at or "/", kind=f"numpy.{type(value).__qualname__} of {value.dtype}"))
+    return None
 
 
 _NO_VALUE = (
-    "The state has a `{kind}` at {at}, which cannot be saved: reading it back would run code from the file. Save an "
-    "object that has `state_dict` and `load_state_dict`, or its contents as numbers, strings, tensors, lists and "
-    "dictionaries."
+    "The state has a `{kind}` at {at}, which cannot be saved: reading it back would run code from the file. {instead}"
 )

@@ -49,7 +49,7 @@ class ZeroState(StateAccess):
 
     def read_module(self, module: nn.Module) -> dict[str, Any]:
         seen: dict[int, Tensor] = {}  # tied weights are one tensor in the file as well
-        state = module.state_dict(keep_vars=True)
+        state = _state_of(module)
         for name, value in state.items():
             if isinstance(value, Tensor):
                 if id(value) not in seen:
@@ -68,7 +68,7 @@ class ZeroState(StateAccess):
 
     def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
         seen: dict[int, TensorShards | Tensor] = {}  # tied weights are one tensor in the file as well
-        state = module.state_dict(keep_vars=True)
+        state = _state_of(module)
         for name, value in state.items():
             if isinstance(value, Tensor):
                 if id(value) not in seen:
@@ -260,6 +260,26 @@ class ZeroState(StateAccess):
             safe_set_full_fp32_param(parameter, value)
         else:
             safe_set_full_optimizer_state(parameter, value, key)
+
+
+def _state_of(module: nn.Module) -> dict[str, Any]:
+    """The module's state, with its parameters. Raises: RuntimeError: hooks computed entries from what was released."""
+    state = module.state_dict(keep_vars=True)
+    released = {each.untyped_storage().data_ptr() for each in module.parameters() if is_sharded(each)}
+    own = {id(each) for each in (*module.parameters(), *module.buffers())} if released else set()
+    for name, value in state.items() if released else ():
+        if not isinstance(value, Tensor) or id(value) in own or is_extra_state(name):
+            continue
+        if value.untyped_storage().data_ptr() in released or (value.is_floating_point() and value.isnan().any()):
+            raise RuntimeError(_COMPUTED.format(name=name, model=type(module).__name__))
+    return state
+
+
+_COMPUTED = (
+    "{name!r} in the state of `{model}` was computed from a parameter, by a hook or by `_save_to_state_dict`, but at "
+    "ZeRO stage 3 parameters are in shards then. Leave the parameter as it is there, and convert it when it is loaded; "
+    "or use `strategy='deepspeed_stage_2'`."
+)
 
 
 def is_sharded(tensor: Tensor) -> bool:

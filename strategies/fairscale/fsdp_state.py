@@ -28,7 +28,7 @@ from fabric.strategies.checkpoint.tensor_shards import TensorShards, flat_shard
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.sharding.dtensor import local_part
-from fabric.strategies.sharding.flat_shards import hide, show_again
+from fabric.strategies.sharding.flat_shards import FlatShard, hide, show_again
 
 _NUMBERS = ("step", "mu_product", "mu", "eta")
 """State of torch's optimizers that is a scalar for every shape of the parameter."""
@@ -78,7 +78,8 @@ def attach_module(slices: Slices, module: nn.Module) -> Callable[[], None]:
     for part in module.modules():
         handles.append(part.register_state_dict_post_hook(_Hook(_gather, slices)))  # type: ignore[no-untyped-call]
         handles.append(part.register_load_state_dict_pre_hook(_Hook(_slice, slices)))  # type: ignore[no-untyped-call]
-    handles.append(module.register_state_dict_post_hook(_Hook(_tie)))  # type: ignore[no-untyped-call]  # after the others
+    for last in (_Hook(_gather_renamed, slices), _Hook(_tie)):  # after the others
+        handles.append(module.register_state_dict_post_hook(last))  # type: ignore[no-untyped-call]
     return partial(_remove, handles)
 
 
@@ -179,6 +180,13 @@ def _gather(slices: Slices, part: nn.Module, content: dict[str, Any], prefix: st
     for name, parameter in _in_slices(part):
         if prefix + name in content:
             content[prefix + name] = whole_of(slices.collective, parameter, parameter._orig_size)
+
+
+def _gather_renamed(slices: Slices, module: nn.Module, content: dict[str, Any], prefix: str, _: Any) -> None:
+    """Gather what hooks of the user have renamed before ours found it."""
+    for name, value in content.items():
+        if slices.gathers and isinstance(value, FlatShard):
+            content[name] = whole_of(slices.collective, value.plain, value.whole)
 
 
 def _tie(module: nn.Module, content: dict[str, Any], prefix: str, _: Any) -> None:
@@ -297,6 +305,9 @@ class SlicedState(StateAccess):
                 if parameter not in made:
                     made[parameter] = entry(parameter, cast(Any, parameter)._orig_size)
                 state[name] = made[parameter]
+        for name, value in state.items():  # renamed by hooks of the user
+            if isinstance(value, FlatShard):
+                state[name] = entry(value.plain, value.whole)
         return state
 
     def _optimizer_state(self, optimizer: Optimizer, entry: _Entry) -> dict[str, Any]:

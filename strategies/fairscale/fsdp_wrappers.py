@@ -97,11 +97,16 @@ class FairScaleFSDPGradientSync(GradientSync):
             bucket_cap_mb=bucket_bytes / 2**20,
         )
         with root_logger_untouched():
+            buffers = [(part, list(part.named_buffers(recurse=False))) for part in module.modules()]
             wrapped = {part: wrap(_Unit(part)) for part in reversed(parts)}  # inner before outer
             self.root = wrap(_Unit(module, list(wrapped.values())))
             self.wrappers = (self.root, *wrapped.values())
             for wrapper in self.wrappers:  # the root first: otherwise a submodule that is called first becomes the root
                 wrapper._lazy_init()
+            for part, named in buffers:
+                for name, buffer in named:  # FairScale converts those of float64 and float8, too, to float32
+                    if getattr(part, name) is not buffer:
+                        setattr(part, name, buffer)
         self.names = {parameter: name for name, parameter in module.named_parameters()}
         self.num_running = 0
         """Number of running forwards that have gathered parameters."""

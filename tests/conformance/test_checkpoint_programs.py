@@ -253,3 +253,63 @@ def test_a_save_on_rank_zero_alone_raises_and_names_the_call_of_each_rank(strate
         fabric.launch(save_on_rank_zero, str(tmp_path))
     assert "in save_on_rank_zero" in str(raised.value)
     assert "in train" in str(raised.value)
+
+
+class Renamed(nn.Linear):
+    """Its weight has another name in its state, and it has a buffer of its own dtype."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.register_buffer("third", torch.tensor(1 / 3, dtype=torch.float64))
+        self.register_state_dict_post_hook(self.rename)
+        self.register_load_state_dict_pre_hook(self.rename_back)
+
+    @staticmethod
+    def rename(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        state[f"{prefix}kernel"] = state.pop(f"{prefix}weight")
+
+    @staticmethod
+    def rename_back(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        state[f"{prefix}weight"] = state.pop(f"{prefix}kernel")
+
+
+class Transposed(nn.Linear):
+    """Its state has the transposed weight."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = destination[f"{prefix}weight"].t()
+
+
+def renamed(fabric: Fabric, path: str) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(Renamed(), nn.Linear(3, 3))
+    plain = {name: value.clone() for name, value in model.state_dict().items()}
+    model = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))[0]
+    fabric.save(path, {"model": model})
+    saved = dict(read_checkpoint(path)["model"])
+    refuse_difference(saved, plain, "saved")
+    refuse_difference(dict(fabric.state_dict(model, all_ranks=True)), plain, "gathered")
+    refuse_difference(dict(model.state_dict()), plain, "of the module")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    fabric.load(path, {"model": model})
+    refuse_difference(dict(fabric.state_dict(model, all_ranks=True)), plain, "loaded")
+
+
+@pytest.mark.slow
+def test_parameters_that_a_hook_renames_are_saved_whole_and_buffers_keep_their_dtypes(tmp_path: Path) -> None:
+    Fabric(accelerator="cpu", strategy="ddp_fully_sharded", devices=2).launch(renamed, str(tmp_path))
+
+
+def transposed(fabric: Fabric, path: str) -> None:
+    model = nn.Sequential(Transposed(4, 3))
+    model = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))[0]
+    with pytest.raises(RuntimeError, match=r"'0\.weight' in the state of `Sequential` was computed from a parameter"):
+        fabric.save(path, {"model": model})
+
+
+@pytest.mark.slow
+def test_weights_that_a_module_computes_for_its_state_raise_where_they_are_released(tmp_path: Path) -> None:
+    Fabric(accelerator="cpu", strategy="deepspeed_stage_3", devices=1).launch(transposed, str(tmp_path))

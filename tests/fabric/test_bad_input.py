@@ -257,6 +257,16 @@ METHODS: dict[str, tuple[Callable[[Fabric, Path], Any], type[Exception], str]] =
         "`fabric.save(path, ...)` was given a `Linear`. Give it a name: `{'model': model}`.",
     ),
     "load into a module": (lambda f, path: f.load(path, net()[0]), TypeError, "`load_raw` reads a file that holds"),  # type: ignore[arg-type]
+    "load_raw by name": (
+        lambda f, path: f.load_raw(path, {"model": net()[0]}),  # type: ignore[arg-type]
+        TypeError,
+        "`fabric.load_raw(path, ...)` was given a `dict`. Pass one object that has",
+    ),
+    "one filter": (
+        lambda f, path: f.save(path, {"model": net()[0]}, filter=lambda name, _: True),  # type: ignore[arg-type]
+        TypeError,
+        "`filter` of `fabric.save` was given a `function`. Write `filter={'model': lambda name, value: ...}`",
+    ),
     "reduction": (
         lambda f, _: f.all_reduce(torch.ones(2), reduce_op="avg"),  # type: ignore[arg-type]
         ValueError,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -118,6 +119,31 @@ def test_a_negative_step_raises_because_its_name_could_not_be_read(tmp_path: Pat
             directory.save(fabric, {"x": 1}, step=-1)
         directory.save(fabric, {"x": 1}, step=torch.tensor(3))  # type: ignore[arg-type]
         assert str(directory.latest()).endswith("000001-step-3")
+
+
+def with_a_metric_on_one_rank(fabric: Fabric, path: str, rank: int) -> str:
+    directory = CheckpointDirectory(path, keep_best=1)
+    try:
+        directory.save(fabric, {"x": 1}, metric=0.5 if fabric.global_rank == rank else None)
+    except ValueError as error:
+        return str(error)
+    return os.path.basename(str(directory.best()))
+
+
+@pytest.mark.slow
+def test_the_metric_of_rank_zero_counts_and_is_enough(tmp_path: Path) -> None:
+    def found(rank: int) -> str | None:
+        fabric = Fabric(accelerator="cpu", strategy="ddp", devices=2)
+        return fabric.launch(with_a_metric_on_one_rank, str(tmp_path), rank)
+
+    assert found(0) == "000001-metric-0.5"
+    assert "`keep_best=1` needs" in str(found(1))  # on every rank, so that none waits for another
+
+
+@pytest.mark.parametrize("metric", [torch.ones(2), "low"], ids=["vector", "word"])
+def test_a_metric_that_is_not_one_number_raises(tmp_path: Path, metric: Any) -> None:
+    with Fabric(accelerator="cpu", devices=1) as fabric, pytest.raises(ValueError, match=r"`metric=.*`: one number"):
+        CheckpointDirectory(tmp_path).save(fabric, {"x": 1}, metric=metric)
 
 
 def use_a_file(fabric: Fabric, path: str) -> list[str]:

@@ -131,3 +131,55 @@ def test_an_index_of_torch_save_shards_is_read_and_raises_if_tensors_are_missing
     with pytest.raises(CheckpointError, match="names a file outside its folder"):
         fabric.load_raw(index, new)
     fabric.close()
+
+
+def test_the_error_of_a_file_with_other_names_says_what_to_write(tmp_path: Path) -> None:
+    source, path = nn.Linear(2, 3), tmp_path / "file"
+    own = source.state_dict()
+    prefixed = {f"module.{name}": tensor for name, tensor in own.items()}
+    fabric = Fabric(accelerator="cpu", devices=1)
+
+    def words(content: Any, module: nn.Module | None = None, **state: Any) -> str:
+        torch.save(content, path)
+        with pytest.raises(CheckpointError) as raised:
+            fabric.load(path, state) if state else fabric.load_raw(path, module or nn.Linear(2, 3))
+        return str(raised.value)
+
+    found = words({"state_dict": own, "epoch": 1})
+    assert "Write `fabric.load(path, {'state_dict': module})`." in found
+    found = words(prefixed)
+    assert "It has the names after 'module.'. Before `fabric.setup`, write `module.load_state_dict(" in found
+    assert "name.removeprefix('module.'): tensor for name, tensor in fabric.load(path).items()" in found
+    found = words({"state_dict": prefixed})  # as Lightning saves
+    assert "in fabric.load(path)['state_dict'].items()" in found
+    found = words(own, nn.ModuleDict({"inner": nn.Linear(2, 3)}))
+    assert "Write `fabric.load_raw(path, module.inner)`." in found
+    found = words({"net": own}, model=nn.Linear(2, 3))
+    assert "It has the entries 'net'." in found
+    found = words(own, model=nn.Linear(2, 3))
+    assert "Write `fabric.load_raw(path, module)`." in found
+    found = words({"model": prefixed}, model=nn.Linear(2, 3))
+    assert "in fabric.load(path)['model'].items()" in found
+    target = nn.Linear(2, 3)
+    target.load_state_dict(
+        {name.removeprefix("module."): tensor for name, tensor in fabric.load(path)["model"].items()}
+    )
+    assert torch.equal(target.weight, source.weight)
+    fabric.close()
+
+
+def test_the_error_of_a_folder_without_a_checkpoint_says_what_is_in_it(tmp_path: Path) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+
+    def words(folder: Path) -> str:
+        with pytest.raises(CheckpointError) as raised:
+            fabric.load_raw(folder, nn.Linear(2, 3))
+        return str(raised.value)
+
+    assert "The folder is empty." in words(tmp_path)
+    (tmp_path / "run" / "000001").mkdir(parents=True)
+    assert "'000001'. Load one of them, or the newest by `CheckpointDirectory(path)" in words(tmp_path / "run")
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    assert "It has 'pytorch_model.bin'. `fabric.load_raw(path, module)` reads the file" in words(tmp_path)
+    assert "There is no such folder or file." in words(tmp_path / "model.pt")
+    fabric.close()

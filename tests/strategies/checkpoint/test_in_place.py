@@ -48,6 +48,16 @@ def test_an_optimizer_that_has_stepped_keeps_its_tensors_and_gets_the_saved_valu
     assert [each.data_ptr() for each in tensors_of(optimizer)] == places
 
 
+def test_an_optimizer_that_was_loaded_in_inference_mode_steps(tmp_path: Path, fabric: Fabric) -> None:
+    model, optimizer = trained(fabric, nn.Linear(3, 3))
+    fabric.save(tmp_path / "saved", {"optimizer": optimizer})
+    new = AdamW(model.parameters())
+    with torch.inference_mode():
+        fabric.load(tmp_path / "saved", {"optimizer": new})
+    new.step()
+    assert [int(each["step"]) for each in new.state.values()] == [2, 2]
+
+
 def test_an_optimizer_that_has_not_stepped_gets_new_tensors(tmp_path: Path, fabric: Fabric) -> None:
     _, optimizer = trained(fabric, nn.Linear(3, 3))
     fabric.save(tmp_path / "saved", {"optimizer": optimizer})

@@ -13,7 +13,7 @@ import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ import template
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.masked import masked_tensor
 
 from fabric import CheckpointError, Fabric, read_checkpoint
 from fabric.strategies.checkpoint.chunk import Chunk, chunks_of_range, whole
@@ -28,7 +29,7 @@ from fabric.strategies.checkpoint.manifest import BLOCK_BYTES, NAME
 from fabric.strategies.checkpoint.saving import commit, plan, save, write
 from fabric.strategies.checkpoint.state import state_of
 from fabric.strategies.checkpoint.storage import Folder, storage_of
-from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
+from fabric.strategies.checkpoint.tensor_shards import TensorShards, no_shards, replicated
 from fabric.strategies.collectives.single import SingleDeviceCollective
 
 
@@ -85,12 +86,13 @@ def test_containers_of_plain_values_keep_their_classes_next_to_objects() -> None
     assert type(nest["module"]) is nn.Linear
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of")
 @pytest.mark.parametrize(
     ("kind", "make"),
     [
         ("nested", lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
         ("torch.sparse_coo", lambda: torch.ones(3).to_sparse()),
+        ("a `MaskedTensor` around others", lambda: masked_tensor(torch.ones(2), torch.tensor([True, False]))),
         ("without values", lambda: torch.ones(2, device="meta")),
     ],
 )
@@ -100,16 +102,6 @@ def test_tensors_that_are_not_dense_raise_with_their_place(
     tensor = make()
     with pytest.raises(CheckpointError, match=f"The tensor at /x/y is {kind}"):
         save_here(tmp_path / "saved", {"x": {"y": tensor}})
-
-
-def test_a_named_tuple_raises_with_its_place(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"`.*Point` at /user/0, which cannot be saved"):
-        save_here(tmp_path / "saved", state_of({"user": [Point(1, 2)]}))
-
-
-class Point(NamedTuple):
-    x: int
-    y: int
 
 
 def _again(folder: Path, state: dict[str, Any]) -> Any:
@@ -219,6 +211,12 @@ def test_the_manifest_has_the_xxh3_of_each_4_mib_of_a_file(tmp_path: Path) -> No
     assert reported["checksums"] == [xxhash.xxh3_64_hexdigest(block) for block in blocks]
 
 
+def test_a_tensor_without_elements_is_saved_although_no_rank_has_a_shard_of_it(tmp_path: Path) -> None:
+    save_here(tmp_path / "saved", {"x": no_shards((0, 3), torch.bfloat16), "y": torch.ones(2)})
+    found = read_checkpoint(tmp_path / "saved")["x"]
+    assert (found.shape, found.dtype) == ((0, 3), torch.bfloat16)
+
+
 def test_a_truncated_file_raises(tmp_path: Path) -> None:
     save_here(tmp_path / "saved", {"x": torch.ones(1000)})
     (file,) = (tmp_path / "saved").glob("*.bin")
@@ -230,7 +228,7 @@ def test_a_truncated_file_raises(tmp_path: Path) -> None:
 def test_errors_for_a_missing_and_an_incomplete_checkpoint_differ(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="There is no such folder"):
         read_checkpoint(tmp_path / "none")
-    write(Folder(tmp_path / "torn"), plan({"x": torch.ones(3)}, 0, "t"))
+    write(Folder(tmp_path / "torn"), plan({"x": torch.ones(3)}, 0, "0badcafe"))
     with pytest.raises(CheckpointError, match="the save was not completed"):
         read_checkpoint(tmp_path / "torn")
 
@@ -292,14 +290,16 @@ def save_to_own_path(fabric: Fabric, folder: str) -> str:
         fabric.save(Path(folder) / f"of-rank-{fabric.global_rank}", {"step": 1})
     fabric.barrier()
     left = [file for _, _, files in os.walk(folder) for file in files]
-    return f"{raised.value} Files left: {left}"
+    return str(fabric.broadcast(f"{raised.value} Files left: {left}", src=1))
 
 
 @pytest.mark.slow
 def test_ranks_that_save_to_different_paths_raise_with_the_likely_cause(tmp_path: Path) -> None:
     found = Fabric(accelerator="cpu", strategy="ddp", devices=2).launch(save_to_own_path, str(tmp_path))
     assert found is not None
+    assert f"Rank 0 could not write the checkpoint '{tmp_path}/of-rank-0'" in found
     assert "does not find the files of rank 1" in found
+    assert f"This rank saved to '{tmp_path}/of-rank-1'." in found
     assert "(a time or a rank in its name?)" in found
     assert "Files left: []" in found
 
