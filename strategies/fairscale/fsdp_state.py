@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias, cast, final
 
@@ -29,6 +28,7 @@ from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.sharding.dtensor import local_part
 from fabric.strategies.sharding.flat_shards import hide, show_again
+from fabric.strategies.undo import undo_all
 
 _NUMBERS = ("step", "mu_product", "mu", "eta")
 """State of torch's optimizers that is a scalar for every shape of the parameter."""
@@ -79,7 +79,7 @@ def attach_module(slices: Slices, module: nn.Module) -> Callable[[], None]:
         handles.append(part.register_state_dict_post_hook(_Hook(_gather, slices)))  # type: ignore[no-untyped-call]
         handles.append(part.register_load_state_dict_pre_hook(_Hook(_slice, slices)))  # type: ignore[no-untyped-call]
     handles.append(module.register_state_dict_post_hook(_Hook(_tie)))  # type: ignore[no-untyped-call]  # after the others
-    return partial(_remove, handles)
+    return undo_all(handle.remove for handle in handles)
 
 
 def attach_optimizer(
@@ -127,12 +127,7 @@ def attach_optimizer(
         optimizer.register_state_dict_post_hook(gather),
         optimizer.register_load_state_dict_pre_hook(slice_all),
     ]
-    return partial(_remove, handles)
-
-
-def _remove(handles: Sequence[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
+    return undo_all(handle.remove for handle in handles)
 
 
 def _whole_entry(collective: Collective, name: str, value: Any, parameter: Any) -> Any:

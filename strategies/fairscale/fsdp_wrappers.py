@@ -40,6 +40,7 @@ from fabric.strategies.sharding.execution_order import ExecutionOrder
 from fabric.strategies.sharding.flat_shards import forget, hide, show
 from fabric.strategies.sharding.freed import explain_freed
 from fabric.strategies.torch_internals import current_graph_task_id
+from fabric.strategies.undo import replace_attributes, undo_all
 
 UNCOMPILABLE = (
     "`torch.compile` under `strategy='ddp_fully_sharded'`: FairScale gathers parameters in code that the compiler "
@@ -111,10 +112,9 @@ class FairScaleFSDPGradientSync(GradientSync):
         self.order = ExecutionOrder(runtime, module, parts)
         self._ordered = self.order.around(self._forward)
         inner = [part for part in module.modules() if part is not module and part not in wrapped]
-        self.given = {part: vars(part).get("forward") for part in inner if part._parameters}
-        for part in self.given:
-            object.__setattr__(part, "forward", _Inner(self, part))
-
+        self.restore = undo_all(
+            replace_attributes(part, forward=_Inner(self, part)) for part in inner if part._parameters
+        )
         self._show()
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -192,11 +192,7 @@ class FairScaleFSDPGradientSync(GradientSync):
             path.release()
         self.order.release()
         forget(self.names)
-        for part, given in self.given.items():
-            if given is None:
-                vars(part).pop("forward", None)
-            else:
-                object.__setattr__(part, "forward", given)
+        self.restore()
 
 
 @final

@@ -34,7 +34,7 @@ from fabric.strategies.collectives.collective import (
     check_slices,
     check_split,
 )
-from fabric.strategies.collectives.dtypes import from_reduced, to_reducible
+from fabric.strategies.collectives.dtypes import from_reduced, reduce_stacked, to_reducible
 from fabric.strategies.collectives.forks import forget_in_forks, in_a_fork
 from fabric.strategies.collectives.objects import CarriesObjects
 from fabric.strategies.collectives.packing import Spec, as_bytes
@@ -55,13 +55,6 @@ _OPS = {
     "product": "Product",
 }  # mean: divided in `from_reduced`
 _WIDER = {torch.bfloat16: torch.float32, torch.uint8: torch.int32, torch.int8: torch.int32}
-_LOCALLY: dict[str, Callable[[Tensor], Tensor]] = {
-    "sum": lambda slices: slices.sum(0, dtype=slices.dtype),
-    "mean": lambda slices: slices.sum(0, dtype=slices.dtype),
-    "min": lambda slices: slices.amin(0),
-    "max": lambda slices: slices.amax(0),
-    "product": lambda slices: slices.prod(0, dtype=slices.dtype),
-}
 
 
 @final
@@ -163,7 +156,7 @@ class HorovodCollective(CarriesObjects):
         check_slices("reduce_scatter", tensor, self.size)
         operand = to_reducible(tensor, op, copy=False)
         # Horovod's own reduce-scatter only sums. This one receives as many bytes per rank, and holds W slices.
-        reduced = _LOCALLY[op](self._all_to_all("reduce_scatter", operand))
+        reduced = reduce_stacked(self._all_to_all("reduce_scatter", operand), op)
         return from_reduced(reduced, op, tensor.dtype, self.size)
 
     def all_to_all(self, tensor: Tensor) -> Tensor:

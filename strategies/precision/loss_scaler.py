@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fabric.strategies.precision.precision import Precision
-
 
 @dataclass(slots=True)
 class _Gradients:
@@ -62,7 +60,7 @@ class LossScaler:
         self._stepped = False
         self._overflowed = False
         self._known: dict[Optimizer, _Gradients] = {}
-        self.when_rescaled: Callable[[Optimizer], None] = _nothing
+        self.when_rescaled: Callable[[Optimizer], None] = lambda optimizer: None
         """Called after the gradients of an optimizer were multiplied."""
 
     def attach(self, optimizer: Optimizer) -> Callable[[], None]:
@@ -173,22 +171,6 @@ class LossScaler:
                 f"Skipped a step of {type(optimizer).__name__}: its gradients overflowed at a loss scale of "
                 f"{self.scale:g}. The next scale is {self.scale * self.backoff_factor:g}."
             )
-
-
-def _nothing(optimizer: Optimizer) -> None:
-    pass
-
-
-def loss_scaler_for(
-    precision: Precision,
-    report: Callable[[str], None],
-    decide: Callable[[bool], bool] = bool,
-    local: Callable[[Tensor], Tensor] | None = None,
-) -> LossScaler | None:
-    """The scaler that the precision needs, or None."""
-    if not precision.scales_loss:
-        return None
-    return LossScaler(init_scale=precision.init_scale, report=report, decide=decide, local=local)
 
 
 def all_finite(gradients: Sequence[Tensor]) -> bool:
