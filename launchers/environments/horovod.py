@@ -36,25 +36,14 @@ INSTALL = (
 class HorovodEnvironment(Environment):
     """`horovodrun --gloo -np 4 python script.py`."""
 
-    @property
-    def name(self) -> str:
-        return "horovod"
-
-    @property
-    def start(self) -> Start:
-        return Start(
-            command="horovodrun --gloo -np 2 python train.py",
-            program="horovodrun",
-            otherwise=INSTALL,
-        )
-
-    @property
-    def looked_for(self) -> str:
-        return "HOROVOD_RANK (horovodrun)"
-
-    @property
-    def telling(self) -> tuple[str, ...]:
-        return "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"
+    name = "horovod"
+    start = Start(
+        command="horovodrun --gloo -np 2 python train.py",
+        program="horovodrun",
+        otherwise=INSTALL,
+    )
+    looked_for = "HOROVOD_RANK (horovodrun)"
+    telling = "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"
 
     def detect(self, environ: Mapping[str, str]) -> bool:
         return "HOROVOD_RANK" in environ

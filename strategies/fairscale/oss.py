@@ -278,15 +278,13 @@ class _ShardOf:
 class NoOwnersGradientSync(GradientSync):
     """A model without an optimizer: its parameters have no owners, so gradients would not be averaged, and raise."""
 
+    is_replicated = True
+
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return function(*args, **kwargs)
-
-    @property
-    def is_replicated(self) -> bool:
-        return True
 
     def watch(self) -> Finish:
         before = [(parameter, parameter.grad, _version(parameter.grad)) for parameter in self.module.parameters()]

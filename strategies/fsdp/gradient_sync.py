@@ -25,6 +25,8 @@ from fabric.strategies.sharding.same_gradients import SameGradients
 class FSDPGradientSync(GradientSync):
     """One sharded model. `units`: the submodules whose parameters are all-gathered together, including the root."""
 
+    averages_before_hooks = True
+
     def __init__(
         self,
         runtime: Runtime,
@@ -48,10 +50,6 @@ class FSDPGradientSync(GradientSync):
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._ordered(function, args, kwargs)
-
-    @property
-    def averages_before_hooks(self) -> bool:
-        return True
 
     def mark(self, method: str) -> None:
         """Make parameters available in another method."""

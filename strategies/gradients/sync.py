@@ -106,15 +106,13 @@ class LocalGradientSync(GradientSync):
     `run`: what runs forward, if not the method itself: it is called as `run(function, args, kwargs)`.
     """
 
+    averages_before_hooks = True
+
     def __init__(self, module: nn.Module, run: Callable[..., Any] | None = None) -> None:
         self.module, self._run = module, run
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return function(*args, **kwargs) if self._run is None else self._run(function, args, kwargs)
-
-    @property
-    def averages_before_hooks(self) -> bool:
-        return True
 
     def watch(self) -> Finish | None:
         return None
