@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, cast, final
 
 import torch
@@ -19,6 +20,7 @@ from fabric.strategies.checkpoint.in_place import filled_module, is_extra_state
 from fabric.strategies.checkpoint.state import StateAccess
 from fabric.strategies.checkpoint.stored import Stored, in_memory
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, flat_shard, no_shards
+from fabric.strategies.sharding.dtensor import map_state
 
 
 @final
@@ -48,14 +50,7 @@ class ZeroState(StateAccess):
     # Modules
 
     def read_module(self, module: nn.Module) -> dict[str, Any]:
-        seen: dict[int, Tensor] = {}  # tied weights are one tensor in the file as well
-        state = module.state_dict(keep_vars=True)
-        for name, value in state.items():
-            if isinstance(value, Tensor):
-                if id(value) not in seen:
-                    seen[id(value)] = self._keep(self._whole(value))
-                state[name] = seen[id(value)]
-        return state
+        return _module_state(module, lambda tensor: self._keep(self._whole(tensor)))
 
     def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...] | None]:
         return {
@@ -67,14 +62,7 @@ class ZeroState(StateAccess):
         return [len(group) for group in self.groups]
 
     def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
-        seen: dict[int, TensorShards | Tensor] = {}  # tied weights are one tensor in the file as well
-        state = module.state_dict(keep_vars=True)
-        for name, value in state.items():
-            if isinstance(value, Tensor):
-                if id(value) not in seen:
-                    seen[id(value)] = self._shards(value)
-                state[name] = seen[id(value)]
-        return state
+        return _module_state(module, self._shards)
 
     def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
         self.write_module(module, content, strict=strict)
@@ -147,10 +135,10 @@ class ZeroState(StateAccess):
         return {"state": state, "param_groups": groups}
 
     def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
-        state = {
-            index: {key: each if _is_large(each) else in_memory(each) for key, each in entries.items()}
-            for index, entries in content["state"].items()
-        }
+        def small_in_memory(index: Any, key: str, value: Any) -> Any:
+            return value if isinstance(value, Stored) and value.shape != () else in_memory(value)
+
+        state = map_state(content, small_in_memory)["state"]
         self.write_optimizer(optimizer, {**in_memory({**content, "state": {}}), "state": state})
 
     def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
@@ -262,6 +250,17 @@ class ZeroState(StateAccess):
             safe_set_full_optimizer_state(parameter, value, key)
 
 
+def _module_state(module: nn.Module, entry: Callable[[Tensor], Any]) -> dict[str, Any]:
+    """The state of a module with `entry` of each tensor, called once for a tied one, which is one in the file as
+    well."""
+    read = cache(entry)
+    state = module.state_dict(keep_vars=True)
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            state[name] = read(value)
+    return state
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Whether DeepSpeed has sharded the parameter: at stage 3, or if it was constructed within `init_module`."""
     from deepspeed.runtime.zero.partition_parameters import is_zero_param
@@ -285,10 +284,6 @@ def _slice(value: Tensor, size: int, rank: int) -> Tensor:
     """Shard `rank` of a tensor with shards of `size` elements, the last ones padded with zeros."""
     part = value.flatten()[rank * size : (rank + 1) * size]
     return nn.functional.pad(part, (0, size - part.numel()))
-
-
-def _is_large(value: Any) -> bool:
-    return isinstance(value, Stored) and value.shape != ()
 
 
 def _is_elementwise(key: str, value: Any, parameter: Tensor) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from itertools import chain
 from typing import Any, TypeAlias, cast, final
 
 import torch
@@ -26,7 +25,7 @@ from fabric.strategies.checkpoint.stored import Stored, in_memory
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, flat_shard
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.gradients.clipping import parameters_of
-from fabric.strategies.sharding.dtensor import local_part
+from fabric.strategies.sharding.dtensor import by_saved_index, local_part, map_state
 from fabric.strategies.sharding.flat_shards import hide, show_again
 from fabric.strategies.undo import undo_all
 
@@ -93,21 +92,15 @@ def attach_optimizer(
 
     def gather(optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
         parameters = parameters_of(optimizer)
-        state = {
-            index: {name: _whole_entry(collective, name, value, parameters[index]) for name, value in entries.items()}
-            for index, entries in sorted(content["state"].items())
-        }
-        return {**content, "state": state}
+        return map_state(content, lambda index, name, value: _whole_entry(collective, name, value, parameters[index]))
 
     def slice_all(optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
-        indices = chain.from_iterable(group["params"] for group in content["param_groups"])
-        by_index = dict(zip(indices, parameters_of(optimizer), strict=False))  # torch raises for different lengths
-        state = {
-            index: {name: _sliced_entry(name, value, by_index[index], rank, size) for name, value in entries.items()}
-            for index, entries in content["state"].items()
-            if index in by_index
-        }
-        return {**content, "state": state}
+        by_index = by_saved_index(optimizer, content)
+        known = {index: entries for index, entries in content["state"].items() if index in by_index}
+        return map_state(
+            {**content, "state": known},
+            lambda index, name, value: _sliced_entry(name, value, by_index[index], rank, size),
+        )
 
     shown: list[Any] = []
 
@@ -258,9 +251,7 @@ class SlicedState(StateAccess):
             PLAIN.write_module(module, state, strict=strict)
 
     def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
-        parameters: list[Any] = parameters_of(optimizer)
-        indices = [index for group in content["param_groups"] for index in group["params"]]
-        by_index = dict(zip(indices, parameters, strict=False))  # torch raises for different lengths
+        by_index = by_saved_index(optimizer, content)
 
         def own(index: Any, name: str, value: Any) -> Any:
             if index not in by_index or name in _NUMBERS or not _fits(value, by_index[index]):
@@ -271,10 +262,7 @@ class SlicedState(StateAccess):
                 existing = torch.zeros(parameter.shape, dtype=value.dtype)
             return self._filled(existing, value)
 
-        state = {
-            index: {name: own(index, name, value) for name, value in entries.items()}
-            for index, entries in content["state"].items()
-        }
+        state = map_state(content, own)["state"]
         PLAIN.write_optimizer(optimizer, {**in_memory({**content, "state": {}}), "state": state})
 
     def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...] | None]:
@@ -295,18 +283,13 @@ class SlicedState(StateAccess):
         return state
 
     def _optimizer_state(self, optimizer: Optimizer, entry: _Entry) -> dict[str, Any]:
-        content = _ungathered(optimizer)
         parameters: list[Any] = parameters_of(optimizer)
-        state = {
-            index: {
-                name: entry(value, parameters[index]._orig_size)
-                if _is_sliced(name, value, parameters[index])
-                else value
-                for name, value in entries.items()
-            }
-            for index, entries in sorted(content["state"].items())
-        }
-        return {**content, "state": state}
+
+        def own(index: Any, name: str, value: Any) -> Any:
+            parameter = parameters[index]
+            return entry(value, parameter._orig_size) if _is_sliced(name, value, parameter) else value
+
+        return map_state(_ungathered(optimizer), own)
 
     def _filled(self, own: Tensor, value: Stored) -> Tensor:
         """This rank's shard, filled with its elements."""
