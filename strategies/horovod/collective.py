@@ -14,7 +14,7 @@ dtypes are cast to one of these that holds all their values. `send` and `recv` u
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast, final
 
@@ -61,14 +61,12 @@ _WIDER = {torch.bfloat16: torch.float32, torch.uint8: torch.int32, torch.int8: t
 class HorovodCollective(CarriesObjects):
     """All ranks of a world, over Horovod's own controller (gloo).
 
-    `timeout_seconds`: how long a call waits for the other ranks. `report`: called with the missing ranks while waiting.
+    `timeout_seconds`: how long a call waits for the other ranks.
     Once a rank has called `teardown` or ended, calls of the others raise CollectiveError.
     """
 
-    def __init__(
-        self, world: World, *, timeout_seconds: float = 1800.0, report: Callable[[str], None] = _LOGGER.warning
-    ) -> None:
-        self._world, self._timeout_seconds, self._report = world, timeout_seconds, report
+    def __init__(self, world: World, *, timeout_seconds: float = 1800.0) -> None:
+        self._world, self._timeout_seconds = world, timeout_seconds
         self._ranks = tuple(range(world.size))
         self._is_part = False
         self._store: Store | None = None
@@ -105,7 +103,7 @@ class HorovodCollective(CarriesObjects):
                 "to the fabric, and close the other one first.",
                 rank=self._world.rank,
             )
-        store = join(self._world, self._timeout_seconds, self._report)
+        store = join(self._world, self._timeout_seconds, _LOGGER.warning)
         self._is_in_a_fork = False
         self._address = self._serve(store)
         try:
