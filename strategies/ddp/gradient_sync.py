@@ -24,6 +24,7 @@ from fabric.strategies.gradients.reducer import end_reducer
 from fabric.strategies.gradients.sync import Factor, Finish, GradientSync
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.changes import Contents
+from fabric.strategies.module.naming import name_some
 
 if TYPE_CHECKING:
     from fabric.strategies.ddp.strategy import DDPStrategy
@@ -172,10 +173,9 @@ class DDPGradientSync(GradientSync):
                 # late.
                 left_out = {id(p) for p, took_part in zip(parameters, changed, strict=True) if not took_part}
                 names = [name for name, parameter in self.module.named_parameters() if id(parameter) in left_out]
-                some = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
                 raise RuntimeError(
-                    f"{len(names)} parameters of `{type(self.module).__name__}` ({some}) got no gradient in this "
-                    f"backward, while others did. {UNUSED}"
+                    f"{len(names)} parameters of `{type(self.module).__name__}` ({name_some(names)}) got no gradient "
+                    f"in this backward, while others did. {UNUSED}"
                 )
             if self.carrier is not None:
                 self.carrier.send()

@@ -27,6 +27,7 @@ from fabric.strategies.deepspeed.state import as_changed
 from fabric.strategies.module.added_parameters import AddedParameters
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.copies import Hook
+from fabric.strategies.module.naming import name_some
 from fabric.strategies.precision.loss_scaler import all_finite
 from fabric.strategies.pytree import tensors_in
 from fabric.strategies.runtime import Runtime
@@ -487,10 +488,9 @@ class Engine:
         left = set(self.trained) - self._reached
         if left:
             names = [name for parameter, name in self.placeholders.names.items() if parameter in left]
-            some = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
             raise RuntimeError(
-                f"{len(names)} parameters of `{type(self.module).__name__}` ({some}) got no gradient since the "
-                f"last `step` or `zero_grad`. {UNUSED}"
+                f"{len(names)} parameters of `{type(self.module).__name__}` ({name_some(names)}) got no gradient "
+                f"since the last `step` or `zero_grad`. {UNUSED}"
             )
 
     # Steps

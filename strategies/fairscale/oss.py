@@ -24,21 +24,14 @@ from torch.optim import Optimizer
 
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.fairscale.changed_gradients import note, refuse_changed
-from fabric.strategies.fairscale.library import (
-    LATE,
-    NOT_AVERAGED,
-    SHARDED,
-    UNUSED,
-    look_up,
-    name_some,
-    root_logger_untouched,
-)
+from fabric.strategies.fairscale.library import LATE, NOT_AVERAGED, SHARDED, UNUSED, look_up, root_logger_untouched
 from fabric.strategies.gradients.call_module import CallModule
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.gradients.in_shards import InShards
 from fabric.strategies.gradients.sync import Factor, Finish, GradientSync
 from fabric.strategies.module.added_parameters import AddedParameters
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
+from fabric.strategies.module.naming import name_some
 from fabric.strategies.pytree import map_only_tensors
 
 
