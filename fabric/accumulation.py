@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from fabric.strategies.collectives.flight_recorder import FlightRecorder
 from fabric.strategies.data.read_ahead import End, ReadAhead
 from fabric.strategies.data.repeated import NOT_COUNTED, Factor, RepeatedBatches
-from fabric.strategies.data.take import take
+from fabric.strategies.data.take import length_of, take
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.gradients.sync import GradientSync
 from fabric.strategies.prepared import Prepared
@@ -74,7 +74,7 @@ class Accumulation:
         remaining = _Ahead(iter(batches), self.repeated, ahead)
         is_complete = False
         try:
-            yield from self._windows(_length(batches), remaining, num_batches, models, unsynced)
+            yield from self._windows(length_of(batches), remaining, num_batches, models, unsynced)
             is_complete = True
         finally:
             remaining.leave(is_complete)
@@ -250,13 +250,6 @@ class _Ahead(Iterator[T]):
         for end in self._ends:
             end(is_complete)
         self._ends.clear()
-
-
-def _length(batches: Any) -> int | None:
-    try:
-        return len(batches)
-    except TypeError:
-        return None
 
 
 _EARLY = (

@@ -377,6 +377,8 @@ class Fabric:
         with ExitStack() as stack:  # restores the module if the strategy raises
             stack.callback(recompute(uncompiled(module), self.strategy.activation_checkpointing_policy))
             before = list(uncompiled(module).parameters())
+            if self._unaveraged is not None:
+                self._unaveraged.remove_hooks()
             prepared = self.strategy.setup(runtime, module, optimizers, move_to_device)
             self._open.push(stack.pop_all())
         self._open.callback(prepared.release)
@@ -390,13 +392,9 @@ class Fabric:
         runtime.rank_rng.has_model = True
         self._optimizers.update(dict.fromkeys(prepared.optimizers, prepared.state))
         self._take_in(bare, prepared.optimizers, move=move_to_device)
-        self._tell_skips(prepared.optimizers)
-        self._average_losses(prepared.optimizers)
-        self._count_steps(prepared.optimizers)
-        self._guard_steps(prepared.optimizers)
         if self._replica_check is not None:
             self._replica_check.add(prepared)
-            self._compare_after_steps(prepared.optimizers)
+        self._follow_steps(prepared.optimizers)
         self._schedulers += [scheduler] if is_stateful(scheduler) else []
         results = (prepared.module, *prepared.optimizers, *(() if scheduler is None else (scheduler,)))
         return results if len(results) > 1 else prepared.module
@@ -423,11 +421,7 @@ class Fabric:
         shared = next((model.state for model in self._models.values()), PLAIN)  # for parameters outside of any module
         self._optimizers.update({each: self._state_access(each, otherwise=shared) for each in optimizers})
         self._take_in(bare, optimizers, move=True)
-        self._tell_skips(optimizers)
-        self._average_losses(optimizers)
-        self._count_steps(optimizers)
-        self._guard_steps(optimizers)
-        self._compare_after_steps(optimizers)
+        self._follow_steps(optimizers)
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
     @overload
@@ -1138,11 +1132,6 @@ class Fabric:
         if is_replicated or not strategy.in_shards:
             self._open.callback(refuse_updates_by_hand(runtime, uncompiled(model.module)))
 
-    def _compare_after_steps(self, optimizers: Iterable[Optimizer]) -> None:
-        if self._replica_check is not None:
-            for optimizer in optimizers:
-                self._open.callback(self._replica_check.attach(optimizer, self._optimizers[optimizer]))
-
     def _checks_of(self, optimizer: Optimizer) -> Checks:
         """How the guard checks the gradients of an optimizer."""
         runtime = self._connected
@@ -1305,22 +1294,20 @@ class Fabric:
         if self._models:
             self._backward = self._joint_backward()
 
-    def _tell_skips(self, optimizers: Sequence[Optimizer]) -> None:
-        """Add `step_was_skipped` to optimizers; the loss scaler sets it."""
+    def _follow_steps(self, optimizers: Sequence[Optimizer]) -> None:
+        """Attach all that happens in the steps of optimizers that were set up."""
+        runtime, undo = self._connected, self._open
+        losses = ClosureLoss(runtime.collective, lambda: self._weighting is not None)
         for optimizer in optimizers:
-            optimizer.step_was_skipped = False  # type: ignore[attr-defined]
-            self._open.callback(vars(optimizer).pop, "step_was_skipped", None)
-
-    def _average_losses(self, optimizers: Sequence[Optimizer]) -> None:
-        """Average what closures return to the optimizers that compute with it."""
-        losses = ClosureLoss(self._connected.collective, lambda: self._weighting is not None)
-        for optimizer in optimizers:
-            self._open.callback(losses.attach(optimizer))
-
-    def _count_steps(self, optimizers: Sequence[Optimizer]) -> None:
-        for optimizer in optimizers:
+            optimizer.step_was_skipped = False  # type: ignore[attr-defined]  # the loss scaler sets it
+            undo.callback(vars(optimizer).pop, "step_was_skipped", None)
+            undo.callback(losses.attach(optimizer))
             self._steps[optimizer] = StepCounter()
-            self._open.callback(self._steps[optimizer].attach(optimizer, self._connected.loader_numbers.note_step))
+            undo.callback(self._steps[optimizer].attach(optimizer, runtime.loader_numbers.note_step))
+        self._guard_steps(optimizers)
+        if self._replica_check is not None:
+            for optimizer in optimizers:
+                undo.callback(self._replica_check.attach(optimizer, self._optimizers[optimizer]))
 
     def _unknown(self, optimizer: Optimizer) -> list[Tensor]:
         """The parameters of an optimizer that nothing averages."""

@@ -21,7 +21,7 @@ from fabric.strategies.checkpoint.tensor_shards import of_other_rank, of_rank
 from fabric.strategies.checkpoint.values import encode
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.data.device_loader import DeviceLoader, StatefulDeviceLoader, loader_name
-from fabric.strategies.data.loader_check import length_of
+from fabric.strategies.data.take import length_of
 
 OF_RANKS = "loader of each rank"
 """The key under which the states of all ranks are saved."""

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 from fabric.launchers.registry import OURS
 
 Devices: TypeAlias = Literal["auto", "all"] | int | tuple[int, ...]
 """'auto', -1 for all, a number of devices, or their indices."""
+Read: TypeAlias = Callable[[Any, str], Any]
+"""A parsing function."""
 LAUNCHERS = ("auto", *OURS, "external")
 """The values of `Fabric(launcher=...)`."""
 DEFAULT_REPORT_AFTER_SECONDS = 30.0
@@ -80,12 +83,18 @@ def read_word(value: object, written: str) -> str:
     return value
 
 
-def read_launcher(value: object, written: str) -> str:
-    """Parse the name of a launcher."""
-    for word in LAUNCHERS:
-        if value == word:
-            return word
-    raise ValueError(_none_of(written, LAUNCHERS))
+def _one_of(words: Sequence[str]) -> Read:
+    """Parses one of these words."""
+
+    def read(value: object, written: str) -> str:
+        for word in words:
+            if value == word:
+                return word
+        raise ValueError(
+            f"`{written}` is not known. Write {'one of ' * (len(words) > 1)}{', '.join(map(repr, words))}."
+        )
+
+    return read
 
 
 def read_folder(value: object, written: str) -> str:
@@ -106,20 +115,25 @@ def read_flag(value: object, written: str) -> bool:
     return bool(value)
 
 
-def read_debug(value: object, written: str) -> str:
-    """Parse `debug`."""
-    for word in DEBUG_MODES:
-        if value == word:
-            return word
-    raise ValueError(_none_of(written, DEBUG_MODES))
-
-
-def read_precision_word(value: object, written: str) -> str:
-    """Parse the name of a precision, long or short."""
-    for word in PRECISIONS:
-        if value == word:
-            return word
-    raise ValueError(_none_of(written, PRECISIONS))
+OPTIONS: Mapping[str, Read] = {
+    "accelerator": read_word,
+    "strategy": read_word,
+    "devices": read_devices,
+    "num_nodes": read_count,
+    "node_rank": read_rank,
+    "main_address": read_word,
+    "main_port": read_port,
+    "precision": _one_of(PRECISIONS),
+    "launcher": _one_of(LAUNCHERS),
+    "max_restarts": read_rank,
+    "timeout_seconds": read_seconds,
+    "report_after_seconds": read_seconds,
+    "check_replicas": read_count,
+    "debug": _one_of(DEBUG_MODES),
+    "log_dir": read_folder,
+    "prefix_output": read_flag,
+}
+"""The options of `fabric run`, by the names of the arguments that they set."""
 
 
 def _devices_of_text(text: str, written: str) -> Devices:
@@ -161,7 +175,3 @@ def _whole(value: object, written: str, *, low: int, high: int | None = None) ->
     if isinstance(value, str) or value < low or (high is not None and value > high):
         raise ValueError(f"`{written}` is out of range. Write {range_of_it}.")
     return value
-
-
-def _none_of(written: str, words: tuple[str, ...]) -> str:
-    return f"`{written}` is not known. Write {'one of ' * (len(words) > 1)}{', '.join(map(repr, words))}."

@@ -7,15 +7,14 @@ give different values, because neither may override the other silently.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from fabric import option_parsing
 from fabric.launchers.environments.environment import Environment
 from fabric.launchers.environments.ours import OursEnvironment
 from fabric.launchers.world import World
-from fabric.option_parsing import Devices
+from fabric.option_parsing import DEFAULT_REPORT_AFTER_SECONDS, OPTIONS, Devices, Read, read_word
 from fabric.run_options import options_in
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.precision.precision import Precision
@@ -43,7 +42,7 @@ class Request:
     deterministic: bool | Literal["warn"] = False
     timeout_seconds: float | None = None
     """None: the strategy's own."""
-    report_after_seconds: float = option_parsing.DEFAULT_REPORT_AFTER_SECONDS
+    report_after_seconds: float = DEFAULT_REPORT_AFTER_SECONDS
     check_replicas: int | None = None
     """None: replicas are not compared."""
     debug: str | None = None
@@ -79,15 +78,12 @@ class Request:
 
     def asks_for_one(self, world: World) -> bool:
         """Whether it describes one process on one device, and cannot mean this world of several."""
-        if self.num_nodes > 1 or self.launcher != "auto" or not (self.devices == 1 or _is_one_index(self.devices)):
+        is_one = self.devices == 1 or (isinstance(self.devices, tuple) and len(self.devices) == 1)
+        if self.num_nodes > 1 or self.launcher != "auto" or not is_one:
             return False
         if isinstance(self.strategy, Strategy):
             return self.strategy.launchers == ("inline",)
         return self.strategy == "single_device" or (self.strategy == "auto" and world.local_size > 1)
-
-
-def _is_one_index(devices: Devices) -> bool:
-    return isinstance(devices, tuple) and len(devices) == 1
 
 
 def _is_one_within_ours(request: Request, environ: Mapping[str, str]) -> bool:
@@ -172,13 +168,9 @@ def _read_strategy(value: object, written: str) -> str | Strategy:
 
 def _word_or(kind: str, value: object, written: str) -> str:
     if isinstance(value, str):
-        return option_parsing.read_word(value, written)
+        return read_word(value, written)
     made = f"`{value.__name__}()`, an instance" if isinstance(value, type) else f"a name or {kind}"
     raise TypeError(f"`{written}` is neither a name nor {kind}. Pass {made}.")
-
-
-def _read_precision(value: Any, written: str) -> Precision:
-    return Precision.parse(value)
 
 
 def _read_deterministic(value: object, written: str) -> bool | Literal["warn"]:
@@ -189,38 +181,16 @@ def _read_deterministic(value: object, written: str) -> bool | Literal["warn"]:
     )
 
 
-def _read_timeout(value: object, written: str) -> float | None:
-    return None if value is None else option_parsing.read_seconds(value, written)
+def _or_none(name: str) -> Read:
+    """Parses an argument that may be None."""
+    return lambda value, written: None if value is None else OPTIONS[name](value, written)
 
 
-def _read_check_replicas(value: object, written: str) -> int | None:
-    return None if value is None else option_parsing.read_count(value, written)
-
-
-def _read_debug(value: object, written: str) -> str | None:
-    return None if value is None else option_parsing.read_debug(value, written)
-
-
-def _read_log_dir(value: object, written: str) -> str | None:
-    return None if value is None else option_parsing.read_folder(value, written)
-
-
-_READ: Mapping[str, Callable[[Any, str], Any]] = {
+_READ: Mapping[str, Read] = {
+    **OPTIONS,
+    **{name: _or_none(name) for name in ("timeout_seconds", "check_replicas", "debug", "log_dir")},
     "accelerator": _read_accelerator,
     "strategy": _read_strategy,
-    "devices": option_parsing.read_devices,
-    "num_nodes": option_parsing.read_count,
-    "node_rank": option_parsing.read_rank,
-    "main_address": option_parsing.read_word,
-    "main_port": option_parsing.read_port,
-    "precision": _read_precision,
-    "launcher": option_parsing.read_launcher,
-    "max_restarts": option_parsing.read_rank,
+    "precision": lambda value, written: Precision.parse(value),
     "deterministic": _read_deterministic,
-    "timeout_seconds": _read_timeout,
-    "report_after_seconds": option_parsing.read_seconds,
-    "check_replicas": _read_check_replicas,
-    "debug": _read_debug,
-    "log_dir": _read_log_dir,
-    "prefix_output": option_parsing.read_flag,
 }

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from fabric.strategies.data.rng import Rng, mix, process_rngs
+from fabric.strategies.data.rng import Rng, mix, preserved_rngs, process_rngs
 
 _NUM_SEEDS = 2**32
 """NumPy's seeds have 32 bits."""
@@ -63,17 +63,10 @@ def derive_seed(seed: int, *path: int) -> int:
     return mix("seed", seed, *path) % _NUM_SEEDS
 
 
-@contextmanager
-def isolated_rng() -> Iterator[None]:
+def isolated_rng() -> AbstractContextManager[None]:
     """Context: restores the random generators of Python, NumPy, torch and the accelerator, if that is in use, at its
     end."""
-    rngs = [*process_rngs(), *_accelerator_rngs()]
-    states = [rng.read() for rng in rngs]
-    try:
-        yield
-    finally:
-        for rng, state in zip(rngs, states, strict=True):
-            rng.write(state)
+    return preserved_rngs([*process_rngs(), *_accelerator_rngs()])
 
 
 def device_rngs(devices: Iterable[torch.device]) -> list[Rng]:

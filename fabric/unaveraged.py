@@ -39,12 +39,21 @@ class UnaveragedOptimizers:
         self._trained: WeakSet[Optimizer] = WeakSet()
         """Those that have received a gradient from `fabric.backward`."""
         self._hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
-        undo.callback(self._release)
+        undo.callback(self.remove_hooks)
         undo.callback(register_optimizer_step_pre_hook(self._check).remove)
 
     def note_averaged(self, parameters: Iterable[Tensor]) -> None:
         """Called with the parameters whose gradients the program has averaged over the ranks."""
         self._averaged.update(dict.fromkeys(parameters, True))
+
+    def remove_hooks(self) -> None:
+        """Called before a model is set up, whose parameters may have them: parameters with hooks are not sharded.
+
+        An optimizer that is not set up then gets its hook again, at its next step.
+        """
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
 
     def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer in self._prepared or optimizer in self._judged:
@@ -78,11 +87,6 @@ class UnaveragedOptimizers:
     def _note_gradient(self, optimizer: Optimizer | None) -> None:
         if optimizer is not None and self._runtime.backward.is_running:
             self._trained.add(optimizer)
-
-    def _release(self) -> None:
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
 
 
 _NOT_AVERAGED = (

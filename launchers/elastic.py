@@ -22,7 +22,7 @@ from fabric.launchers.rank.task import RunScript
 from fabric.launchers.script import Script, start_interpreter
 from fabric.launchers.supervision import ending
 from fabric.launchers.supervision.failure import describe
-from fabric.launchers.supervision.supervisor import Child, Supervisor
+from fabric.launchers.supervision.supervisor import Child, Supervisor, supervise
 from fabric.launchers.world import World
 
 R = TypeVar("R")
@@ -52,11 +52,7 @@ class Elastic(Launcher):
         attempt = 0
         while True:
             topology = replace(self.topology, attempt=attempt)
-            with Supervisor(topology, "elastic", expects_results=expects_results) as supervisor:
-                for local_rank in range(topology.num_processes):
-                    with supervisor.starting(local_rank) as world:
-                        supervisor.add(start(world))
-                supervisor.wait()
+            supervisor = supervise(topology, "elastic", start, expects_results=expects_results)
             if not supervisor.failures or supervisor.ended_by is not None or attempt == self.max_restarts:
                 return supervisor
             attempt += 1

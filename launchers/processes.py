@@ -16,7 +16,7 @@ from fabric.launchers.rank.program import this_program
 from fabric.launchers.rank.task import CallFunction
 from fabric.launchers.script import start_interpreter
 from fabric.launchers.supervision import ending
-from fabric.launchers.supervision.supervisor import Child, Supervisor
+from fabric.launchers.supervision.supervisor import Child, supervise
 from fabric.launchers.world import World
 
 R = TypeVar("R")
@@ -50,11 +50,7 @@ class Processes(Launcher):
 
     def _results(self, everyone: bool, worker: Callable[..., R], args: tuple[Any, ...]) -> list[R]:
         task = tasks.call_function(worker, args, everyone=everyone, launcher=self.word)
-        with Supervisor(self.topology, self.word, expects_results=True) as supervisor:
-            for local_rank in range(self.topology.num_processes):
-                with supervisor.starting(local_rank) as world:
-                    supervisor.add(self.start(world, task))
-            supervisor.wait()
+        supervisor = supervise(self.topology, self.word, lambda world: self.start(world, task), expects_results=True)
         return ending.results(supervisor)
 
 

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, final
 
@@ -19,7 +20,7 @@ from fabric.launchers.rank import task as tasks
 from fabric.launchers.rank.program import Program, this_program
 from fabric.launchers.rank.task import CallFunction, RunScript
 from fabric.launchers.supervision import ending
-from fabric.launchers.supervision.supervisor import Child, Supervisor
+from fabric.launchers.supervision.supervisor import Child, Supervisor, supervise
 from fabric.launchers.world import World
 
 R = TypeVar("R")
@@ -51,23 +52,16 @@ class Script(Launcher):
                 "the first function. Pass `launcher='forkserver'`, which starts at the function."
             )
         _launched.append(getattr(worker, "__qualname__", repr(worker)))
-        with Supervisor(self.topology, "script", expects_results=True) as supervisor:
-            self._start(supervisor, awaits_function=True)
-            supervisor.wait()
-        result: R = ending.results(supervisor)[0]
+        result: R = ending.results(self._supervise(awaits_function=True))[0]
         return result
 
     def enter(self) -> World:
-        with Supervisor(self.topology, "script", expects_results=False) as supervisor:
-            self._start(supervisor, awaits_function=False)
-            supervisor.wait()
-        ending.leave(supervisor)
+        ending.leave(self._supervise(awaits_function=False))
 
-    def _start(self, supervisor: Supervisor, *, awaits_function: bool) -> None:
-        for local_rank in range(self.topology.num_processes):
-            task = RunScript(program=self.program, awaits_function=awaits_function)
-            with supervisor.starting(local_rank) as world:
-                supervisor.add(start_interpreter(self.program, world, task))
+    def _supervise(self, *, awaits_function: bool) -> Supervisor:
+        task = RunScript(program=self.program, awaits_function=awaits_function)
+        start = partial(start_interpreter, self.program, task=task)
+        return supervise(self.topology, "script", start, expects_results=awaits_function)
 
 
 def start_interpreter(program: Program, world: World, task: CallFunction | RunScript) -> Child:

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from fabric.strategies.collectives.packing import INTEGERS
 from fabric.strategies.sharding.dtensor import local_part
 
 _CHUNK = 2**20
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
@@ -29,7 +29,7 @@ def digest_of(tensor: Tensor) -> Tensor | None:
     flat = tensor.contiguous().reshape(-1)
     size = flat.element_size()
     words = flat.numel() * size // 8  # most of it is read eight bytes at a time
-    parts = [flat.view(_INTEGERS[size])[words * 8 // size :]]
+    parts = [flat.view(INTEGERS[size])[words * 8 // size :]]
     if words:
         head = flat[: words * 8 // size]
         whole = (head.clone() if head.storage_offset() * size % 8 else head).view(torch.int64)

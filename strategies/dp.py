@@ -32,9 +32,7 @@ from fabric.strategies.target import Target
 class DataParallelStrategy(Strategy):
     """Data parallel within one process: a world of one rank with several devices. Outputs are gathered on the first."""
 
-    @property
-    def launchers(self) -> tuple[str, ...]:
-        return ("inline",)
+    launchers = ("inline",)
 
     def refuse(self, target: Target) -> str | None:
         if target.num_nodes > 1:

@@ -43,17 +43,22 @@ def map_leaves(function: Callable[[Any], Any], nest: Any, *, is_leaf: Callable[[
     return nest if keep and all(one is other for one, other in zip(members, items, strict=True)) else fill(items)
 
 
-def tensors_in(nest: Any) -> list[Tensor]:
-    """The tensors in nested containers, in the order of the containers."""
-    found: list[Tensor] = []
+def leaves_in(nest: Any, is_leaf: Callable[[Any], bool]) -> list[Any]:
+    """The leaves in nested containers for which `is_leaf` is true, in the order of the containers."""
+    found: list[Any] = []
 
     def collect(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
+        if is_leaf(leaf):
             found.append(leaf)
         return leaf
 
-    map_leaves(collect, nest, is_leaf=is_tensor, keep=True)
+    map_leaves(collect, nest, is_leaf=is_leaf, keep=True)
     return found
+
+
+def tensors_in(nest: Any) -> list[Tensor]:
+    """The tensors in nested containers, in the order of the containers."""
+    return leaves_in(nest, is_tensor)
 
 
 def written_by(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

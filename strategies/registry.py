@@ -54,63 +54,59 @@ def _built_in(name: str, path: str, description: str, **options: Any) -> Registr
     )
 
 
+_DDP, _FSDP = "ddp.strategy:DDPStrategy", "fsdp.strategy:FSDPStrategy"
+_SHARDED_DDP = "fairscale.sharded_ddp:FairScaleShardedStrategy"
+_DEEPSPEED = "deepspeed.strategy:DeepSpeedStrategy"
 _TABLE = (
     _built_in("single_device", "single_device:SingleDeviceStrategy", "one process, one device"),
     _built_in("dp", "dp:DataParallelStrategy", "one process, several devices; ddp is faster"),
-    _built_in("ddp", "ddp.strategy:DDPStrategy", "a process per device, gradients averaged"),
-    _built_in("ddp_spawn", "ddp.strategy:DDPStrategy", "ddp, processes started by spawn", launcher="spawn"),
-    _built_in("ddp_fork", "ddp.strategy:DDPStrategy", "ddp, processes started by fork", launcher="fork"),
-    _built_in("ddp_notebook", "ddp.strategy:DDPStrategy", "ddp from a notebook: by fork", launcher="fork"),
+    _built_in("ddp", _DDP, "a process per device, gradients averaged"),
+    _built_in("ddp_spawn", _DDP, "ddp, processes started by spawn", launcher="spawn"),
+    _built_in("ddp_fork", _DDP, "ddp, processes started by fork", launcher="fork"),
+    _built_in("ddp_notebook", _DDP, "ddp from a notebook: by fork", launcher="fork"),
     _built_in(
         "ddp_find_unused_parameters_true",
-        "ddp.strategy:DDPStrategy",
+        _DDP,
         "ddp for models that leave out some parameters in some steps",
         find_unused_parameters=True,
     ),
-    _built_in("fsdp", "fsdp.strategy:FSDPStrategy", "parameters, gradients and optimizer state in shards (FSDP2)"),
-    _built_in("fsdp_cpu_offload", "fsdp.strategy:FSDPStrategy", "fsdp, shards in the CPU's memory", cpu_offload=True),
-    _built_in("hsdp", "fsdp.strategy:FSDPStrategy", "fsdp within each node, replicas over nodes", device_mesh="nodes"),
+    _built_in("fsdp", _FSDP, "parameters, gradients and optimizer state in shards (FSDP2)"),
+    _built_in("fsdp_cpu_offload", _FSDP, "fsdp, shards in the CPU's memory", cpu_offload=True),
+    _built_in("hsdp", _FSDP, "fsdp within each node, replicas over nodes", device_mesh="nodes"),
     _built_in(
         "model_parallel",
         "model_parallel.strategy:ModelParallelStrategy",
         "a mesh, and your parallelize_fn(model, mesh)",
     ),
     _built_in("manual", "manual.strategy:ManualStrategy", "parallelism by your parallelize(module, context)"),
-    _built_in(
-        "ddp_sharded", "fairscale.sharded_ddp:FairScaleShardedStrategy", "FairScale: gradients, optimizer state split"
-    ),
-    _built_in(
-        "ddp_sharded_spawn",
-        "fairscale.sharded_ddp:FairScaleShardedStrategy",
-        "ddp_sharded, processes started by spawn",
-        launcher="spawn",
-    ),
+    _built_in("ddp_sharded", _SHARDED_DDP, "FairScale: gradients, optimizer state split"),
+    _built_in("ddp_sharded_spawn", _SHARDED_DDP, "ddp_sharded, processes started by spawn", launcher="spawn"),
     _built_in("ddp_fully_sharded", "fairscale.fsdp:FairScaleFSDPStrategy", "FairScale: everything in slices; see fsdp"),
     _built_in("horovod", "horovod.strategy:HorovodStrategy", "a process per device, gradients averaged by Horovod"),
-    _built_in("deepspeed", "deepspeed.strategy:DeepSpeedStrategy", "DeepSpeed's ZeRO, stage 2"),
-    _built_in("deepspeed_stage_1", "deepspeed.strategy:DeepSpeedStrategy", "ZeRO: optimizer states in shards", stage=1),
-    _built_in("deepspeed_stage_2", "deepspeed.strategy:DeepSpeedStrategy", "ZeRO: gradients in shards, too", stage=2),
-    _built_in("deepspeed_stage_3", "deepspeed.strategy:DeepSpeedStrategy", "ZeRO: weights in shards, too", stage=3),
+    _built_in("deepspeed", _DEEPSPEED, "DeepSpeed's ZeRO, stage 2"),
+    _built_in("deepspeed_stage_1", _DEEPSPEED, "ZeRO: optimizer states in shards", stage=1),
+    _built_in("deepspeed_stage_2", _DEEPSPEED, "ZeRO: gradients in shards, too", stage=2),
+    _built_in("deepspeed_stage_3", _DEEPSPEED, "ZeRO: weights in shards, too", stage=3),
     _built_in("xla", "xla.replicas:XLAStrategy", "a replica for each TPU device, gradients averaged (torch_xla)"),
     _built_in("xla_fsdp", "xla.fsdp:XLAFSDPStrategy", "one program over all TPU devices of a host, in shards"),
     _built_in("single_xla", "xla.single_device:SingleDeviceXLAStrategy", "one process, one TPU device"),
     _built_in(
         "deepspeed_stage_1_offload",
-        "deepspeed.strategy:DeepSpeedStrategy",
+        _DEEPSPEED,
         "deepspeed_stage_1, optimizer states in main memory",
         stage=1,
         offload_optimizer=True,
     ),
     _built_in(
         "deepspeed_stage_2_offload",
-        "deepspeed.strategy:DeepSpeedStrategy",
+        _DEEPSPEED,
         "deepspeed_stage_2, optimizer states in main memory",
         stage=2,
         offload_optimizer=True,
     ),
     _built_in(
         "deepspeed_stage_3_offload",
-        "deepspeed.strategy:DeepSpeedStrategy",
+        _DEEPSPEED,
         "deepspeed_stage_3, optimizer states and weights in main memory",
         stage=3,
         offload_optimizer=True,

@@ -17,7 +17,7 @@ from fabric.strategies.data.loader_numbers import LoaderNumbers
 from fabric.strategies.data.share import Share, Uneven
 from fabric.strategies.data.transfer import Carry
 from fabric.strategies.precision.forward_precision import dtype_of_new_tensors
-from fabric.strategies.precision.loss_scaler import LossScaler, loss_scaler_for
+from fabric.strategies.precision.loss_scaler import LossScaler
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.rank_rng import RankRng
 from fabric.strategies.sharding.dtensor import local_part
@@ -90,25 +90,24 @@ def open_runtime(
     """
     collective.setup()
     report = logging.getLogger("fabric").warning if world.is_global_zero else _keep_quiet
-    any_rank = partial(_any_rank, collective) if in_shards else bool
-    shared = (any_rank, local_part) if in_shards else ()
+    any_rank = partial(collective.reduce_boolean_decision, require_all=False) if in_shards else bool
+    scaler = None
+    if precision.scales_loss:
+        local = local_part if in_shards else None
+        scaler = LossScaler(init_scale=precision.init_scale, report=report, decide=any_rank, local=local)
     return Runtime(
         world=world,
         device=devices[0],
         devices=tuple(devices),
         collective=collective,
         precision=precision,
-        loss_scaler=loss_scaler_for(precision, report, *shared),
+        loss_scaler=scaler,
         report=report,
         any_rank=any_rank,
         new_tensors=dtype_of_new_tensors(precision),
         share=Share(index=world.rank, count=world.size),
         carry=carry,
     )
-
-
-def _any_rank(collective: Collective, decision: bool) -> bool:
-    return collective.reduce_boolean_decision(decision, require_all=False)
 
 
 def _keep_quiet(sentence: str) -> None:

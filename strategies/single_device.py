@@ -25,9 +25,7 @@ from fabric.strategies.target import Target
 class SingleDeviceStrategy(Strategy):
     """The whole model on one device of one process."""
 
-    @property
-    def launchers(self) -> tuple[str, ...]:
-        return ("inline",)
+    launchers = ("inline",)
 
     def refuse(self, target: Target) -> str | None:
         if target.size == 1:

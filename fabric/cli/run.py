@@ -10,29 +10,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping
 
-from fabric import option_parsing
+from fabric.option_parsing import OPTIONS
 from fabric.run_options import ProgramId, as_variable, module_main
-
-_CHECKS: Mapping[str, Callable[[object, str], object]] = {
-    "accelerator": option_parsing.read_word,
-    "strategy": option_parsing.read_word,
-    "devices": option_parsing.read_devices,
-    "num_nodes": option_parsing.read_count,
-    "node_rank": option_parsing.read_rank,
-    "main_address": option_parsing.read_word,
-    "main_port": option_parsing.read_port,
-    "precision": option_parsing.read_precision_word,
-    "launcher": option_parsing.read_launcher,
-    "max_restarts": option_parsing.read_rank,
-    "timeout_seconds": option_parsing.read_seconds,
-    "report_after_seconds": option_parsing.read_seconds,
-    "check_replicas": option_parsing.read_count,
-    "debug": option_parsing.read_debug,
-    "log_dir": option_parsing.read_folder,
-    "prefix_output": option_parsing.read_flag,
-}
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -40,9 +20,9 @@ def run(parsed: argparse.Namespace) -> int:
 
     Raises: ValueError, TypeError: an option has a wrong value, or there is no such script.
     """
-    options = {name: getattr(parsed, name) for name in _CHECKS if getattr(parsed, name) is not None}
+    options = {name: getattr(parsed, name) for name in OPTIONS if getattr(parsed, name) is not None}
     for name, word in options.items():
-        _CHECKS[name](word, f"--{name.replace('_', '-')} {word}")
+        OPTIONS[name](word, f"--{name.replace('_', '-')} {word}")
     program = _program(parsed.script, parsed.script_arguments, is_module=parsed.module)
     sys.stdout.flush()
     sys.stderr.flush()

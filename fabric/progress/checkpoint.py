@@ -23,13 +23,9 @@ def checkpoint_progress(
     """Gives a function of the bytes that are done and of those to do. Afterwards the terminal is as it was before."""
     bar = _Bar(description, after_seconds, console)
     try:
-        yield bar.show if enabled else _ignore
+        yield bar.show if enabled else lambda done_bytes, total_bytes: None
     finally:
         bar.close()
-
-
-def _ignore(done_bytes: int, total_bytes: int) -> None:
-    pass
 
 
 @final

@@ -39,9 +39,13 @@ def cases() -> tuple[Case, ...]:
     return _CASES
 
 
+def _case(name: str, claim: str, body: Body, *needs: Capability, by_share: bool = False) -> Case:
+    return Case(name=name, claim=claim, body=body, needs=needs, by_share=by_share)
+
+
 def _trained(name: str, claim: str, *needs: Capability, by_share: bool = False, **recipe: object) -> Case:
     body = partial(train, recipe=Recipe(**recipe))  # type: ignore[arg-type]
-    return Case(name=name, claim=claim, body=body, needs=needs, by_share=by_share)
+    return _case(name, claim, body, *needs, by_share=by_share)
 
 
 _CASES = (
@@ -49,17 +53,12 @@ _CASES = (
     _trained("adamw", "ten steps of AdamW", num_steps=10, optimizer="adamw"),
     _trained("groups", "two parameter groups, with a learning-rate schedule", groups=True, optimizer="adamw"),
     _trained("accumulate", "gradient accumulation over three micro-batches", "accumulate", accumulate=3),
-    Case(
-        name="repeated_backward",
-        claim="several synchronised backwards before a step, with parameters of down to one element",
-        body=loops.repeated_backward,
+    _case(
+        "repeated_backward",
+        "several synchronised backwards before a step, with parameters of down to one element",
+        loops.repeated_backward,
     ),
-    Case(
-        name="scalars",
-        claim="a 0-dim parameter",
-        body=partial(loops.repeated_backward, scalar=True),
-        needs=("scalars",),
-    ),
+    _case("scalars", "a 0-dim parameter", partial(loops.repeated_backward, scalar=True), "scalars"),
     _trained("clip_norm", "gradients clipped by their norm", "clip_norm", clip="norm"),
     _trained("clip_value", "gradients clipped by value", "clip_value", clip="value"),
     _trained(
@@ -71,148 +70,110 @@ _CASES = (
         clip="norm",
         optimizer="adamw",
     ),
-    Case(
-        name="weights",
-        claim="gradient accumulation of losses with `weight=`, then clipping by norm",
-        body=loops.weighted,
-        needs=("accumulate", "clip_norm"),
+    _case(
+        "weights",
+        "gradient accumulation of losses with `weight=`, then clipping by norm",
+        loops.weighted,
+        "accumulate",
+        "clip_norm",
     ),
-    Case(
-        name="not_finite",
-        claim="clipping raises if the norm is not finite, unless that is disabled",
-        body=loops.not_finite,
-        needs=("clip_norm",),
+    _case(
+        "not_finite",
+        "clipping raises if the norm is not finite, unless that is disabled",
+        loops.not_finite,
+        "clip_norm",
     ),
-    Case(
-        name="guard",
-        claim="steps whose gradients are not finite are skipped",
-        body=loops.guarded,
-        needs=("clip_norm",),
+    _case("guard", "steps whose gradients are not finite are skipped", loops.guarded, "clip_norm"),
+    _case(
+        "zero_grad",
+        "`zero_grad` before or after forward, of the model, of the optimizer, or in a loop over parameters",
+        loops.zero_grad,
     ),
-    Case(
-        name="zero_grad",
-        claim="`zero_grad` before or after forward, of the model, of the optimizer, or in a loop over parameters",
-        body=loops.zero_grad,
-    ),
-    Case(
-        name="discard",
-        claim="gradients discarded within an accumulation window",
-        body=loops.discard,
-        needs=("accumulate",),
-    ),
-    Case(
-        name="evaluate_between",
-        claim="an evaluation between backward and step",
-        body=loops.evaluate_between,
-        needs=("evaluate",),
-    ),
-    Case(
-        name="dropout", claim="dropout and noise differ between shares of the data, after one seed", body=loops.dropout
-    ),
-    Case(name="closure", claim="steps with a closure", body=loops.closure, needs=("closure",)),
+    _case("discard", "gradients discarded within an accumulation window", loops.discard, "accumulate"),
+    _case("evaluate_between", "an evaluation between backward and step", loops.evaluate_between, "evaluate"),
+    _case("dropout", "dropout and noise differ between shares of the data, after one seed", loops.dropout),
+    _case("closure", "steps with a closure", loops.closure, "closure"),
     _trained(
         "tied", "an embedding whose weight is tied to the output layer", "tied", kinds=("tied",), optimizer="adamw"
     ),
     _trained("frozen", "a layer that is not trained", "frozen", kinds=("frozen",), groups=True),
     _trained("buffers", "BatchNorm over each share of the data", "buffers", by_share=True, kinds=("batch_norm",)),
-    Case(
-        name="copies",
-        claim="a target network and an average of weights, copied from a prepared model",
-        body=loops.copies,
-        needs=("copies", "several_models"),
+    _case(
+        "copies",
+        "a target network and an average of weights, copied from a prepared model",
+        loops.copies,
+        "copies",
+        "several_models",
     ),
-    Case(
-        name="moving_average",
-        claim="a moving average of the weights, evaluated, saved and loaded between steps",
-        body=loops.moving_average,
-        needs=("ema",),
+    _case(
+        "moving_average",
+        "a moving average of the weights, evaluated, saved and loaded between steps",
+        loops.moving_average,
+        "ema",
     ),
     _trained("unused", "a layer that is unused in every second step", "unused", kinds=("spare",)),
     _trained("methods", "a loss computed by another method of the model than forward", "methods", by_method=True),
     _trained("later_optimizers", "an optimizer constructed after setup", "later_optimizers", later=True),
-    Case(
-        name="several_optimizers",
-        claim="two optimizers of one model",
-        body=loops.two_optimizers,
-        needs=("several_optimizers",),
+    _case("several_optimizers", "two optimizers of one model", loops.two_optimizers, "several_optimizers"),
+    _case(
+        "several_models", "a generator against a critic, two optimizers", loops.generator_and_critic, "several_models"
     ),
-    Case(
-        name="several_models",
-        claim="a generator against a critic, two optimizers",
-        body=loops.generator_and_critic,
-        needs=("several_models",),
+    _case("joint_backward", "one loss through two models", loops.encoder_and_head, "several_models", "joint_backward"),
+    _case(
+        "joint_optimizer",
+        "one loss through two models, one optimizer",
+        partial(loops.encoder_and_head, one_optimizer=True),
+        "several_models",
+        "joint_backward",
+        "joint_optimizer",
+        "later_optimizers",
     ),
-    Case(
-        name="joint_backward",
-        claim="one loss through two models",
-        body=loops.encoder_and_head,
-        needs=("several_models", "joint_backward"),
-    ),
-    Case(
-        name="joint_optimizer",
-        claim="one loss through two models, one optimizer",
-        body=partial(loops.encoder_and_head, one_optimizer=True),
-        needs=("several_models", "joint_backward", "joint_optimizer", "later_optimizers"),
-    ),
-    Case(
-        name="bare_parameters",
-        claim="parameters that are in no module, with gradient accumulation and clipping",
-        body=loops.bare_parameters,
-        needs=("bare_parameters", "accumulate", "clip_norm", "several_optimizers"),
+    _case(
+        "bare_parameters",
+        "parameters that are in no module, with gradient accumulation and clipping",
+        loops.bare_parameters,
+        "bare_parameters",
+        "accumulate",
+        "clip_norm",
+        "several_optimizers",
     ),
     _trained("compile", "`torch.compile` after setup", "compile", compile="after", kinds=("rotary",)),
     _trained("compile_before", "`torch.compile` before setup", "compile_before", compile="before", kinds=("rotary",)),
-    Case(name="evaluate", claim="evaluation of a model without an optimizer", body=loops.evaluate, needs=("evaluate",)),
-    Case(
-        name="gather_for_metrics",
-        claim="values of each sample and token in an evaluation, once and in order",
-        body=loops.gather_values,
-        needs=("evaluate", "uneven"),
+    _case("evaluate", "evaluation of a model without an optimizer", loops.evaluate, "evaluate"),
+    _case(
+        "gather_for_metrics",
+        "values of each sample and token in an evaluation, once and in order",
+        loops.gather_values,
+        "evaluate",
+        "uneven",
     ),
-    Case(
-        name="empty_init",
-        claim="a model constructed without values, which then loads a checkpoint",
-        body=loops.empty,
-        needs=("empty_init", "load"),
+    _case(
+        "empty_init",
+        "a model constructed without values, which then loads a checkpoint",
+        loops.empty,
+        "empty_init",
+        "load",
     ),
-    Case(
-        name="load",
-        claim="weights from a checkpoint of plain PyTorch",
-        body=partial(loops.resume, with_optimizer=False),
-        needs=("load",),
+    _case("load", "weights from a checkpoint of plain PyTorch", partial(loops.resume, with_optimizer=False), "load"),
+    _case(
+        "optimizer_state",
+        "weights and moments from a checkpoint of plain PyTorch",
+        partial(loops.resume, with_optimizer=True),
+        "load",
+        "optimizer_state",
     ),
-    Case(
-        name="optimizer_state",
-        claim="weights and moments from a checkpoint of plain PyTorch",
-        body=partial(loops.resume, with_optimizer=True),
-        needs=("load", "optimizer_state"),
+    _case("state_dict", "the unsharded state in memory, on every rank, as in plain PyTorch", loops.in_memory, "save"),
+    _case("uneven", "a smaller last batch", loops.uneven_batches, "uneven"),
+    _case("uneven_stream", "a stream with more batches on one rank", loops.uneven_stream),
+    _case(
+        "evaluate_stream",
+        "an evaluation of a stream with more batches on one rank",
+        loops.evaluate_stream,
+        "evaluate",
+        "uneven",
     ),
-    Case(
-        name="state_dict",
-        claim="the unsharded state in memory, on every rank, as in plain PyTorch",
-        body=loops.in_memory,
-        needs=("save",),
-    ),
-    Case(name="uneven", claim="a smaller last batch", body=loops.uneven_batches, needs=("uneven",)),
-    Case(name="uneven_stream", claim="a stream with more batches on one rank", body=loops.uneven_stream),
-    Case(
-        name="evaluate_stream",
-        claim="an evaluation of a stream with more batches on one rank",
-        body=loops.evaluate_stream,
-        needs=("evaluate", "uneven"),
-    ),
-    Case(name="dispatch", claim="batches that one rank reads for all", body=loops.dispatched),
-    Case(name="loaders_first", claim="random numbers drawn after loaders were set up", body=loops.loaders_first),
-    Case(
-        name="gather_gradients",
-        claim="a loss over the outputs of all ranks",
-        body=loops.contrastive,
-        needs=("gather_gradients",),
-    ),
-    Case(
-        name="collective",
-        claim="every operation of the strategy's collective",
-        body=run_operations,
-        needs=("collective",),
-    ),
+    _case("dispatch", "batches that one rank reads for all", loops.dispatched),
+    _case("loaders_first", "random numbers drawn after loaders were set up", loops.loaders_first),
+    _case("gather_gradients", "a loss over the outputs of all ranks", loops.contrastive, "gather_gradients"),
+    _case("collective", "every operation of the strategy's collective", run_operations, "collective"),
 )

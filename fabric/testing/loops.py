@@ -102,44 +102,32 @@ def train(loop: Loop, trial: Trial, recipe: Recipe) -> Outcome:
 
 def weighted(loop: Loop, trial: Trial) -> Outcome:
     """Accumulation windows, the last one shorter, of samples with or without weights."""
-    net = trial.net()
-    model, optimizer = loop.setup(net, trial.optimizer(net, "adamw"))
+    run = Run(loop, trial, optimizer="adamw")
     draw = trial.draw("windows")
     num_batches, num_windows = draw.randint(2, 4), draw.randint(1, 2)
     num_steps = num_batches * num_windows + draw.randint(1, num_batches - 1)
-    losses, norms = [], []
-    batches = loop.setup_dataloaders(trial.loader(num_steps))
-    for window in loop.accumulate(batches, num_batches, model):
+    norms = []
+    for window in loop.accumulate(run.batches(num_steps), num_batches, run.model):
         for tokens, targets, index in window:
             weights = index % 3  # zeros among them
-            each = cross_entropy(model(tokens).to(trial.dtype), targets, reduction="none")
-            loss = (each * weights).sum()
-            loop.backward(loss, model=model, weight=weights.sum())
-            losses.append(mean(loop, loss) * trial.num_shares)
-        norm = loop.clip_gradients(model, optimizer, max_norm=0.02)
-        assert norm is not None
-        norms.append(norm.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses, norms)
+            loss = (run.loss(tokens, targets, "none") * weights).sum()
+            loop.backward(loss, model=run.model, weight=weights.sum())
+            run.losses.append(mean(loop, loss) * trial.num_shares)
+        norms.append(clipped_norm(loop, run.model, run.optimizer, max_norm=0.02))
+        run.update()
+    return run.finished(norms)
 
 
 def repeated_backward(loop: Loop, trial: Trial, scalar: bool = False) -> Outcome:
     """Forward and backward several times before a step, each backward synchronised; parameters of few elements."""
-    net = trial.narrow(scalar=scalar)
-    model, optimizer = loop.setup(net, trial.optimizer(net))
-    batches = endless(loop.setup_dataloaders(trial.loader()))
-    losses = []
+    run = Run(loop, trial, trial.narrow(scalar=scalar))
+    batches = endless(run.batches())
     for num_backwards in (2, 3, 1, 2):
         for tokens, targets, _ in islice(batches, num_backwards):
-            numbers = model(features(trial, tokens)[0]).to(trial.dtype).flatten()
-            loss = (numbers - targets.to(trial.dtype) / trial.sizes.vocabulary).square().mean()
-            loop.backward(loss, model=model)
-            losses.append(mean(loop, loss))
-        optimizer.step()
-        optimizer.zero_grad()
-    inputs = {"model": torch.ones(2, trial.sizes.width, dtype=trial.dtype)}
-    return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses, inputs=inputs)
+            numbers = run.model(features(trial, tokens)[0]).to(trial.dtype).flatten()
+            run.backward((numbers - targets.to(trial.dtype) / trial.sizes.vocabulary).square().mean())
+        run.update()
+    return run.finished(inputs={"model": torch.ones(2, trial.sizes.width, dtype=trial.dtype)})
 
 
 def clip(loop: Loop, trial: Trial, model: nn.Module, optimizer: Optimizer, recipe: Recipe) -> list[float]:
@@ -149,9 +137,14 @@ def clip(loop: Loop, trial: Trial, model: nn.Module, optimizer: Optimizer, recip
     if recipe.clip != "norm":
         return []
     order = trial.draw("order of the norm").choice((1.0, 2.0, 3.0, float("inf")))
-    norm = loop.clip_gradients(model, optimizer, max_norm=0.02, norm_type=order)
+    return [clipped_norm(loop, model, optimizer, max_norm=0.02, norm_type=order)]
+
+
+def clipped_norm(loop: Loop, model: nn.Module, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> float:
+    """Clip by norm. Returns the norm before."""
+    norm = loop.clip_gradients(model, optimizer, max_norm=max_norm, norm_type=norm_type)
     assert norm is not None
-    return [norm.item()]
+    return norm.item()
 
 
 def dropout(loop: Loop, trial: Trial) -> Outcome:
@@ -160,14 +153,11 @@ def dropout(loop: Loop, trial: Trial) -> Outcome:
     Raises AssertionError otherwise. No number is compared with one process, which draws differently.
     """
     torch.manual_seed(trial.seed)
-    net = trial.dropping()
-    model, optimizer = loop.setup(net, trial.optimizer(net))
-    for number, (tokens, _, indices) in enumerate(loop.setup_dataloaders(trial.loader())):
+    run = Run(loop, trial, trial.dropping())
+    for number, (tokens, _, indices) in enumerate(run.batches()):
         noise = torch.rand(64)
-        outputs = model(features(trial, tokens)[0])
-        loop.backward(outputs.to(trial.dtype).square().mean(), model=model)
-        optimizer.step()
-        optimizer.zero_grad()
+        outputs = run.model(features(trial, tokens)[0])
+        run.step(outputs.to(trial.dtype).square().mean())
         drawn = [noise.tolist(), outputs[0].ne(0).tolist()]
         of_ranks = loop.collective.all_gather_object((indices.tolist(), drawn))
         for (data, mine), (others_data, others) in combinations(of_ranks, 2):
@@ -180,131 +170,110 @@ def dropout(loop: Loop, trial: Trial) -> Outcome:
 
 def closure(loop: Loop, trial: Trial) -> Outcome:
     """The optimizer's step is called with a closure that computes the loss."""
-    net = trial.net()
-    model, optimizer = loop.setup(net, trial.optimizer(net))
-    losses = []
-    for tokens, targets, _ in loop.setup_dataloaders(trial.loader()):
+    run = Run(loop, trial)
+    for tokens, targets, _ in run.batches():
 
         def compute(tokens: Tensor = tokens, targets: Tensor = targets) -> Tensor:
-            optimizer.zero_grad()
-            loss = cross_entropy(model(tokens).to(trial.dtype), targets)
-            loop.backward(loss, model=model)
+            run.optimizer.zero_grad()
+            loss = run.loss(tokens, targets)
+            loop.backward(loss, model=run.model)
             return loss
 
-        losses.append(mean(loop, optimizer.step(compute)))
-    return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
+        run.losses.append(mean(loop, run.optimizer.step(compute)))
+    return run.finished()
 
 
 def zero_grad(loop: Loop, trial: Trial) -> Outcome:
     """Gradients are cleared before and after forward, by the model, by the optimizer and in a loop over parameters, to
     None and to zero."""
-    net = trial.net()
-    model, optimizer = loop.setup(net, trial.optimizer(net))
+    run = Run(loop, trial)
 
     def each_by_hand(set_to_none: bool) -> None:
-        for parameter in model.parameters():
+        for parameter in run.model.parameters():
             if set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad.zero_()
 
-    ways = product((False, True), (model.zero_grad, optimizer.zero_grad, each_by_hand), (True, False))
-    losses = []
-    for (tokens, targets, _), (after, clear, set_to_none) in zip(
-        loop.setup_dataloaders(trial.loader(12)), ways, strict=True
-    ):
+    ways = product((False, True), (run.model.zero_grad, run.optimizer.zero_grad, each_by_hand), (True, False))
+    for (tokens, targets, _), (after, clear, set_to_none) in zip(run.batches(12), ways, strict=True):
         if not after:
             clear(set_to_none=set_to_none)
-        loss = cross_entropy(model(tokens).to(trial.dtype), targets)
+        loss = run.loss(tokens, targets)
         if after:
             clear(set_to_none=set_to_none)
-        loop.backward(loss, model=model)
-        losses.append(mean(loop, loss))
-        optimizer.step()
-    return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
+        run.backward(loss)
+        run.optimizer.step()
+    return run.finished()
 
 
 def discard(loop: Loop, trial: Trial) -> Outcome:
     """An accumulation window is discarded, and the next one starts with zero gradients."""
-    net = trial.net()
-    model, optimizer = loop.setup(net, trial.optimizer(net))
-    ways = product((model, optimizer), (True, False))
-    losses = []
-    for (tokens, targets, _), (owner, set_to_none) in zip(loop.setup_dataloaders(trial.loader()), ways, strict=True):
-        with loop.no_backward_sync(model):
-            loop.backward(3 * cross_entropy(model(tokens).to(trial.dtype), targets), model=model)
+    run = Run(loop, trial)
+    ways = product((run.model, run.optimizer), (True, False))
+    for (tokens, targets, _), (owner, set_to_none) in zip(run.batches(), ways, strict=True):
+        with loop.no_backward_sync(run.model):
+            loop.backward(3 * run.loss(tokens, targets), model=run.model)
         owner.zero_grad(set_to_none=set_to_none)
-        loss = cross_entropy(model(tokens).to(trial.dtype), targets)
-        loop.backward(loss, model=model)
-        losses.append(mean(loop, loss))
-        optimizer.step()
-        optimizer.zero_grad()
-    return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
+        run.step(run.loss(tokens, targets))
+    return run.finished()
 
 
 def evaluate_between(loop: Loop, trial: Trial) -> Outcome:
     """The model is evaluated between backward and step; the next forward must have the updated weights."""
-    net = trial.net()
-    model, optimizer = loop.setup(net, trial.optimizer(net))
-    losses = []
-    for number, (tokens, targets, _) in enumerate(loop.setup_dataloaders(trial.loader())):
-        loss = cross_entropy(model(tokens).to(trial.dtype), targets)
-        loop.backward(loss, model=model)
-        model.eval()
+    run = Run(loop, trial)
+    for number, (tokens, targets, _) in enumerate(run.batches()):
+        run.backward(run.loss(tokens, targets))
+        run.model.eval()
         with nullcontext() if number % 2 else torch.no_grad():
-            evaluated = cross_entropy(model(tokens).to(trial.dtype), targets)
-        model.train()
-        losses += [mean(loop, loss), mean(loop, evaluated)]
-        optimizer.step()
-        optimizer.zero_grad()
-    return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
+            evaluated = run.loss(tokens, targets)
+        run.model.train()
+        run.losses.append(mean(loop, evaluated))
+        run.update()
+    return run.finished()
 
 
 def not_finite(loop: Loop, trial: Trial) -> Outcome:
     """Clipping raises if the norm is not finite, unless `error_if_nonfinite=False`; then training continues."""
-    net = trial.net()
-    model, optimizer = loop.setup(net, trial.optimizer(net))
-    losses = []
-    for number, (tokens, targets, _) in enumerate(loop.setup_dataloaders(trial.loader())):
-        loss = cross_entropy(model(tokens).to(trial.dtype), targets)
-        loop.backward(loss * float("inf") if number < 2 else loss, model=model)
+    run = Run(loop, trial)
+    for number, (tokens, targets, _) in enumerate(run.batches()):
+        loss = run.loss(tokens, targets)
+        loop.backward(loss * float("inf") if number < 2 else loss, model=run.model)
         if number == 0:
             try:
-                loop.clip_gradients(model, optimizer, max_norm=1.0)
+                loop.clip_gradients(run.model, run.optimizer, max_norm=1.0)
             except RuntimeError:
                 pass
             else:
                 raise AssertionError("`error_if_nonfinite=True`, but nothing was raised")
         elif number == 1:
-            norm = loop.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
+            norm = loop.clip_gradients(run.model, run.optimizer, max_norm=1.0, error_if_nonfinite=False)
             assert norm is not None
             assert not norm.isfinite()
         else:
-            optimizer.step()
-            losses.append(mean(loop, loss))
-        optimizer.zero_grad()
-    return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
+            run.optimizer.step()
+            run.losses.append(mean(loop, loss))
+        run.optimizer.zero_grad()
+    return run.finished()
 
 
 def guarded(loop: Loop, trial: Trial) -> Outcome:
     """The loss of one sample is not finite in some steps, clipped or not: these steps change nothing on any rank."""
     loop.guard_gradients("skip")
-    net = trial.net()
-    model, optimizer = loop.setup(net, trial.optimizer(net, "adamw"))
-    losses = []
-    for number, (tokens, targets, _) in enumerate(loop.setup_dataloaders(trial.loader(8))):
+    run = Run(loop, trial, optimizer="adamw")
+    for number, (tokens, targets, _) in enumerate(run.batches(8)):
         factor = torch.ones(len(targets), dtype=trial.dtype, device=targets.device)
         if number in (1, 2, 5) and loop.global_rank == loop.world_size - 1:
             factor[-1] = (float("nan"), float("inf"))[number % 2]
-        loss = (cross_entropy(model(tokens).to(trial.dtype), targets, reduction="none") * factor).mean()
-        loop.backward(loss, model=model)
+        loss = (run.loss(tokens, targets, "none") * factor).mean()
+        loop.backward(loss, model=run.model)
         if number % 2:
-            loop.clip_gradients(model, optimizer, max_norm=0.02, error_if_nonfinite=False)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(optimizer.step_was_skipped) if optimizer.step_was_skipped else mean(loop, loss))
+            loop.clip_gradients(run.model, run.optimizer, max_norm=0.02, error_if_nonfinite=False)
+        run.update()
+        skipped = run.optimizer.step_was_skipped
+        run.losses.append(float(skipped) if skipped else mean(loop, loss))
     loop.guard_gradients(None)
-    return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
+    return run.finished()
 
 
 def generator_and_critic(loop: Loop, trial: Trial) -> Outcome:
@@ -386,9 +355,7 @@ def bare_parameters(loop: Loop, trial: Trial) -> Outcome:
         losses.append(mean(loop, loss))
         if number % 2 == 0:
             for optimizer in (first, second):
-                norm = loop.clip_gradients(model, optimizer, max_norm=0.1)
-                assert norm is not None
-                norms.append(norm.item())
+                norms.append(clipped_norm(loop, model, optimizer, max_norm=0.1))
                 optimizer.step()
                 optimizer.zero_grad()
     assert unused.grad is None
@@ -417,58 +384,46 @@ def two_optimizers(loop: Loop, trial: Trial) -> Outcome:
 
 def copies(loop: Loop, trial: Trial) -> Outcome:
     """A slowly updated target network, an average of the weights, and a copy that is trained further."""
-    net = trial.net()
-    model, optimizer = loop.setup(net, trial.optimizer(net))
-    average = AveragedModel(model)
-    target = loop.setup_module(copy.deepcopy(model))
-    losses = []
-    for tokens, targets, _ in loop.setup_dataloaders(trial.loader()):
+    run = Run(loop, trial)
+    average = AveragedModel(run.model)
+    target = loop.setup_module(copy.deepcopy(run.model))
+    for tokens, targets, _ in run.batches():
         with torch.no_grad():
             wanted = target(tokens).to(trial.dtype)
-        output = model(tokens).to(trial.dtype)
-        loss = cross_entropy(output, targets) + (output - wanted).square().mean()
-        loop.backward(loss, model=model)
-        losses.append(mean(loop, loss))
-        optimizer.step()
-        optimizer.zero_grad()
-        average.update_parameters(model)
+        output = run.model(tokens).to(trial.dtype)
+        run.step(cross_entropy(output, targets) + (output - wanted).square().mean())
+        average.update_parameters(run.model)
         with torch.no_grad():
-            for slow, fast in zip(target.parameters(), model.parameters(), strict=True):
+            for slow, fast in zip(target.parameters(), run.model.parameters(), strict=True):
                 slow.lerp_(fast, 0.2)
     other = copy.deepcopy(target)
-    other.load_state_dict(model.state_dict())
-    other, other_optimizer = loop.setup(other, trial.optimizer(other))
-    losses += steps(loop, trial, other, other_optimizer)
-    models = {"model": model, "average": average.module, "target": target, "other": other}
-    return finished(loop, trial, models, {"optimizer": optimizer}, losses)
+    other.load_state_dict(run.model.state_dict())
+    further = Run(loop, trial, other)
+    further.epoch()
+    models = {"model": run.model, "average": average.module, "target": target, "other": further.model}
+    return finished(loop, trial, models, {"optimizer": run.optimizer}, run.losses + further.losses)
 
 
 def moving_average(loop: Loop, trial: Trial) -> Outcome:
     """An average of weights: evaluated between steps, saved, loaded into another one, and updated further."""
-    net = trial.net()
-    model, optimizer = loop.setup(net, trial.optimizer(net))
-    average = loop.ema(model, decay=0.8)
-    losses = []
-    for number, (tokens, targets, _) in enumerate(loop.setup_dataloaders(trial.loader())):
-        loss = cross_entropy(model(tokens).to(trial.dtype), targets)
-        loop.backward(loss, model=model)
-        optimizer.step()
-        optimizer.zero_grad()
+    run = Run(loop, trial)
+    average = loop.ema(run.model, decay=0.8)
+    for number, (tokens, targets, _) in enumerate(run.batches()):
+        run.step(run.loss(tokens, targets))
         average.update()
-        model.eval()
+        run.model.eval()
         with torch.no_grad(), average.applied():
-            losses.append(mean(loop, cross_entropy(model(tokens).to(trial.dtype), targets)))
-        model.train()
-        losses.append(mean(loop, loss))
+            run.losses.append(mean(loop, run.loss(tokens, targets)))
+        run.model.train()
         if number == 1 and "save" not in trial.lacks:
             with folder(loop) as path:
                 loop.save(f"{path}/average", {"average": average})
-                average = loop.ema(model, decay=0.8)
+                average = loop.ema(run.model, decay=0.8)
                 loop.load(f"{path}/average", {"average": average})
             assert average.num_updates == 2
     with average.applied():
-        found = finished(loop, trial, {"average": model}, {}, losses)
-    found.outputs.update(finished(loop, trial, {"model": model}, {}, []).outputs)
+        found = finished(loop, trial, {"average": run.model}, {}, run.losses)
+    found.outputs.update(finished(loop, trial, {"model": run.model}, {}, []).outputs)
     return found
 
 
@@ -506,18 +461,18 @@ def empty(loop: Loop, trial: Trial) -> Outcome:
         loop.save(f"{path}/weights", {"model": trial.net()})
         with loop.init_module(empty_init=True):
             net = Net(trial.sizes)
-        model, optimizer = loop.setup(net, trial.optimizer(net))
+        run = Run(loop, trial, net)
         try:
             with torch.no_grad():
-                output = model(loop.to_device(trial.probe()))
+                output = run.model(loop.to_device(trial.probe()))
         except RuntimeError as error:
             if "no values yet" not in str(error):
                 raise
         else:
             assert output.isfinite().all(), "a model without values, but nothing was raised"
-        loop.load(f"{path}/weights", {"model": model})
-    losses = steps(loop, trial, model, optimizer)
-    return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
+        loop.load(f"{path}/weights", {"model": run.model})
+    run.epoch()
+    return run.finished()
 
 
 def resume(loop: Loop, trial: Trial, with_optimizer: bool) -> Outcome:
@@ -528,35 +483,34 @@ def resume(loop: Loop, trial: Trial, with_optimizer: bool) -> Outcome:
         cross_entropy(trained(trial.probe()), torch.arange(5)).backward()  # type: ignore[no-untyped-call]
         before.step()
         before.zero_grad()
-    net = trial.net("another")
-    model, optimizer = loop.setup(net, trial.optimizer(net, "adamw"))
-    targets = {"model": model, "optimizer": optimizer} if with_optimizer else {"model": model}
+    run = Run(loop, trial, trial.net("another"), "adamw")
+    targets = {"model": run.model, "optimizer": run.optimizer} if with_optimizer else {"model": run.model}
     with folder(loop) as path:
         loop.save(f"{path}/trained", {"model": trained, "optimizer": before})
         loop.load(f"{path}/trained", targets)
-    losses = steps(loop, trial, model, optimizer)
-    return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
+    run.epoch()
+    return run.finished()
 
 
 def in_memory(loop: Loop, trial: Trial) -> Outcome:
     """The unsharded state in memory, on every rank, as plain tensors that later steps do not change."""
     net = trial.net("net", **{kind: True for kind in ("tied", "frozen") if kind not in trial.lacks})
-    model, optimizer = loop.setup(net, trial.optimizer(net, "adamw"))
-    losses = steps(loop, trial, model, optimizer)
+    run = Run(loop, trial, net, "adamw")
+    run.epoch()
     if "optimizer_state" in trial.lacks:
-        content: Any = (loop.state_dict(model, all_ranks=True), {})
+        content: Any = (loop.state_dict(run.model, all_ranks=True), {})
     else:
-        content = loop.state_dict(model, optimizer, all_ranks=True)
-    alone = loop.state_dict(model)
+        content = loop.state_dict(run.model, run.optimizer, all_ranks=True)
+    alone = loop.state_dict(run.model)
     assert not alone or alone.keys() == content[0].keys()
     before = copy.deepcopy(content)
-    losses += steps(loop, trial, model, optimizer)
+    run.epoch()
     for one, other in ((before, content), ({}, alone)):
         for tensor in _tensors(other):
             assert type(tensor) is Tensor, f"{type(tensor).__name__} is not a plain tensor"
             assert tensor.device.type == "cpu"
         assert not one or all(map(torch.equal, _tensors(one), _tensors(other))), "later steps changed the copy"
-    return Outcome(losses=losses, saved={"model": content[0], "optimizer": content[1]})
+    return Outcome(losses=run.losses, saved={"model": content[0], "optimizer": content[1]})
 
 
 def _tensors(nest: Any) -> list[Tensor]:
@@ -568,10 +522,8 @@ def _tensors(nest: Any) -> list[Tensor]:
 
 def uneven_batches(loop: Loop, trial: Trial) -> Outcome:
     """Batches of different sizes: gradients are means over all samples of a step, and each sample is read once."""
-    net = trial.net()
-    model, optimizer = loop.setup(net, trial.optimizer(net))
+    run = Run(loop, trial)
     size = trial.draw("tail").randint(trial.least_tail, trial.step_size - 1)
-    losses = []
     for num_more in (size, 1):
         loader = trial.loader(num_steps=2, tail=num_more)
         seen = torch.zeros(2 * trial.step_size + num_more, device=loop.to_device(torch.zeros(())).device)
@@ -579,16 +531,15 @@ def uneven_batches(loop: Loop, trial: Trial) -> Outcome:
             seen[index] += 1
             if num_more == 1:
                 continue
-            loss = cross_entropy(model(tokens).to(trial.dtype), targets, reduction="sum")
+            loss = run.loss(tokens, targets, "sum")
             # Samples of the step over all shares: ranks with the same share count once.
             count = loop.all_reduce(torch.tensor(float(len(tokens))), reduce_op="mean") * trial.num_shares
-            loop.backward(loss * trial.num_shares / count.item(), model=model)
-            losses.append(mean(loop, loss) * trial.num_shares)
-            optimizer.step()
-            optimizer.zero_grad()
+            loop.backward(loss * trial.num_shares / count.item(), model=run.model)
+            run.losses.append(mean(loop, loss) * trial.num_shares)
+            run.update()
         times = loop.all_reduce(seen, reduce_op="mean") * trial.num_shares
         assert times.allclose(torch.ones_like(times)), f"not every sample was read once: {times.tolist()}"
-    return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
+    return run.finished()
 
 
 class _InParts(IterableDataset[tuple[Tensor, ...]]):
@@ -619,20 +570,13 @@ def _batches(trial: Trial, num_steps: int) -> list[tuple[Tensor, ...]]:
 
 def uneven_stream(loop: Loop, trial: Trial) -> Outcome:
     """Two epochs of a stream with more batches on one rank: all ranks train on equally many, without deadlock."""
-    net = trial.net()
-    model, optimizer = loop.setup(net, trial.optimizer(net))
+    run = Run(loop, trial)
     batches = _batches(trial, 3)
     loader = loop.setup_dataloaders(DataLoader(_InParts(batches, batches[:2], new=False), batch_size=None))
-    losses = []
     for _ in range(2):
-        for tokens, targets, _ in loader:
-            loss = cross_entropy(model(tokens).to(trial.dtype), targets)
-            loop.backward(loss, model=model)
-            losses.append(mean(loop, loss))
-            optimizer.step()
-            optimizer.zero_grad()
-    assert len(losses) == 6, f"{len(losses)} steps for 6"
-    return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
+        run.epoch(loader)
+    assert len(run.losses) == 6, f"{len(run.losses)} steps for 6"
+    return run.finished()
 
 
 def evaluate_stream(loop: Loop, trial: Trial) -> Outcome:
@@ -654,12 +598,10 @@ def evaluate_stream(loop: Loop, trial: Trial) -> Outcome:
 
 def dispatched(loop: Loop, trial: Trial) -> Outcome:
     """Batches that one rank reads, and sends to the others."""
-    net = trial.net()
-    model, optimizer = loop.setup(net, trial.optimizer(net))
-    loader = loop.setup_dataloaders(trial.loader(), dispatch=True)
-    losses = _epoch(loop, trial, model, optimizer, loader)
-    assert len(losses) == 4, f"{len(losses)} steps for 4"
-    return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
+    run = Run(loop, trial)
+    run.epoch(loop.setup_dataloaders(trial.loader(), dispatch=True))
+    assert len(run.losses) == 4, f"{len(run.losses)} steps for 4"
+    return run.finished()
 
 
 def loaders_first(loop: Loop, trial: Trial) -> Outcome:
@@ -680,38 +622,61 @@ def loaders_first(loop: Loop, trial: Trial) -> Outcome:
 
 def contrastive(loop: Loop, trial: Trial) -> Outcome:
     """A contrastive loss of each sample against those of all ranks, with gradients through the all-gather."""
-    net = trial.net()
-    model, optimizer = loop.setup(net, trial.optimizer(net))
-    losses = []
-    for tokens, _, _ in loop.setup_dataloaders(trial.loader()):
-        mine = model(tokens).to(trial.dtype)
+    run = Run(loop, trial)
+    for tokens, _, _ in run.batches():
+        mine = run.model(tokens).to(trial.dtype)
         everyone = loop.all_gather(mine, sync_grads=True).flatten(0, 1)
         own = torch.arange(len(mine), device=mine.device) + loop.global_rank * len(mine)
-        loss = cross_entropy(mine @ everyone.T / trial.sizes.vocabulary, own)
-        loop.backward(loss, model=model)
-        losses.append(mean(loop, loss))
-        optimizer.step()
-        optimizer.zero_grad()
-    return finished(loop, trial, {"model": model}, {"optimizer": optimizer}, losses)
+        run.step(cross_entropy(mine @ everyone.T / trial.sizes.vocabulary, own))
+    return run.finished()
 
 
 # Shared by the loops
 
 
-def steps(loop: Loop, trial: Trial, model: nn.Module, optimizer: Optimizer) -> list[float]:
-    """Train for one epoch. Returns the losses."""
-    return _epoch(loop, trial, model, optimizer, loop.setup_dataloaders(trial.loader()))
+class Run:
+    """A model and its optimizer, set up, and the losses of the steps so far. `net`: by default the trial's."""
 
+    def __init__(
+        self, loop: Loop, trial: Trial, net: nn.Module | None = None, optimizer: OptimizerWord = "sgd"
+    ) -> None:
+        net = trial.net() if net is None else net
+        self._loop, self._trial = loop, trial
+        self.model, self.optimizer = loop.setup(net, trial.optimizer(net, optimizer))
+        self.losses: list[float] = []
 
-def _epoch(loop: Loop, trial: Trial, model: nn.Module, optimizer: Optimizer, loader: Iterable[Any]) -> list[float]:
-    losses = []
-    for tokens, targets, _ in loader:
-        loss = cross_entropy(model(tokens).to(trial.dtype), targets)
-        loop.backward(loss, model=model)
-        losses.append(mean(loop, loss))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    def batches(self, num_steps: int = 4) -> Any:
+        """The batches of an epoch."""
+        return self._loop.setup_dataloaders(self._trial.loader(num_steps))
+
+    def loss(self, tokens: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        """Forward and loss of a batch."""
+        return cross_entropy(self.model(tokens).to(self._trial.dtype), targets, reduction=reduction)
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute gradients, and note the loss."""
+        self._loop.backward(loss, model=self.model)
+        self.losses.append(mean(self._loop, loss))
+
+    def update(self) -> None:
+        """Step, and clear the gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self, loss: Tensor) -> None:
+        """A step with the gradients of this loss."""
+        self.backward(loss)
+        self.update()
+
+    def epoch(self, loader: Iterable[Any] | None = None) -> None:
+        """Train on all batches."""
+        for tokens, targets, _ in self.batches() if loader is None else loader:
+            self.step(self.loss(tokens, targets))
+
+    def finished(self, norms: Sequence[float] = (), inputs: Mapping[str, Tensor] | None = None) -> Outcome:
+        """The results; see the function below."""
+        models, optimizers = {"model": self.model}, {"optimizer": self.optimizer}
+        return finished(self._loop, self._trial, models, optimizers, self.losses, norms, inputs)
 
 
 def finished(

@@ -8,11 +8,12 @@ Source: horovod 0.28.1, runner/gloo_run.py, common/gloo/gloo_context.cc.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import final
 from zlib import crc32
 
+from fabric.launchers.environments.defaults import variables
 from fabric.launchers.environments.environment import Environment, Start
 from fabric.launchers.environments.variables import integer, port_of_job, show, text, world_from
 from fabric.launchers.world import Rendezvous, World
@@ -36,25 +37,14 @@ INSTALL = (
 class HorovodEnvironment(Environment):
     """`horovodrun --gloo -np 4 python script.py`."""
 
-    @property
-    def name(self) -> str:
-        return "horovod"
-
-    @property
-    def start(self) -> Start:
-        return Start(
-            command="horovodrun --gloo -np 2 python train.py",
-            program="horovodrun",
-            otherwise=INSTALL,
-        )
-
-    @property
-    def looked_for(self) -> str:
-        return "HOROVOD_RANK (horovodrun)"
-
-    @property
-    def telling(self) -> tuple[str, ...]:
-        return "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"
+    name = "horovod"
+    start = Start(
+        command="horovodrun --gloo -np 2 python train.py",
+        program="horovodrun",
+        otherwise=INSTALL,
+    )
+    looked_for = "HOROVOD_RANK (horovodrun)"
+    telling = "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"
 
     def detect(self, environ: Mapping[str, str]) -> bool:
         return "HOROVOD_RANK" in environ
@@ -106,17 +96,16 @@ def _rendezvous(environ: Mapping[str, str], num_nodes: int) -> Rendezvous:
     )
 
 
-@contextmanager
 def place_in_environment(
     world: World, *, address: str, port: int, interface: str | None, timeout_seconds: float
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Context manager in which Horovod finds the place of this rank and the rendezvous in the environment.
 
     `address`, `port`: of a server of Horovod's own rendezvous. `interface`: the one gloo listens on, unless
     HOROVOD_GLOO_IFACE or GLOO_SOCKET_IFNAME names another.
     """
     interface = os.environ.get("HOROVOD_GLOO_IFACE", os.environ.get("GLOO_SOCKET_IFNAME", interface))
-    variables = {
+    place = {
         "HOROVOD_RANK": str(world.rank),
         "HOROVOD_SIZE": str(world.size),
         "HOROVOD_LOCAL_RANK": str(world.local_rank),
@@ -133,13 +122,4 @@ def place_in_environment(
         "HOROVOD_STALL_CHECK_DISABLE": "1",
         **({} if interface is None else {"HOROVOD_GLOO_IFACE": interface}),
     }
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    return variables(os.environ, place)

@@ -22,20 +22,15 @@ NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PET_NNODES", "PET_
 class KubeflowEnvironment(Environment):
     """`python script.py` as the command of every pod of a `PyTorchJob`."""
 
-    @property
-    def name(self) -> str:
-        return "kubeflow"
-
-    @property
-    def start(self) -> Start:
-        return Start(
-            command="kubectl apply -f examples/clusters/pytorchjob.yaml",
-            program="kubectl",
-            files=("$KUBECONFIG", "~/.kube/config", "/var/run/secrets/kubernetes.io/serviceaccount/token"),
-            cluster="take the kubeconfig of a cluster on which Kubeflow's training operator runs",
-            otherwise="`apt-get install kubernetes-client`, and take the kubeconfig of a cluster on which Kubeflow's "
-            "training operator runs",
-        )
+    name = "kubeflow"
+    start = Start(
+        command="kubectl apply -f examples/clusters/pytorchjob.yaml",
+        program="kubectl",
+        files=("$KUBECONFIG", "~/.kube/config", "/var/run/secrets/kubernetes.io/serviceaccount/token"),
+        cluster="take the kubeconfig of a cluster on which Kubeflow's training operator runs",
+        otherwise="`apt-get install kubernetes-client`, and take the kubeconfig of a cluster on which Kubeflow's "
+        "training operator runs",
+    )
 
     def detect(self, environ: Mapping[str, str]) -> bool:
         # LOCAL_RANK is set by launchers that start several ranks on a machine, never by the operator.

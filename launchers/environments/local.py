@@ -28,15 +28,10 @@ class LocalEnvironment(Environment):
     Without LOCAL_RANK and LOCAL_WORLD_SIZE all ranks are on one node.
     """
 
-    @property
-    def name(self) -> str:
-        return "local"
-
-    @property
-    def start(self) -> Start:
-        return Start(
-            command="RANK=0 WORLD_SIZE=2 MASTER_ADDR=HOST MASTER_PORT=29500 python train.py, once per rank",
-        )
+    name = "local"
+    start = Start(
+        command="RANK=0 WORLD_SIZE=2 MASTER_ADDR=HOST MASTER_PORT=29500 python train.py, once per rank",
+    )
 
     def detect(self, environ: Mapping[str, str]) -> bool:
         return "RANK" in environ or "WORLD_SIZE" in environ

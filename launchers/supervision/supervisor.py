@@ -306,6 +306,18 @@ class Supervisor:
                     return
 
 
+def supervise(
+    topology: Topology, launcher: str, start: Callable[[World], Child], *, expects_results: bool
+) -> Supervisor:
+    """Start the ranks of this node, each by `start`, and return their supervisor once all have ended."""
+    with Supervisor(topology, launcher, expects_results=expects_results) as supervisor:
+        for local_rank in range(topology.num_processes):
+            with supervisor.starting(local_rank) as world:
+                supervisor.add(start(world))
+        supervisor.wait()
+    return supervisor
+
+
 def _say(words: str) -> None:
     with contextlib.suppress(OSError):
         print(words, file=sys.stderr, flush=True)

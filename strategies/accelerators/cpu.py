@@ -18,20 +18,11 @@ from fabric.strategies.accelerators.accelerator import Accelerator
 class CPUAccelerator(Accelerator):
     """torch's default device."""
 
-    @property
-    def name(self) -> str:
-        """`cpu`."""
-        return "cpu"
-
-    @property
-    def backend(self) -> str:
-        """`gloo`, which every build of torch.distributed has."""
-        return "gloo"
-
-    @property
-    def is_shared(self) -> bool:
-        """True: each process has the whole CPU for its device."""
-        return True
+    name = "cpu"
+    backend = "gloo"
+    """`gloo`, which every build of torch.distributed has."""
+    is_shared = True
+    """True: each process has the whole CPU for its device."""
 
     def num_devices(self) -> int:
         """One: `devices=4` is four processes on the same device."""

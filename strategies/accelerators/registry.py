@@ -58,7 +58,11 @@ def make_accelerator(name: str) -> Accelerator:
             "`accelerator='tpu'` is `accelerator='xla'` here: TPUs are used through torch_xla. Write 'xla'."
         )
     if factory is None and name == "gpu":
-        raise ValueError(_gpu(TorchAccelerator("mps").num_devices() > 0))
+        on_mps = TorchAccelerator("mps").num_devices() > 0
+        meant = "'mps' for the GPU of this machine" if on_mps else "'cuda' for the GPUs of NVIDIA and AMD"
+        raise ValueError(
+            f"`accelerator='gpu'` names several kinds of device. Write {meant}, or 'auto' for what this machine has."
+        )
     if factory is None:
         known = [*(accelerator.name for accelerator in _BUILT_IN), *_REGISTERED, *_installed()]
         near = "".join(f"Did you mean {match!r}? " for match in get_close_matches(name, known, n=1))
@@ -81,11 +85,6 @@ def register_accelerator(name: str, factory: Callable[[], Accelerator]) -> None:
             f"Choose another."
         )
     _REGISTERED[name] = factory
-
-
-def _gpu(on_mps: bool) -> str:
-    meant = "'mps' for the GPU of this machine" if on_mps else "'cuda' for the GPUs of NVIDIA and AMD"
-    return f"`accelerator='gpu'` names several kinds of device. Write {meant}, or 'auto' for what this machine has."
 
 
 def _installed() -> dict[str, Callable[[], Accelerator]]:

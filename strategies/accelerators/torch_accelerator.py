@@ -27,6 +27,8 @@ class TorchAccelerator(Accelerator):
 
     device_type: str
     """torch's name: cuda, mps, xpu, hpu, npu."""
+    is_shared = False
+    """False: each process has devices of its own."""
 
     @property
     def name(self) -> str:
@@ -49,11 +51,6 @@ class TorchAccelerator(Accelerator):
                 f"Run with one device, or install the package that registers one."
             )
         return backend
-
-    @property
-    def is_shared(self) -> bool:
-        """False: each process has devices of its own."""
-        return False
 
     def num_devices(self) -> int:
         """How many devices of the type this process sees; 0 if torch does not support the type."""

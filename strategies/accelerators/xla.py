@@ -21,30 +21,15 @@ from fabric.strategies.accelerators.accelerator import Accelerator
 class XLAAccelerator(Accelerator):
     """The devices of `torch.device('xla')`."""
 
-    @property
-    def name(self) -> str:
-        """`xla`."""
-        return "xla"
-
-    @property
-    def backend(self) -> str:
-        """`xla`, which torch_xla registers. Our strategies do not use it: its barrier and its averages do nothing."""
-        return "xla"
-
-    @property
-    def is_shared(self) -> bool:
-        """False: PJRT gives each replica a device of its own."""
-        return False
-
-    @property
-    def is_recorded(self) -> bool:
-        """True: operations run when a step is marked, or a value is read."""
-        return True
-
-    @property
-    def auto_strategies(self) -> tuple[str, str]:
-        """With several devices, a replica for each."""
-        return "single_xla", "xla"
+    name = "xla"
+    backend = "xla"
+    """`xla`, which torch_xla registers. Our strategies do not use it: its barrier and its averages do nothing."""
+    is_shared = False
+    """False: PJRT gives each replica a device of its own."""
+    is_recorded = True
+    """True: operations run when a step is marked, or a value is read."""
+    auto_strategies = "single_xla", "xla"
+    """With several devices, a replica for each."""
 
     def num_devices(self) -> int:
         """How many devices PJRT has on this node; 0 if none."""

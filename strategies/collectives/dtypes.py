@@ -87,6 +87,13 @@ def from_reduced(reduced: Tensor, op: ReduceOp, dtype: torch.dtype, size: int) -
     return reduced if reduced.dtype is dtype else reduced.to(dtype)
 
 
+def reduce_stacked(stacked: Tensor, op: ReduceOp) -> Tensor:
+    """The reduction of the slices of a tensor, `(W, *S)` -> `(*S)`, by this rank (mean: sum)."""
+    if op in ("min", "max"):
+        return stacked.amin(0) if op == "min" else stacked.amax(0)
+    return stacked.prod(0, dtype=stacked.dtype) if op == "product" else stacked.sum(0, dtype=stacked.dtype)
+
+
 def is_added_as_number(spec: Spec, op: ReduceOp) -> bool:
     """Whether the reduction of such tensors equals the sum of one float64 per rank, see `to_number`."""
     return op in ("sum", "mean") and spec.num_elements == 1 and spec.device_type == "cpu" and not spec.dtype.is_complex

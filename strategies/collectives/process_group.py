@@ -80,8 +80,7 @@ class TorchCollective(CarriesObjects):
     """All ranks of a world, over torch's default process group, which DDP and FSDP use as well.
 
     `backend`: torch's name ("gloo", "nccl"), for tensors on `device`. If that is not the CPU, gloo is added for CPU
-    tensors. `timeout_seconds`: how long a call waits for the other ranks; torch's own for gloo. `report`: called with
-    the missing ranks while the ranks connect.
+    tensors. `timeout_seconds`: how long a call waits for the other ranks; torch's own for gloo.
     """
 
     def __init__(
@@ -91,12 +90,10 @@ class TorchCollective(CarriesObjects):
         *,
         device: torch.device,
         timeout_seconds: float = 1800.0,
-        report: Callable[[str], None] = _LOGGER.warning,
     ) -> None:
         self._world = world
         self._backends = f"cpu:gloo,{device.type}:{backend}" if device.type != "cpu" and ":" not in backend else backend
         self._timeout_seconds = timeout_seconds
-        self._report = report
         self._store: Store | None = None
         self._group: ProcessGroup | None = None
         self._owns_group = self._is_part = False
@@ -134,7 +131,7 @@ class TorchCollective(CarriesObjects):
         Raises: TimeoutError: a rank did not arrive; CollectiveError: torch could not connect the ranks, or the existing
         group has another size, rank or backend.
         """
-        store = join(self._world, self._timeout_seconds, self._report)
+        store = join(self._world, self._timeout_seconds, _LOGGER.warning)
         self._is_in_a_fork = False
         self._store = PrefixStore("messages", store) if self._size > 1 else None
         if dist.is_initialized():

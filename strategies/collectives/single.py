@@ -18,13 +18,8 @@ from fabric.strategies.collectives.packing import check_dense
 class SingleDeviceCollective(CarriesObjects):
     """The only rank of a world of one."""
 
-    @property
-    def rank(self) -> int:
-        return 0
-
-    @property
-    def size(self) -> int:
-        return 1
+    rank = 0
+    size = 1
 
     def setup(self) -> None:
         pass

@@ -7,7 +7,7 @@ input.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -22,7 +22,7 @@ from fabric.strategies.collectives.collective import (
     check_slices,
     check_split,
 )
-from fabric.strategies.collectives.dtypes import from_reduced, to_reducible
+from fabric.strategies.collectives.dtypes import from_reduced, reduce_stacked, to_reducible
 from fabric.strategies.collectives.objects import CarriesObjects
 from fabric.strategies.collectives.packing import Spec, as_bytes
 
@@ -30,14 +30,6 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 PART_BYTES = 4 * 2**20
-
-_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "sum": lambda stacked: stacked.sum(0, dtype=stacked.dtype),
-    "mean": lambda stacked: stacked.sum(0, dtype=stacked.dtype),  # divided in `from_reduced`
-    "min": lambda stacked: stacked.amin(0),
-    "max": lambda stacked: stacked.amax(0),
-    "product": lambda stacked: stacked.prod(0, dtype=stacked.dtype),
-}
 
 
 @final
@@ -75,7 +67,7 @@ class StoreCollective(CarriesObjects):
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         operand = to_reducible(tensor, op, copy=True)
-        return from_reduced(_REDUCTIONS[op](self._stacked("all_reduce", operand)), op, tensor.dtype, self._size)
+        return from_reduced(reduce_stacked(self._stacked("all_reduce", operand), op), op, tensor.dtype, self._size)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return self._stacked("all_gather", tensor)
@@ -83,7 +75,7 @@ class StoreCollective(CarriesObjects):
     def reduce_scatter(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         check_slices("reduce_scatter", tensor, self._size)
         wires = self._stacked("reduce_scatter", to_reducible(tensor, op, copy=True))
-        return from_reduced(_REDUCTIONS[op](wires[:, self._rank]), op, tensor.dtype, self._size)
+        return from_reduced(reduce_stacked(wires[:, self._rank], op), op, tensor.dtype, self._size)
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         check_slices("all_to_all", tensor, self._size)

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Sampler, StackDataset, Subset, TensorDataset
 
 from fabric.strategies.data import huggingface, webdataset
-from fabric.strategies.data.loader_check import SHUFFLED_BY, length_of
+from fabric.strategies.data.loader_check import SHUFFLED_BY
 from fabric.strategies.data.rng import Streams, mix
+from fabric.strategies.data.take import length_of
 
 NUM_COMPARED = 256
 """How many items of a custom sampler are compared."""

@@ -17,12 +17,11 @@ from fabric.strategies.data.batch_sampler import IndexSource
 from fabric.strategies.data.epochs import Epoch, Order, Position
 from fabric.strategies.data.iterable import SharedStream, without_left_out
 from fabric.strategies.data.iteration import Iteration
-from fabric.strategies.data.loader_check import length_of
+from fabric.strategies.data.loader_numbers import LoaderNumbers
 from fabric.strategies.data.positions import Restarting, Resumable, Tail, ending_where_saved, unsaved_part
-from fabric.strategies.data.read_ahead import ReadAhead
-from fabric.strategies.data.repeated import RepeatedBatches
 from fabric.strategies.data.rng import preserved_rngs
 from fabric.strategies.data.share import Share
+from fabric.strategies.data.take import length_of
 from fabric.strategies.data.transfer import Carry, one_by_one
 from fabric.strategies.data.uneven import Agreement
 from fabric.strategies.data.workers import WorkerStart
@@ -75,22 +74,12 @@ class Reading:
     rereads: bool = False
     """Whether a resumed epoch reads the batches before its position again and drops them."""
     report: Callable[[str], None] = lambda sentence: None
-    num_backwards: Callable[[], int] = lambda: 0
-    """Number of backward passes so far."""
-    num_updates: Callable[[], int] = lambda: 0
-    """Number of backward passes and optimizer steps so far."""
+    numbers: LoaderNumbers = field(default_factory=LoaderNumbers)
+    """What the loop has done so far, and what its loaders share."""
     resumes_left: bool = True
     """Whether the position after a `break` is within the epoch; otherwise at the beginning of the next one."""
-    num_unweighted: Callable[[], int] = lambda: 0
-    """Number of backward passes without `weight=`."""
     trains: bool = True
     """Whether the loop trains on the batches."""
-    note: Callable[[], Callable[[Any, object], None] | None] = lambda: None
-    """Returns the function to call with each batch that the loop receives, or None."""
-    repeated: RepeatedBatches = field(default_factory=RepeatedBatches)
-    """Counts repeated batches zero in the gradients of the loop."""
-    ahead: ReadAhead = field(default_factory=ReadAhead)
-    """Where the end of an epoch is reported."""
     draw_apart: Callable[[], None] = lambda: None
     """Makes random numbers differ between ranks that read different data; called before each batch is yielded."""
 
@@ -132,7 +121,7 @@ class DeviceLoader(ABC):
     def __init__(self, loader: Iterable[Any], reading: Reading) -> None:
         self._loader, self._reading = loader, reading
         self._resumes = self._has_begun = False
-        self._reported_reread = self._reported_unequal = self._reported_unsaved = self._reported_left = False
+        self._said: set[str] = set()
         self._restored: Restored | None = None
         self._begun_at: Restored | None = None
         """The restored position at which the latest iteration began."""
@@ -148,7 +137,9 @@ class DeviceLoader(ABC):
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch. It is counted at its second batch, its end, or a backward pass, whichever comes first."""
         reading, self._has_begun = self._reading, True
-        self._say_left()
+        if self._is_saved_as_left:
+            self._say_once(_LEFT)
+        self._is_saved_as_left = False
         if self._is_spent():
             self.iteration = Iteration()
             return self.iteration.record(iter(()))
@@ -170,7 +161,7 @@ class DeviceLoader(ABC):
             ):
                 batches = self._begin()
         if opened is not None and opened.begun_at.batches and reading.position is None and reading.rereads:
-            self._say_reread()
+            self._say_once(_REREAD)
         if reading.stream is not None:
             batches = without_left_out(batches, reading.leave_out)
             if opened is not None:
@@ -184,15 +175,15 @@ class DeviceLoader(ABC):
             agreed = reading.agreement(batches, self._example, restored.tail)
             batches = agreed.batches
             if reading.agreement.repeats and reading.trains:
-                reading.repeated.begin()
-        repeated = reading.repeated if reading.trains else None
-        self.iteration = Iteration(agreed, repeated, reading.num_updates, reading.ahead)
+                reading.numbers.repeated.begin()
+        repeated, note = (reading.numbers.repeated, reading.numbers.note_batch) if reading.trains else (None, None)
+        self.iteration = Iteration(agreed, repeated, reading.numbers)
         if reading.device is not None and reading.device.type != "cpu":
             batches = reading.carry(batches, reading.device)
         if reading.order is None or opened is None:
             reading.draw_apart()
-            return self.iteration.record(batches, reading.note())
-        return self.iteration.record(self._counted(batches, reading.order, opened), reading.note())
+            return self.iteration.record(batches, note)
+        return self.iteration.record(self._counted(batches, reading.order, opened), note)
 
     def __len__(self) -> int:
         """The number of this rank's batches. TypeError where the user's loader has no length."""
@@ -324,37 +315,17 @@ class DeviceLoader(ABC):
         resumes, self._resumes = self._resumes, False
         return preserved_rngs() if resumes else nullcontext()
 
-    def _say_reread(self) -> None:
-        if not self._reported_reread:
-            self._reported_reread = True
-            self._reading.report(
-                f"The `{loader_name(self)}` cannot skip what was read before the checkpoint, so it is read again. "
-                "Datasets with `state_dict` and `load_state_dict`, in torchdata's `StatefulDataLoader`, resume at once."
-            )
-
-    def _say_left(self) -> None:
-        is_saved, self._is_saved_as_left = self._is_saved_as_left, False
-        if is_saved and not self._reported_left:
-            self._reported_left = True
-            self._reading.report(_LEFT.format(name=loader_name(self)))
-
-    def _say_unequal(self) -> None:
-        index = self._reading.index
-        if not self._reported_unequal and index is not None and not index.cut.uneven:
-            self._reported_unequal = True
-            self._reading.report(
-                f"A batch of the `{loader_name(self)}` had different numbers of samples on the ranks, as the last of "
-                "an epoch may have, and `fabric.backward(loss)` averages over ranks: a mean over the batch "
-                "counts samples of a smaller batch more. Write `fabric.backward(loss * len(x), weight=len(x))`, which "
-                "is exact, or pass `drop_last=True`. This is reported once."
-            )
+    def _say_once(self, sentence: str, **words: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            self._reading.report(sentence.format(name=loader_name(self), **words))
 
     def _counted(self, batches: Iterator[Any], order: Order, opened: Epoch) -> Iterator[Any]:
         batch = next(batches, END)
         epoch, before = self._read_epoch(order, opened), order.standing
         reading, iteration = self._reading, self.iteration
-        num_backwards, draw_apart, index = reading.num_backwards, reading.draw_apart, reading.index
-        begun_after = num_backwards()
+        numbers, draw_apart, index = reading.numbers, reading.draw_apart, reading.index
+        begun_after = numbers.num_backwards
         if index is not None and not index.read and epoch.begun_at.batches:  # no sampler was read, nothing skipped
             batch = next(islice(batches, epoch.begun_at.batches - 1, None), END)
         try:
@@ -362,18 +333,18 @@ class DeviceLoader(ABC):
                 order.receive(epoch, again=iteration.agreed is not None and iteration.next_repeats)
                 draw_apart()
                 if epoch.is_unequal:
-                    num_unweighted = reading.num_unweighted()
+                    num_unweighted = numbers.num_unweighted
                     yield batch
-                    if reading.num_unweighted() != num_unweighted:
-                        self._say_unequal()
+                    if numbers.num_unweighted != num_unweighted and index is not None and not index.cut.uneven:
+                        self._say_once(_UNEQUAL)
                 else:
                     yield batch
                 batch = next(batches, END)
                 order.count(epoch)  # the loop asked for a second batch, so this was not `next(iter(loader))`
             order.count(epoch)
-            self._reading.ahead.end(epoch.end)
+            numbers.ahead.end(epoch.end)
         finally:
-            if num_backwards() != begun_after:
+            if numbers.num_backwards != begun_after:
                 order.count(epoch)
             if epoch.counted:
                 order.settle()
@@ -538,9 +509,7 @@ class StatefulDeviceLoader(DeviceLoader):
         unsaved = unsaved_part(tail.last)
         if unsaved is None:
             return {**state, "last": tail.last}
-        if not self._reported_unsaved:
-            self._reported_unsaved = True
-            self._reading.report(_UNSAVED.format(name=loader_name(self), unsaved=unsaved))
+        self._say_once(_UNSAVED, unsaved=unsaved)
         return state
 
     def _cut(self) -> dict[str, int | None]:
@@ -572,6 +541,15 @@ class StatefulDeviceLoader(DeviceLoader):
         return order | asdict(Position(start=order["samples"], samples=order["samples"]))
 
 
+_REREAD = (
+    "The `{name}` cannot skip what was read before the checkpoint, so it is read again. Datasets with `state_dict` and "
+    "`load_state_dict`, in torchdata's `StatefulDataLoader`, resume at once."
+)
+_UNEQUAL = (
+    "A batch of the `{name}` had different numbers of samples on the ranks, as the last of an epoch may have, and "
+    "`fabric.backward(loss)` averages over ranks: a mean over the batch counts samples of a smaller batch more. Write "
+    "`fabric.backward(loss * len(x), weight=len(x))`, which is exact, or pass `drop_last=True`. This is reported once."
+)
 _LEFT = (
     "The loop left an epoch of the `{name}` early, a checkpoint has its position there, and now another epoch begins. "
     "A run that resumes from the checkpoint reads the rest of that epoch first, so it does not repeat this run. Call "

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar, final
 from torch.utils.data import DataLoader, SequentialSampler
 
 from fabric.strategies.data.rng import Rng, Streams, digest, mix
-from fabric.strategies.data.take import take
+from fabric.strategies.data.take import length_of, take
 
 T = TypeVar("T")
 
@@ -59,11 +59,7 @@ class Drawn(Generic[T]):
     @property
     def sized(self) -> bool:
         """Whether the sampler has a length, so that all its items can be drawn."""
-        try:
-            len(self._items)  # type: ignore[arg-type]
-        except (TypeError, NotImplementedError):
-            return False
-        return True
+        return length_of(self._items) is not None
 
     def finish(self) -> None:
         """Draw all remaining items now. An iterator that is still in use yields them."""

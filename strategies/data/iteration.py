@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
+from fabric.strategies.data.loader_numbers import LoaderNumbers
 from fabric.strategies.data.positions import Tail
-from fabric.strategies.data.read_ahead import ReadAhead
 from fabric.strategies.data.repeated import RepeatedBatches
 from fabric.strategies.data.uneven import Agreed
 
@@ -19,12 +19,10 @@ class Iteration:
         self,
         agreed: Agreed | None = None,
         repeated: RepeatedBatches | None = None,
-        num_updates: Callable[[], int] = lambda: 0,
-        ahead: ReadAhead | None = None,
+        numbers: LoaderNumbers | None = None,
     ) -> None:
         """`agreed`: where ranks agree on the number of batches. `repeated`: receives each batch of the loop.
-        `num_updates`: returns the number of backward passes and optimizer steps so far. `ahead`: where the end is
-        reported."""
+        `numbers`: what the loop has done so far, and where the end is reported."""
         self.num_batches = 0
         self.is_complete = False
         """Whether the iteration has raised StopIteration in the loop."""
@@ -34,8 +32,8 @@ class Iteration:
         """Whether the loop has received a batch, and has not left the iteration."""
         self.has_trained = False
         """Whether there was a backward pass or an optimizer step, once the loop has left the iteration."""
-        self.agreed, self._repeated, self._num_updates = agreed, repeated, num_updates
-        self._ahead = ReadAhead() if ahead is None else ahead
+        self.agreed, self._repeated = agreed, repeated
+        self._numbers = LoaderNumbers() if numbers is None else numbers
         self._num_updates_before = 0
 
     @property
@@ -74,7 +72,7 @@ class Iteration:
     def record(self, batches: Iterator[Any], note: Callable[[Any, object], None] | None = None) -> Iterator[Any]:
         """Yield the batches, count them, and call `note` with each."""
         repeated, agreed, is_ended = self._repeated, self.agreed, False
-        self.is_open, self._num_updates_before = True, self._num_updates()
+        self.is_open, self._num_updates_before = True, self._numbers.num_updates
         try:
             for batch in batches:
                 self.num_batches += 1
@@ -85,7 +83,7 @@ class Iteration:
                     repeated.receive(self, factor)
                 yield batch
             is_ended = self.has_ended = True
-            self._ahead.end(self._end)
+            self._numbers.ahead.end(self._end)
         finally:
             if not is_ended:
                 self._end(False)
@@ -94,4 +92,4 @@ class Iteration:
 
     def _end(self, is_complete: bool) -> None:
         self.is_open, self.is_complete = False, is_complete
-        self.has_trained = self._num_updates() != self._num_updates_before
+        self.has_trained = self._numbers.num_updates != self._num_updates_before

@@ -87,11 +87,3 @@ def _difference(votes: list[dict[str, Any]]) -> str:
         + f"\nBuild the same loader on every rank, over the whole dataset.{seeded} If each rank reads data of its "
         "own, or a part that was split before, pass `use_distributed_sampler=False`."
     )
-
-
-def length_of(something: object) -> int | None:
-    """`len(something)`, None if it has no length."""
-    try:
-        return len(something)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        return None

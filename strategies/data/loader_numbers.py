@@ -36,6 +36,11 @@ class LoaderNumbers:
         self.note_batch: Callable[[Any, object], None] | None = None
         """Called with each batch that the loop receives, and the `Iteration` that it is of."""
 
+    @property
+    def num_updates(self) -> int:
+        """Backward passes and optimizer steps."""
+        return self.num_backwards + self.num_steps
+
     def note_step(self) -> None:
         """Count a step of an optimizer."""
         self.num_steps += 1

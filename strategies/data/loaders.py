@@ -26,7 +26,7 @@ from fabric.strategies.data.dispatch import Dispatched
 from fabric.strategies.data.epochs import Order
 from fabric.strategies.data.hints import advice, loading_of
 from fabric.strategies.data.iterable import Collate, Counted, ReseededStream, SharedStream, SplitStream, split_stream
-from fabric.strategies.data.loader_check import Ranks, agree_on_loader, agree_on_seed, length_of
+from fabric.strategies.data.loader_check import Ranks, agree_on_loader, agree_on_seed
 from fabric.strategies.data.loader_numbers import LoaderNumbers
 from fabric.strategies.data.partition import Cut, LeaveOut, RoundRobinCut, SampleCut
 from fabric.strategies.data.positions import Resumable
@@ -34,6 +34,7 @@ from fabric.strategies.data.rng import own_rngs
 from fabric.strategies.data.seeded_dataset import SeededDataset
 from fabric.strategies.data.share import Share, Uneven, Use
 from fabric.strategies.data.split import pipe_error, split_of
+from fabric.strategies.data.take import length_of
 from fabric.strategies.data.transfer import Carry, has_streams, one_ahead, one_by_one
 from fabric.strategies.data.uneven import Agreement
 from fabric.strategies.data.workers import WorkerStart
@@ -109,26 +110,27 @@ def process_dataloader(
     elif isinstance(loader, DataLoader):
         reading = _shared(loader, setup)
     else:
-        reading = _shared_iterable(loader, setup)
+        if setup.ranks.size > 1:
+            described = {"loader": type(loader).__qualname__, "length": length_of(loader)}
+            agree_on_loader(described, [], setup.ranks)
+        reading = _as_items(loader, setup)
     if distribute and reading.agreement is None and setup.uneven and not _is_even(reading, setup):
         name = type(loader).__name__
         if setup.evaluates_in_step:
             reading = replace(reading, agreement=_agreement(loader, name, setup, exact=_has_indices(loader)))
         elif ranks.size > 1:
             reading = replace(reading, begin=(*reading.begin, partial(_refuse_out_of_step, numbers, name)))
-    carry = carry or (one_ahead if ahead and has_streams(device) else one_by_one)
-    reading = replace(reading, device=device if accelerated else None, carry=carry, report=report)
-    counts: dict[str, Any] = {
-        "num_backwards": lambda: numbers.num_backwards,
-        "num_updates": lambda: numbers.num_backwards + numbers.num_steps,
-        "resumes_left": use in ("train", "predict"),
-        "num_unweighted": lambda: numbers.num_unweighted,
-        "note": lambda: numbers.note_batch if use == "train" else None,
-        "trains": use == "train",
-        "repeated": numbers.repeated,
-        "ahead": numbers.ahead,
-    }
-    return read_as(loader, replace(reading, draw_apart=draw_apart, **counts))
+    reading = replace(
+        reading,
+        device=device if accelerated else None,
+        carry=carry or (one_ahead if ahead and has_streams(device) else one_by_one),
+        report=report,
+        numbers=numbers,
+        trains=use == "train",
+        resumes_left=use in ("train", "predict"),
+        draw_apart=draw_apart,
+    )
+    return read_as(loader, reading)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +256,9 @@ def _indexed(loader: DataLoader[Any], setup: _Setup, *, reader: int) -> Reading:
     """A loader over a map-style dataset; `reader`: makes random numbers of its workers differ from other ranks'."""
     own = own_rngs(loader)
     seeds = agree_on_seed(own, setup.numbers.next(), setup.ranks)
-    order = Order(seeds.seed, own, seeds.states, from_torch=type(loader) is DataLoader and _samples_by_torch(loader))
+    samplers = [loader.sampler] if loader.batch_sampler is None else [loader.sampler, loader.batch_sampler]
+    from_torch = type(loader) is DataLoader and all(map(is_torchs, samplers))
+    order = Order(seeds.seed, own, seeds.states, from_torch=from_torch)
     # torchdata's `StatefulDataLoader` saves the state of a dataset that has one, which `SeededDataset` would hide.
     seeded = loader.num_workers > 0 and not (isinstance(loader, Resumable) and isinstance(loader.dataset, Resumable))
     name, index = index_source(
@@ -280,11 +284,6 @@ def _indexed(loader: DataLoader[Any], setup: _Setup, *, reader: int) -> Reading:
         position=_stateful(source),
         begin=(setup.numbers.restart,),
     )
-
-
-def _samples_by_torch(loader: DataLoader[Any]) -> bool:
-    """Whether all samplers of the loader are torch's own."""
-    return is_torchs(loader.sampler) and (loader.batch_sampler is None or is_torchs(loader.batch_sampler))
 
 
 def _described(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -371,12 +370,6 @@ def _agreement(loader: Iterable[Any], words: str, setup: _Setup, *, exact: bool)
         ahead = loader.num_workers > 0 or (loader.batch_size is not None and not exact)
     when_ended = setup.when_ended or ("error" if setup.uneven else "stop")
     return Agreement(when_ended, setup.ranks.votes(), words, setup.report, ahead=ahead, trains=not setup.uneven)
-
-
-def _shared_iterable(items: Iterable[Any], setup: _Setup) -> Reading:
-    if setup.ranks.size > 1:
-        agree_on_loader({"loader": type(items).__qualname__, "length": length_of(items)}, [], setup.ranks)
-    return _as_items(items, setup)
 
 
 def _as_items(items: Iterable[Any], setup: _Setup) -> Reading:

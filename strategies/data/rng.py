@@ -64,9 +64,9 @@ def process_rngs(*, in_memory: bool = False) -> list[Rng]:
 
 
 @contextmanager
-def preserved_rngs() -> Iterator[None]:
-    """Restore the states of the global generators when the context ends."""
-    rngs = process_rngs()
+def preserved_rngs(rngs: list[Rng] | None = None) -> Iterator[None]:
+    """Restore the states of these generators (None: of the global ones) when the context ends."""
+    rngs = process_rngs() if rngs is None else rngs
     states = [rng.read() for rng in rngs]
     try:
         yield

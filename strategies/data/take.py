@@ -1,4 +1,4 @@
-"""Read items from an iterator by `next` alone.
+"""Lengths of iterables; reading items from an iterator by `next` alone.
 
 `islice`, `zip` and `for` call `iter` on it, with which the iterators of some streams (litdata's) begin again.
 """
@@ -23,3 +23,11 @@ def take(iterator: Iterator[T], count: int | None) -> list[T]:
         except StopIteration:
             break
     return taken
+
+
+def length_of(something: object) -> int | None:
+    """`len(something)`, None if it has no length."""
+    try:
+        return len(something)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
-from fabric.strategies.pytree import map_leaves
+from fabric.strategies.pytree import leaves_in, map_leaves
 
 
 @runtime_checkable
@@ -44,15 +44,7 @@ def _is_movable(leaf: Any) -> bool:
 
 def movables(batch: Any) -> list[Any]:
     """The leaves that `move` moves: tensors, and objects with a `to` method, whose tensors are not known."""
-    found: list[Any] = []
-
-    def collect(leaf: Any) -> Any:
-        if _is_movable(leaf):
-            found.append(leaf)
-        return leaf
-
-    map_leaves(collect, batch, is_leaf=_is_movable, keep=True)
-    return found
+    return leaves_in(batch, _is_movable)
 
 
 def has_streams(device: torch.device) -> bool:

@@ -6,8 +6,7 @@ DistributedDataParallel is kept beside the user's module, and created again if t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Any, final
 
@@ -22,9 +21,10 @@ from fabric.strategies.ddp.carrier import Carrier, can_carry
 from fabric.strategies.ddp.comm_hooks import register
 from fabric.strategies.gradients.call_module import CallModule
 from fabric.strategies.gradients.reducer import end_reducer
-from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
+from fabric.strategies.gradients.sync import Factor, Finish, GradientSync
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.changes import Contents
+from fabric.strategies.module.naming import name_some
 
 if TYPE_CHECKING:
     from fabric.strategies.ddp.strategy import DDPStrategy
@@ -41,7 +41,6 @@ class DDPGradientSync(GradientSync):
         self.options, self.collective, self.module = options, runtime.collective, module
         self.backward = runtime.backward
         self.expects_backward = False
-        self.synced = True
         self.needs_all = not (options.find_unused_parameters or options.static_graph)
         self.contents = Contents(module)
         self.flags: list[bool] = []  # `requires_grad` of the parameters when `parallel` was created
@@ -80,9 +79,6 @@ class DDPGradientSync(GradientSync):
         # To traverse the modules would cost more than the rest of a weight.
         return self.contents.parameters if self.contents.is_as_it_was() else self.module.parameters()
 
-    def scale(self, factor: Factor) -> None:
-        scale_gradients(self.parameters_held(), factor)
-
     def carry(self, weight: Factor) -> Callable[[], Factor] | None:
         if self.carrier is None or not self.expects_backward:
             self.has_weights = self.needs_all and self.options.comm_hook is None
@@ -95,14 +91,6 @@ class DDPGradientSync(GradientSync):
             end_reducer(self.parallel)
         if self.direct is not None:
             self.direct.remove()
-
-    @contextmanager
-    def unsynced(self) -> Iterator[None]:
-        before, self.synced = self.synced, False
-        try:
-            yield
-        finally:
-            self.synced = before
 
     def _is_arranged(self) -> bool:
         """Make sure that all trained parameters are averaged; False if there are none. Ranks: all, if the set has
@@ -185,10 +173,9 @@ class DDPGradientSync(GradientSync):
                 # late.
                 left_out = {id(p) for p, took_part in zip(parameters, changed, strict=True) if not took_part}
                 names = [name for name, parameter in self.module.named_parameters() if id(parameter) in left_out]
-                some = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
                 raise RuntimeError(
-                    f"{len(names)} parameters of `{type(self.module).__name__}` ({some}) got no gradient in this "
-                    f"backward, while others did. {UNUSED}"
+                    f"{len(names)} parameters of `{type(self.module).__name__}` ({name_some(names)}) got no gradient "
+                    f"in this backward, while others did. {UNUSED}"
                 )
             if self.carrier is not None:
                 self.carrier.send()

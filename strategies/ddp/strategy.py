@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import final
 
 from torch import nn
@@ -28,8 +27,6 @@ from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.owners import OwnersState
 from fabric.strategies.target import Target
 from fabric.strategies.undo import undo_all
-
-_grad = attrgetter("grad")
 
 
 @final

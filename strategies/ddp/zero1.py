@@ -20,6 +20,7 @@ from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.packing import fill_from
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.gradients.elementwise import refuse_dependent
+from fabric.strategies.undo import undo_all
 
 
 def refuse_whole(optimizers: Sequence[Optimizer]) -> None:
@@ -41,13 +42,7 @@ def deal_out(collective: Collective, optimizers: Sequence[Optimizer]) -> Callabl
 
     Ranks: all call it, and from then on `step` of each optimizer; state stays with its owners afterwards.
     """
-    handles = [handle for optimizer in optimizers for handle in _Share(collective, optimizer).attach()]
-
-    def release() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return release
+    return undo_all(handle.remove for optimizer in optimizers for handle in _Share(collective, optimizer).attach())
 
 
 @final

@@ -8,7 +8,8 @@ runs only in `step`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any, final
 
@@ -26,11 +27,13 @@ from fabric.strategies.deepspeed.state import as_changed
 from fabric.strategies.module.added_parameters import AddedParameters
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.copies import Hook
+from fabric.strategies.module.naming import name_some
 from fabric.strategies.precision.loss_scaler import all_finite
 from fabric.strategies.pytree import tensors_in
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder, start_comparing
 from fabric.strategies.torch_internals import disable_dynamo
+from fabric.strategies.undo import replace_attributes, undo_all
 
 
 @final
@@ -183,9 +186,22 @@ class Engine:
 
     def clip_norm(self, _: Optimizer, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Scale the gradients so that their norm over all shards is at most `max_norm`. Returns the former norm."""
-        self._discard_zeroed()
-        shards = self._shards()
         order = float(norm_type)
+        with self._gradients() as shards:
+            total = self._norm(shards, order)
+            if not total.isfinite() and error_if_nonfinite and not self.zero.needs_scaler():
+                raise RuntimeError(
+                    f"The gradients of `{type(self.module).__name__}` have a norm (order {order:g}) of {total.item()}, "
+                    "so they cannot be clipped. Pass `error_if_nonfinite=False` to continue: DeepSpeed then skips the "
+                    "step."
+                )
+            factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+            for shard in shards:
+                shard.mul_(factor.to(shard.device))
+        return total
+
+    def _norm(self, shards: Sequence[Tensor], order: float) -> Tensor:
+        """The norm of the gradients over all shards, without the loss scale."""
         norms = [torch.linalg.vector_norm(shard, order, dtype=torch.float32) for shard in shards if shard.numel()]
         local = torch.stack(norms) if norms else torch.zeros(1, device=self.runtime.device)
         all_reduce = self.runtime.collective.all_reduce
@@ -193,38 +209,32 @@ class Engine:
             total = all_reduce(local.max(), "max")
         else:
             total = all_reduce((local**order).sum(), "sum") ** (1.0 / order)
-        total = total / float(self.zero.loss_scale)
-        if not total.isfinite() and error_if_nonfinite and not self.zero.needs_scaler():
-            raise RuntimeError(
-                f"The gradients of `{type(self.module).__name__}` have a norm (order {order:g}) of {total.item()}, so "
-                "they cannot be clipped. Pass `error_if_nonfinite=False` to continue: DeepSpeed then skips the step."
-            )
-        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for shard in shards:
-            shard.mul_(factor.to(shard.device))
-        self._set_placeholders()
-        return total
+        return total / float(self.zero.loss_scale)
 
     def clip_value(self, _: Optimizer, clip_val: float) -> None:
         """Clamp each gradient to `[-clip_val, clip_val]`."""
-        self._discard_zeroed()
         bound = clip_val * float(self.zero.loss_scale)
-        for shard in self._shards():
-            shard.clamp_(-bound, bound)
-        self._set_placeholders()
+        with self._gradients() as shards:
+            for shard in shards:
+                shard.clamp_(-bound, bound)
 
     def is_finite(self, _: Optimizer) -> bool:
         """Whether all gradients are finite on all ranks. Ends the accumulation window, as clipping does."""
-        self._discard_zeroed()
-        found = all_finite(self._shards())
-        self._set_placeholders()
+        with self._gradients() as shards:
+            found = all_finite(shards)
         return self.runtime.collective.reduce_boolean_decision(found)
 
     def multiply(self, factor: float | Tensor) -> None:
         """Multiply each gradient. Ends the accumulation window, as clipping does."""
+        with self._gradients() as shards:
+            for shard in shards:
+                shard.mul_(factor.to(shard.device) if isinstance(factor, Tensor) else factor)
+
+    @contextmanager
+    def _gradients(self) -> Iterator[list[Tensor]]:
+        """Context: this rank's shards of the averaged gradients, without those that the user has zeroed."""
         self._discard_zeroed()
-        for shard in self._shards():
-            shard.mul_(factor.to(shard.device) if isinstance(factor, Tensor) else factor)
+        yield self._shards()
         self._set_placeholders()
 
     def discard(self) -> None:
@@ -478,10 +488,9 @@ class Engine:
         left = set(self.trained) - self._reached
         if left:
             names = [name for parameter, name in self.placeholders.names.items() if parameter in left]
-            some = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
             raise RuntimeError(
-                f"{len(names)} parameters of `{type(self.module).__name__}` ({some}) got no gradient since the "
-                f"last `step` or `zero_grad`. {UNUSED}"
+                f"{len(names)} parameters of `{type(self.module).__name__}` ({name_some(names)}) got no gradient "
+                f"since the last `step` or `zero_grad`. {UNUSED}"
             )
 
     # Steps
@@ -569,19 +578,10 @@ class Engine:
 
         functions = (step, zero_grad, add_param_group, state_dict, load_state_dict)
         ours = {function.__name__: MethodType(function, optimizer) for function in functions}
-        given = {name: vars(optimizer).get(name) for name in ours}
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        optimizer.__dict__.update(ours)
-
-        def undo() -> None:
-            groups.release()  # DeepSpeed looks for the shards of every group
-            for name, value in given.items():
-                del optimizer.__dict__[name]
-                if value is not None:
-                    optimizer.__dict__[name] = value
-
-        return undo
+        # Released first: DeepSpeed looks for the shards of every group.
+        return undo_all((groups.release, replace_attributes(optimizer, **ours)))
 
     def _refuse_at_stage_3(self, optimizer: Optimizer, method: str) -> None:
         if self.stage == 3:

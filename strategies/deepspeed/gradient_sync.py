@@ -7,7 +7,6 @@ backward, because no rank stores whole gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -30,9 +29,6 @@ class DeepSpeedGradientSync(GradientSync):
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._ordered(function, args, kwargs)
-
-    def unsynced(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def watch(self) -> Finish | None:
         return self.engine.watch()
@@ -69,17 +65,11 @@ class UntrainedGradientSync(GradientSync):
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._ordered(function, args, kwargs)
 
-    def unsynced(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def watch(self) -> Finish | None:
         return None  # a loss of another model that runs through this one needs no synchronisation here
 
     def parameters_held(self) -> Iterable[Tensor]:
         return ()
-
-    def scale(self, factor: Factor) -> None:
-        pass  # it has no gradients
 
     def release(self) -> None:
         self.order.release()

@@ -12,13 +12,14 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, wraps
 from importlib import import_module
 from typing import Any
 
 import torch.distributed as dist
 
+from fabric.launchers.environments.defaults import variables
 from fabric.launchers.private_names import Names, require
 from fabric.launchers.world import World
 
@@ -169,17 +170,9 @@ def with_environment(world: World, device_type: str) -> Iterator[Any]:
         os.environ.update(before)
 
 
-@contextmanager
-def local_rank(world: World) -> Iterator[None]:
+def local_rank(world: World) -> AbstractContextManager[None]:
     """Set LOCAL_RANK within the context: at stage 3 DeepSpeed reads it during training."""
-    before = os.environ.get("LOCAL_RANK")
-    os.environ["LOCAL_RANK"] = str(world.local_rank)
-    try:
-        yield
-    finally:
-        del os.environ["LOCAL_RANK"]
-        if before is not None:
-            os.environ["LOCAL_RANK"] = before
+    return variables(os.environ, {"LOCAL_RANK": str(world.local_rank)})
 
 
 def _to_stderr() -> None:

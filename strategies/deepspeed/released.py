@@ -18,6 +18,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from fabric.strategies.collectives.packing import INTEGERS
 from fabric.strategies.torch_internals import disable_dynamo
 
 
@@ -181,15 +182,12 @@ class _Copy:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.view(_INTEGERS[tensor.element_size()])
+    return tensor.view(INTEGERS[tensor.element_size()])
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same bits. NaN equals NaN."""
     return torch.equal(_bits(one), _bits(other))
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 CHANGED_WEIGHT = (

@@ -6,8 +6,9 @@ Weights are those of the optimizer, in float32 whatever dtype the model computes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, cast, final
 
 import torch
@@ -19,6 +20,7 @@ from fabric.strategies.checkpoint.in_place import filled_module, is_extra_state
 from fabric.strategies.checkpoint.state import StateAccess
 from fabric.strategies.checkpoint.stored import Stored, in_memory
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, flat_shard, no_shards
+from fabric.strategies.sharding.dtensor import map_state
 
 
 @final
@@ -48,14 +50,7 @@ class ZeroState(StateAccess):
     # Modules
 
     def read_module(self, module: nn.Module) -> dict[str, Any]:
-        seen: dict[int, Tensor] = {}  # tied weights are one tensor in the file as well
-        state = _state_of(module)
-        for name, value in state.items():
-            if isinstance(value, Tensor):
-                if id(value) not in seen:
-                    seen[id(value)] = self._keep(self._whole(value))
-                state[name] = seen[id(value)]
-        return state
+        return _module_state(module, lambda tensor: self._keep(self._whole(tensor)))
 
     def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...] | None]:
         return {
@@ -67,14 +62,7 @@ class ZeroState(StateAccess):
         return [len(group) for group in self.groups]
 
     def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
-        seen: dict[int, TensorShards | Tensor] = {}  # tied weights are one tensor in the file as well
-        state = _state_of(module)
-        for name, value in state.items():
-            if isinstance(value, Tensor):
-                if id(value) not in seen:
-                    seen[id(value)] = self._shards(value)
-                state[name] = seen[id(value)]
-        return state
+        return _module_state(module, self._shards)
 
     def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
         self.write_module(module, content, strict=strict)
@@ -147,10 +135,10 @@ class ZeroState(StateAccess):
         return {"state": state, "param_groups": groups}
 
     def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
-        state = {
-            index: {key: each if _is_large(each) else in_memory(each) for key, each in entries.items()}
-            for index, entries in content["state"].items()
-        }
+        def small_in_memory(index: Any, key: str, value: Any) -> Any:
+            return value if isinstance(value, Stored) and value.shape != () else in_memory(value)
+
+        state = map_state(content, small_in_memory)["state"]
         self.write_optimizer(optimizer, {**in_memory({**content, "state": {}}), "state": state})
 
     def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
@@ -262,17 +250,28 @@ class ZeroState(StateAccess):
             safe_set_full_optimizer_state(parameter, value, key)
 
 
-def _state_of(module: nn.Module) -> dict[str, Any]:
-    """The module's state, with its parameters. Raises: RuntimeError: hooks computed entries from what was released."""
+def _module_state(module: nn.Module, entry: Callable[[Tensor], Any]) -> dict[str, Any]:
+    """The state of a module with `entry` of each tensor, called once for a tied one, which is one in the file as
+    well. Raises: RuntimeError: hooks computed entries from what was released."""
+    read = cache(entry)
     state = module.state_dict(keep_vars=True)
+    _refuse_computed(module, state)
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            state[name] = read(value)
+    return state
+
+
+def _refuse_computed(module: nn.Module, state: Mapping[str, Any]) -> None:
     released = {each.untyped_storage().data_ptr() for each in module.parameters() if is_sharded(each)}
-    own = {id(each) for each in (*module.parameters(), *module.buffers())} if released else set()
-    for name, value in state.items() if released else ():
+    if not released:
+        return
+    own = {id(each) for each in (*module.parameters(), *module.buffers())}
+    for name, value in state.items():
         if not isinstance(value, Tensor) or id(value) in own or is_extra_state(name):
             continue
         if value.untyped_storage().data_ptr() in released or (value.is_floating_point() and value.isnan().any()):
             raise RuntimeError(_COMPUTED.format(name=name, model=type(module).__name__))
-    return state
 
 
 _COMPUTED = (
@@ -305,10 +304,6 @@ def _slice(value: Tensor, size: int, rank: int) -> Tensor:
     """Shard `rank` of a tensor with shards of `size` elements, the last ones padded with zeros."""
     part = value.flatten()[rank * size : (rank + 1) * size]
     return nn.functional.pad(part, (0, size - part.numel()))
-
-
-def _is_large(value: Any) -> bool:
-    return isinstance(value, Stored) and value.shape != ()
 
 
 def _is_elementwise(key: str, value: Any, parameter: Tensor) -> bool:

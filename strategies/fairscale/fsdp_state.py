@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from functools import partial
-from itertools import chain
 from typing import Any, TypeAlias, cast, final
 
 import torch
@@ -27,8 +25,9 @@ from fabric.strategies.checkpoint.stored import Stored, in_memory
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, flat_shard
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.gradients.clipping import parameters_of
-from fabric.strategies.sharding.dtensor import local_part
+from fabric.strategies.sharding.dtensor import by_saved_index, local_part, map_state
 from fabric.strategies.sharding.flat_shards import FlatShard, hide, show_again
+from fabric.strategies.undo import undo_all
 
 _NUMBERS = ("step", "mu_product", "mu", "eta")
 """State of torch's optimizers that is a scalar for every shape of the parameter."""
@@ -80,7 +79,7 @@ def attach_module(slices: Slices, module: nn.Module) -> Callable[[], None]:
         handles.append(part.register_load_state_dict_pre_hook(_Hook(_slice, slices)))  # type: ignore[no-untyped-call]
     for last in (_Hook(_gather_renamed, slices), _Hook(_tie)):  # after the others
         handles.append(module.register_state_dict_post_hook(last))  # type: ignore[no-untyped-call]
-    return partial(_remove, handles)
+    return undo_all(handle.remove for handle in handles)
 
 
 def attach_optimizer(
@@ -94,21 +93,15 @@ def attach_optimizer(
 
     def gather(optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
         parameters = parameters_of(optimizer)
-        state = {
-            index: {name: _whole_entry(collective, name, value, parameters[index]) for name, value in entries.items()}
-            for index, entries in sorted(content["state"].items())
-        }
-        return {**content, "state": state}
+        return map_state(content, lambda index, name, value: _whole_entry(collective, name, value, parameters[index]))
 
     def slice_all(optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
-        indices = chain.from_iterable(group["params"] for group in content["param_groups"])
-        by_index = dict(zip(indices, parameters_of(optimizer), strict=False))  # torch raises for different lengths
-        state = {
-            index: {name: _sliced_entry(name, value, by_index[index], rank, size) for name, value in entries.items()}
-            for index, entries in content["state"].items()
-            if index in by_index
-        }
-        return {**content, "state": state}
+        by_index = by_saved_index(optimizer, content)
+        known = {index: entries for index, entries in content["state"].items() if index in by_index}
+        return map_state(
+            {**content, "state": known},
+            lambda index, name, value: _sliced_entry(name, value, by_index[index], rank, size),
+        )
 
     shown: list[Any] = []
 
@@ -128,12 +121,7 @@ def attach_optimizer(
         optimizer.register_state_dict_post_hook(gather),
         optimizer.register_load_state_dict_pre_hook(slice_all),
     ]
-    return partial(_remove, handles)
-
-
-def _remove(handles: Sequence[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
+    return undo_all(handle.remove for handle in handles)
 
 
 def _whole_entry(collective: Collective, name: str, value: Any, parameter: Any) -> Any:
@@ -271,9 +259,7 @@ class SlicedState(StateAccess):
             PLAIN.write_module(module, state, strict=strict)
 
     def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
-        parameters: list[Any] = parameters_of(optimizer)
-        indices = [index for group in content["param_groups"] for index in group["params"]]
-        by_index = dict(zip(indices, parameters, strict=False))  # torch raises for different lengths
+        by_index = by_saved_index(optimizer, content)
 
         def own(index: Any, name: str, value: Any) -> Any:
             if index not in by_index or name in _NUMBERS or not _fits(value, by_index[index]):
@@ -284,10 +270,7 @@ class SlicedState(StateAccess):
                 existing = torch.zeros(parameter.shape, dtype=value.dtype)
             return self._filled(existing, value)
 
-        state = {
-            index: {name: own(index, name, value) for name, value in entries.items()}
-            for index, entries in content["state"].items()
-        }
+        state = map_state(content, own)["state"]
         PLAIN.write_optimizer(optimizer, {**in_memory({**content, "state": {}}), "state": state})
 
     def shapes(self, module: nn.Module) -> dict[str, tuple[int, ...] | None]:
@@ -311,18 +294,13 @@ class SlicedState(StateAccess):
         return state
 
     def _optimizer_state(self, optimizer: Optimizer, entry: _Entry) -> dict[str, Any]:
-        content = _ungathered(optimizer)
         parameters: list[Any] = parameters_of(optimizer)
-        state = {
-            index: {
-                name: entry(value, parameters[index]._orig_size)
-                if _is_sliced(name, value, parameters[index])
-                else value
-                for name, value in entries.items()
-            }
-            for index, entries in sorted(content["state"].items())
-        }
-        return {**content, "state": state}
+
+        def own(index: Any, name: str, value: Any) -> Any:
+            parameter = parameters[index]
+            return entry(value, parameter._orig_size) if _is_sliced(name, value, parameter) else value
+
+        return map_state(_ungathered(optimizer), own)
 
     def _filled(self, own: Tensor, value: Stored) -> Tensor:
         """This rank's shard, filled with its elements."""

@@ -20,8 +20,7 @@ Note [Traps of FairScale closed here]
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -30,17 +29,19 @@ from torch import Tensor, nn
 
 from fabric.strategies.fairscale.fsdp_cpu import fully_sharded_on_cpu
 from fabric.strategies.fairscale.fsdp_state import holds_local
-from fabric.strategies.fairscale.library import FULLY_SHARDED, LATE, UNUSED, look_up, name_some, root_logger_untouched
-from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, all_of, scale_gradients
+from fabric.strategies.fairscale.library import FULLY_SHARDED, LATE, UNUSED, look_up, root_logger_untouched
+from fabric.strategies.gradients.sync import Finish, GradientSync, all_of
 from fabric.strategies.module.added_parameters import AddedParameters
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.forward import ForwardPath, leave_uncompiled
+from fabric.strategies.module.naming import name_some
 from fabric.strategies.pytree import tensors_in
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
 from fabric.strategies.sharding.flat_shards import forget, hide, show
 from fabric.strategies.sharding.freed import explain_freed
 from fabric.strategies.torch_internals import current_graph_task_id
+from fabric.strategies.undo import replace_attributes, undo_all
 
 UNCOMPILABLE = (
     "`torch.compile` under `strategy='ddp_fully_sharded'`: FairScale gathers parameters in code that the compiler "
@@ -117,10 +118,9 @@ class FairScaleFSDPGradientSync(GradientSync):
         self.order = ExecutionOrder(runtime, module, parts)
         self._ordered = self.order.around(self._forward)
         inner = [part for part in module.modules() if part is not module and part not in wrapped]
-        self.given = {part: vars(part).get("forward") for part in inner if part._parameters}
-        for part in self.given:
-            object.__setattr__(part, "forward", _Inner(self, part))
-
+        self.restore = undo_all(
+            replace_attributes(part, forward=_Inner(self, part)) for part in inner if part._parameters
+        )
         self._show()
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -132,7 +132,7 @@ class FairScaleFSDPGradientSync(GradientSync):
             self.added_parameters.refuse(LATE)
         self._drop_stale()
         output = self._through(self.root, function, args, kwargs)
-        if torch.is_grad_enabled() and self.root._require_backward_grad_sync:
+        if torch.is_grad_enabled() and self.synced:
             broadcast_from_rank_zero(self.collective, buffers_of(self.buffered))
         return output
 
@@ -155,21 +155,15 @@ class FairScaleFSDPGradientSync(GradientSync):
         """Parameters are shards from here on: see Note [Classes of shards]."""
         show(self.names, _SHARD, _whole_shape)
 
-    @contextmanager
-    def unsynced(self) -> Iterator[None]:
-        """Within the context, backward accumulates unsharded gradients of this rank, without communication."""
-        before = self.root._require_backward_grad_sync
+    def set_synced(self, synced: bool) -> None:
+        """False: backward accumulates unsharded gradients of this rank, without communication."""
+        self.synced = synced
         for wrapper in self.wrappers:
-            wrapper._require_backward_grad_sync = False
-        try:
-            yield
-        finally:
-            for wrapper in self.wrappers:
-                wrapper._require_backward_grad_sync = before
+            wrapper._require_backward_grad_sync = synced
 
     def watch(self) -> Finish | None:
         """Returns a post-backward hook that raises if a parameter has no gradient."""
-        check = self._check if self.root._require_backward_grad_sync else None
+        check = self._check if self.synced else None
         return all_of(self.order.watch(), check)
 
     def _check(self) -> None:
@@ -198,20 +192,13 @@ class FairScaleFSDPGradientSync(GradientSync):
     def parameters_held(self) -> Iterable[Tensor]:
         return self.names
 
-    def scale(self, factor: Factor) -> None:
-        scale_gradients(self.parameters_held(), factor)
-
     def release(self) -> None:
         """Restore the forward of each module. Parameters remain sharded: gathering them is a collective."""
         for path in self.paths:
             path.release()
         self.order.release()
         forget(self.names)
-        for part, given in self.given.items():
-            if given is None:
-                vars(part).pop("forward", None)
-            else:
-                object.__setattr__(part, "forward", given)
+        self.restore()
 
 
 @final

@@ -175,8 +175,3 @@ LATE = (
     "`fabric.setup`, or pass `strategy='ddp'`."
 )
 UNUSED = "{count} parameters of `{name}` ({some}) got no gradient in this backward, while others did. " + NEEDS_ALL
-
-
-def name_some(names: Sequence[str]) -> str:
-    """The first three names, with "..." if there are more."""
-    return ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")

@@ -13,8 +13,7 @@ Note [Traps of FairScale closed here]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, final
@@ -25,21 +24,14 @@ from torch.optim import Optimizer
 
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.fairscale.changed_gradients import note, refuse_changed
-from fabric.strategies.fairscale.library import (
-    LATE,
-    NOT_AVERAGED,
-    SHARDED,
-    UNUSED,
-    look_up,
-    name_some,
-    root_logger_untouched,
-)
+from fabric.strategies.fairscale.library import LATE, NOT_AVERAGED, SHARDED, UNUSED, look_up, root_logger_untouched
 from fabric.strategies.gradients.call_module import CallModule
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.gradients.in_shards import InShards
-from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
+from fabric.strategies.gradients.sync import Factor, Finish, GradientSync
 from fabric.strategies.module.added_parameters import AddedParameters
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
+from fabric.strategies.module.naming import name_some
 from fabric.strategies.pytree import map_only_tensors
 
 
@@ -96,19 +88,14 @@ class FairScaleShardedGradientSync(GradientSync):
         self.added_parameters.refuse(LATE)
         self._refresh_trainable()
         output = self.parallel(function, args, kwargs)
-        if not self.parallel._should_accumulate_grads:
+        if self.synced:
             broadcast_from_rank_zero(self.collective, buffers_of(self.buffered))
         return output
 
-    @contextmanager
-    def unsynced(self) -> Iterator[None]:
-        """Within the context, backward accumulates gradients of this rank, without communication."""
-        before = self.parallel._should_accumulate_grads
-        self.parallel._should_accumulate_grads = True
-        try:
-            yield
-        finally:
-            self.parallel._should_accumulate_grads = before
+    def set_synced(self, synced: bool) -> None:
+        """False: backward accumulates gradients of this rank, without communication."""
+        self.synced = synced
+        self.parallel._should_accumulate_grads = not synced
 
     def watch(self) -> Finish:
         """Prepare the reduction of the next backward; returns a post-backward hook that checks its result."""
@@ -118,7 +105,7 @@ class FairScaleShardedGradientSync(GradientSync):
         self.averages = {parameter for parameter, _ in aside}  # those of other owners were discarded since
         for parameter, _ in aside:
             parameter.grad = None
-        if self.parallel._should_accumulate_grads:
+        if not self.synced:
             return partial(self._check_unsynced, aside)
         self.parallel._bucket_flush_callback_set = True  # FairScale need not wait for the messages: the check does
         return partial(self._check_synced, aside)
@@ -252,7 +239,7 @@ class FairScaleShardedGradientSync(GradientSync):
         return self.owner
 
     def scale(self, factor: Factor) -> None:
-        scale_gradients(self.parameters_held(), factor)
+        super().scale(factor)
         note(self.parameters_held())
 
     def release(self) -> None:
@@ -284,18 +271,13 @@ class _ShardOf:
 class NoOwnersGradientSync(GradientSync):
     """A model without an optimizer: its parameters have no owners, so gradients would not be averaged, and raise."""
 
+    is_replicated = True
+
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return function(*args, **kwargs)
-
-    def unsynced(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    @property
-    def is_replicated(self) -> bool:
-        return True
 
     def watch(self) -> Finish:
         before = [(parameter, parameter.grad, _version(parameter.grad)) for parameter in self.module.parameters()]

@@ -22,7 +22,6 @@ from fabric.strategies.fairscale.library import (
     NEEDS_ALL,
     clip_norm,
     clip_value,
-    name_some,
     refuse_optimizers,
     refuse_wrapped,
     why_not,
@@ -31,6 +30,7 @@ from fabric.strategies.fairscale.oss import FairScaleShardedGradientSync, NoOwne
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.module.bare_parameters import IN_MODULE
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
+from fabric.strategies.module.naming import name_some
 from fabric.strategies.module.prepare import place, replica
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy

@@ -3,14 +3,13 @@ not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
 
-from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, all_of, scale_gradients
+from fabric.strategies.gradients.sync import Finish, GradientSync, all_of
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.changes import Additions, GatheredFlags
 from fabric.strategies.module.deferred_init import Unfilled
@@ -26,6 +25,8 @@ from fabric.strategies.sharding.same_gradients import SameGradients
 class FSDPGradientSync(GradientSync):
     """One sharded model. `units`: the submodules whose parameters are all-gathered together, including the root."""
 
+    averages_before_hooks = True
+
     def __init__(
         self,
         runtime: Runtime,
@@ -36,7 +37,6 @@ class FSDPGradientSync(GradientSync):
         broadcast_buffers: bool,
     ) -> None:
         self.collective, self.module, self.unfilled = runtime.collective, module, unfilled
-        self.synced = True
         self.buffered = list(module.modules()) if broadcast_buffers and runtime.world.size > 1 else []
         self.additions = Additions(module, by_name=True)
         self.flags = GatheredFlags(module)
@@ -51,22 +51,13 @@ class FSDPGradientSync(GradientSync):
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._ordered(function, args, kwargs)
 
-    @property
-    def averages_before_hooks(self) -> bool:
-        return True
-
     def mark(self, method: str) -> None:
         """Make parameters available in another method."""
         mark_gathering(self.module, method, self.gathered)
 
-    @contextmanager
-    def unsynced(self) -> Iterator[None]:
-        before = self.synced
-        self._sync(False)
-        try:
-            yield
-        finally:
-            self._sync(before)
+    def set_synced(self, synced: bool) -> None:
+        self.synced = synced
+        cast(Any, self.module).set_requires_gradient_sync(synced)
 
     def watch(self) -> Finish | None:
         find_unreduced = self.gathered.watch()  # first: it may clear gradients
@@ -77,9 +68,6 @@ class FSDPGradientSync(GradientSync):
 
     def parameters_held(self) -> Iterable[Tensor]:
         return self.parameters
-
-    def scale(self, factor: Factor) -> None:
-        scale_gradients(self.parameters_held(), factor)
 
     def release(self) -> None:
         self.gathered.release()
@@ -94,7 +82,3 @@ class FSDPGradientSync(GradientSync):
         if self.synced and torch.is_grad_enabled():
             broadcast_from_rank_zero(self.collective, buffers_of(self.buffered))
         return output
-
-    def _sync(self, enabled: bool) -> None:
-        self.synced = enabled
-        cast(Any, self.module).set_requires_gradient_sync(enabled)

@@ -51,6 +51,7 @@ class FSDPStrategy(ProcessGroupStrategy):
     """
 
     in_shards: ClassVar[bool] = True
+    fills_from_rank_zero = True
     auto_wrap_policy: Policy | None = None
     """The submodules whose parameters are all-gathered together and freed again: classes, or a function of a module.
     Other parameters are gathered with the root. None: the model is gathered all at once, which saves no memory in
@@ -75,10 +76,6 @@ class FSDPStrategy(ProcessGroupStrategy):
                 f"`reshard_after_forward={keeps!r}` is a `{type(keeps).__name__}`. Write True, False, or a number of "
                 "ranks."
             )
-
-    @property
-    def fills_from_rank_zero(self) -> bool:
-        return True
 
     @property
     def lacks(self) -> Mapping[Capability, str]:

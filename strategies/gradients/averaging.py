@@ -8,8 +8,7 @@ exact, however synchronised and unsynchronised backwards alternate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import cast, final
 
@@ -81,15 +80,11 @@ class MeshAveraging:
         if self.data is not None:
             broadcast_from_rank_zero(self.data, [local_part(buffer) for buffer in buffers_of(self.buffered)])
 
-    @contextmanager
-    def unsynced(self) -> Iterator[None]:
-        """Context: gradients are not synchronised."""
-        before = self.synced
-        self._sync(False)
-        try:
-            yield
-        finally:
-            self._sync(before)
+    def set_synced(self, synced: bool) -> None:
+        """See `GradientSync.set_synced`."""
+        self.synced = synced
+        for part in self.sharded:
+            part.set_requires_gradient_sync(synced, recurse=False)
 
     def _arrived(self, parameter: Tensor) -> None:
         """Called within each backward, for each gradient."""
@@ -98,11 +93,6 @@ class MeshAveraging:
                 "`loss.backward()` computes gradients that are not averaged over the mesh: those of "
                 f"`{type(self.module).__name__}` are averaged after it, by `fabric.backward(loss)`. Call that."
             )
-
-    def _sync(self, enabled: bool) -> None:
-        self.synced = enabled
-        for part in self.sharded:
-            part.set_requires_gradient_sync(enabled, recurse=False)
 
 
 @final

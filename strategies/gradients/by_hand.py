@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from fabric.strategies.collectives.call_check import all_equal
 from fabric.strategies.digest import digest_of_all
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.undo import undo_all
 
 _NUM_ALLOWED = 1
 """After a single change the program may have loaded other weights."""
@@ -30,13 +31,8 @@ _NUM_DIFFERENT = 3
 def refuse_updates_by_hand(runtime: Runtime, module: nn.Module) -> Callable[[], None]:
     """Watch the first and the last parameter of a model that all ranks hold whole. Returns what removes the hooks."""
     parameters = [each for each in module.parameters() if each.requires_grad]
-    handles = [_Watched(runtime, module, each).handle for each in dict.fromkeys((*parameters[:1], *parameters[-1:]))]
-
-    def release() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return release
+    watched = dict.fromkeys((*parameters[:1], *parameters[-1:]))
+    return undo_all(_Watched(runtime, module, each).handle.remove for each in watched)
 
 
 @final

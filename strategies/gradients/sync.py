@@ -8,8 +8,8 @@ none of them asks which technique it is.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, TypeAlias, final
 
@@ -31,14 +31,27 @@ class GradientSync(ABC):
     accumulated before, whether synchronised or not.
     """
 
+    synced = True
+    """Whether backward synchronises gradients at present, if the technique supports that they are not."""
+
     @abstractmethod
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return `function(*args, **kwargs)`, where `function` is `forward` of the model, or another marked method."""
 
-    @abstractmethod
-    def unsynced(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def unsynced(self) -> Iterator[None]:
         """Context: gradients are not synchronised, if the technique supports that. It can be nested; on exit the
         previous state is restored, also after an error."""
+        before = self.synced
+        self.set_synced(False)
+        try:
+            yield
+        finally:
+            self.set_synced(before)
+
+    def set_synced(self, synced: bool) -> None:
+        """Synchronise gradients or not from now on. For techniques whose backend must be told."""
+        self.synced = synced
 
     @abstractmethod
     def watch(self) -> Finish | None:
@@ -74,12 +87,12 @@ class GradientSync(ABC):
     def parameters_held(self) -> Iterable[Tensor]:
         """The parameters as optimizers hold them: shards, even while `module.parameters()` returns gathered ones."""
 
-    @abstractmethod
     def scale(self, factor: Factor) -> None:
         """Multiply the model's present synchronised gradients, with which its optimizers would step.
 
         If an engine reduces gradients itself, it does so now, and its window of backwards ends. Ranks: all.
         """
+        scale_gradients(self.parameters_held(), factor)
 
     @abstractmethod
     def release(self) -> None:
@@ -93,27 +106,19 @@ class LocalGradientSync(GradientSync):
     `run`: what runs forward, if not the method itself: it is called as `run(function, args, kwargs)`.
     """
 
+    averages_before_hooks = True
+
     def __init__(self, module: nn.Module, run: Callable[..., Any] | None = None) -> None:
         self.module, self._run = module, run
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return function(*args, **kwargs) if self._run is None else self._run(function, args, kwargs)
 
-    @property
-    def averages_before_hooks(self) -> bool:
-        return True
-
-    def unsynced(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def watch(self) -> Finish | None:
         return None
 
     def parameters_held(self) -> Iterable[Tensor]:
         return self.module.parameters()
-
-    def scale(self, factor: Factor) -> None:
-        scale_gradients(self.parameters_held(), factor)
 
     def release(self) -> None:
         pass

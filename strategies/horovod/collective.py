@@ -14,7 +14,7 @@ dtypes are cast to one of these that holds all their values. `send` and `recv` u
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast, final
 
@@ -34,7 +34,7 @@ from fabric.strategies.collectives.collective import (
     check_slices,
     check_split,
 )
-from fabric.strategies.collectives.dtypes import from_reduced, to_reducible
+from fabric.strategies.collectives.dtypes import from_reduced, reduce_stacked, to_reducible
 from fabric.strategies.collectives.forks import forget_in_forks, in_a_fork
 from fabric.strategies.collectives.objects import CarriesObjects
 from fabric.strategies.collectives.packing import Spec, as_bytes
@@ -55,27 +55,18 @@ _OPS = {
     "product": "Product",
 }  # mean: divided in `from_reduced`
 _WIDER = {torch.bfloat16: torch.float32, torch.uint8: torch.int32, torch.int8: torch.int32}
-_LOCALLY: dict[str, Callable[[Tensor], Tensor]] = {
-    "sum": lambda slices: slices.sum(0, dtype=slices.dtype),
-    "mean": lambda slices: slices.sum(0, dtype=slices.dtype),
-    "min": lambda slices: slices.amin(0),
-    "max": lambda slices: slices.amax(0),
-    "product": lambda slices: slices.prod(0, dtype=slices.dtype),
-}
 
 
 @final
 class HorovodCollective(CarriesObjects):
     """All ranks of a world, over Horovod's own controller (gloo).
 
-    `timeout_seconds`: how long a call waits for the other ranks. `report`: called with the missing ranks while waiting.
+    `timeout_seconds`: how long a call waits for the other ranks.
     Once a rank has called `teardown` or ended, calls of the others raise CollectiveError.
     """
 
-    def __init__(
-        self, world: World, *, timeout_seconds: float = 1800.0, report: Callable[[str], None] = _LOGGER.warning
-    ) -> None:
-        self._world, self._timeout_seconds, self._report = world, timeout_seconds, report
+    def __init__(self, world: World, *, timeout_seconds: float = 1800.0) -> None:
+        self._world, self._timeout_seconds = world, timeout_seconds
         self._ranks = tuple(range(world.size))
         self._is_part = False
         self._store: Store | None = None
@@ -112,7 +103,7 @@ class HorovodCollective(CarriesObjects):
                 "to the fabric, and close the other one first.",
                 rank=self._world.rank,
             )
-        store = join(self._world, self._timeout_seconds, self._report)
+        store = join(self._world, self._timeout_seconds, _LOGGER.warning)
         self._is_in_a_fork = False
         self._address = self._serve(store)
         try:
@@ -163,7 +154,7 @@ class HorovodCollective(CarriesObjects):
         check_slices("reduce_scatter", tensor, self.size)
         operand = to_reducible(tensor, op, copy=False)
         # Horovod's own reduce-scatter only sums. This one receives as many bytes per rank, and holds W slices.
-        reduced = _LOCALLY[op](self._all_to_all("reduce_scatter", operand))
+        reduced = reduce_stacked(self._all_to_all("reduce_scatter", operand), op)
         return from_reduced(reduced, op, tensor.dtype, self.size)
 
     def all_to_all(self, tensor: Tensor) -> Tensor:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, final
 
@@ -15,7 +14,7 @@ from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import Collective, CollectiveError
 from fabric.strategies.collectives.packing import Spec, exchange
 from fabric.strategies.gradients.clipping import NONE, kind_of, on_gradient, refuse_sparse
-from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
+from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.changes import Contents
 from fabric.strategies.torch_internals import after_backward
@@ -33,7 +32,7 @@ class HorovodGradientSync(GradientSync):
         self.collective, self.name, self.number = collective, type(module).__name__, _number(collective)
         self.module, self.broadcast_buffers = module, broadcast_buffers
         self.changed: set[Tensor] = set()
-        self.is_due = self.is_unsynced = False
+        self.is_due = False
         self.alike: Contents | None = None  # the parameters that were broadcast from rank 0
         self.hooks: list[RemovableHandle] = []
         self._arrange()
@@ -43,23 +42,12 @@ class HorovodGradientSync(GradientSync):
             self._arrange()
         return function(*args, **kwargs)
 
-    @contextmanager
-    def unsynced(self) -> Iterator[None]:
-        before, self.is_unsynced = self.is_unsynced, True
-        try:
-            yield
-        finally:
-            self.is_unsynced = before
-
     def watch(self) -> Finish | None:
         # If all parameters of the loss were added since, no hook of ours is called.
-        return None if self.is_unsynced or self.contents.is_as_it_was() else self._refuse_unmet
+        return None if not self.synced or self.contents.is_as_it_was() else self._refuse_unmet
 
     def parameters_held(self) -> Iterable[Tensor]:
         return self.parameters
-
-    def scale(self, factor: Factor) -> None:
-        scale_gradients(self.parameters_held(), factor)
 
     def release(self) -> None:
         self._remove_hooks()
@@ -95,7 +83,7 @@ class HorovodGradientSync(GradientSync):
     def _note(self, parameter: Tensor) -> None:
         """Autograd hook: called in each backward, for each gradient that has just changed."""
         self.changed.add(parameter)
-        if not self.is_unsynced:
+        if self.synced:
             # Each time, not only the first: a backward that raises drops its callbacks, and does not report it.
             self.is_due = True
             after_backward(self._average)

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from fabric.strategies.gradients.averaging import average
 from fabric.strategies.gradients.clipping import on_gradient, parameters_of
 from fabric.strategies.gradients.reducer import end_reducer
-from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
+from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.manual.context import ManualContext, Parallelized
 from fabric.strategies.manual.replica_checks import refuse_unequal_gradients
 from fabric.strategies.manual.state import own_parameters
@@ -118,9 +118,6 @@ class ManualGradientSync(GradientSync):
 
     def parameters_held(self) -> Iterable[Tensor]:
         return self.parallel.module.parameters()
-
-    def scale(self, factor: Factor) -> None:
-        scale_gradients(self.parameters_held(), factor)
 
     def release(self) -> None:
         if self.parallel.release is not None:

@@ -18,7 +18,7 @@ from fabric.strategies.checkpoint.state import StateAccess, uncompiled
 from fabric.strategies.checkpoint.tensor_shards import replicated
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.manual.replica_checks import refuse_differing
-from fabric.strategies.sharding.dtensor import ShardedState, as_sharded
+from fabric.strategies.sharding.dtensor import ShardedState, as_sharded, map_state
 
 
 def own_name(module: nn.Module, name: str) -> str:
@@ -87,11 +87,7 @@ class ManualState(StateAccess):
     def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
         self._check_states(optimizer)
         content = self._sharded.read_optimizer_shards(optimizer)
-        states = {
-            index: {name: self._replicated(value) for name, value in entries.items()}
-            for index, entries in content["state"].items()
-        }
-        return {**content, "state": states}
+        return map_state(content, lambda index, name, value: self._replicated(value))
 
     def _replicated(self, value: Any) -> Any:
         """A plain tensor, which `_check` has found equal on all ranks: each of them saves a part."""

@@ -44,6 +44,7 @@ class ManualStrategy(ProcessGroupStrategy):
     """Parallelism that the user implements."""
 
     in_shards: ClassVar[bool] = True
+    sets_up_one_model = False
     parallelize: Callable[[Any, ManualContext], nn.Module | Parallelized] | None = None
     """`parallelize(module, context)` is called by `setup`, on every rank, once for each module. It modifies the module
     or makes another one, and returns it, or a `Parallelized`. In optimizers that were made before, replaced parameters
@@ -70,10 +71,6 @@ class ManualStrategy(ProcessGroupStrategy):
         copies = any(number > 1 and not self.has_own_data(axis) for axis, number in self._axes(1).items())
         always: dict[Capability, str] = {"bare_parameters": IN_MODULE}
         return {**always, "gather_gradients": COPIES} if copies else always
-
-    @property
-    def sets_up_one_model(self) -> bool:
-        return False
 
     def why_not(self, target: Target) -> str | None:
         if self.parallelize is None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from fabric.strategies.gradients.averaging import MeshAveraging
-from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, all_of, scale_gradients
+from fabric.strategies.gradients.sync import Finish, GradientSync, all_of
 from fabric.strategies.module.changes import Additions, GatheredFlags
 from fabric.strategies.module.deferred_init import Unfilled
 from fabric.strategies.runtime import Runtime
@@ -51,8 +50,9 @@ class ModelParallelGradientSync(GradientSync):
         if self.averaging.sharded:
             mark_gathering(self.module, method, self.gathered)
 
-    def unsynced(self) -> AbstractContextManager[None]:
-        return self.averaging.unsynced()
+    def set_synced(self, synced: bool) -> None:
+        self.synced = synced
+        self.averaging.set_synced(synced)
 
     def watch(self) -> Finish | None:
         find_unreduced = self.gathered.watch()  # first: it may clear gradients
@@ -63,9 +63,6 @@ class ModelParallelGradientSync(GradientSync):
 
     def parameters_held(self) -> Iterable[Tensor]:
         return self.averaging.parameters
-
-    def scale(self, factor: Factor) -> None:
-        scale_gradients(self.parameters_held(), factor)
 
     def release(self) -> None:
         self.gathered.release()
@@ -80,6 +77,6 @@ class ModelParallelGradientSync(GradientSync):
         if self.flags is not None:
             self.flags.update()
         output = function(*args, **kwargs)
-        if self.broadcast_buffers and self.averaging.synced and torch.is_grad_enabled():
+        if self.broadcast_buffers and self.synced and torch.is_grad_enabled():
             self.averaging.broadcast_buffers()
         return output

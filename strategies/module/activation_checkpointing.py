@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fabric.strategies.module.forward import outside_of_graphs
 from fabric.strategies.module.wrap_policy import Policy, matching
-from fabric.strategies.undo import undo_all
+from fabric.strategies.undo import replace_attributes, undo_all
 
 
 def recompute(module: nn.Module, policy: Policy | None) -> Callable[[], None]:
@@ -26,7 +26,10 @@ def recompute(module: nn.Module, policy: Policy | None) -> Callable[[], None]:
 
     Raises: ValueError: it selects none. TypeError: it is not a policy.
     """
-    return undo_all(_replace_forward(part) for part in matching(module, policy, "activation_checkpointing_policy"))
+    return undo_all(
+        replace_attributes(part, forward=_Recomputed(part, part.forward))
+        for part in matching(module, policy, "activation_checkpointing_policy")
+    )
 
 
 def rebind_copies(module: nn.Module) -> None:
@@ -38,19 +41,6 @@ def rebind_copies(module: nn.Module) -> None:
         forward = vars(part).get("forward")
         if isinstance(forward, _Recomputed):
             object.__setattr__(part, "forward", forward.of(part))
-
-
-def _replace_forward(part: nn.Module) -> Callable[[], None]:
-    given = vars(part).get("forward")
-    object.__setattr__(part, "forward", _Recomputed(part, part.forward))
-
-    def undo() -> None:
-        if given is None:
-            object.__delattr__(part, "forward")
-        else:
-            object.__setattr__(part, "forward", given)
-
-    return undo
 
 
 @final

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fabric.strategies.module.changes import Contents
+from fabric.strategies.module.naming import name_some
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -40,10 +41,9 @@ class AddedParameters:
             return
         names = [name for name, each in self.module.named_parameters() if self._is_new(each)]
         if names:
-            some = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
             raise RuntimeError(
-                f"{len(names)} parameters of `{type(self.module).__name__}` ({some}) were added or unfrozen after "
-                f"`fabric.setup`. {sentence}"
+                f"{len(names)} parameters of `{type(self.module).__name__}` ({name_some(names)}) were added or "
+                f"unfrozen after `fabric.setup`. {sentence}"
             )
         self._contents = Contents(self.module)
         self._unknown = [each for each in self._contents.parameters if each not in self._known]

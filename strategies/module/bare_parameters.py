@@ -7,8 +7,7 @@ averaged: see Note [Averages of averages] in `averaging.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.gradients.clipping import on_gradient, parameters_of
-from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
+from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.dtensor import as_sharded
@@ -29,7 +28,7 @@ class BareParameters(GradientSync):
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._parameters: list[Tensor] = []
-        self._is_held = self._is_expected = False
+        self._is_expected = False
         self._hooks: list[Any] = []
 
     def __bool__(self) -> bool:
@@ -57,22 +56,11 @@ class BareParameters(GradientSync):
         return function(*args, **kwargs)
 
     def watch(self) -> Finish | None:
-        self._is_expected = not self._is_held
+        self._is_expected = self.synced
         return self._average if self._is_expected else None
-
-    @contextmanager
-    def unsynced(self) -> Iterator[None]:
-        before, self._is_held = self._is_held, True
-        try:
-            yield
-        finally:
-            self._is_held = before
 
     def parameters_held(self) -> Iterable[Tensor]:
         return self._parameters
-
-    def scale(self, factor: Factor) -> None:
-        scale_gradients(self.parameters_held(), factor)
 
     def release(self) -> None:
         for hook in self._hooks:
@@ -80,7 +68,7 @@ class BareParameters(GradientSync):
 
     def _arrived(self, parameter: Tensor) -> None:
         """Autograd hook: called in each backward, for each parameter with a gradient."""
-        if not self._is_held and not self._is_expected:
+        if self.synced and not self._is_expected:
             raise RuntimeError(
                 f"`loss.backward()` computes the gradient of a parameter of shape {tuple(parameter.shape)} that is in "
                 "no module, and only `fabric.backward(loss)` averages those over the ranks. Call that."

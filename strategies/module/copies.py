@@ -16,6 +16,7 @@ from typing import Any, NoReturn, final
 from torch import nn
 
 from fabric.strategies.torch_internals import disable_dynamo
+from fabric.strategies.undo import replace_attributes
 
 
 @final
@@ -65,24 +66,13 @@ def _hooks_of(module: nn.Module) -> Iterator[dict[int, Callable[..., Any]]]:
 def refuse_copies(module: nn.Module, sentence: str) -> Callable[[], None]:
     """Make copies and pickles of a module raise RuntimeError with this sentence. Returns a function that undoes it."""
     refuse = partial(_refuse, type(module).__name__, sentence)
-    return _replace(module, {"__deepcopy__": refuse, "__reduce_ex__": refuse})
+    return replace_attributes(module, __deepcopy__=refuse, __reduce_ex__=refuse)
 
 
 def refuse_pickles(module: nn.Module, sentence: str) -> Callable[[], None]:
     """Make pickles of a module raise RuntimeError with this sentence. Returns a function that undoes it."""
     refuse = partial(_refuse, type(module).__name__, sentence)
-    return _replace(module, {"__deepcopy__": partial(_copy, module), "__reduce_ex__": refuse})
-
-
-def _replace(module: nn.Module, methods: dict[str, Callable[..., Any]]) -> Callable[[], None]:
-    for name, method in methods.items():
-        object.__setattr__(module, name, method)
-
-    def undo() -> None:
-        for name in methods:
-            vars(module).pop(name, None)
-
-    return undo
+    return replace_attributes(module, __deepcopy__=partial(_copy, module), __reduce_ex__=refuse)
 
 
 def _refuse(name: str, sentence: str, _: Any) -> NoReturn:

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.call_check import check_call
+from fabric.strategies.module.naming import name_some
 from fabric.strategies.precision.forward_precision import cast, casts
 from fabric.strategies.runtime import Runtime
 
@@ -51,8 +52,7 @@ def refuse_different_models(
 def _refuse_lazy(module: nn.Module) -> None:
     names = [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if is_lazy(tensor)]
     if names:
-        some = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
-        raise ValueError(_LAZY.format(names=some, model=type(module).__name__, count=len(names)))
+        raise ValueError(_LAZY.format(names=name_some(names), model=type(module).__name__, count=len(names)))
 
 
 def refuse_meta(module: nn.Module) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fabric.strategies.precision.precision import Precision
+_GROWTH, _BACKOFF = 2.0, 0.5
 
 
 @dataclass(slots=True)
@@ -43,16 +43,12 @@ class LossScaler:
         self,
         *,
         init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
         growth_interval_steps: int = 2000,
         decide: Callable[[bool], bool] = bool,
         local: Callable[[Tensor], Tensor] | None = None,
         report: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         self.scale = init_scale
-        self.growth_factor = growth_factor
-        self.backoff_factor = backoff_factor
         self.growth_interval_steps = growth_interval_steps
         self.num_skipped = 0
         self._decide = decide
@@ -62,7 +58,7 @@ class LossScaler:
         self._stepped = False
         self._overflowed = False
         self._known: dict[Optimizer, _Gradients] = {}
-        self.when_rescaled: Callable[[Optimizer], None] = _nothing
+        self.when_rescaled: Callable[[Optimizer], None] = lambda optimizer: None
         """Called after the gradients of an optimizer were multiplied."""
 
     def attach(self, optimizer: Optimizer) -> Callable[[], None]:
@@ -123,12 +119,12 @@ class LossScaler:
         if not self._stepped:
             return
         if self._overflowed:
-            self.scale *= self.backoff_factor
+            self.scale *= _BACKOFF
             self._good_steps = 0
         else:
             self._good_steps += 1
             if self._good_steps == self.growth_interval_steps:
-                self.scale *= self.growth_factor
+                self.scale *= _GROWTH
                 self._good_steps = 0
         self._stepped = self._overflowed = False
 
@@ -171,24 +167,8 @@ class LossScaler:
             gradients.overflowed = False
             self._report(
                 f"Skipped a step of {type(optimizer).__name__}: its gradients overflowed at a loss scale of "
-                f"{self.scale:g}. The next scale is {self.scale * self.backoff_factor:g}."
+                f"{self.scale:g}. The next scale is {self.scale * _BACKOFF:g}."
             )
-
-
-def _nothing(optimizer: Optimizer) -> None:
-    pass
-
-
-def loss_scaler_for(
-    precision: Precision,
-    report: Callable[[str], None],
-    decide: Callable[[bool], bool] = bool,
-    local: Callable[[Tensor], Tensor] | None = None,
-) -> LossScaler | None:
-    """The scaler that the precision needs, or None."""
-    if not precision.scales_loss:
-        return None
-    return LossScaler(init_scale=precision.init_scale, report=report, decide=decide, local=local)
 
 
 def all_finite(gradients: Sequence[Tensor]) -> bool:

@@ -107,6 +107,28 @@ def shard_state(name: str, value: Any, parameter: Tensor, existing: Any = None) 
     )
 
 
+def map_state(content: dict[str, Any], function: Callable[[Any, str, Any], Any]) -> dict[str, Any]:
+    """A state dict of an optimizer, with `function(index, name, value)` in place of each value of a parameter's state.
+
+    In the order of indices; what is not of a parameter, under a string, stays and comes last.
+    """
+    items = sorted(content["state"].items(), key=lambda item: (isinstance(item[0], str), item[0]))
+    states = {
+        index: {name: function(index, name, value) for name, value in entries.items()}
+        if isinstance(entries, dict)
+        else entries
+        for index, entries in items
+    }
+    return {**content, "state": states}
+
+
+def by_saved_index(optimizer: Optimizer, content: dict[str, Any]) -> dict[Any, Tensor]:
+    """The parameters of an optimizer by their indices in a state dict. Torch reports a difference in length."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    indices = [index for group in content["param_groups"] for index in group["params"]]
+    return dict(zip(indices, parameters, strict=False))
+
+
 # Note [Whole states without torch.distributed.checkpoint.state_dict]
 # Its `get_optimizer_state_dict(full_state_dict=True)` (torch 2.13) differs from `optimizer.state_dict()`: parameters
 # are named instead of numbered, so plain PyTorch cannot load it; for an optimizer that has not stepped, it steps it;
@@ -150,44 +172,33 @@ class ShardedState(StateAccess):
         return state
 
     def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
-        content = optimizer.state_dict()
         holders = cache(_holders)
-        states = {
-            index: {name: tensor_shards(value, holders) for name, value in entries.items()}
-            for index, entries in sorted(content["state"].items())
-        }
-        return {**content, "state": states}
+        return map_state(optimizer.state_dict(), lambda index, name, value: tensor_shards(value, holders))
 
     def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        indices = [index for group in content["param_groups"] for index in group["params"]]
-        by_index = dict(zip(indices, parameters, strict=False))
-        states = {}
-        for index, entries in content["state"].items():
+        by_index = by_saved_index(optimizer, content)
+
+        def filled(index: Any, name: str, value: Any) -> Any:
             parameter: Any = by_index.get(index)
-            existing = optimizer.state.get(parameter, {})
-            states[index] = {name: _filled(value, parameter, existing.get(name)) for name, value in entries.items()}
+            return _filled(value, parameter, optimizer.state.get(parameter, {}).get(name))
+
+        states = map_state(content, filled)["state"]
         self.write_optimizer(optimizer, {**in_memory({**content, "state": {}}), "state": states})
 
     def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        content = optimizer.state_dict()
-        states = {
-            index: {name: self._gathered(value) for name, value in entries.items()}
-            for index, entries in sorted(content["state"].items())
-        }
-        return {**content, "state": states} if self.keeps else {}
+        content = map_state(optimizer.state_dict(), lambda index, name, value: self._gathered(value))
+        return content if self.keeps else {}
 
     def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        indices = [index for group in content["param_groups"] for index in group["params"]]
-        by_index = dict(zip(indices, parameters, strict=False))  # torch reports a difference in length
-        states = {
-            index: _laid_out(entries, by_index[index], optimizer.state.get(by_index[index], {}))
-            if index in by_index
-            else entries
-            for index, entries in content["state"].items()
-        }
-        optimizer.load_state_dict({**content, "state": states})
+        by_index = by_saved_index(optimizer, content)
+
+        def laid_out(index: Any, name: str, value: Any) -> Any:
+            if index not in by_index:
+                return value
+            parameter = by_index[index]
+            return shard_state(name, value, parameter, optimizer.state.get(parameter, {}).get(name))
+
+        optimizer.load_state_dict(map_state(content, laid_out))
 
     def _gathered(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -283,7 +294,3 @@ def _filled(value: Any, parameter: Any, existing: Any) -> Any:
 def _has_layout_of(tensor: DTensor, like: Any) -> bool:
     other = as_sharded(like)
     return other is not None and (tensor.device_mesh, tensor.placements) == (other.device_mesh, other.placements)
-
-
-def _laid_out(entries: dict[str, Any], parameter: Tensor, existing: dict[str, Any]) -> dict[str, Any]:
-    return {name: shard_state(name, value, parameter, existing.get(name)) for name, value in entries.items()}

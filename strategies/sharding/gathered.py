@@ -48,6 +48,7 @@ from fabric.strategies.torch_internals import (
     node_of,
     require_fully_shard,
 )
+from fabric.strategies.undo import replace_attributes, undo_all
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -78,7 +79,7 @@ class Gathered:
         self._send_zeros: list[Callable[[bool], None]] = []
         self._hooked: dict[int, Tensor] = {}
         self._held: list[tuple[_Unit, list[bool], list[int]]] = []
-        self._parts: list[nn.Module] = []
+        self._restore = undo_all(())
         self._hooks: list[Any] = []
         self._module = module
         self._places = _places(_params(self._units))
@@ -96,9 +97,7 @@ class Gathered:
         for unit in cast("Sequence[nn.Module]", units):
             if unit is not module:
                 self._hooks.append(unit.register_forward_pre_hook(renew, prepend=True))
-        for part in module.modules():
-            object.__setattr__(part, "zero_grad", _ZeroGrad(self, part))
-            self._parts.append(part)
+        self._restore = undo_all(replace_attributes(part, zero_grad=_ZeroGrad(self, part)) for part in module.modules())
 
     def params(self) -> Iterator[Any]:
         """Each parameter, as torch's FSDPParam."""
@@ -154,8 +153,7 @@ class Gathered:
         self._let_go()
         for hook in self._hooks:
             hook.remove()
-        for part in self._parts:
-            vars(part).pop("zero_grad", None)
+        self._restore()
 
     @disable_dynamo
     def _enter(self) -> None:

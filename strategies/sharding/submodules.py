@@ -16,6 +16,7 @@ from torch import nn
 from fabric.strategies.module.forward import Around, ForwardPath, leave_uncompiled
 from fabric.strategies.sharding.gathered import Gathered, mark_gathering
 from fabric.strategies.torch_internals import current_graph_task_id
+from fabric.strategies.undo import replace_attributes, undo_all
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -28,24 +29,15 @@ def enter_alone(
 
     `around`: wraps their forward. Ranks: all call the same submodules, in the same order.
     """
-    entries = []
+    undo = []
     inner = set(cast("Sequence[nn.Module]", units))
     for unit in inner:
         if unit is not path.module:  # gathers by itself
-            entries.append((unit, vars(unit).get("forward")))
-            object.__setattr__(unit, "forward", _Entry(path, unit, unit.forward, around))
+            undo.append(replace_attributes(unit, forward=_Entry(path, unit, unit.forward, around)))
         for part in dict.fromkeys(_own_parts(unit, inner)):
-            entries.append((part, vars(part).get("forward")))
-            object.__setattr__(part, "forward", _Entry(path, part, _gathering(unit, part, gathered), around))
-
-    def undo() -> None:
-        for part, given in reversed(entries):
-            if given is None:
-                vars(part).pop("forward", None)
-            else:
-                object.__setattr__(part, "forward", given)
-
-    return undo
+            entry = _Entry(path, part, _gathering(unit, part, gathered), around)
+            undo.append(replace_attributes(part, forward=entry))
+    return undo_all(reversed(undo))
 
 
 @final

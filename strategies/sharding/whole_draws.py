@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.sharding.dtensor import as_sharded, local_part, shard_like, whole
+from fabric.strategies.undo import replace_attributes, undo_all
 
 _ops = torch.ops.aten
 _DECISIONS = (_ops.any.default, _ops.all.default, _ops._local_scalar_dense.default)
@@ -77,15 +78,9 @@ class Drawing:
 
 def draw_whole(module: nn.Module, device: torch.device, collective: Collective) -> Callable[[], None]:
     """Make the initialisation methods of a sharded model draw full tensors. Returns a function that undoes it."""
-    replaced = []
-    for part in module.modules():
-        for name in ("apply", "init_weights", "reset_parameters"):
-            if callable(getattr(part, name, None)) and name not in vars(part):
-                object.__setattr__(part, name, Drawing(part, name, device, collective))
-                replaced.append((part, name))
-
-    def undo() -> None:
-        for part, name in replaced:
-            vars(part).pop(name, None)
-
-    return undo
+    return undo_all(
+        replace_attributes(part, **{name: Drawing(part, name, device, collective)})
+        for part in module.modules()
+        for name in ("apply", "init_weights", "reset_parameters")
+        if callable(getattr(part, name, None)) and name not in vars(part)
+    )

@@ -26,7 +26,7 @@ from fabric.strategies.collectives.collective import (
 )
 from fabric.strategies.collectives.dtypes import from_reduced, to_reducible
 from fabric.strategies.collectives.objects import CarriesObjects
-from fabric.strategies.collectives.packing import Spec, check_dense
+from fabric.strategies.collectives.packing import INTEGERS, Spec, check_dense
 from fabric.strategies.collectives.store import StoreCollective
 
 if TYPE_CHECKING:
@@ -35,22 +35,16 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger("fabric")
 
 _OPS = {"sum": "sum", "mean": "sum", "min": "min", "max": "max", "product": "mul"}  # mean: divided in `from_reduced`
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FEWEST = 64
 """Tensors on the CPU are padded to this number of elements or a larger power of two: each length is compiled."""
 
 
 @final
 class XLACollective(CarriesObjects):
-    """The collective of all replicas. `timeout_seconds`: timeout at the store; that of XLA cannot be set.
+    """The collective of all replicas. `timeout_seconds`: timeout at the store; that of XLA cannot be set."""
 
-    `report`: called with the missing ranks while waiting.
-    """
-
-    def __init__(
-        self, world: World, *, timeout_seconds: float = 1800.0, report: Callable[[str], None] = _LOGGER.warning
-    ) -> None:
-        self._world, self._timeout_seconds, self._report = world, timeout_seconds, report
+    def __init__(self, world: World, *, timeout_seconds: float = 1800.0) -> None:
+        self._world, self._timeout_seconds = world, timeout_seconds
         self._through_store: StoreCollective | None = None
 
     @property
@@ -72,7 +66,7 @@ class XLACollective(CarriesObjects):
                 f"{self.size}. Launch with `fabric.launch(function)`, and use no XLA device before.",
                 rank=self.rank,
             )
-        store = join(self._world, self._timeout_seconds, self._report)
+        store = join(self._world, self._timeout_seconds, _LOGGER.warning)
         self._through_store = StoreCollective(PrefixStore("collective", store), self.rank, self.size)
 
     def teardown(self) -> None:
@@ -161,7 +155,7 @@ class XLACollective(CarriesObjects):
         check_dense(tensor)
         plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
         real = torch.view_as_real(plain) if plain.is_complex() else plain
-        bits = self._run(operation, tensor, real.view(_BITS[real.dtype.itemsize]), move, rows=rows)
+        bits = self._run(operation, tensor, real.view(INTEGERS[real.dtype.itemsize]), move, rows=rows)
         moved = bits.contiguous().view(real.dtype).view((*shape, *real.shape[plain.ndim :]))
         return torch.view_as_complex(moved) if plain.is_complex() else moved
 

@@ -870,15 +870,19 @@ def test_reading_the_same_samples_is_reported_once_and_a_load_on_one_rank_raises
 
 
 def train_a_second_model(fabric: Fabric, average: bool) -> list[str]:
-    """Train a model, another one that was not set up, and one with an inner loop of its own."""
+    """Train a model, one that was not set up, one with an inner loop of its own, and one that is set up later."""
     heard: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("fabric").addHandler(handler)
-    net, forgotten, inner = make_net(), nn.Linear(1, 1), nn.Linear(1, 1)
+    net, forgotten, inner, late = make_net(), nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)
     model, optimizer = fabric.setup(net, make_optimizer(net))
-    optimizers = [make_optimizer(forgotten), make_optimizer(inner)]
+    optimizers = [make_optimizer(forgotten), make_optimizer(inner), make_optimizer(late)]
+    late(torch.ones(1, 1)).sum().backward()
+    optimizers[2].step()
     for step in range(4):
+        if step == 1:
+            fabric.setup(late, optimizers[2])
         inner(torch.ones(1, 1)).square().sum().backward()
         optimizers[1].step()
         fabric.backward(loss_of(model, step) + forgotten(torch.ones(1, 1)).square().sum())

@@ -10,15 +10,15 @@ from fabric.lightning.unsupported import refuse_arguments, unsupported
 from fabric.strategies.deepspeed.config import read_config
 from fabric.strategies.deepspeed.strategy import DeepSpeedStrategy as CoreDeepSpeed
 
-_ZERO = {
-    "allgather_bucket_size": "allgather_bucket_size",
-    "allgather_partitions": "allgather_partitions",
-    "contiguous_gradients": "contiguous_gradients",
-    "overlap_comm": "overlap_comm",
-    "reduce_bucket_size": "reduce_bucket_size",
-    "reduce_scatter": "reduce_scatter",
-    "sub_group_size": "sub_group_size",
-}
+_ZERO = (
+    "allgather_bucket_size",
+    "allgather_partitions",
+    "contiguous_gradients",
+    "overlap_comm",
+    "reduce_bucket_size",
+    "reduce_scatter",
+    "sub_group_size",
+)
 _FP16 = ("hysteresis", "initial_scale_power", "loss_scale", "loss_scale_window", "min_loss_scale")
 _INSTEAD = {
     "remote_device": "Leave it out, and construct the model within `fabric.init_module(empty_init=True)`.",
@@ -115,7 +115,7 @@ def _merged(config: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     sections: dict[str, dict[str, Any]] = {"zero_optimization": {}, "fp16": {}}
     for name, value in given.items():
         if name in _ZERO:
-            sections["zero_optimization"][_ZERO[name]] = value
+            sections["zero_optimization"][name] = value
         elif name in _FP16:
             sections["fp16"][name] = value
         else:

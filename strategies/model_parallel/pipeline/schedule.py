@@ -306,7 +306,11 @@ def _without_gradients(parameters: Iterator[nn.Parameter] | Any) -> Iterator[Non
 @contextmanager
 def _unchanged_buffers(stages: Sequence[Stage]) -> Iterator[None]:
     """Raise RuntimeError if a buffer changes within the context: by micro-batches, not by the batch."""
-    before = [(stage.module, name, buffer, buffer._version) for stage in stages for name, buffer in _buffers(stage)]
+    before = [
+        (stage.module, name, buffer, buffer._version)
+        for stage in stages
+        for name, buffer in stage.module.named_buffers()
+    ]
     yield
     for module, name, buffer, version in before:
         if module.get_buffer(name) is not buffer or buffer._version != version:
@@ -315,10 +319,6 @@ def _unchanged_buffers(stages: Sequence[Stage]) -> Iterator[None]:
                 "and once more to infer shapes, so its value differs from that after one forward of the whole batch. "
                 "Use a layer without running statistics, or freeze it with `.eval()`."
             )
-
-
-def _buffers(stage: Stage) -> Iterator[tuple[str, Tensor]]:
-    return stage.module.named_buffers()
 
 
 def _reshard(module: nn.Module) -> None:

@@ -7,7 +7,6 @@ this rank are moved to its device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
@@ -19,7 +18,7 @@ from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.gradients.averaging import MeshAveraging
 from fabric.strategies.gradients.clipping import clip_norm
-from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
+from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.model_parallel.pipeline.options import Pipeline
 from fabric.strategies.model_parallel.pipeline.schedule import Stages
 from fabric.strategies.model_parallel.pipeline.split import (
@@ -125,20 +124,18 @@ class PipelineGradientSync(GradientSync):
         self.unfilled.check(self.peers)  # not all ranks: other stages may have no empty tensors
         self.additions.refuse()
         self.runtime.draw_apart()
-        with self.averaging.unsynced():  # those of the schedule are not the user's backward
+        with self.unsynced():  # those of the schedule are not the user's backward
             return self.stages.forward(function, args, kwargs)
 
-    def unsynced(self) -> AbstractContextManager[None]:
-        return self.averaging.unsynced()
+    def set_synced(self, synced: bool) -> None:
+        self.synced = synced
+        self.averaging.set_synced(synced)
 
     def watch(self) -> Finish | None:
         return self.averaging.watch()
 
     def parameters_held(self) -> Iterable[Tensor]:
         return self.averaging.parameters
-
-    def scale(self, factor: Factor) -> None:
-        scale_gradients(self.parameters_held(), factor)
 
     def release(self) -> None:
         self.stages.release()
