@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from operator import is_not
 from typing import Any, final
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fabric.strategies.collectives.call_check import check_call
-from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
+from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.changes import Contents
 from fabric.strategies.xla.collective import XLACollective
@@ -33,7 +32,6 @@ class XLAGradientSync(GradientSync):
     ) -> None:
         self.collective = collective
         self.module = module
-        self.synced = True
         self.finds_unused = find_unused_parameters
         self.broadcast_buffers = broadcast_buffers
         self.alike: Contents | None = None  # the parameters that were broadcast from rank 0
@@ -49,9 +47,6 @@ class XLAGradientSync(GradientSync):
 
     def parameters_held(self) -> Iterable[Tensor]:
         return self.parameters.values()
-
-    def scale(self, factor: Factor) -> None:
-        scale_gradients(self.parameters_held(), factor)
 
     def release(self) -> None:
         pass
@@ -72,14 +67,6 @@ class XLAGradientSync(GradientSync):
         self.used: frozenset[str] | None = None
         broadcast_from_rank_zero(self.collective, self.contents.new_since(self.alike))
         self.alike = self.contents
-
-    @contextmanager
-    def unsynced(self) -> Iterator[None]:
-        before, self.synced = self.synced, False
-        try:
-            yield
-        finally:
-            self.synced = before
 
     def watch(self) -> Finish | None:
         if not self.synced or not self.parameters:
