@@ -519,6 +519,30 @@ def whole(tensor: Any) -> Tensor:
     return found
 
 
+class MomentumEncoder(nn.Module):
+    """Its forward changes weights that are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = make_net(), make_net(shift=0.5).requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for query, key in zip(self.query.parameters(), self.key.parameters(), strict=True):
+            key.data.mul_(0.5).add_(query.data, alpha=0.5)
+        output = self.query(inputs) - self.key(inputs)
+        assert isinstance(output, Tensor)
+        return output
+
+
+def changed_in_forward(fabric: Fabric | None = None) -> nn.Module:
+    net = MomentumEncoder()
+    optimizer = make_optimizer(net.query)
+    if fabric is None:
+        return steps(net, optimizer, lambda loss: loss.backward())
+    model, stepped = fabric.setup(net, optimizer)
+    return steps(model, stepped, fabric.backward, rank=fabric.global_rank, size=fabric.world_size)
+
+
 def renormalizing(fabric: Fabric) -> nn.Module:
     """Each forward of such an embedding rescales the rows that this rank reads."""
     model = fabric.setup(nn.Sequential(nn.Embedding(4, 2, max_norm=1)))
@@ -546,6 +570,7 @@ PROGRAMS: dict[str, tuple[Callable[[Fabric], nn.Module], dict[str, Change]]] = {
     "weights swapped on rank 0, and back": (swapped_on_rank_zero, {}),
     "weights loaded on rank 0, and broadcast by hand": (broadcast_by_hand, {"before": load}),
     "gradients averaged by hand": (averaged_by_hand, {}),
+    "weights changed in forward": (changed_in_forward, {}),
     "embedding with max_norm": (renormalizing, {}),
     "frozen critic": (frozen_critic, {}),
     "gradient of the input": (gradient_of_the_input, {}),
@@ -585,6 +610,7 @@ PLAIN: dict[str, Callable[[], nn.Module]] = {
     "gradient penalty": penalised,
     "gradient penalty of the same forward": penalised_once,
     "updates of its own": descended,
+    "weights changed in forward": changed_in_forward,
     "line search": searched,
     "layerwise optimizer": partial(stepped_by, Layerwise),
     "optimizer with the norm of all gradients": partial(stepped_by, WithGlobalNorm),
@@ -688,6 +714,8 @@ CORRECT = {
 }
 """Programs that look like a mistake, and the strategies under which they are right: nothing may raise."""
 
+KEEPS_WHOLE_WEIGHTS = ("ddp", "manual", "ddp_sharded", "deepspeed_stage_1", "deepspeed_stage_2")
+
 RIGHT: dict[str, tuple[str, ...]] = {
     "second derivatives": ("ddp",),
     "gradients of its own, averaged": ("ddp",),
@@ -714,6 +742,7 @@ RIGHT: dict[str, tuple[str, ...]] = {
     "steps within backward": ("fsdp", "model_parallel"),
     "gradients read": ("ddp", "fsdp", "model_parallel", "manual"),
     "rows of weights changed in place": ("ddp", "fsdp", "model_parallel", "manual"),
+    "weights changed in forward": KEEPS_WHOLE_WEIGHTS,
 }
 """Programs that are right under these strategies, and raise under others."""
 
@@ -725,8 +754,6 @@ FOLLOWED = (
     "nn.init.eye_ after setup",
 )
 """What trains on from the changed weights, where ranks have whole weights."""
-KEEPS_WHOLE_WEIGHTS = ("ddp", "manual", "ddp_sharded", "deepspeed_stage_1", "deepspeed_stage_2")
-
 SENTENCES = {
     ("ddp", "submodules called by themselves"): "were not averaged over the ranks",
     ("ddp", "never synchronised"): "`SGD.step()` after a `fabric.backward` within `no_backward_sync`",
@@ -742,6 +769,8 @@ SENTENCES = {
         "wrapped by hand",
     ): "The model is wrapped in `DistributedDataParallel`, and `strategy='ddp_sharded'`",
     ("ddp_fully_sharded", "wrapped by hand"): "Pass the module to `fabric.setup` as it is, not wrapped",
+    ("fsdp", "weights changed in forward"): "Forward of `MomentumEncoder` changed parameters that are sharded: 'key.0.",
+    ("ddp_fully_sharded", "weights changed in forward"): "Within it they are gathered copies, which are freed",
     ("ddp", "embedding with max_norm"): "`0` has `max_norm=1`, with which each forward rescales the rows",
     (
         "ddp",
