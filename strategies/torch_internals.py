@@ -91,7 +91,9 @@ FULLY_SHARD: Names = {
         "_local_tensor": "`to_local` records a node of the graph for each shard",
         "_op_dispatcher _spec": "see Note [Slices that are copies]",
     },
-    "torch.distributed.tensor._dispatch:OpDispatcher": {"_custom_op_handlers": "see Note [Slices that are copies]"},
+    "torch.distributed.tensor._dispatch:OpDispatcher": {
+        "_custom_op_handlers": "see Note [Slices that are copies] and Note [Numbers of partial results]"
+    },
 }
 
 PIPELINING: Names = {
