@@ -133,7 +133,16 @@ class Gathered:
             return output
 
         leave_uncompiled(entered)
+        vars(entered)[_GATHERS] = True
         return entered if self._units else function
+
+    def refuse_bypassed(self, function: Callable[..., Any]) -> None:
+        """Raise RuntimeError if `forward` was called as a method: the hooks that gather are those of a call."""
+        gathers = self._depth or not self._units or getattr(function, _GATHERS, False)
+        if not gathers and current_graph_task_id() == -1:
+            raise RuntimeError(
+                _BYPASSED.format(model=user_class(self._module).__name__, name=getattr(function, "__name__", "forward"))
+            )
 
     def leave_unit(self, unit: nn.Module) -> None:
         """Call this before the copies of a unit are freed after its forward. See `changed_in_forward`."""
@@ -427,6 +436,11 @@ _LOST = (
 )
 
 
+_GATHERS = "_gathers_parameters"
+_BYPASSED = (
+    "`{name}` of `{model}` was called as a method, and its parameters are sharded: `fully_shard` gathers them where "
+    "the model itself is called. Write `model(...)`, and `self(...)` in a method of the model."
+)
 _DTYPES = (
     "`{model}` has trained parameters of several dtypes in one unit of `fully_shard`, which reduces the gradients of a "
     "unit together ({error}). Convert them to one dtype before `fabric.setup`; or make a unit of each module of "

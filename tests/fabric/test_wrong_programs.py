@@ -106,6 +106,13 @@ def submodules(fabric: Fabric) -> nn.Module:
     return steps(model, optimizer, fabric.backward, called=lambda x: model[2](model[1](model[0](x))), **place)
 
 
+def called_as_a_method(fabric: Fabric) -> nn.Module:
+    net = make_net()
+    model, optimizer = fabric.setup(net, make_optimizer(net))
+    place = {"rank": fabric.global_rank, "size": fabric.world_size}
+    return steps(model, optimizer, fabric.backward, called=lambda x: model.forward(x), **place)
+
+
 def plain_backward(fabric: Fabric) -> nn.Module:
     return usual(fabric, backward=lambda loss: loss.backward())
 
@@ -556,6 +563,7 @@ PROGRAMS: dict[str, tuple[Callable[[Fabric], nn.Module], dict[str, Change]]] = {
     "optimizer that was not set up": (optimizer_of_its_own, {}),
     "optimizer from before setup, plain backward": (neither_set_up_nor_fabric_backward, {}),
     "submodules called by themselves": (submodules, {}),
+    "forward called as a method": (called_as_a_method, {}),
     "plain backward": (plain_backward, {}),
     "never synchronised": (never_synchronised, {}),
     "clip_grad_norm_ of torch": (lambda fabric: usual(fabric, after=clip), {"after": clip}),
@@ -743,6 +751,7 @@ RIGHT: dict[str, tuple[str, ...]] = {
     "gradients read": ("ddp", "fsdp", "model_parallel", "manual"),
     "rows of weights changed in place": ("ddp", "fsdp", "model_parallel", "manual"),
     "weights changed in forward": KEEPS_WHOLE_WEIGHTS,
+    "forward called as a method": (*KEEPS_WHOLE_WEIGHTS, "ddp_fully_sharded"),
 }
 """Programs that are right under these strategies, and raise under others."""
 
@@ -769,6 +778,7 @@ SENTENCES = {
         "wrapped by hand",
     ): "The model is wrapped in `DistributedDataParallel`, and `strategy='ddp_sharded'`",
     ("ddp_fully_sharded", "wrapped by hand"): "Pass the module to `fabric.setup` as it is, not wrapped",
+    ("fsdp", "forward called as a method"): "`forward` of `Sequential` was called as a method, and its parameters are",
     ("fsdp", "weights changed in forward"): "Forward of `MomentumEncoder` changed parameters that are sharded: 'key.0.",
     ("ddp_fully_sharded", "weights changed in forward"): "Within it they are gathered copies, which are freed",
     ("ddp", "embedding with max_norm"): "`0` has `max_norm=1`, with which each forward rescales the rows",
