@@ -31,6 +31,7 @@ ALWAYS: Names = {
         "_disabled_torch_function_impl": "a subclass of Tensor without `__torch_function__`, as torch writes its own",
         "DisableTorchFunctionSubclass": "what a `__torch_function__` runs is not sent to it again; documented",
     },
+    "torch._C._functorch": {"maybe_current_level": "whether a transform of torch.func is running"},
     "torch.distributed.distributed_c10d": {"_world": "all groups: see Note [Groups while forked processes run]"},
     "torch._C._distributed_c10d": {"_dump_fr_trace|_dump_nccl_trace": "reads the flight recorder in this process"},
     "torch._C._dynamo.eval_frame": {
@@ -113,6 +114,8 @@ require("torch", TESTED, ALWAYS)
 
 current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """The id of the backward that runs on this thread; -1 outside of one."""
+transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
+"""How many transforms of torch.func this code runs in; None outside of them."""
 disabled_torch_function_impl: Any = torch._C._disabled_torch_function_impl
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 """Within this context `__torch_function__` of subclasses is not called."""

@@ -35,6 +35,7 @@ from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, all_o
 from fabric.strategies.module.added_parameters import AddedParameters
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.forward import ForwardPath, leave_uncompiled
+from fabric.strategies.module.transforms import refuse_transforms
 from fabric.strategies.pytree import tensors_in
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.changed_in_forward import CHANGED, Calls, differ
@@ -142,6 +143,7 @@ class FairScaleFSDPGradientSync(GradientSync):
     ) -> Any:
         call = _Call(function, args, kwargs, partial(self._refuse_changed, wrapper))
         if not self.num_running:
+            refuse_transforms(self.module)
             hide(self.names)
             self.calls.next()
         self.num_running += 1

@@ -37,6 +37,7 @@ from fabric.strategies.gradients.in_shards import InShards
 from fabric.strategies.module.copies import Hook
 from fabric.strategies.module.forward import leave_uncompiled
 from fabric.strategies.module.parameter_rebinding import HOOKED
+from fabric.strategies.module.transforms import refuse_transforms
 from fabric.strategies.pytree import tensors_in
 from fabric.strategies.sharding.changed_in_forward import CHANGED, Calls, differ
 from fabric.strategies.sharding.dtensor import as_sharded, own_part, user_class
@@ -192,6 +193,7 @@ class Gathered:
         self._depth += 1
         if self._depth > 1:
             return
+        refuse_transforms(self._module)
         self._refuse_replaced()
         self._refuse_other_data()
         self._refuse_hooks()

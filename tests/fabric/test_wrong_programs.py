@@ -438,6 +438,44 @@ class WithGlobalNorm(SGD):
             parameter.sub_(gradient / norm, alpha=0.1)
 
 
+class CallsClosure(SGD):
+    """SAM and others compute gradients within the step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        super().step()
+        return loss
+
+
+def stepped_with_closure(fabric: Fabric | None = None) -> nn.Module:
+    model: nn.Module = make_net()
+    optimizer: Optimizer = CallsClosure(model.parameters(), lr=0.1)
+    rank, size = 0, 1
+    if fabric is not None:
+        model, optimizer = fabric.setup(model, optimizer)
+        rank, size = fabric.global_rank, fabric.world_size
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, 1, rank, size)
+        loss.backward() if fabric is None else fabric.backward(loss, model=model)
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)  # type: ignore[arg-type]
+    return model
+
+
+def mapped(fabric: Fabric) -> nn.Module:
+    net = make_net()
+    model, optimizer = fabric.setup(net, make_optimizer(net))
+    one_by_one = torch.func.vmap(lambda sample: model(sample[None])[0])
+    place = {"rank": fabric.global_rank, "size": fabric.world_size}
+    return steps(model, optimizer, fabric.backward, called=one_by_one, **place)
+
+
 def stepped_by(kind: type[Optimizer], fabric: Fabric | None = None) -> nn.Module:
     model: nn.Module = make_net()
     optimizer = kind(model.parameters())
@@ -604,6 +642,8 @@ PROGRAMS: dict[str, tuple[Callable[[Fabric], nn.Module], dict[str, Change]]] = {
     "layerwise optimizer": (partial(stepped_by, Layerwise), {}),
     "optimizer with the norm of all gradients": (partial(stepped_by, WithGlobalNorm), {}),
     "line search": (searched, {}),
+    "closure called by the step": (stepped_with_closure, {}),
+    "model called within vmap": (mapped, {}),
     "wrapped by hand": (wrapped_by_hand, {}),
     "lazy layers": (lazy, {}),
     "clip_grad_norm_ of the optimizer's groups": (partial(over_groups, after=clip), {"after": clip}),
@@ -620,6 +660,7 @@ PLAIN: dict[str, Callable[[], nn.Module]] = {
     "updates of its own": descended,
     "weights changed in forward": changed_in_forward,
     "line search": searched,
+    "closure called by the step": stepped_with_closure,
     "layerwise optimizer": partial(stepped_by, Layerwise),
     "optimizer with the norm of all gradients": partial(stepped_by, WithGlobalNorm),
 }
@@ -751,6 +792,8 @@ RIGHT: dict[str, tuple[str, ...]] = {
     "gradients read": ("ddp", "fsdp", "model_parallel", "manual"),
     "rows of weights changed in place": ("ddp", "fsdp", "model_parallel", "manual"),
     "weights changed in forward": KEEPS_WHOLE_WEIGHTS,
+    "closure called by the step": ("ddp", "fsdp", "model_parallel", "manual", "ddp_sharded", "ddp_fully_sharded"),
+    "model called within vmap": ("manual", "ddp_sharded"),
     "forward called as a method": (*KEEPS_WHOLE_WEIGHTS, "ddp_fully_sharded"),
 }
 """Programs that are right under these strategies, and raise under others."""
@@ -778,6 +821,10 @@ SENTENCES = {
         "wrapped by hand",
     ): "The model is wrapped in `DistributedDataParallel`, and `strategy='ddp_sharded'`",
     ("ddp_fully_sharded", "wrapped by hand"): "Pass the module to `fabric.setup` as it is, not wrapped",
+    ("deepspeed_stage_2", "closure called by the step"): "`CallsClosure.step` calls its closure itself, and under",
+    ("ddp", "model called within vmap"): "`Sequential` was called within a transform of `torch.func` (vmap, jacrev",
+    ("fsdp", "model called within vmap"): "Call the transform within `forward` of the model, on a submodule",
+    ("ddp_fully_sharded", "model called within vmap"): "the hooks that this strategy needs around forward and backward",
     ("fsdp", "forward called as a method"): "`forward` of `Sequential` was called as a method, and its parameters are",
     ("fsdp", "weights changed in forward"): "Forward of `MomentumEncoder` changed parameters that are sharded: 'key.0.",
     ("ddp_fully_sharded", "weights changed in forward"): "Within it they are gathered copies, which are freed",
