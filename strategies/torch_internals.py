@@ -26,6 +26,7 @@ ALWAYS: Names = {
         "_foreach_mul_": "one kernel for many gradients, as optimizers of torch use",
     },
     "torch._C": {
+        "_functorch": "`maybe_current_level`: whether a transform of torch.func is running",
         "_will_engine_execute_node": "whether `torch.autograd.grad` computes a gradient, or a backward accumulates it",
         "_current_graph_task_id": "whether a backward is running; no public function says so",
         "_disabled_torch_function_impl": "a subclass of Tensor without `__torch_function__`, as torch writes its own",
