@@ -377,6 +377,8 @@ class Fabric:
         with ExitStack() as stack:  # restores the module if the strategy raises
             stack.callback(recompute(uncompiled(module), self.strategy.activation_checkpointing_policy))
             before = list(uncompiled(module).parameters())
+            if self._unaveraged is not None:
+                self._unaveraged.remove_hooks()
             prepared = self.strategy.setup(runtime, module, optimizers, move_to_device)
             self._open.push(stack.pop_all())
         self._open.callback(prepared.release)

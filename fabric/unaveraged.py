@@ -39,7 +39,7 @@ class UnaveragedOptimizers:
         self._trained: WeakSet[Optimizer] = WeakSet()
         """Those that have received a gradient from `fabric.backward`."""
         self._hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
-        undo.callback(self._release)
+        undo.callback(self.remove_hooks)
         undo.callback(register_optimizer_step_pre_hook(self._check).remove)
 
     def note_averaged(self, parameters: Iterable[Tensor]) -> None:
@@ -79,7 +79,8 @@ class UnaveragedOptimizers:
         if optimizer is not None and self._runtime.backward.is_running:
             self._trained.add(optimizer)
 
-    def _release(self) -> None:
+    def remove_hooks(self) -> None:
+        """Called before a model is set up, whose parameters may be replaced. A later step adds what is needed."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
