@@ -134,13 +134,12 @@ class Gathered:
             return output
 
         leave_uncompiled(entered)
-        vars(entered)[_GATHERS] = True
         return entered if self._units else function
 
     def refuse_bypassed(self, function: Callable[..., Any]) -> None:
         """Raise RuntimeError if `forward` was called as a method: the hooks that gather are those of a call."""
-        gathers = self._depth or not self._units or getattr(function, _GATHERS, False)
-        if not gathers and current_graph_task_id() == -1:
+        is_method = getattr(function, "__self__", None) is self._module  # others gather by themselves
+        if is_method and self._units and not self._depth and current_graph_task_id() == -1:
             raise RuntimeError(
                 _BYPASSED.format(model=user_class(self._module).__name__, name=getattr(function, "__name__", "forward"))
             )
@@ -438,7 +437,6 @@ _LOST = (
 )
 
 
-_GATHERS = "_gathers_parameters"
 _BYPASSED = (
     "`{name}` of `{model}` was called as a method, and its parameters are sharded: `fully_shard` gathers them where "
     "the model itself is called. Write `model(...)`, and `self(...)` in a method of the model."
