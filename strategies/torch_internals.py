@@ -26,11 +26,13 @@ ALWAYS: Names = {
         "_foreach_mul_": "one kernel for many gradients, as optimizers of torch use",
     },
     "torch._C": {
+        "_functorch": "`maybe_current_level`: whether a transform of torch.func is running",
         "_will_engine_execute_node": "whether `torch.autograd.grad` computes a gradient, or a backward accumulates it",
         "_current_graph_task_id": "whether a backward is running; no public function says so",
         "_disabled_torch_function_impl": "a subclass of Tensor without `__torch_function__`, as torch writes its own",
         "DisableTorchFunctionSubclass": "what a `__torch_function__` runs is not sent to it again; documented",
     },
+    "torch._C._functorch": {"maybe_current_level": "whether a transform of torch.func is running"},
     "torch.distributed.distributed_c10d": {"_world": "all groups: see Note [Groups while forked processes run]"},
     "torch._C._distributed_c10d": {"_dump_fr_trace|_dump_nccl_trace": "reads the flight recorder in this process"},
     "torch._C._dynamo.eval_frame": {
@@ -91,7 +93,9 @@ FULLY_SHARD: Names = {
         "_local_tensor": "`to_local` records a node of the graph for each shard",
         "_op_dispatcher _spec": "see Note [Slices that are copies]",
     },
-    "torch.distributed.tensor._dispatch:OpDispatcher": {"_custom_op_handlers": "see Note [Slices that are copies]"},
+    "torch.distributed.tensor._dispatch:OpDispatcher": {
+        "_custom_op_handlers": "see Note [Slices that are copies] and Note [Numbers of partial results]"
+    },
 }
 
 PIPELINING: Names = {
@@ -111,6 +115,8 @@ require("torch", TESTED, ALWAYS)
 
 current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """The id of the backward that runs on this thread; -1 outside of one."""
+transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
+"""How many transforms of torch.func this code runs in; None outside of them."""
 disabled_torch_function_impl: Any = torch._C._disabled_torch_function_impl
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 """Within this context `__torch_function__` of subclasses is not called."""

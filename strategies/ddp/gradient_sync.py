@@ -25,6 +25,7 @@ from fabric.strategies.gradients.sync import Factor, Finish, GradientSync
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.changes import Contents
 from fabric.strategies.module.naming import name_some
+from fabric.strategies.module.transforms import refuse_transforms
 
 if TYPE_CHECKING:
     from fabric.strategies.ddp.strategy import DDPStrategy
@@ -60,6 +61,7 @@ class DDPGradientSync(GradientSync):
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
+        refuse_transforms(self.module)
         if not self._is_arranged():  # all parameters are frozen: nothing to average
             output = function(*args, **kwargs)
         else:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.deepspeed.config import refuse_by_name
 from fabric.strategies.gradients.elementwise import is_independent, refuse_dependent
+from fabric.strategies.module.sparse_layers import refuse_sparse_layers
 from fabric.strategies.runtime import Runtime
 
 
@@ -39,6 +40,7 @@ def refuse_setup(
             f"`{name}` has trained parameters of {found}, and ZeRO copies all of them into flat tensors of one real "
             "dtype. Convert them before `fabric.setup`, or pass `strategy='ddp'`."
         )
+    refuse_sparse_layers("deepspeed", module)
     if len(optimizers) > 1:
         raise ValueError(f"`setup` was given {len(optimizers)} optimizers for `{name}`, and {ONE_OPTIMIZER}")
     for optimizer in optimizers:

@@ -533,11 +533,11 @@ class Engine:
         # parameters of the program outside, and DeepSpeed's shards inside.
         groups = Groups(optimizer, parameters)
         bare = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
-        running = False
+        running = has_closure = False
 
         def whole(self_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            nonlocal running
-            loss = None
+            nonlocal running, has_closure
+            has_closure, loss = closure is not None, None
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
@@ -554,7 +554,17 @@ class Engine:
         outside = Optimizer.profile_hook_step(whole)
 
         def step(self_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            return bare(self_) if running else outside(self_, closure) if closure is not None else outside(self_)
+            if running:
+                return within(self_)
+            return outside(self_) if closure is None else outside(self_, closure)
+
+        def within(self_: Optimizer) -> Any:
+            try:
+                return bare(self_)
+            except TypeError as error:
+                if not has_closure:
+                    raise
+                raise RuntimeError(_CALLS_CLOSURE.format(optimizer=type(self_).__name__)) from error
 
         def zero_grad(self_: Optimizer, set_to_none: bool = True) -> None:
             if self._has_gradients or not set_to_none:
@@ -665,6 +675,11 @@ UNUSED = (
     "unchanged. Freeze those that are never used, by `requires_grad_(False)` before `setup`; for those that only some "
     "steps use, keep gradients of zero (`optimizer.zero_grad(set_to_none=False)`). Or pass `strategy='fsdp'` if all "
     "ranks use the same parameters in a step, and `strategy='ddp_find_unused_parameters_true'` if they do not."
+)
+_CALLS_CLOSURE = (
+    "`{optimizer}.step` calls its closure itself, and under `strategy='deepspeed'` it runs within DeepSpeed's step, on "
+    "shards, after the closure has run once. Use an optimizer that needs the gradients of one backward (SGD, AdamW), "
+    "or pass `strategy='ddp'` or 'fsdp'."
 )
 NOT_GATHERED = (
     "at ZeRO stage 3 the weights are gathered only around `forward`. Call the model itself, and call the method in its "

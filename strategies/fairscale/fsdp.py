@@ -43,6 +43,7 @@ from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.module.bare_parameters import IN_MODULE
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.prepare import attach_scaler, place, replica
+from fabric.strategies.module.sparse_layers import refuse_sparse_layers
 from fabric.strategies.module.wrap_policy import Policy, check_policy, matching
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
@@ -105,6 +106,7 @@ class FairScaleFSDPStrategy(ProcessGroupStrategy):
         if runtime.world.size == 1:
             return replica(runtime, module, optimizers)
         refuse_wrapped("ddp_fully_sharded", module)
+        refuse_sparse_layers("ddp_fully_sharded", module)
         _refuse_dtypes(module, runtime.precision)
         refuse_optimizers("ddp_fully_sharded", optimizers, _WHOLE_MATRICES, flat=True)
         broadcast_from_rank_zero(runtime.collective, [*module.parameters(), *module.buffers()])

@@ -32,6 +32,7 @@ from fabric.strategies.module.bare_parameters import IN_MODULE
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.naming import name_some
 from fabric.strategies.module.prepare import place, replica
+from fabric.strategies.module.sparse_layers import refuse_sparse_layers
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
@@ -69,6 +70,7 @@ class FairScaleShardedStrategy(ProcessGroupStrategy):
         if runtime.world.size == 1:
             return replica(runtime, module, optimizers)
         refuse_wrapped("ddp_sharded", module)
+        refuse_sparse_layers("ddp_sharded", module)
         refuse_optimizers("ddp_sharded", optimizers, (), flat=False)
         if runtime.loss_scaler is not None:
             runtime.loss_scaler.when_rescaled = note_all

@@ -75,6 +75,7 @@ class FSDPGradientSync(GradientSync):
         self.order.release()
 
     def _forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.gathered.refuse_bypassed(function)
         self.unfilled.check(self.collective)
         self.additions.refuse()
         self.flags.update()

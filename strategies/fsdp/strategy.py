@@ -28,6 +28,7 @@ from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.module.parameter_rebinding import rebinding
 from fabric.strategies.module.prepare import prepared, with_precision
+from fabric.strategies.module.sparse_layers import refuse_sparse_layers
 from fabric.strategies.module.wrap_policy import Policy, check_policy, matching, whole_at_once
 from fabric.strategies.precision.forward_precision import cast_module
 from fabric.strategies.precision.precision import Precision
@@ -116,6 +117,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         refuse_cut(inner, _LEAVE_OUT)
         if not move:
             _refuse_to_stay(inner, runtime.device)
+        if runtime.world.size > 1:
+            refuse_sparse_layers("fsdp", inner)
         units = self._units(inner, runtime.precision)
         _refuse_tied_apart(inner, units)
         _refuse_scalars(inner)

@@ -71,6 +71,7 @@ class ModelParallelGradientSync(GradientSync):
         self.averaging.release()
 
     def _forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.gathered.refuse_bypassed(function)
         self.unfilled.check(self.runtime.collective)
         self.additions.refuse()
         self.other_data.refuse()

@@ -38,6 +38,7 @@ from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.module.parameter_rebinding import rebinding
 from fabric.strategies.module.prepare import prepared, with_precision
+from fabric.strategies.module.sparse_layers import refuse_sparse_layers
 from fabric.strategies.options import check_function
 from fabric.strategies.precision.forward_precision import cast_module
 from fabric.strategies.prepared import Prepared
@@ -135,6 +136,7 @@ class ModelParallelStrategy(ProcessGroupStrategy):
             place_and_broadcast(runtime, inner, optimizers, move=move)
             result = self._parallelize(runtime, inner)
             initialize_meta_tensors(runtime, inner, unfilled)
+        refuse_sparse_layers("model_parallel", inner, sharded=True)
         undo_draws = draw_whole(inner, runtime.device, runtime.collective)
         sync = ModelParallelGradientSync(runtime, inner, unfilled, broadcast_buffers=self.broadcast_buffers)
         path = ForwardPath(inner, with_precision(runtime, sync.forward), sync.mark)

@@ -76,6 +76,15 @@ def put_together(sharded: DTensor) -> Tensor:
     return together
 
 
+def own_part(copy: Tensor, sharded: DTensor) -> Tensor:
+    """The part of a gathered copy that this rank holds as its shard. Shares the copy's memory. `copy`: plain, or
+    sharded over the mesh's other axes."""
+    chunk, within = _local_chunk(sharded), as_sharded(copy)
+    offsets = (0,) * sharded.ndim if within is None else _local_chunk(within).offsets
+    places = zip(chunk.offsets, offsets, chunk.shape, strict=True)
+    return local_part(copy.detach())[tuple(slice(at - first, at - first + size) for at, first, size in places)]
+
+
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     """This rank's shard of a full tensor, with the layout of `like`. No communication: every rank has the full
     tensor."""

@@ -37,8 +37,10 @@ from fabric.strategies.gradients.in_shards import InShards
 from fabric.strategies.module.copies import Hook
 from fabric.strategies.module.forward import leave_uncompiled
 from fabric.strategies.module.parameter_rebinding import HOOKED
+from fabric.strategies.module.transforms import refuse_transforms
 from fabric.strategies.pytree import tensors_in
-from fabric.strategies.sharding.dtensor import as_sharded, user_class
+from fabric.strategies.sharding.changed_in_forward import CHANGED, Calls, differ
+from fabric.strategies.sharding.dtensor import as_sharded, own_part, user_class
 from fabric.strategies.sharding.other_data import OTHER_DATA, Storages
 from fabric.strategies.sharding.slices import write_through
 from fabric.strategies.torch_internals import (
@@ -70,6 +72,7 @@ class Gathered:
             require_fully_shard()
         self._units = [(unit, groups) for unit in units if (groups := _groups(unit))]
         self._depth = 0
+        self._calls = Calls()
         self._gathered: list[_Unit] = []
         self._versions: list[tuple[int, int]] = []
         self._unreduced: list[tuple[Any, Tensor, int]] = []
@@ -82,7 +85,8 @@ class Gathered:
         self._restore = undo_all(())
         self._hooks: list[Any] = []
         self._module = module
-        self._places = _places(_params(self._units))
+        self._places_of = {cast(nn.Module, unit[0]): _places(_params([unit])) for unit in self._units}
+        self._places = [place for places in self._places_of.values() for place in places]
         self._storages = Storages()
         self._refuse_other_data()
         write_through(each.sharded_param for each in self.params())
@@ -94,7 +98,9 @@ class Gathered:
         self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
         self._hooks.append(module.register_forward_hook(leave, always_call=True))
         renew = Hook(lambda unit, _: self._renew(unit))
+        check = Hook(lambda unit, args, output: self.leave_unit(unit))
         for unit in cast("Sequence[nn.Module]", units):
+            self._hooks.append(unit.register_forward_hook(check, prepend=True))  # before `fully_shard` frees the copies
             if unit is not module:
                 self._hooks.append(unit.register_forward_pre_hook(renew, prepend=True))
         self._restore = undo_all(replace_attributes(part, zero_grad=_ZeroGrad(self, part)) for part in module.modules())
@@ -129,6 +135,30 @@ class Gathered:
         leave_uncompiled(entered)
         return entered if self._units else function
 
+    def refuse_bypassed(self, function: Callable[..., Any]) -> None:
+        """Raise RuntimeError if `forward` was called as a method: the hooks that gather are those of a call."""
+        is_method = getattr(function, "__self__", None) is self._module  # others gather by themselves
+        if is_method and self._units and not self._depth and current_graph_task_id() == -1:
+            raise RuntimeError(
+                _BYPASSED.format(model=user_class(self._module).__name__, name=getattr(function, "__name__", "forward"))
+            )
+
+    def leave_unit(self, unit: nn.Module) -> None:
+        """Call this before the copies of a unit are freed after its forward. See `changed_in_forward`."""
+        if self._calls.is_checked and current_graph_task_id() == -1:  # not recomputed in backward
+            self._refuse_changed(unit)
+
+    @disable_dynamo
+    def _refuse_changed(self, unit: nn.Module) -> None:
+        """Raise RuntimeError if a gathered copy has other values than its shard."""
+        changed = [
+            (part, name)
+            for part, own, name, each in self._places_of.get(unit, ())
+            if own.get(name) is vars(each).get("_unsharded_param")
+            and differ(own_part(each._unsharded_param, each.sharded_param), each.sharded_param._local_tensor)
+        ]
+        self._refuse(CHANGED, changed)
+
     def watch(self) -> Callable[[], None] | None:
         """See `GradientSync.watch`."""
         if not self._units:
@@ -160,9 +190,11 @@ class Gathered:
         self._depth += 1
         if self._depth > 1:
             return
+        refuse_transforms(self._module)
         self._refuse_replaced()
         self._refuse_other_data()
         self._refuse_hooks()
+        self._calls.next()
         self._is_read = True
         if self._is_watching:  # a backward that raised leaves it
             self._watched(False)
@@ -362,8 +394,22 @@ def mark_gathering(module: nn.Module, method: str, gathered: Gathered) -> None:
     """Make another method of a module that `fully_shard` was called on gather, as its forward does."""
     from torch.distributed.fsdp import register_fsdp_forward_method
 
+    object.__setattr__(module, method, _checked(module, getattr(module, method), gathered))
     register_fsdp_forward_method(module, method)
     object.__setattr__(module, method, gathered.around(getattr(module, method)))
+
+
+def _checked(unit: nn.Module, function: Callable[..., Any], gathered: Gathered) -> Callable[..., Any]:
+    """A method whose changes of gathered parameters raise, as those of forward do."""
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        output = function(*args, **kwargs)
+        gathered.leave_unit(unit)
+        return output
+
+    leave_uncompiled(checked)
+    return checked
 
 
 @final
@@ -389,6 +435,10 @@ _LOST = (
 )
 
 
+_BYPASSED = (
+    "`{name}` of `{model}` was called as a method, and its parameters are sharded: `fully_shard` gathers them where "
+    "the model itself is called. Write `model(...)`, and `self(...)` in a method of the model."
+)
 _DTYPES = (
     "`{model}` has trained parameters of several dtypes in one unit of `fully_shard`, which reduces the gradients of a "
     "unit together ({error}). Convert them to one dtype before `fabric.setup`; or make a unit of each module of "

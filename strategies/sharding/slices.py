@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from fabric.strategies.pytree import written_by
 from fabric.strategies.sharding.dtensor import local_part, put_together, shard_like
-from fabric.strategies.torch_internals import require_fully_shard
+from fabric.strategies.sharding.dtensor_reads import handlers, read_whole_tensors, run_without
 
 _aten = torch.ops.aten
 _OPERATORS: frozenset[Any] = frozenset(
@@ -47,10 +47,10 @@ def write_through(parameters: Iterable[DTensor]) -> None:
 
     A write gathers the parameter: all ranks that hold shards of it write, as all of them slice.
     """
-    require_fully_shard()
+    read_whole_tensors()
     for parameter in parameters:
         if not parameter.is_meta:
-            _handlers().update(dict.fromkeys(_OPERATORS, _slice))
+            handlers().update(dict.fromkeys(_OPERATORS, _slice))
             _shards.add(parameter._local_tensor.untyped_storage())
 
 
@@ -131,12 +131,7 @@ def _write(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written
 
 def _slice(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The handler of each operator."""
-    handlers = _handlers()
-    handlers.pop(operator, None)
-    try:
-        result = operator(*args, **kwargs)
-    finally:
-        handlers[operator] = _slice
+    result = run_without(_slice, operator, args, kwargs)
     base = args[0]
     if not isinstance(base, DTensor) or (base.requires_grad and torch.is_grad_enabled()):
         return result
@@ -162,7 +157,3 @@ def _views(result: Any, of: DTensor, operator: Any, args: tuple[Any, ...], kwarg
     if isinstance(result, (list, tuple)):
         return type(result)(made(one, number) for number, one in enumerate(result))
     return made(result, None)
-
-
-def _handlers() -> dict[Any, Callable[..., Any]]:
-    return cast("dict[Any, Callable[..., Any]]", DTensor._op_dispatcher._custom_op_handlers)

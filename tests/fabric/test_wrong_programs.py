@@ -106,6 +106,13 @@ def submodules(fabric: Fabric) -> nn.Module:
     return steps(model, optimizer, fabric.backward, called=lambda x: model[2](model[1](model[0](x))), **place)
 
 
+def called_as_a_method(fabric: Fabric) -> nn.Module:
+    net = make_net()
+    model, optimizer = fabric.setup(net, make_optimizer(net))
+    place = {"rank": fabric.global_rank, "size": fabric.world_size}
+    return steps(model, optimizer, fabric.backward, called=lambda x: model.forward(x), **place)
+
+
 def plain_backward(fabric: Fabric) -> nn.Module:
     return usual(fabric, backward=lambda loss: loss.backward())
 
@@ -431,6 +438,44 @@ class WithGlobalNorm(SGD):
             parameter.sub_(gradient / norm, alpha=0.1)
 
 
+class CallsClosure(SGD):
+    """SAM and others compute gradients within the step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        super().step()
+        return loss
+
+
+def stepped_with_closure(fabric: Fabric | None = None) -> nn.Module:
+    model: nn.Module = make_net()
+    optimizer: Optimizer = CallsClosure(model.parameters(), lr=0.1)
+    rank, size = 0, 1
+    if fabric is not None:
+        model, optimizer = fabric.setup(model, optimizer)
+        rank, size = fabric.global_rank, fabric.world_size
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, 1, rank, size)
+        loss.backward() if fabric is None else fabric.backward(loss, model=model)
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)  # type: ignore[arg-type]
+    return model
+
+
+def mapped(fabric: Fabric) -> nn.Module:
+    net = make_net()
+    model, optimizer = fabric.setup(net, make_optimizer(net))
+    one_by_one = torch.func.vmap(lambda sample: model(sample[None])[0])
+    place = {"rank": fabric.global_rank, "size": fabric.world_size}
+    return steps(model, optimizer, fabric.backward, called=one_by_one, **place)
+
+
 def stepped_by(kind: type[Optimizer], fabric: Fabric | None = None) -> nn.Module:
     model: nn.Module = make_net()
     optimizer = kind(model.parameters())
@@ -519,6 +564,30 @@ def whole(tensor: Any) -> Tensor:
     return found
 
 
+class MomentumEncoder(nn.Module):
+    """Its forward changes weights that are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = make_net(), make_net(shift=0.5).requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for query, key in zip(self.query.parameters(), self.key.parameters(), strict=True):
+            key.data.mul_(0.5).add_(query.data, alpha=0.5)
+        output = self.query(inputs) - self.key(inputs)
+        assert isinstance(output, Tensor)
+        return output
+
+
+def changed_in_forward(fabric: Fabric | None = None) -> nn.Module:
+    net = MomentumEncoder()
+    optimizer = make_optimizer(net.query)
+    if fabric is None:
+        return steps(net, optimizer, lambda loss: loss.backward())
+    model, stepped = fabric.setup(net, optimizer)
+    return steps(model, stepped, fabric.backward, rank=fabric.global_rank, size=fabric.world_size)
+
+
 def renormalizing(fabric: Fabric) -> nn.Module:
     """Each forward of such an embedding rescales the rows that this rank reads."""
     model = fabric.setup(nn.Sequential(nn.Embedding(4, 2, max_norm=1)))
@@ -532,6 +601,7 @@ PROGRAMS: dict[str, tuple[Callable[[Fabric], nn.Module], dict[str, Change]]] = {
     "optimizer that was not set up": (optimizer_of_its_own, {}),
     "optimizer from before setup, plain backward": (neither_set_up_nor_fabric_backward, {}),
     "submodules called by themselves": (submodules, {}),
+    "forward called as a method": (called_as_a_method, {}),
     "plain backward": (plain_backward, {}),
     "never synchronised": (never_synchronised, {}),
     "clip_grad_norm_ of torch": (lambda fabric: usual(fabric, after=clip), {"after": clip}),
@@ -546,6 +616,7 @@ PROGRAMS: dict[str, tuple[Callable[[Fabric], nn.Module], dict[str, Change]]] = {
     "weights swapped on rank 0, and back": (swapped_on_rank_zero, {}),
     "weights loaded on rank 0, and broadcast by hand": (broadcast_by_hand, {"before": load}),
     "gradients averaged by hand": (averaged_by_hand, {}),
+    "weights changed in forward": (changed_in_forward, {}),
     "embedding with max_norm": (renormalizing, {}),
     "frozen critic": (frozen_critic, {}),
     "gradient of the input": (gradient_of_the_input, {}),
@@ -571,6 +642,8 @@ PROGRAMS: dict[str, tuple[Callable[[Fabric], nn.Module], dict[str, Change]]] = {
     "layerwise optimizer": (partial(stepped_by, Layerwise), {}),
     "optimizer with the norm of all gradients": (partial(stepped_by, WithGlobalNorm), {}),
     "line search": (searched, {}),
+    "closure called by the step": (stepped_with_closure, {}),
+    "model called within vmap": (mapped, {}),
     "wrapped by hand": (wrapped_by_hand, {}),
     "lazy layers": (lazy, {}),
     "clip_grad_norm_ of the optimizer's groups": (partial(over_groups, after=clip), {"after": clip}),
@@ -585,7 +658,9 @@ PLAIN: dict[str, Callable[[], nn.Module]] = {
     "gradient penalty": penalised,
     "gradient penalty of the same forward": penalised_once,
     "updates of its own": descended,
+    "weights changed in forward": changed_in_forward,
     "line search": searched,
+    "closure called by the step": stepped_with_closure,
     "layerwise optimizer": partial(stepped_by, Layerwise),
     "optimizer with the norm of all gradients": partial(stepped_by, WithGlobalNorm),
 }
@@ -688,6 +763,8 @@ CORRECT = {
 }
 """Programs that look like a mistake, and the strategies under which they are right: nothing may raise."""
 
+KEEPS_WHOLE_WEIGHTS = ("ddp", "manual", "ddp_sharded", "deepspeed_stage_1", "deepspeed_stage_2")
+
 RIGHT: dict[str, tuple[str, ...]] = {
     "second derivatives": ("ddp",),
     "gradients of its own, averaged": ("ddp",),
@@ -714,6 +791,10 @@ RIGHT: dict[str, tuple[str, ...]] = {
     "steps within backward": ("fsdp", "model_parallel"),
     "gradients read": ("ddp", "fsdp", "model_parallel", "manual"),
     "rows of weights changed in place": ("ddp", "fsdp", "model_parallel", "manual"),
+    "weights changed in forward": KEEPS_WHOLE_WEIGHTS,
+    "closure called by the step": ("ddp", "fsdp", "model_parallel", "manual", "ddp_sharded", "ddp_fully_sharded"),
+    "model called within vmap": ("manual", "ddp_sharded"),
+    "forward called as a method": (*KEEPS_WHOLE_WEIGHTS, "ddp_fully_sharded"),
 }
 """Programs that are right under these strategies, and raise under others."""
 
@@ -725,8 +806,6 @@ FOLLOWED = (
     "nn.init.eye_ after setup",
 )
 """What trains on from the changed weights, where ranks have whole weights."""
-KEEPS_WHOLE_WEIGHTS = ("ddp", "manual", "ddp_sharded", "deepspeed_stage_1", "deepspeed_stage_2")
-
 SENTENCES = {
     ("ddp", "submodules called by themselves"): "were not averaged over the ranks",
     ("ddp", "never synchronised"): "`SGD.step()` after a `fabric.backward` within `no_backward_sync`",
@@ -742,6 +821,13 @@ SENTENCES = {
         "wrapped by hand",
     ): "The model is wrapped in `DistributedDataParallel`, and `strategy='ddp_sharded'`",
     ("ddp_fully_sharded", "wrapped by hand"): "Pass the module to `fabric.setup` as it is, not wrapped",
+    ("deepspeed_stage_2", "closure called by the step"): "`CallsClosure.step` calls its closure itself, and under",
+    ("ddp", "model called within vmap"): "`Sequential` was called within a transform of `torch.func` (vmap, jacrev",
+    ("fsdp", "model called within vmap"): "Call the transform within `forward` of the model, on a submodule",
+    ("ddp_fully_sharded", "model called within vmap"): "the hooks that this strategy needs around forward and backward",
+    ("fsdp", "forward called as a method"): "`forward` of `Sequential` was called as a method, and its parameters are",
+    ("fsdp", "weights changed in forward"): "Forward of `MomentumEncoder` changed parameters that are sharded: 'key.0.",
+    ("ddp_fully_sharded", "weights changed in forward"): "Within it they are gathered copies, which are freed",
     ("ddp", "embedding with max_norm"): "`0` has `max_norm=1`, with which each forward rescales the rows",
     (
         "ddp",

@@ -1,4 +1,4 @@
-"""What is written to a slice of a sharded parameter is in the parameter, or raises."""
+"""What is written to a slice of a sharded parameter is in the parameter, or raises; numbers that are read are whole."""
 
 from __future__ import annotations
 
@@ -40,9 +40,14 @@ row = w.data[2] + 1; row.zero_()
 w.data[1], w.data[2] = w.data[2].clone(), w.data[1].clone()
 w.data[1].unsqueeze(0).zero_()
 w.data[1].detach().zero_()
-w.data.select(0, 2).clamp_(max=11)""".splitlines()
+w.data.select(0, 2).clamp_(max=11)
+w.data.fill_(int((w.data > 1.5).sum()))
+w.data.fill_(w.data.max().item())
+(w.data > 1.9).any() and w.data.zero_()""".splitlines()
 RAISES = {
     "torch.nn.init.normal_(w.data[3])": "`aten::normal_` on a slice of a parameter that is sharded (a DTensor)",
+    "w.data.copy_(torch.ones(8, 6))": "write `fabric.load_raw(path, model)`, or load a state dict before",
+    "torch.ones(8, 6).copy_(w.data)": "write `target.load_state_dict(fabric.state_dict(model, all_ranks=True))` on all",
     "torch._foreach_zero_([w.data[1], w.data.t()[:, 1]])": "and of its transpose at once",
 }
 
