@@ -108,7 +108,8 @@ class Row:
             return ()
         if self.size == 4 or self.name == "deepspeed_stage_1":
             return tuple(name for name in self.cases if name not in (*FEW, "gather_gradients"))
-        if self.name in ("dp", "manual", "deepspeed_stage_2"):  # `ddp` and `deepspeed_stage_3` run all of them
+        # `ddp`, `fsdp` and `deepspeed_stage_3` run all of them
+        if self.name in ("dp", "manual", "model_parallel", "deepspeed_stage_2"):
             return tuple(name for name in self.cases if name not in (*MOST, "gather_gradients"))
         return tuple(name for name in self.cases if name in COMPILED)
 
@@ -201,6 +202,9 @@ THOROUGH = (
     ("model_parallel", 4, "bf16-mixed"),
     ("ddp_spawn", 2, "64-true"),
     ("ddp_fully_sharded", 4, "32-true"),
+    ("deepspeed_stage_3", 2, "bf16-mixed"),
+    ("ddp_fully_sharded", 2, "bf16-mixed"),
+    ("fsdp", 4, "64-true"),
 )
 """One row of four ranks per technique is not among them."""
 

@@ -121,6 +121,7 @@ def test_a_metric_of_one_rank_raises_on_all(tmp_path: Path, strategy: str) -> No
     assert f"rank 1: all_reduce of float64 (2,), {line('fabric.all_gather(')} in be_late" in output
 
 
+@pytest.mark.thorough
 def test_the_timeout_error_names_the_call_that_a_rank_has_not_made(tmp_path: Path) -> None:
     with running(hanging(tmp_path, "python", "short")) as program:
         output = read_until(program, "rank 1: has not made it")

@@ -262,6 +262,7 @@ def test_a_script_without_a_main_guard_raises_with_what_to_write(tmp_path: Path,
     assert "program.py launches while a rank imports it" in done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_second_function_by_script_is_refused_and_by_forkserver_runs(tmp_path: Path) -> None:
     twice = "\n".join(["if __name__ == '__main__':", f"    {CALL}", f"    {CALL}"])

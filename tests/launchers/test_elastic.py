@@ -62,7 +62,8 @@ def test_a_function_is_restarted_on_all_ranks_and_each_failure_is_reported(tmp_p
     assert sorted(messages, key=done.stderr.rindex) == messages
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.thorough), 2])
+@pytest.mark.thorough
+@pytest.mark.parametrize("size", [1, 2])
 def test_a_script_is_restarted_on_all_ranks(tmp_path: Path, size: int) -> None:
     done = start(tmp_path, "enter", size=size, failures=1, max_restarts=3)
     assert done.returncode == 0, done.stderr

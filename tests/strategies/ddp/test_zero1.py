@@ -328,6 +328,7 @@ def halves_apart(fabric: Fabric, path: str) -> dict[str, Tensor]:
     return weights(model)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_checkpoint_is_that_of_one_process_and_loads_under_any_strategy_and_world_size(tmp_path: Path) -> None:
     path, of_plain, of_fsdp = str(tmp_path / "zero"), str(tmp_path / "plain"), str(tmp_path / "fsdp")

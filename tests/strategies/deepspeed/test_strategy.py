@@ -363,6 +363,7 @@ def one_step(fabric: Any, model: nn.Module, optimizer: Optimizer, step: int) -> 
     optimizer.zero_grad()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_checkpoint_is_plain_and_resumes_under_another_stage_and_world_size(tmp_path: Path) -> None:
     paths = {stage: str(tmp_path / f"saved{stage}.pt") for stage in (1, 2, 3)}

@@ -235,6 +235,8 @@ STRATEGIES = {
         launcher="forkserver", wrap={Block}, reshard_after_forward=False, bucket_bytes=4 * 2**20
     ),
 }
+KEPT = ((2, "sharded"), (2, "fully-sharded-parts"))
+"""What `make test` runs."""
 
 
 def run_all(fabric: Fabric) -> dict[str, Any]:
@@ -245,9 +247,9 @@ def run_all(fabric: Fabric) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("size", "name"),
     [
-        *(pytest.param(1, name, marks=pytest.mark.thorough) for name in STRATEGIES),
-        *((2, name) for name in STRATEGIES),
-        *(pytest.param(4, name, marks=pytest.mark.thorough) for name in STRATEGIES),
+        pytest.param(size, name, marks=[] if (size, name) in KEPT else [pytest.mark.thorough])
+        for size in (1, 2, 4)
+        for name in STRATEGIES
     ],
 )
 def test_every_loop_gives_the_numbers_of_one_process(size: int, name: str) -> None:
@@ -301,6 +303,7 @@ def set_up_with_state(fabric: Fabric) -> Weights:
     return weights(model)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy", [STRATEGIES["sharded"], STRATEGIES["fully-sharded-parts"]], ids=["sharded", "fully"]

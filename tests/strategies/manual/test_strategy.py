@@ -102,6 +102,7 @@ def test_losses_norms_weights_and_moments_equal_those_of_one_process(
         close(run.moments, expected.moments)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_checkpoint_goes_to_replicas_and_plain_torch_and_to_other_ranks(tmp_path: Path) -> None:
     recipe = Recipe(optimizer="adamw")

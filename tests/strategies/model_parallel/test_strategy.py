@@ -162,6 +162,7 @@ def test_other_data_of_tensor_parallel_parameters_raises_in_the_next_forward() -
     assert changed
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("other", [DDPStrategy(), FSDPStrategy(auto_wrap_policy=Block)], ids=["ddp", "fsdp"])
 def test_a_checkpoint_goes_from_other_strategies_to_a_mesh_and_back(other: Strategy, tmp_path: Path) -> None:

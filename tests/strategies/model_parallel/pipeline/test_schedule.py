@@ -195,6 +195,7 @@ def pass_on(fabric: Fabric, source: str, target: str) -> None:
     fabric.save(target, state)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_checkpoint_goes_between_stages_of_every_kind_replicas_and_plain_torch(tmp_path: Path) -> None:
     seed = random.randrange(2**31)
