@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import time
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -439,9 +440,10 @@ def abort_in_a_thread(world: World) -> None:
     """As gloo's threads do: the one that aborts runs no Python."""
     dist.init_process_group("gloo", store=join(world, 60, print), rank=world.rank, world_size=world.size)
     library = ctypes.CDLL(None)
-    if world.rank == 1:
-        abort = ctypes.cast(library.abort, ctypes.c_void_p)
-        library.pthread_create(ctypes.byref(ctypes.c_ulong()), None, abort, None)
+    if world.rank == 0:
+        time.sleep(60)  # with it, the other rank could come to its end before the abort does
+    abort = ctypes.cast(library.abort, ctypes.c_void_p)
+    library.pthread_create(ctypes.byref(ctypes.c_ulong()), None, abort, None)
     dist.all_reduce(torch.ones(1))
 
 
