@@ -7,8 +7,8 @@ import os
 import re
 import signal
 import sys
-import time
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
