@@ -449,9 +449,9 @@ class CallsClosure(SGD):
         return loss
 
 
-def stepped_with_closure(fabric: Fabric | None = None) -> nn.Module:
+def stepped_with_closure(make: Callable[[Any], Optimizer], step: int, fabric: Fabric | None = None) -> nn.Module:
     model: nn.Module = make_net()
-    optimizer: Optimizer = CallsClosure(model.parameters(), lr=0.1)
+    optimizer = make(model.parameters())
     rank, size = 0, 1
     if fabric is not None:
         model, optimizer = fabric.setup(model, optimizer)
@@ -459,13 +459,18 @@ def stepped_with_closure(fabric: Fabric | None = None) -> nn.Module:
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = loss_of(model, 1, rank, size)
+        loss = loss_of(model, step, rank, size)
         loss.backward() if fabric is None else fabric.backward(loss, model=model)
         return loss
 
     for _ in range(2):
         optimizer.step(closure)  # type: ignore[arg-type]
     return model
+
+
+closure_called = partial(stepped_with_closure, partial(CallsClosure, lr=0.1), 1)
+searched = partial(stepped_with_closure, partial(LBFGS, lr=0.5, max_iter=4, line_search_fn="strong_wolfe"), 0)
+"""LBFGS chooses the length of each step by the loss that its closure returns."""
 
 
 def mapped(fabric: Fabric) -> nn.Module:
@@ -512,26 +517,6 @@ def over_groups(
     backward = lambda loss: fabric.backward(loss, model=model)  # noqa: E731
     place = {"rank": fabric.global_rank, "size": fabric.world_size}
     return steps(model, optimizer, backward, before=held(before), after=held(after), **place)
-
-
-def searched(fabric: Fabric | None = None) -> nn.Module:
-    """LBFGS chooses the length of each step by the loss that its closure returns."""
-    model: nn.Module = make_net()
-    optimizer = LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
-    rank, size = 0, 1
-    if fabric is not None:
-        model, optimizer = fabric.setup(model, optimizer)
-        rank, size = fabric.global_rank, fabric.world_size
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model, 0, rank, size)
-        loss.backward() if fabric is None else fabric.backward(loss, model=model)
-        return loss
-
-    for _ in range(2):
-        optimizer.step(closure)
-    return model
 
 
 def descended() -> nn.Module:
@@ -642,7 +627,7 @@ PROGRAMS: dict[str, tuple[Callable[[Fabric], nn.Module], dict[str, Change]]] = {
     "layerwise optimizer": (partial(stepped_by, Layerwise), {}),
     "optimizer with the norm of all gradients": (partial(stepped_by, WithGlobalNorm), {}),
     "line search": (searched, {}),
-    "closure called by the step": (stepped_with_closure, {}),
+    "closure called by the step": (closure_called, {}),
     "model called within vmap": (mapped, {}),
     "wrapped by hand": (wrapped_by_hand, {}),
     "lazy layers": (lazy, {}),
@@ -660,7 +645,7 @@ PLAIN: dict[str, Callable[[], nn.Module]] = {
     "updates of its own": descended,
     "weights changed in forward": changed_in_forward,
     "line search": searched,
-    "closure called by the step": stepped_with_closure,
+    "closure called by the step": closure_called,
     "layerwise optimizer": partial(stepped_by, Layerwise),
     "optimizer with the norm of all gradients": partial(stepped_by, WithGlobalNorm),
 }
