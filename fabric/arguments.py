@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from fabric.gradient_guard import OnNonfinite
 from fabric.strategies.checkpoint.run_state import NAME
 from fabric.strategies.checkpoint.state import is_stateful
+from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.data.share import Uneven, Use
 
 
@@ -48,6 +49,15 @@ def check_loss(loss: object) -> None:
             f"`fabric.backward(loss)` was given a `{type(loss).__name__}`. Pass the loss as a tensor that was computed "
             "from the model's output: a number, as `.item()` returns, has no gradient, and of a dictionary or an "
             "output object pass the entry (`output.loss`)."
+        )
+
+
+def check_group(method: str, group: object) -> None:
+    """Raise TypeError if the group of a collective is none, such as the reduction in its place."""
+    if group is not None and not isinstance(group, Collective):
+        raise TypeError(
+            f"`fabric.{method}` was given {group!r} as the group. Pass `fabric.collective.split(ranks)`, or leave it "
+            "out for all ranks; a reduction is passed by name: `fabric.all_reduce(data, reduce_op='sum')`."
         )
 
 

@@ -25,6 +25,7 @@ from fabric.arguments import (
     as_number,
     check_dispatch,
     check_function,
+    check_group,
     check_limits,
     check_loss,
     check_module,
@@ -807,6 +808,7 @@ class Fabric:
         each rank passed. ValueError: `sync_grads` without a group, if some ranks read the same samples.
         For the values of an evaluation: `gather_for_metrics`.
         """
+        check_group("all_gather", group)
         lacks = self.strategy.lacks if sync_grads and group is None and self.world_size > 1 else {}
         if "gather_gradients" in lacks:
             raise ValueError(lacks["gather_gradients"])
@@ -833,6 +835,7 @@ class Fabric:
         Raises: CollectiveError on every rank: the ranks' data differs in paths, dtypes or shapes; the message has what
         each rank passed.
         """
+        check_group("all_reduce", group)
         return nested.all_reduce(group or self._connected.collective, data, reduce_op)
 
     def pad_across_ranks(self, data: Any, dim: int = 0, pad_value: float = 0, group: Collective | None = None) -> Any:
@@ -843,6 +846,7 @@ class Fabric:
         Raises: CollectiveError: the ranks' data differs in more than the lengths along `dim`. IndexError: a tensor has
         no such dimension. ValueError: a dtype cannot represent `pad_value`.
         """
+        check_group("pad_across_ranks", group)
         return pad_across_ranks(group or self._connected.collective, data, dim, pad_value)
 
     def gather_for_metrics(self, values: Sequence[T], loader: Iterable[Any], pad_value: float | None = None) -> T:

@@ -272,6 +272,16 @@ METHODS: dict[str, tuple[Callable[[Fabric, Path], Any], type[Exception], str]] =
         ValueError,
         "`'avg'` is not a reduction. Write one of 'sum', 'mean'",
     ),
+    "reduction as the group": (
+        lambda f, _: f.all_reduce(torch.ones(2), "sum"),  # type: ignore[call-overload]
+        TypeError,
+        "`fabric.all_reduce` was given 'sum' as the group. Pass `fabric.collective.split(ranks)`, or leave it out",
+    ),
+    "group of gathering": (
+        lambda f, _: f.all_gather(torch.ones(2), True),  # type: ignore[call-overload]
+        TypeError,
+        "`fabric.all_gather` was given True as the group.",
+    ),
 }
 
 
