@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 from fabric.launchers.world import World
 from fabric.strategies.checkpoint.in_place import filled_module, is_extra_state
+from fabric.strategies.checkpoint.optimizer_states import map_state
 from fabric.strategies.checkpoint.state import StateAccess
 from fabric.strategies.checkpoint.stored import Stored, in_memory
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, flat_shard, no_shards
-from fabric.strategies.sharding.dtensor import map_state
 
 
 @final

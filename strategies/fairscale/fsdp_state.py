@@ -20,12 +20,13 @@ from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.checkpoint.in_place import converts, mapped_entry, mapped_module
 from fabric.strategies.checkpoint.load_hooks import KeepsNamesAndShapes
+from fabric.strategies.checkpoint.optimizer_states import by_saved_index, map_state
 from fabric.strategies.checkpoint.state import PLAIN, StateAccess
 from fabric.strategies.checkpoint.stored import Stored, in_memory
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, flat_shard
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.gradients.clipping import parameters_of
-from fabric.strategies.sharding.dtensor import by_saved_index, local_part, map_state
+from fabric.strategies.sharding.dtensor import local_part
 from fabric.strategies.sharding.flat_shards import FlatShard, hide, show_again
 from fabric.strategies.undo import undo_all
 

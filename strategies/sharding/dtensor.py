@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.chunk import Chunk
 from fabric.strategies.checkpoint.in_place import converts, is_extra_state
+from fabric.strategies.checkpoint.optimizer_states import by_saved_index, map_state
 from fabric.strategies.checkpoint.state import StateAccess
 from fabric.strategies.checkpoint.stored import Stored, in_memory
 from fabric.strategies.checkpoint.tensor_shards import TensorShards
@@ -114,28 +115,6 @@ def shard_state(name: str, value: Any, parameter: Tensor, existing: Any = None) 
         f"The optimizer's state {name!r} has shape {tuple(value.shape)}, and its parameter, which lies in shards, "
         f"{tuple(parameter.shape)}: how to cut it is not known. Use an optimizer whose state has its parameters' shape."
     )
-
-
-def map_state(content: dict[str, Any], function: Callable[[Any, str, Any], Any]) -> dict[str, Any]:
-    """A state dict of an optimizer, with `function(index, name, value)` in place of each value of a parameter's state.
-
-    In the order of indices; what is not of a parameter, under a string, stays and comes last.
-    """
-    items = sorted(content["state"].items(), key=lambda item: (isinstance(item[0], str), item[0]))
-    states = {
-        index: {name: function(index, name, value) for name, value in entries.items()}
-        if isinstance(entries, dict)
-        else entries
-        for index, entries in items
-    }
-    return {**content, "state": states}
-
-
-def by_saved_index(optimizer: Optimizer, content: dict[str, Any]) -> dict[Any, Tensor]:
-    """The parameters of an optimizer by their indices in a state dict. Torch reports a difference in length."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    indices = [index for group in content["param_groups"] for index in group["params"]]
-    return dict(zip(indices, parameters, strict=False))
 
 
 # Note [Whole states without torch.distributed.checkpoint.state_dict]
