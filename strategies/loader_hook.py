@@ -54,7 +54,7 @@ def share_loader(
         dispatch=runtime.dispatch,
         numbers=runtime.loader_numbers,
         report=runtime.report,
-        draw_apart=runtime.draw_apart,
+        draw_apart=runtime.draw_apart if runtime.share.index else None,
         carry=runtime.carry,
     )
 

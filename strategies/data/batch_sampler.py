@@ -7,13 +7,13 @@ and what its items are. In a shallow copy of the loader an `IndexSource` replace
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, final
 
 from torch.utils.data import BatchSampler, DataLoader
 
 from fabric.strategies.data.content import is_torchs
-from fabric.strategies.data.epochs import Epoch, Order, Position
+from fabric.strategies.data.epochs import Epoch, Order, Part, Position
 from fabric.strategies.data.partition import BatchCut, Cut, LeaveOut, RoundRobinCut, SampleCut
 from fabric.strategies.data.seeded_dataset import with_seed
 from fabric.strategies.data.share import Share
@@ -49,13 +49,13 @@ class IndexSource:
         self.read = True
         epoch = self._order.begin()
         items = epoch.draw(self.items, self._reads, eager=self._eager)
-        return self._parts(epoch, items, epoch.begun_at)
+        return chain.from_iterable(self._batches(epoch, items, epoch.begun_at))
 
     def __len__(self) -> int:
         return self.cut.length(len(self.items))  # type: ignore[arg-type]
 
-    def _parts(self, epoch: Epoch, items: Iterator[Any], begun_at: Position) -> Iterator[Any]:
-        """The batches after `begun_at`. Of the batches before, indices are drawn and no sample is loaded."""
+    def _batches(self, epoch: Epoch, items: Iterator[Any], begun_at: Position) -> Iterator[Iterable[Any]]:
+        """The batches after `begun_at`, some at a time. Of those before, indices are drawn and no sample is loaded."""
         items = self.cut.skip(items, begun_at.start) if begun_at.start else items
         parts, end = self.cut(items, self._leave_out), begun_at.start
         for part in islice(parts, begun_at.batches):
@@ -67,13 +67,12 @@ class IndexSource:
                 "`set_epoch`."
             )
         while group := list(islice(parts, self._reads.num_steps)):
-            epoch.fetched.extend((begun_at.start + part.end, part.is_unequal) for part in group)
-            if self._reader is None:
-                yield from [part.batch for part in group]
-            else:
-                for part in group:
-                    end = begun_at.start + part.end
-                    yield with_seed(part.batch, self._order.seed_of(epoch, end, self._reader))
+            epoch.fetch(group)
+            yield [part.batch for part in group] if self._reader is None else self._seeded(epoch, group, self._reader)
+
+    def _seeded(self, epoch: Epoch, parts: list[Part], reader: int) -> Iterator[Any]:
+        for part in parts:
+            yield with_seed(part.batch, self._order.seed_of(epoch, epoch.begun_at.start + part.end, reader))
 
     def __getattr__(self, name: str) -> Any:
         # Indices are read ahead, so the sampler's state is ahead of the loop: a stateful loader counts batches instead.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Literal, Protocol, TypeAlias, final, runtime_checkable
 
 import torch
@@ -25,8 +25,6 @@ from fabric.strategies.data.take import length_of
 from fabric.strategies.data.transfer import Carry, one_by_one
 from fabric.strategies.data.uneven import Agreement
 from fabric.strategies.data.workers import WorkerStart
-
-END = object()
 
 Over: TypeAlias = Literal["end", "early"]
 """An epoch is over, at the end of this rank's data, or earlier, because another rank's has ended."""
@@ -80,7 +78,7 @@ class Reading:
     """Whether the position after a `break` is within the epoch; otherwise at the beginning of the next one."""
     trains: bool = True
     """Whether the loop trains on the batches."""
-    draw_apart: Callable[[], None] = lambda: None
+    draw_apart: Callable[[], None] | None = None
     """Makes random numbers differ between ranks that read different data; called before each batch is yielded."""
 
 
@@ -177,13 +175,14 @@ class DeviceLoader(ABC):
             if reading.agreement.repeats and reading.trains:
                 reading.numbers.repeated.begin()
         repeated, note = (reading.numbers.repeated, reading.numbers.note_batch) if reading.trains else (None, None)
-        self.iteration = Iteration(agreed, repeated, reading.numbers)
+        self.iteration = Iteration(agreed, repeated, reading.numbers, note)
         if reading.device is not None and reading.device.type != "cpu":
             batches = reading.carry(batches, reading.device)
         if reading.order is None or opened is None:
-            reading.draw_apart()
-            return self.iteration.record(batches, note)
-        return self.iteration.record(self._counted(batches, reading.order, opened), note)
+            if reading.draw_apart is not None:
+                reading.draw_apart()
+            return self.iteration.record(batches)
+        return self._counted(batches, self.iteration, reading.order, opened)
 
     def __len__(self) -> int:
         """The number of this rank's batches. TypeError where the user's loader has no length."""
@@ -320,36 +319,51 @@ class DeviceLoader(ABC):
             self._said.add(sentence)
             self._reading.report(sentence.format(name=loader_name(self), **words))
 
-    def _counted(self, batches: Iterator[Any], order: Order, opened: Epoch) -> Iterator[Any]:
-        batch = next(batches, END)
-        epoch, before = self._read_epoch(order, opened), order.standing
-        reading, iteration = self._reading, self.iteration
-        numbers, draw_apart, index = reading.numbers, reading.draw_apart, reading.index
-        begun_after = numbers.num_backwards
-        if index is not None and not index.read and epoch.begun_at.batches:  # no sampler was read, nothing skipped
-            batch = next(islice(batches, epoch.begun_at.batches - 1, None), END)
-        try:
-            while batch is not END:
-                order.receive(epoch, again=iteration.agreed is not None and iteration.next_repeats)
-                draw_apart()
-                if epoch.is_unequal:
-                    num_unweighted = numbers.num_unweighted
-                    yield batch
-                    if numbers.num_unweighted != num_unweighted and index is not None and not index.cut.uneven:
-                        self._say_once(_UNEQUAL)
-                else:
-                    yield batch
-                batch = next(batches, END)
-                order.count(epoch)  # the loop asked for a second batch, so this was not `next(iter(loader))`
-            order.count(epoch)
-            numbers.ahead.end(epoch.end)
-        finally:
-            if numbers.num_backwards != begun_after:
+    def _counted(self, batches: Iterator[Any], iteration: Iteration, order: Order, opened: Epoch) -> Iterator[Any]:
+        """Yield the batches, and count them: in the iteration, as `Iteration.record` does, and in the order."""
+        index, numbers, draw_apart = self._reading.index, self._reading.numbers, self._reading.draw_apart
+        agreed, repeated, is_watched = iteration.agreed, iteration.repeated, iteration.is_watched
+        with iteration.opened():
+            first = list(islice(batches, 1))
+            epoch, before = self._read_epoch(order, opened), order.standing
+            if index is not None and not index.read and epoch.begun_at.batches:  # no sampler was read, nothing skipped
+                first = list(islice(batches, epoch.begun_at.batches - 1, epoch.begun_at.batches))
+            batches, first = chain(first, batches), []  # not kept: a batch may be large
+            num_backwards = numbers.num_backwards
+            try:
+                for batch in batches:
+                    if iteration.num_batches == 1:
+                        order.count(epoch)  # the loop asked for a second batch: this was not `next(iter(loader))`
+                    order.standing = epoch
+                    if agreed is None or not iteration.next_repeats:
+                        epoch.num_batches += 1
+                    iteration.num_batches += 1
+                    if draw_apart is not None:
+                        draw_apart()
+                    if is_watched or repeated.is_used:
+                        iteration.receive(batch)
+                    if epoch.has_unequal:
+                        yield from self._maybe_unequal(batch, epoch)
+                    else:
+                        yield batch
                 order.count(epoch)
-            if epoch.counted:
-                order.settle()
-            elif order.standing is epoch:
-                order.standing = before
+                numbers.ahead.end(epoch.end)
+                iteration.end()
+            finally:
+                if numbers.num_backwards != num_backwards:
+                    order.count(epoch)
+                if epoch.counted:
+                    order.settle()
+                elif order.standing is epoch:
+                    order.standing = before
+
+    def _maybe_unequal(self, batch: Any, epoch: Epoch) -> Iterator[Any]:
+        """Yield a batch; report a loss of it without a weight, if ranks have different numbers of its samples."""
+        index, numbers = self._reading.index, self._reading.numbers
+        is_unequal, num_unweighted = epoch.is_unequal, numbers.num_unweighted
+        yield batch
+        if is_unequal and numbers.num_unweighted != num_unweighted and index is not None and not index.cut.uneven:
+            self._say_once(_UNEQUAL)
 
     def _read_epoch(self, order: Order, opened: Epoch) -> Epoch:
         """The epoch of the batches: a loader may start it at the first batch, or may have started it earlier."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import chain
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Generic, NamedTuple, TypeVar, final
 
 from torch.utils.data import DataLoader, SequentialSampler
 
@@ -104,6 +104,16 @@ class Position:
     """Samples that all ranks together have received, `start` included."""
 
 
+class Part(NamedTuple):
+    """One rank's batch of a step."""
+
+    batch: Any
+    end: int
+    """Number of samples that all ranks together have read in this iteration, up to the end of this step."""
+    is_unequal: bool = False
+    """Whether the ranks' batches of this step have different numbers of samples."""
+
+
 @final
 class Epoch:
     """One iteration over a loader: the number of its epoch, its random streams, and the items drawn from them.
@@ -121,25 +131,40 @@ class Epoch:
         self.drawn: Drawn[Any] | None = None
         self.counted = self.over = False
         self.begun_at = begun_at
-        self._batches, self._samples = begun_at.batches, begun_at.samples
-        self.fetched: deque[tuple[int, bool]] = deque()
-        """For each prefetched batch that the loop has not received: the samples of the order up to its end, and whether
-        its number of samples differs between ranks."""
-        self.is_unequal = False
-        """Whether the number of samples of the latest batch differs between ranks."""
+        self.num_batches = begun_at.batches
+        """How many batches the loop has received, with those before `begun_at`."""
+        self._num_passed, self._latest = begun_at.batches, Part(None, begun_at.samples - begun_at.start)
+        self._fetched: deque[Part] = deque()
+        """Those after `_num_passed`."""
+        self.has_unequal = False
+        """Whether batches were fetched that have different numbers of samples on the ranks."""
 
     @property
     def position(self) -> Position:
         """Where the loop is."""
-        return Position(start=self.begun_at.start, batches=self._batches, samples=self._samples)
+        start = self.begun_at.start
+        return Position(start=start, batches=self.num_batches, samples=start + self._pass().end)
 
-    def receive(self) -> None:
-        """Advance the position by the batch that the loop receives."""
-        self._batches += 1
-        if self.fetched:
-            self._samples, self.is_unequal = self.fetched.popleft()
-        else:
-            self.is_unequal = False
+    @property
+    def is_unequal(self) -> bool:
+        """Whether the number of samples of the latest batch differs between ranks."""
+        return self._pass().is_unequal
+
+    def fetch(self, parts: list[Part]) -> None:
+        """Called with parts that are about to be loaded."""
+        self._pass()
+        self._fetched += parts
+        self.has_unequal = self.has_unequal or any(part.is_unequal for part in parts)
+
+    def _pass(self) -> Part:
+        """The part that the loop received last; only its end is known if no sampler was read.
+
+        It is looked for when it is needed, not at each batch, which would take a microsecond.
+        """
+        while self._num_passed < self.num_batches:
+            self._num_passed += 1
+            self._latest = self._fetched.popleft() if self._fetched else Part(None, self._latest.end)
+        return self._latest
 
     def end(self, is_over: bool) -> None:
         """Called once the loop has left the epoch. `is_over`: it has asked for a batch after the last one."""
@@ -152,7 +177,7 @@ class Epoch:
         they resume.
         """
         drawn, again = Drawn(items, self.streams, reads), self.drawn is not None
-        self.fetched.clear()
+        self._fetched.clear()
         if eager:
             drawn.begin(again=again)
         if self.seed_workers is not None:
@@ -208,12 +233,6 @@ class Order:
         """The epoch of the enclosing `opening`, or a new one."""
         self.latest = self._opening or self._new()
         return self.latest
-
-    def receive(self, epoch: Epoch, *, again: bool = False) -> None:
-        """Advance the position by a batch of `epoch` that the loop receives, unless it has received it before."""
-        if not again:
-            epoch.receive()
-        self.standing = epoch
 
     def count(self, epoch: Epoch) -> None:
         """Use up the number of `epoch`: the next is one higher, unless `set_epoch` was called meanwhile."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, final
 
 from fabric.strategies.data.loader_numbers import LoaderNumbers
@@ -20,9 +21,11 @@ class Iteration:
         agreed: Agreed | None = None,
         repeated: RepeatedBatches | None = None,
         numbers: LoaderNumbers | None = None,
+        note: Callable[[Any, object], None] | None = None,
     ) -> None:
         """`agreed`: where ranks agree on the number of batches. `repeated`: receives each batch of the loop.
-        `numbers`: what the loop has done so far, and where the end is reported."""
+        `numbers`: what the loop has done so far, and where the end is reported. `note`: called with each batch, and
+        this iteration."""
         self.num_batches = 0
         self.is_complete = False
         """Whether the iteration has raised StopIteration in the loop."""
@@ -32,7 +35,8 @@ class Iteration:
         """Whether the loop has received a batch, and has not left the iteration."""
         self.has_trained = False
         """Whether there was a backward pass or an optimizer step, once the loop has left the iteration."""
-        self.agreed, self._repeated = agreed, repeated
+        self.agreed, self._note = agreed, note
+        self.repeated = RepeatedBatches() if repeated is None else repeated
         self._numbers = LoaderNumbers() if numbers is None else numbers
         self._num_updates_before = 0
 
@@ -69,27 +73,46 @@ class Iteration:
         """Whether this rank's data had not ended when the iteration did."""
         return self.agreed is not None and self.agreed.has_rest
 
-    def record(self, batches: Iterator[Any], note: Callable[[Any, object], None] | None = None) -> Iterator[Any]:
-        """Yield the batches, count them, and call `note` with each."""
-        repeated, agreed, is_ended = self._repeated, self.agreed, False
-        self.is_open, self._num_updates_before = True, self._numbers.num_updates
-        try:
+    def record(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches, and count them."""
+        repeated, is_watched = self.repeated, self.is_watched
+        with self.opened():
             for batch in batches:
                 self.num_batches += 1
-                if note is not None:
-                    note(batch, self)
-                factor = 1.0 if agreed is None else agreed.factors.popleft()
-                if repeated is not None and repeated.is_used:
-                    repeated.receive(self, factor)
+                if is_watched or repeated.is_used:
+                    self.receive(batch)
                 yield batch
-            is_ended = self.has_ended = True
-            self._numbers.ahead.end(self._end)
-        finally:
-            if not is_ended:
-                self._end(False)
-            if repeated is not None:
-                repeated.end(self)
+            self.end()
 
-    def _end(self, is_complete: bool) -> None:
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Context: the loop receives batches, until it leaves the iteration or `end` is called."""
+        self.is_open, self._num_updates_before = True, self._numbers.num_updates
+        try:
+            yield
+        finally:
+            if not self.has_ended:
+                self._leave(False)
+            self.repeated.end(self)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether `receive` must be called with each batch, also while `repeated.is_used` is False."""
+        return self.agreed is not None or self._note is not None
+
+    def receive(self, batch: Any) -> None:
+        """Report a batch that the loop receives."""
+        if self._note is not None:
+            self._note(batch, self)
+        factor = 1.0 if self.agreed is None else self.agreed.factors.popleft()
+        if self.repeated.is_used:
+            self.repeated.receive(self, factor)
+
+    def end(self) -> None:
+        """Called when there is no batch left."""
+        self.has_ended = True
+        self._numbers.ahead.end(self._leave)
+
+    def _leave(self, is_complete: bool) -> None:
         self.is_open, self.is_complete = False, is_complete
         self.has_trained = self._numbers.num_updates != self._num_updates_before

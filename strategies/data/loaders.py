@@ -55,7 +55,7 @@ def process_dataloader(
     numbers: LoaderNumbers,
     report: Callable[[str], None],
     carry: Carry | None = None,
-    draw_apart: Callable[[], None] = lambda: None,
+    draw_apart: Callable[[], None] | None = None,
     uneven: Uneven | None = None,
     in_step: bool = False,
     dispatch: bool = False,

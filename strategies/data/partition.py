@@ -18,25 +18,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, ClassVar, NamedTuple, TypeAlias, final
+from typing import Any, ClassVar, TypeAlias, final
 
-from fabric.strategies.data.epochs import Reads
+from fabric.strategies.data.epochs import Part, Reads
 from fabric.strategies.data.share import Share
 
 NUM_QUICK = 1024
 
 LeaveOut: TypeAlias = Callable[[int], None]
 """Called with the number of items at the end of an order that were dropped."""
-
-
-class Part(NamedTuple):
-    """One rank's batch of a step."""
-
-    batch: Any
-    end: int
-    """Number of samples of the order that all ranks together have read, up to the end of this step."""
-    is_unequal: bool = False
-    """Whether the ranks' batches of this step have different numbers of samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +102,9 @@ class SampleCut(Cut):
         return self.step + self.ahead, self.step
 
     def __call__(self, items: Iterator[Any], leave_out: LeaveOut) -> Iterator[Part]:
+        if self.share.count == 1:
+            yield from self._alone(items)
+            return
         held: list[Any] = []
         end, step, needed = 0, self.step, self.step + self.ahead
         mine = slice(self.share.index * self.batch_size, (self.share.index + 1) * self.batch_size)
@@ -124,6 +117,14 @@ class SampleCut(Cut):
             del held[:step]
         if not self.drop_last:
             yield from self._tail(held, end + len(held), leave_out)
+
+    def _alone(self, items: Iterator[Any]) -> Iterator[Part]:
+        end = 0
+        while batch := list(islice(items, self.batch_size)):
+            end += len(batch)
+            if self.drop_last and len(batch) < self.batch_size:
+                return
+            yield Part(batch, end)
 
     def _tail(self, held: list[Any], end: int, leave_out: LeaveOut) -> Iterator[Part]:
         count, rest = self.share.count, max(len(held) - self.step, 0)

@@ -146,14 +146,10 @@ class Streams:
         """`from_torch`: of the global generators, torch's alone is drawn from, which costs a fifth."""
         self._own, self._rngs = own, [*([torch_rng()] if from_torch else process_rngs(in_memory=True)), *own]
         self.begun = self._states(own)
-        self._inside = False
-        outer = self._states(self._rngs)
-        try:
-            for rng in self._rngs[: len(self._rngs) - len(own)]:
-                rng.seed(seed)
-            self._start = self._inner = self._states(self._rngs)
-        finally:
-            self._restore(self._rngs, outer)
+        self._seed, self._inside = seed, False
+        self._start: list[Any] = []
+        self._inner: list[Any] = []
+        """Empty until something is drawn."""
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
@@ -163,7 +159,10 @@ class Streams:
             return
         outer, self._inside = self._states(self._rngs), True
         try:
-            self._restore(self._rngs, self._inner)
+            if self._inner:
+                self._restore(self._rngs, self._inner)
+            else:
+                self._begin()
             yield
         finally:
             self._inner, self._inside = self._states(self._rngs), False
@@ -194,6 +193,14 @@ class Streams:
                 rng.write(end)
             else:
                 rng.seed(mix("unfinished", digest(begun)))
+
+    def _begin(self) -> None:
+        num_global = len(self._rngs) - len(self._own)
+        for rng in self._rngs[:num_global]:
+            rng.seed(self._seed)
+        for rng, state in zip(self._own, self.begun, strict=True):
+            rng.write(state)
+        self._start = self._states(self._rngs)
 
     @staticmethod
     def _states(rngs: list[Rng]) -> list[Any]:
