@@ -81,6 +81,8 @@ def _unpickled(path: Path) -> Any:
     except Exception as problem:
         if "weights_only" not in str(problem):
             raise ValueError(_NO_FILE.format(name=path.name, why=sentence_of(problem))) from problem
+        if "TorchScript" in str(problem):
+            raise ValueError(_SCRIPT.format(name=path.name)) from None
         # Not chained: the original tells how to run the file's code.
         raise ValueError(_NEEDS_CODE.format(what=_global_in(str(problem)))) from None
 
@@ -110,6 +112,10 @@ _SHARDS = (
 _NO_FILE = (
     "`{name}` is damaged, or `torch.save` did not write it ({why}). Pass the folder of `fabric.save`, a file of "
     "`torch.save`, or a file named `*.safetensors`."
+)
+_SCRIPT = (
+    "`{name}` is a TorchScript archive, which is a program and is not run. Where it was made, write "
+    "`torch.save(torch.jit.load(path).state_dict(), new_path)`, and load the new file."
 )
 _NEEDS_CODE = (
     "The file contains {what}, and reading that would run code from the file, which is refused. The file is damaged, "

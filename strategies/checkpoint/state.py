@@ -8,7 +8,8 @@ between shards and plain state.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from copy import copy
 from typing import Any, Protocol, TypeAlias, TypeGuard, final
 
@@ -320,6 +321,8 @@ class _Reader:
 
     def __init__(self, access: FindAccess, loaders: LoaderAccess, gathered: bool) -> None:
         self.access, self.loaders, self.gathered = access, loaders, gathered
+        self._around: list[Any] = []
+        """The containers that are being read, outermost first."""
 
     def read(self, name: str, value: Any) -> Any:
         """The state of an object, or a nest with the states of all objects in it."""
@@ -337,16 +340,29 @@ class _Reader:
         if is_stateful(value):
             return value.state_dict()
         if isinstance(value, dict):
-            found = copy(value)  # keeps its class, which may be one that can be saved (`Counter`) or not
-            for key, entry in value.items():
-                found[key] = self.read(str(key), entry)
-                if found[key] is SKIPPED:
-                    del found[key]
-            return found
+            with self._within(name, value):
+                found = copy(value)  # keeps its class, which may be one that can be saved (`Counter`) or not
+                for key, entry in value.items():
+                    found[key] = self.read(str(key), entry)
+                    if found[key] is SKIPPED:
+                        del found[key]
+                return found
         if type(value) in (list, tuple):  # a `torch.Size` has no objects, and a `NamedTuple` cannot be saved
-            entries = [self.read(name, entry) for entry in value]
-            return type(value)(None if entry is SKIPPED else entry for entry in entries)
+            with self._within(name, value):
+                entries = [self.read(name, entry) for entry in value]
+                return type(value)(None if entry is SKIPPED else entry for entry in entries)
         return value
+
+    @contextmanager
+    def _within(self, name: str, container: Any) -> Iterator[None]:
+        if any(each is container for each in self._around):
+            raise ValueError(
+                f"The {type(container).__name__} {name!r} in the state contains itself. Leave that reference out of "
+                "what is saved."
+            )
+        self._around.append(container)
+        yield
+        self._around.pop()
 
 
 def _kept(name: str, value: Any, choose: Callable[[str, Any], bool] | None) -> Any:

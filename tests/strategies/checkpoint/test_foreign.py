@@ -45,6 +45,15 @@ def test_a_malicious_pickle_is_not_run_and_the_error_does_not_tell_how_to_run_it
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*TorchScript archive")  # torch's, of TorchScript
+def test_a_torchscript_archive_is_named_and_not_run(tmp_path: Path) -> None:
+    torch.jit.script(nn.Linear(2, 2)).save(tmp_path / "script.pt")
+    fabric = Fabric(accelerator="cpu", devices=1)
+    with pytest.raises(CheckpointError, match=r"TorchScript archive.*torch.jit.load\(path\).state_dict\(\)"):
+        fabric.load_raw(tmp_path / "script.pt", nn.Linear(2, 2))
+    fabric.close()
+
+
 def test_the_name_of_a_tied_parameter_may_be_missing_in_a_file(tmp_path: Path) -> None:
     """As `transformers` saves."""
     weight = torch.rand(5, 3)

@@ -115,6 +115,15 @@ def test_a_value_that_needs_code_to_be_loaded_raises_with_its_position(tmp_path:
     assert not (tmp_path / "saved" / NAME).exists()
 
 
+def test_a_container_that_contains_itself_raises_by_its_name(tmp_path: Path) -> None:
+    history: list[object] = [1]
+    nest: dict[str, object] = {"twice": history, "again": history}
+    assert state_of(nest) == {"twice": [1], "again": [1]}
+    history.append({"back": history})
+    with pytest.raises(ValueError, match="The list 'back' in the state contains itself"):
+        state_of(nest)
+
+
 def test_a_sparse_tensor_raises_with_its_position(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"The tensor at /x is torch.sparse_coo"):
         save_here(tmp_path / "saved", {"x": torch.eye(2).to_sparse()})
