@@ -177,6 +177,7 @@ class Epoch:
         they resume.
         """
         drawn, again = Drawn(items, self.streams, reads), self.drawn is not None
+        self._pass()
         self._fetched.clear()
         if eager:
             drawn.begin(again=again)
