@@ -25,6 +25,7 @@ from torch.masked import masked_tensor
 
 from fabric import CheckpointError, Fabric, read_checkpoint
 from fabric.strategies.checkpoint.chunk import Chunk, chunks_of_range, whole
+from fabric.strategies.checkpoint.loading import Checkpoint
 from fabric.strategies.checkpoint.manifest import BLOCK_BYTES, NAME
 from fabric.strategies.checkpoint.saving import commit, plan, save, write
 from fabric.strategies.checkpoint.state import state_of
@@ -207,6 +208,27 @@ def test_a_flipped_bit_raises_with_the_name_of_the_tensor_before_anything_is_loa
     with pytest.raises(CheckpointError, match="is damaged: its checksum is not"):
         fabric.load(path, {"model": model})
     fabric.close()
+
+
+def test_a_rank_verifies_the_file_that_it_has_saved(tmp_path: Path) -> None:
+    storage, num_ranks, num_elements = Folder(tmp_path / "saved"), 11, BLOCK_BYTES // 4 + 10
+    for rank in range(num_ranks):
+        shard = Chunk((rank * num_elements,), (num_elements,)), torch.full((num_elements,), float(rank))
+        tensor = TensorShards((num_ranks * num_elements,), torch.float32, (shard,), (rank,))
+        write(storage, plan({"weight": tensor}, rank, "t"))
+    commit(storage, [f"t.{rank}.json" for rank in range(num_ranks)])
+    for damaged in range(num_ranks):
+        file = tmp_path / "saved" / f"t.{damaged}.bin"
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + b"\xff")
+        found = set()
+        for rank in range(num_ranks):
+            try:
+                Checkpoint.open(storage).verify(share=rank, num_shares=num_ranks)
+            except ValueError:
+                found.add(rank)
+        file.write_bytes(content)
+        assert found == {damaged}
 
 
 def test_the_manifest_has_the_xxh3_of_each_4_mib_of_a_file(tmp_path: Path) -> None:
