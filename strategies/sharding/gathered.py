@@ -379,6 +379,9 @@ class Gathered:
         self._unreduced = kept
 
 
+leave_uncompiled(Gathered.leave_unit)
+
+
 def take_as_root(module: nn.Module, units: Sequence[FSDPModule]) -> None:
     """Make the model the root of its units, if it is one. Otherwise the first unit that runs becomes a root."""
     if module in cast("Sequence[nn.Module]", units):
