@@ -1128,7 +1128,7 @@ class Fabric:
         if self._same_optimizers is not None:
             # To read an element on XLA would compile and run the step up to here.
             is_readable = "copies" not in strategy.lacks and runtime.device.type != "xla"
-            is_whole = is_replicated or not strategy.in_shards
+            is_whole = is_replicated or model.sync.has_whole_weights or not strategy.in_shards
             self._same_optimizers.is_whole &= is_readable and is_whole and self._replica_check is None
         if self._step_checks is None:
             self._step_checks = StepChecks(runtime, self._optimizers, self._open)

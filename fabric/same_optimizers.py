@@ -115,8 +115,9 @@ def _text(value: object) -> str | None:
 _DIFFERENT = (
     "The optimizers of the ranks differ, since before the synchronised backward number {number}: {first}. So they "
     "train apart. Step each optimizer and each scheduler on all ranks or on none, and decide by values that are the "
-    "same on all: `scheduler.step(fabric.all_reduce(loss))`. An optimizer that differs over ranks on purpose is not "
-    "passed to `setup`."
+    "same on all: `scheduler.step(fabric.all_reduce(loss))`. If each rank steps a part of the parameters, as with "
+    "`deepspeed_stage_1` or `ddp_sharded`, an optimizer that estimates a value from all of them (Prodigy) needs "
+    "`strategy='ddp'` or 'fsdp'. An optimizer that differs over ranks on purpose is not passed to `setup`."
 )
 _APART = (
     "The weights of rank {rank} are not those of rank 0, since before the synchronised backward number {number}: "

@@ -54,6 +54,7 @@ ALWAYS: Names = {
         "_metadata": "the versions of modules, which `state_dict` attaches to its result",
         "_non_persistent_buffers_set": "which buffers are in no state dict",
         "_forward_pre_hooks _forward_hooks": "a copied module must not run the hooks of the original",
+        "_call_impl": "calls `forward`, and knows of which module: see `strategies/module/forward.py`",
         "_apply": "casts parameters in place; `Module.to` takes no function",
     },
     "torch.nn.modules.batchnorm": {"_BatchNorm": "the class that all kinds of BatchNorm have in common"},
@@ -61,6 +62,7 @@ ALWAYS: Names = {
         "reducer logger": "dropped before the process group: see Note [The reducer ends before the process group]"
     },
     "torch.optim:Optimizer": {
+        "_optimizer_state_dict_post_hooks": "a wrapper of another optimizer has none",
         "_optimizer_step_post_hooks": "whether an optimizer has our hook",
         "_optimizer_step_pre_hooks": "a check of gradients runs before hooks that hide some; no hook can be put first",
         "profile_hook_step": "runs the hooks of an optimizer around a `step` of ours",

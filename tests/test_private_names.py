@@ -26,7 +26,7 @@ LISTS = {
     "strategies.fairscale.library": ("FULLY_SHARDED", "SHARDED"),
 }
 """Where the lists are, and what they are called."""
-PUBLIC = {"os._exit", "sys._current_frames", "_thread", "_asdict", "_make", "_fields"}
+PUBLIC = {"os._exit", "sys._current_frames", "sys._getframe", "_thread", "_asdict", "_make", "_fields"}
 """Python documents these."""
 OF_USERS = {
     "_fabric _fabric_optimizers": "a LightningModule's, which Lightning Fabric sets as well",
@@ -36,6 +36,7 @@ OF_USERS = {
     "_checkpoint_wrapped_module": "a prefix in names of parameters, which torch's wrapper for checkpointing leaves",
     "_reset_parameters": "the method of `nn.MultiheadAttention` and `nn.Transformer` that draws their weights",
     "_local_scalar_dense _foreach_zero_": "operators, as a TorchDispatchMode is told them",
+    "_foreach_copy_ _foreach_maximum_ _foreach_minimum_": "operators that optimizers of other libraries call",
     "_schema": "of an operator: whether it writes to its arguments",
 }
 """Attributes of what a user brings, looked for there and nowhere relied upon, with the reason."""

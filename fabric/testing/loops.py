@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from itertools import combinations, islice, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Categorical
 from torch.nn.functional import cross_entropy, softplus
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
@@ -305,6 +306,28 @@ def generator_and_critic(loop: Loop, trial: Trial) -> Outcome:
         losses,
         inputs=dict.fromkeys(("generator", "critic"), torch.ones(2, width, dtype=trial.dtype)),
     )
+
+
+@final
+class _Policy(nn.Module):
+    """Returns a distribution over actions; their logits in evaluation."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, observations: Tensor) -> Any:
+        logits = self.layers(observations)
+        return Categorical(logits=logits) if self.training else logits
+
+
+def policy(loop: Loop, trial: Trial) -> Outcome:
+    """Outputs are attributes of an object, as of a policy in reinforcement learning."""
+    run = Run(loop, trial, _Policy(trial.layers(trial.sizes.width, trial.sizes.vocabulary, "policy")))
+    for tokens, targets, _ in run.batches():
+        actions = run.model(features(trial, tokens)[0])
+        run.step(-actions.log_prob(targets).to(trial.dtype).mean() - 0.1 * actions.entropy().to(trial.dtype).mean())
+    return run.finished(inputs={"model": torch.ones(2, trial.sizes.width, dtype=trial.dtype)})
 
 
 def encoder_and_head(loop: Loop, trial: Trial, one_optimizer: bool = False) -> Outcome:

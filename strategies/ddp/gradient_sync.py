@@ -25,6 +25,7 @@ from fabric.strategies.gradients.sync import Factor, Finish, GradientSync
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.changes import Contents
 from fabric.strategies.module.naming import name_some
+from fabric.strategies.module.outputs import conceal, expose
 from fabric.strategies.module.transforms import refuse_transforms
 
 if TYPE_CHECKING:
@@ -68,7 +69,10 @@ class DDPGradientSync(GradientSync):
             assert self.parallel is not None
             if self.parallel.require_backward_grad_sync is not self.synced:  # a module's attributes are slow to set
                 self.parallel.require_backward_grad_sync = self.synced
-            output = self.parallel(function, args, kwargs)
+            if self.needs_all:
+                output = self.parallel(function, args, kwargs)
+            else:  # torch searches the outputs for the parameters behind them
+                output = conceal(self.parallel(lambda *args, **kwargs: expose(function(*args, **kwargs)), args, kwargs))
             self.expects_backward = self.expects_backward or self.synced
         if self.synced and self.parallel is not None and self.options.broadcast_buffers:
             buffers = self.contents.buffers()

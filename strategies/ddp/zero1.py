@@ -19,7 +19,8 @@ from torch.optim import LBFGS, Optimizer
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.packing import fill_from
 from fabric.strategies.gradients.clipping import parameters_of
-from fabric.strategies.gradients.elementwise import refuse_dependent
+from fabric.strategies.gradients.elementwise import refuse_dependent, refuse_hookless
+from fabric.strategies.gradients.weight_modes import publish_weight_modes
 from fabric.strategies.undo import undo_all
 
 
@@ -28,6 +29,7 @@ def refuse_whole(optimizers: Sequence[Optimizer]) -> None:
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
             raise ValueError(_WHOLE.format(optimizer=type(optimizer).__name__))
+    refuse_hookless(optimizers)
     refuse_dependent(optimizers, _WHOLE, flat=False)
 
 
@@ -42,7 +44,7 @@ def deal_out(collective: Collective, optimizers: Sequence[Optimizer]) -> Callabl
 
     Ranks: all call it, and from then on `step` of each optimizer; state stays with its owners afterwards.
     """
-    return undo_all(handle.remove for optimizer in optimizers for handle in _Share(collective, optimizer).attach())
+    return undo_all(undo for optimizer in optimizers for undo in _Share(collective, optimizer).attach())
 
 
 @final
@@ -55,15 +57,19 @@ class _Share:
         self.hidden: list[tuple[Tensor, Tensor]] = []
         self._deal()
 
-    def attach(self) -> list[Any]:
+    def attach(self) -> list[Callable[[], None]]:
+        self._drop_others()
+        return [
+            self.optimizer.register_step_pre_hook(self._before_step).remove,
+            self.optimizer.register_step_post_hook(self._after_step).remove,
+            self.optimizer.register_state_dict_pre_hook(self._refuse_part).remove,
+            self.optimizer.register_load_state_dict_pre_hook(self._keep_owned).remove,
+            publish_weight_modes(self.optimizer, self._after_mode),
+        ]
+
+    def _drop_others(self) -> None:
         for parameter in [one for one in self.optimizer.state if self._is_others(one)]:
             del self.optimizer.state[parameter]
-        return [
-            self.optimizer.register_step_pre_hook(self._before_step),
-            self.optimizer.register_step_post_hook(self._after_step),
-            self.optimizer.register_state_dict_pre_hook(self._refuse_part),
-            self.optimizer.register_load_state_dict_pre_hook(self._keep_owned),
-        ]
 
     def _deal(self) -> None:
         """Give each parameter that is new, the largest first, to the rank that has the fewest numbers so far."""
@@ -110,7 +116,14 @@ class _Share:
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._show()
-        moved = [parameter for parameter in self.owner if parameter.requires_grad or parameter.grad is not None]
+        self._publish([parameter for parameter in self.owner if parameter.requires_grad or parameter.grad is not None])
+
+    def _after_mode(self) -> None:
+        self._drop_others()  # the optimizer has looked for it
+        self._publish(list(self.owner))
+
+    def _publish(self, moved: Sequence[Tensor]) -> None:
+        """Give every rank the values of these parameters that their owners have."""
         fill_from(self.collective, ((parameter, self.owner[parameter]) for parameter in moved))
         # `.data` was written, which autograd does not see: after this, a backward through an earlier forward raises.
         torch.autograd.graph.increment_version(moved)

@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.deepspeed.config import refuse_by_name
-from fabric.strategies.gradients.elementwise import is_independent, refuse_dependent
+from fabric.strategies.gradients.elementwise import NO_HOOKS, is_independent, refuse_dependent
+from fabric.strategies.gradients.weight_modes import has_weight_modes
 from fabric.strategies.module.sparse_layers import refuse_sparse_layers
 from fabric.strategies.runtime import Runtime
 
@@ -59,6 +60,10 @@ def refuse_setup(
             )
         for kind in type(optimizer).__mro__:
             refuse_by_name(kind.__name__, "`setup`")
+        if has_weight_modes(optimizer):
+            raise ValueError(_MODES.format(optimizer=type(optimizer).__name__))
+        if "param_groups" not in optimizer.state_dict():
+            raise ValueError(NO_HOOKS.format(optimizer=type(optimizer).__name__))
         if type(optimizer).__module__.split(".")[0] == "deepspeed":
             continue
         refuse_dependent([optimizer], _DEPENDENT, flat=True)
@@ -77,6 +82,11 @@ LATER = (
 ONE_OPTIMIZER = (
     "a DeepSpeed engine has one. Make one optimizer with several parameter groups, or set up each part of the model "
     "with its own."
+)
+_MODES = (
+    "`{optimizer}` writes other weights into the parameters in `eval()` and `train()`, and ZeRO passes an optimizer "
+    "slices that it copies to the model in `step` alone: an evaluation would use the weights of the last step. Pass "
+    "`strategy='ddp'`, `DDPStrategy(shard_optimizer=True)` or `strategy='fsdp'`."
 )
 _DEPENDENT = (
     "`{optimizer}` in `setup` uses whole tensors, but ZeRO passes an optimizer slices of one flat tensor, so the "

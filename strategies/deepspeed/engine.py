@@ -28,8 +28,8 @@ from fabric.strategies.module.added_parameters import AddedParameters
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.copies import Hook
 from fabric.strategies.module.naming import name_some
+from fabric.strategies.module.outputs import outputs_in
 from fabric.strategies.precision.loss_scaler import all_finite
-from fabric.strategies.pytree import tensors_in
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder, start_comparing
 from fabric.strategies.torch_internals import disable_dynamo
@@ -105,9 +105,8 @@ class Engine:
         if torch.is_grad_enabled():
             broadcast_from_rank_zero(self.runtime.collective, buffers_of(self.buffered))
             start = self._starts_backward()
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(start)  # type: ignore[no-untyped-call]
+            for tensor in outputs_in(output):
+                tensor.register_hook(start)  # type: ignore[no-untyped-call]
         return output
 
     def watch(self) -> Callable[[], None]:

@@ -35,8 +35,8 @@ from fabric.strategies.module.added_parameters import AddedParameters
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.forward import ForwardPath, leave_uncompiled
 from fabric.strategies.module.naming import name_some
+from fabric.strategies.module.outputs import outputs_in
 from fabric.strategies.module.transforms import refuse_transforms
-from fabric.strategies.pytree import tensors_in
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.changed_in_forward import CHANGED, Calls, differ
 from fabric.strategies.sharding.execution_order import ExecutionOrder
@@ -75,7 +75,7 @@ class _Unit(nn.Module):
     def forward(self, call: _Call) -> list[Tensor]:
         call.output = call.function(*call.args, **call.kwargs)
         call.check()
-        return tensors_in(call.output)
+        return outputs_in(call.output)
 
 
 @final
@@ -118,6 +118,8 @@ class FairScaleFSDPGradientSync(GradientSync):
         self.calls = Calls()
         self.num_running = 0
         """Number of running forwards that have gathered parameters."""
+        self.has_output = True
+        """Whether a tensor was found in the output of the latest forward, at which its backward begins."""
         self.paths = [
             ForwardPath(part, partial(self._through, wrapper), uncompilable=UNCOMPILABLE)
             for part, wrapper in wrapped.items()
@@ -153,7 +155,7 @@ class FairScaleFSDPGradientSync(GradientSync):
             self.calls.next()
         self.num_running += 1
         try:
-            wrapper(call)
+            self.has_output = bool(wrapper(call))
         finally:
             self.num_running -= 1
             if not self.num_running and current_graph_task_id() == -1:
@@ -204,6 +206,8 @@ class FairScaleFSDPGradientSync(GradientSync):
             wrapper._use_fp32_param_shard()
 
     def explain(self, error: RuntimeError) -> str | None:
+        if not self.has_output and "must match the size" in str(error):
+            return _NO_OUTPUT.format(name=type(self.module).__name__)
         return explain_freed(error, self.module)
 
     def parameters_held(self) -> Iterable[Tensor]:
@@ -246,6 +250,11 @@ _BY_ITSELF = (
 )
 
 
+_NO_OUTPUT = (
+    "Backward reached parameters of `{name}` whose gradients FairScale does not reduce: it begins at the outputs of "
+    "forward, and no tensor was found in them. Return tensors, in containers or in attributes of objects, not a "
+    "function or a generator that has them."
+)
 _MOVED = (
     "{some} of `{model}` was given other memory after `fabric.setup` (`parameter.data = other`), and FairScale gathers "
     "the shards that it made then. Copy the values in place: `parameter.data.copy_(other)`."

@@ -29,15 +29,19 @@ from fabric.strategies.gradients.call_module import CallModule
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.gradients.in_shards import InShards
 from fabric.strategies.gradients.sync import Factor, Finish, GradientSync
+from fabric.strategies.gradients.weight_modes import publish_weight_modes
 from fabric.strategies.module.added_parameters import AddedParameters
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.naming import name_some
 from fabric.strategies.pytree import map_only_tensors
+from fabric.strategies.undo import undo_all
 
 
 @final
 class FairScaleShardedGradientSync(GradientSync):
     """The owner of each parameter of one model, and which gradients are averaged."""
+
+    has_whole_weights = True
 
     def __init__(
         self, collective: Collective, module: nn.Module, optimizers: Sequence[Optimizer], *, broadcast_buffers: bool
@@ -77,7 +81,7 @@ class FairScaleShardedGradientSync(GradientSync):
         """The memory of each parameter, in the buckets that FairScale broadcasts after a step."""
         self.trainable: list[bool] = []
         self._refresh_trainable()
-        self.handles = [handle for optimizer in optimizers for handle in self._attach(optimizer)]
+        self.detach = undo_all(undo for optimizer in optimizers for undo in self._attach(optimizer))
 
     # Around forward and backward
 
@@ -167,16 +171,24 @@ class FairScaleShardedGradientSync(GradientSync):
             raise RuntimeError(NOT_AVERAGED.format(optimizer=type(optimizer).__name__))
         return mine
 
-    def _attach(self, optimizer: Optimizer) -> list[Any]:
-        for parameter in list(optimizer.state):
-            if self.owner[parameter] != self.collective.rank:
-                del optimizer.state[parameter]
+    def _attach(self, optimizer: Optimizer) -> list[Callable[[], None]]:
+        self._drop_others(optimizer)
         return [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_state_dict_post_hook(self._gather_state),
-            optimizer.register_load_state_dict_pre_hook(self._keep_owned_state),
+            optimizer.register_step_pre_hook(self._before_step).remove,
+            optimizer.register_step_post_hook(self._after_step).remove,
+            optimizer.register_state_dict_post_hook(self._gather_state).remove,
+            optimizer.register_load_state_dict_pre_hook(self._keep_owned_state).remove,
+            publish_weight_modes(optimizer, partial(self._after_mode, optimizer)),
         ]
+
+    def _drop_others(self, optimizer: Optimizer) -> None:
+        for parameter in [each for each in optimizer.state if self.owner[each] != self.collective.rank]:
+            del optimizer.state[parameter]
+
+    def _after_mode(self, optimizer: Optimizer) -> None:
+        self._drop_others(optimizer)  # the optimizer has looked for it
+        self._return_to_buckets()
+        self.shards[optimizer]._broadcast_params()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         strangers = [parameter for parameter in parameters_of(optimizer) if parameter not in self.owner]
@@ -245,7 +257,8 @@ class FairScaleShardedGradientSync(GradientSync):
     def release(self) -> None:
         """Remove the hooks, and give each parameter memory of its own. State stays on its owners."""
         self._hide_others()
-        for handle in (*self.handles, *self.parallel._grad_hooks):
+        self.detach()
+        for handle in self.parallel._grad_hooks:
             handle.remove()
         for parameter in self.owner:
             parameter.data = parameter.data.clone()

@@ -24,6 +24,20 @@ _SHAPES = ((6, 4), (5,))
 _CUT = 13  # within the matrix, and within a row of it
 
 
+def refuse_hookless(optimizers: Sequence[Optimizer]) -> None:
+    """Raise ValueError for an optimizer without hooks of `state_dict`, by which state of several ranks is gathered."""
+    for optimizer in optimizers:
+        if "_optimizer_state_dict_post_hooks" not in vars(optimizer):
+            raise ValueError(NO_HOOKS.format(optimizer=type(optimizer).__name__))
+
+
+NO_HOOKS = (
+    "`{optimizer}` has no `state_dict` of torch's: its `__init__` does not call that of `torch.optim.Optimizer`, as in "
+    "a wrapper of another optimizer (Lookahead). Here each rank has a part of the state, which could not be gathered. "
+    "Set up the optimizer within it, and wrap what `fabric.setup` returned; or pass `strategy='ddp'`."
+)
+
+
 def refuse_dependent(optimizers: Sequence[Optimizer], sentence: str, *, flat: bool) -> None:
     """Raise ValueError if an update of one of these depends on elements that are on another rank.
 

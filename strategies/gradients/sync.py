@@ -75,6 +75,11 @@ class GradientSync(ABC):
         """
         return False
 
+    @property
+    def has_whole_weights(self) -> bool:
+        """Whether all ranks hold the same whole parameters, although each has gradients of a part of them."""
+        return False
+
     def carry(self, weight: Factor) -> Callable[[], Factor] | None:
         """Called before `watch`: send this rank's weight along with the gradients of the coming synchronised backward.
 

@@ -2,12 +2,16 @@
 
 The module keeps its class and identity: an instance attribute `forward` runs the strategy's code around the user's
 method. Other methods that compute a loss are wrapped by `mark_forward_method`. A nested call runs the strategy's code
-once, and copies and pickles of a prepared module are plain modules.
+once, and copies and pickles of a prepared module are plain modules. So are modules that were given its attributes, by
+`copy.copy` or as libraries for meta-learning do it (`clone.__dict__ = module.__dict__.copy()`), and then other
+parameters: the attribute `forward` would run the prepared module itself, with parameters that were not adapted.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, TypeAlias, final
@@ -97,6 +101,11 @@ class _Method:
         self._path, self._around, self._name, self._function = path, around, name, function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1)
+        if caller.f_code in _CALLS:
+            module = caller.f_locals["self"]
+            if module is not self._path.module:
+                return self._plain(module)(*args, **kwargs)
         if self._path.running:  # forward called by a marked method, or by itself
             return self._function(*args, **kwargs)
         if torch.compiler.is_compiling():
@@ -112,6 +121,16 @@ class _Method:
         finally:
             self._path.running = False
 
+    def _plain(self, module: nn.Module) -> Callable[..., Any]:
+        """The method of a module that has the attributes of the prepared one."""
+        given: Callable[..., Any] | None = self._path.given(self._name)
+        if isinstance(given, MethodType) and given.__self__ is self._path.module:
+            return MethodType(given.__func__, module)
+        if given is not None:
+            return given
+        method: Callable[..., Any] = getattr(type(module), self._name).__get__(module)
+        return method
+
     def _run_compiled(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._path.uncompilable is not None:
             raise RuntimeError(self._path.uncompilable)
@@ -122,6 +141,10 @@ class _Method:
         if given is not None:  # an attribute of the instance before `setup`
             return _itself, (given,)
         return getattr, (self._path.module, self._name)  # unpickled in a copy, whose class has the plain method
+
+
+_CALLS = {nn.Module._call_impl.__code__, *filter(inspect.iscode, nn.Module._call_impl.__code__.co_consts)}
+"""The code by which torch calls `forward` of a module, without and with hooks."""
 
 
 @final

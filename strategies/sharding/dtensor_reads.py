@@ -8,9 +8,11 @@ when another operator needs it. `item()`, and with it `float`, `int`, `bool` and
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fabric.strategies.sharding.dtensor import put_together
@@ -26,6 +28,10 @@ def read_whole_tensors() -> None:
     require_fully_shard()
     handlers().setdefault(_aten._local_scalar_dense.default, _item)
     handlers().setdefault(_aten.copy_.default, _copy)
+    # Optimizers of several libraries call these on lists of tensors, and DTensor has no rule for them (torch 2.13).
+    handlers().setdefault(_aten._foreach_copy_.default, _copy_each)
+    handlers().setdefault(_aten._foreach_maximum_.Scalar, partial(_limit_each, Tensor.clamp_min_))
+    handlers().setdefault(_aten._foreach_minimum_.Scalar, partial(_limit_each, Tensor.clamp_max_))
 
 
 def handlers() -> dict[Any, Handler]:
@@ -60,6 +66,17 @@ def _copy(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise RuntimeError(_INTO_SHARDS if isinstance(into, DTensor) else _FROM_SHARDS) from error
+
+
+def _copy_each(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for into, values in zip(*args[:2], strict=True):
+        into.copy_(values, *args[2:], **kwargs)
+
+
+def _limit_each(limit: Callable[[Tensor, Any], Tensor], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    tensors, value = args
+    for each in tensors:
+        limit(each, value)
 
 
 _FROM_SHARDS = (

@@ -36,9 +36,9 @@ from torch.utils.hooks import RemovableHandle
 from fabric.strategies.gradients.in_shards import InShards
 from fabric.strategies.module.copies import Hook
 from fabric.strategies.module.forward import leave_uncompiled
+from fabric.strategies.module.outputs import conceal, expose, outputs_in
 from fabric.strategies.module.parameter_rebinding import HOOKED
 from fabric.strategies.module.transforms import refuse_transforms
-from fabric.strategies.pytree import tensors_in
 from fabric.strategies.sharding.changed_in_forward import CHANGED, Calls, differ
 from fabric.strategies.sharding.dtensor import as_sharded, own_part, user_class
 from fabric.strategies.sharding.other_data import OTHER_DATA, Storages
@@ -98,9 +98,11 @@ class Gathered:
         self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
         self._hooks.append(module.register_forward_hook(leave, always_call=True))
         renew = Hook(lambda unit, _: self._renew(unit))
-        check = Hook(lambda unit, args, output: self.leave_unit(unit))
+        check = Hook(lambda unit, args, output: self.leave_unit(unit, output))
+        hide = Hook(lambda unit, args, output: conceal(output))
         for unit in cast("Sequence[nn.Module]", units):
             self._hooks.append(unit.register_forward_hook(check, prepend=True))  # before `fully_shard` frees the copies
+            self._hooks.append(unit.register_forward_hook(hide))
             if unit is not module:
                 self._hooks.append(unit.register_forward_pre_hook(renew, prepend=True))
         self._restore = undo_all(replace_attributes(part, zero_grad=_ZeroGrad(self, part)) for part in module.modules())
@@ -127,7 +129,7 @@ class Gathered:
             output = None
             self._enter()
             try:
-                output = function(*args, **kwargs)
+                output = conceal(function(*args, **kwargs))
             finally:
                 self._leave(output)
             return output
@@ -143,10 +145,14 @@ class Gathered:
                 _BYPASSED.format(model=user_class(self._module).__name__, name=getattr(function, "__name__", "forward"))
             )
 
-    def leave_unit(self, unit: nn.Module) -> None:
-        """Call this before the copies of a unit are freed after its forward. See `changed_in_forward`."""
+    def leave_unit(self, unit: nn.Module, output: Any) -> Any:
+        """Call this before the copies of a unit are freed after its forward. See `changed_in_forward`.
+
+        Returns the output as `fully_shard` should see it.
+        """
         if self._calls.is_checked and current_graph_task_id() == -1:  # not recomputed in backward
             self._refuse_changed(unit)
+        return expose(output)
 
     @disable_dynamo
     def _refuse_changed(self, unit: nn.Module) -> None:
@@ -274,9 +280,8 @@ class Gathered:
         if copies:  # a backward that is not ours takes them when it computes the first of these gradients
             self._first_use = register_multi_grad_hook(copies, lambda _: self._take(), mode="any")
         if self._shown:  # and `torch.autograd.grad` of inputs, which computes none of these, but ends as a backward
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda _: self._take())  # type: ignore[no-untyped-call]
+            for tensor in outputs_in(output):
+                tensor.register_hook(lambda _: self._take())  # type: ignore[no-untyped-call]
 
     def _take(self) -> None:
         """Take the placeholders back, and clear the gradients of shards whose copies' gradients were cleared."""
@@ -407,9 +412,7 @@ def _checked(unit: nn.Module, function: Callable[..., Any], gathered: Gathered) 
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        output = function(*args, **kwargs)
-        gathered.leave_unit(unit)
-        return output
+        return gathered.leave_unit(unit, function(*args, **kwargs))
 
     leave_uncompiled(checked)
     return checked
@@ -433,8 +436,8 @@ class _ZeroGrad:
 
 _LOST = (
     "This backward gave gradients to parameters of `{unit}` that are averaged over no ranks: they were used after a "
-    "forward, and that forward is no part of this loss. Use parameters within `forward`, or in a method of the model "
-    "after `model.mark_forward_method('name')`."
+    "forward, and none of its outputs is part of this loss. Use parameters within `forward`, or in a method of the "
+    "model after `model.mark_forward_method('name')`; and return tensors, not a function or a generator that has them."
 )
 
 

@@ -147,7 +147,7 @@ PLAN: tuple[tuple[str, int, str, tuple[str, ...]], ...] = (
     ("ddp", 2, "32-true", ALL),
     ("ddp", 4, "64-true", MOST),
     ("ddp", 1, "64-true", FEW),
-    ("ddp_find_unused_parameters_true", 2, "64-true", (*FEW, "unused", "buffers")),
+    ("ddp_find_unused_parameters_true", 2, "64-true", (*FEW, "unused", "buffers", "policy")),
     ("ddp_spawn", 2, "64-true", FEW),  # spawn starts each rank with an import of torch: one row says it all
     ("fsdp", 2, "32-true", ALL),
     ("fsdp", 4, "64-true", MOST),

@@ -79,3 +79,34 @@ def test_what_one_rank_does_to_its_optimizer_or_weights_raises_and_what_all_do_d
         fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver")
         with pytest.raises(WorkerError, match=re.escape(words)) if words else nullcontext():
             fabric.launch(train, program)
+
+
+class ActNorm(nn.Module):
+    """Takes its weights from its first batch, as flows do: under data parallelism, from that of each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.has_weights = nn.Parameter(torch.zeros(4)), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.has_weights:
+            self.shift.data.copy_(-x.mean(0))
+            self.has_weights = True
+        return x + self.shift
+
+
+def train_act_norm(fabric: Fabric) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), ActNorm())
+    model, optimizer = fabric.setup(model, SGD(model.parameters(), lr=0.1))
+    for _ in range(4):
+        fabric.backward(model(torch.randn(2, 4) + fabric.global_rank).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_sharded"])
+def test_weights_that_a_rank_takes_from_its_first_batch_raise(strategy: str) -> None:
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver")
+    with pytest.raises(WorkerError, match="The weights of rank 1 are not those of rank 0, since before the synchr"):
+        fabric.launch(train_act_norm)

@@ -166,6 +166,19 @@ def call_submodules(model: Any, optimizer: Optimizer, backward: Backward, x: Ten
             model.head(model.blocks[0](model.encoder(x)))
 
 
+def act_on_lists(model: Any, optimizer: Optimizer, backward: Backward, x: Tensor) -> None:
+    """Operators on lists of tensors, as optimizers of other libraries call them."""
+    backward(model(x).square().mean())
+    parameters = list(model.parameters())
+    with torch.no_grad():
+        slow = [torch.zeros_like(parameter) for parameter in parameters]
+        torch._foreach_copy_(slow, [parameter.grad for parameter in parameters])
+        torch._foreach_maximum_(slow, -0.01)
+        torch._foreach_minimum_(slow, 0.01)
+        torch._foreach_sub_(parameters, slow)
+    optimizer.zero_grad()
+
+
 def use_a_parameter_after_forward(fabric: Fabric, x: Tensor) -> None:
     model = fabric.setup(Net())
     model(x)
@@ -185,7 +198,7 @@ def close(actual: Any, expected: Any) -> None:
 def run_programs(fabric: Fabric) -> None:
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
     mine = x.chunk(fabric.world_size)[fabric.global_rank]
-    for seed, steps in enumerate((clear_parts, forget_no_grad, call_submodules)):
+    for seed, steps in enumerate((clear_parts, forget_no_grad, call_submodules, act_on_lists)):
         torch.manual_seed(seed)  # once a model is set up, ranks draw apart
         plain = Net()
         model = copy.deepcopy(plain)

@@ -1,0 +1,121 @@
+"""The tensors in what a forward returns, also where they are attributes of an object, such as a distribution.
+
+Backends start their part of a backward where a gradient reaches an output, and look for tensors in lists, tuples,
+dictionaries and dataclasses only: they find none in a policy's `Categorical`, or in a `TensorDict`. So the attributes
+of objects are searched, too. What a function or a generator holds cannot be found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabric.strategies.pytree import opened
+
+_CLOSED = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    type,
+    nn.Module,
+    Optimizer,
+    ModuleType,
+    FunctionType,
+    MethodType,
+    BuiltinFunctionType,
+)
+"""Instances of these are not searched. The parameters of a module are no outputs."""
+
+
+class Exposed(NamedTuple):
+    """An output, and beside it the tensors in it that torch would not find."""
+
+    output: Any
+    tensors: list[Tensor]
+    ids: list[int]
+    """Those of the tensors in the output: a backend may replace the tensors of the list."""
+
+
+def outputs_in(output: Any) -> list[Tensor]:
+    """The tensors that require gradients in an output of a forward, each once."""
+    if isinstance(output, Tensor):
+        return [output] if output.requires_grad else []
+    return list(_search(output, {}, hidden=True))
+
+
+def expose(output: Any) -> Any:
+    """The output as a backend of torch should see it: an `Exposed`, if torch would not find all of its tensors."""
+    if isinstance(output, Tensor):
+        return output
+    found = {id(each) for each in _search(output, {}, hidden=False)}
+    hidden = [each for each in _search(output, {}, hidden=True) if id(each) not in found]
+    return Exposed(output, hidden, [id(each) for each in hidden]) if hidden else output
+
+
+def conceal(output: Any) -> Any:
+    """The output that was exposed, with the tensors of the backend."""
+    if not isinstance(output, Exposed):
+        return output
+    replaced = dict(zip(output.ids, output.tensors, strict=True))
+    return _replace(output.output, replaced, {})
+
+
+def _search(value: Any, visited: dict[int, Any], *, hidden: bool) -> Iterator[Tensor]:
+    """`visited`: by id, and kept alive. `hidden`: also where torch does not look."""
+    if isinstance(value, _CLOSED) or id(value) in visited:
+        return
+    visited[id(value)] = value
+    if isinstance(value, Tensor):
+        if value.requires_grad:
+            yield value
+        return
+    if not hidden and not _is_searched_by_torch(value):
+        return
+    container = opened(value)
+    members = container[2] if container is not None else [each for _, each in _attributes(value)]
+    for member in members:
+        yield from _search(member, visited, hidden=hidden)
+
+
+def _is_searched_by_torch(value: Any) -> bool:
+    return isinstance(value, (list, tuple, dict)) or is_dataclass(value)
+
+
+def _replace(value: Any, replaced: Mapping[int, Tensor], visited: dict[int, Any]) -> Any:
+    """The value with other tensors: containers are made anew, attributes of other objects are set."""
+    if isinstance(value, Tensor):
+        return replaced.get(id(value), value)
+    if isinstance(value, _CLOSED) or id(value) in visited:
+        return value
+    visited[id(value)] = value
+    container = opened(value)
+    if container is not None:
+        _, _, members, fill = container
+        items = [_replace(each, replaced, visited) for each in members]
+        return value if all(one is other for one, other in zip(members, items, strict=True)) else fill(items)
+    for name, member in _attributes(value):
+        changed = _replace(member, replaced, visited)
+        if changed is not member:
+            object.__setattr__(value, name, changed)
+    return value
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    """The attributes that an object stores, without its properties."""
+    slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
+    found = [(name, getattr(value, name)) for name in slots if hasattr(value, name)]
+    return [*found, *getattr(value, "__dict__", {}).items()]
+
+
+def _slots_of(kind: type) -> list[str]:
+    slots = vars(kind).get("__slots__", ())
+    names = [slots] if isinstance(slots, str) else list(slots)
+    return [name for name in names if name not in ("__dict__", "__weakref__")]

@@ -1,0 +1,129 @@
+"""A schedule-free optimizer, which evaluates other weights than it trains, and wrappers of an optimizer."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.optim import SGD, Optimizer
+
+from fabric import Fabric
+from fabric.strategies import DDPStrategy, Strategy
+
+ZERO = DDPStrategy(shard_optimizer=True)
+
+
+class ScheduleFree(Optimizer):
+    """SGD of Defazio et al., 2024: gradients at `y`, evaluation at `x`, the mean of the steps `z`."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1, beta: float = 0.5) -> None:
+        super().__init__(parameters, {"lr": lr, "beta": beta, "trains": True, "number": 0})
+
+    def _swap(self, trains: bool) -> None:
+        for group in self.param_groups:
+            if group["trains"] is trains:
+                continue
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if "z" in state:
+                    weight = 1 - group["beta"] if trains else 1 - 1 / group["beta"]
+                    parameter.data.lerp_(state["z"], weight)
+            group["trains"] = trains
+
+    def train(self) -> None:
+        self._swap(True)
+
+    def eval(self) -> None:
+        self._swap(False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["number"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                z = state.setdefault("z", parameter.clone())
+                parameter.lerp_(z, 1 - 1 / group["beta"])  # y to x
+                z.sub_(parameter.grad, alpha=group["lr"])
+                parameter.lerp_(z, 1 / group["number"]).lerp_(z, 1 - group["beta"])
+
+
+class Lookahead(Optimizer):
+    """As published: it does not call `Optimizer.__init__`, and has some of the attributes that torch asks for."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self._optimizer_step_pre_hooks: dict[int, Any] = {}  # type: ignore[assignment]
+        self._optimizer_step_post_hooks: dict[int, Any] = {}  # type: ignore[assignment]
+        self.base, self.defaults, self.param_groups = base, base.defaults, base.param_groups
+        self.state = defaultdict(dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"base": self.base.state_dict()}
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
+
+
+def evaluate(fabric: Fabric) -> list[float]:
+    """Losses in training and in evaluation between steps, and the weights at the end."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    model, optimizer = fabric.setup(model, ScheduleFree(model.parameters()))
+    inputs, targets = torch.arange(16.0).view(4, 4).sin(), torch.arange(12.0).view(4, 3).cos()
+    own = slice(fabric.global_rank, None, fabric.world_size)
+
+    def loss() -> Tensor:
+        return mse_loss(model(inputs[own]), targets[own])
+
+    found = []
+    for _ in range(4):
+        optimizer.train()
+        optimizer.zero_grad()
+        trained = loss()
+        fabric.backward(trained)
+        optimizer.step()
+        optimizer.eval()
+        with torch.no_grad():
+            found += [trained.detach(), loss()]
+    of_ranks = [fabric.all_reduce(each).item() for each in found]
+    return [*of_ranks, *(each.norm().item() for each in fabric.state_dict(model, all_ranks=True).values())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [ZERO, "ddp_sharded", "ddp_fully_sharded", "fsdp"], ids=str)
+def test_every_rank_evaluates_the_weights_of_all_owners(strategy: Strategy | str) -> None:
+    expected = Fabric(accelerator="cpu", devices=1).launch(evaluate)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver")
+    assert fabric.launch(evaluate) == pytest.approx(expected, rel=1e-5)
+
+
+def set_up(fabric: Fabric, name: str, part: str) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = ScheduleFree(model.parameters()) if name == "ScheduleFree" else Lookahead(SGD(model.parameters()))
+    with pytest.raises(ValueError, match=re.escape(part)):
+        fabric.setup(model, optimizer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "name", "part"),
+    [
+        ("deepspeed_stage_2", "ScheduleFree", "`ScheduleFree` writes other weights into the parameters in `eval()`"),
+        ("deepspeed_stage_2", "Lookahead", "Set up the optimizer within it"),
+        ("ddp_sharded", "Lookahead", "Set up the optimizer within it"),
+        ("ddp_fully_sharded", "Lookahead", "Set up the optimizer within it"),
+        (ZERO, "Lookahead", "Set up the optimizer within it"),
+    ],
+    ids=str,
+)
+def test_an_optimizer_whose_state_cannot_be_divided_is_refused_in_setup(
+    strategy: Strategy | str, name: str, part: str
+) -> None:
+    Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver").launch(set_up, name, part)

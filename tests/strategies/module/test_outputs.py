@@ -1,0 +1,138 @@
+"""Tensors in objects that a forward returns: that they are found, and that a backend can replace them."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import Independent, Normal
+
+from fabric import Fabric
+from fabric.strategies import DDPStrategy, FSDPStrategy, Strategy
+from fabric.strategies.module.outputs import Exposed, conceal, expose, outputs_in
+
+
+class Slots:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Linked:
+    """An object that refers to itself, to a module and to a function."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value, self.me, self.module, self.function = value, self, nn.Linear(1, 1), lambda: value
+
+
+WAYS: list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = [
+    (lambda each: SimpleNamespace(first=[each], second={"again": each}), lambda output: output.first[0]),
+    (lambda each: UserDict(value=each), lambda output: output["value"]),
+    (Slots, lambda output: output.value),
+    (Linked, lambda output: output.value),
+    (lambda each: (each.detach(), Independent(Normal(each, 1.0), 1)), lambda output: output[1].mean),
+]
+
+
+@pytest.mark.parametrize(("make", "read"), WAYS, ids=["attributes", "mapping", "slots", "linked", "distribution"])
+def test_tensors_of_an_object_are_found_and_replaced(
+    make: Callable[[Tensor], Any], read: Callable[[Any], Tensor]
+) -> None:
+    value = torch.ones(2, requires_grad=True) * 2
+    output = make(value)
+    assert [each is value for each in outputs_in(output)] == [True] or read(output)._base is value
+    exposed = expose(output)
+    assert isinstance(exposed, Exposed)
+    other = [each + 5 for each in exposed.tensors]
+    assert read(conceal(exposed._replace(tensors=other))).tolist() == [7.0, 7.0]
+
+
+@pytest.mark.parametrize("output", [torch.ones(1, requires_grad=True), {"a": (torch.ones(1, requires_grad=True),)}, 3])
+def test_what_torch_finds_stays_as_it_is(output: Any) -> None:
+    assert expose(output) is output
+    assert conceal(output) is output
+
+
+class Actor(nn.Module):
+    """Returns a distribution to the model that contains it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, inputs: Tensor) -> Normal:
+        hidden = self.second(self.first(inputs).tanh())
+        return Normal(hidden, hidden.exp())
+
+
+class ActorCritic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor, self.critic = Actor(), nn.Linear(4, 1)
+
+    def forward(self, inputs: Tensor) -> tuple[Normal, Tensor]:
+        return self.actor(inputs), self.critic(inputs)
+
+
+def train(fabric: Fabric) -> list[float]:
+    torch.manual_seed(0)
+    model = ActorCritic()
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = []
+    for step in range(4):
+        inputs = torch.arange(16.0).view(4, 4)[fabric.global_rank :: fabric.world_size].sin() + step
+        actions, value = model(inputs)
+        loss = -actions.log_prob(inputs).mean() + value.square().mean()
+        optimizer.zero_grad()
+        fabric.backward(loss)
+        optimizer.step()
+        losses.append(fabric.all_reduce(loss.detach()).item())
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        FSDPStrategy(auto_wrap_policy={Actor}, reshard_after_forward=True),
+        DDPStrategy(find_unused_parameters=True),
+        "deepspeed_stage_3",
+        "ddp_fully_sharded",
+    ],
+    ids=["fsdp", "find_unused", "deepspeed_stage_3", "ddp_fully_sharded"],
+)
+def test_an_actor_and_a_critic_train_as_in_one_process(strategy: Strategy | str) -> None:
+    expected = Fabric(accelerator="cpu", devices=1).launch(train)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver")
+    assert fabric.launch(train) == pytest.approx(expected, rel=1e-5)
+
+
+class Deferred(nn.Linear):
+    """Returns a function, in which no tensor can be found."""
+
+    def forward(self, inputs: Tensor) -> Callable[[], Tensor]:  # type: ignore[override]
+        output = super().forward(inputs)
+        return lambda: output
+
+
+def train_deferred(fabric: Fabric) -> str:
+    model: Any = Deferred(3, 3)
+    model, _ = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(RuntimeError) as caught:
+        fabric.backward(model(torch.ones(1, 3))().sum())
+    return str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp_fully_sharded"])
+def test_a_function_that_has_the_output_is_refused_in_backward(strategy: str) -> None:
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver")
+    message = fabric.launch(train_deferred)
+    assert message is not None
+    assert "not a function or a generator that has them" in message
