@@ -153,6 +153,8 @@ class PlainState(StateAccess):
 
     def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
         content = optimizer.state_dict()
+        if not {"state", "param_groups"} <= content.keys():
+            raise TypeError(_OTHER_STATE.format(name=type(optimizer).__name__, keys=", ".join(map(repr, content))))
         states = {
             index: {name: self._replicated(each) for name, each in entries.items()}
             for index, entries in content["state"].items()
@@ -164,6 +166,10 @@ class PlainState(StateAccess):
         return replicated(value, self._replicas) if is_replicated else value
 
 
+_OTHER_STATE = (
+    "`{name}.state_dict()` has {keys}, and not 'state' and 'param_groups', as that of every optimizer of torch. Save "
+    "the optimizer within it, and wrap that again after `fabric.load`."
+)
 PLAIN = PlainState()
 FindAccess: TypeAlias = Callable[[nn.Module | Optimizer], StateAccess]
 """Returns the access to a module or an optimizer: that of its strategy if it was set up, else `PLAIN`."""

@@ -21,7 +21,7 @@ from fabric.strategies.collectives.packing import fill_from
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.gradients.elementwise import refuse_dependent, refuse_hookless
 from fabric.strategies.gradients.weight_modes import publish_weight_modes
-from fabric.strategies.undo import undo_all
+from fabric.strategies.undo import replace_attributes, undo_all
 
 
 def refuse_whole(optimizers: Sequence[Optimizer]) -> None:
@@ -63,7 +63,9 @@ class _Share:
             self.optimizer.register_step_pre_hook(self._before_step).remove,
             self.optimizer.register_step_post_hook(self._after_step).remove,
             self.optimizer.register_state_dict_pre_hook(self._refuse_part).remove,
-            self.optimizer.register_load_state_dict_pre_hook(self._keep_owned).remove,
+            replace_attributes(
+                self.optimizer, load_state_dict=partial(self._load_owned, self.optimizer.load_state_dict)
+            ),
             publish_weight_modes(self.optimizer, self._after_mode),
         ]
 
@@ -136,8 +138,9 @@ class _Share:
             "writes that of all."
         )
 
-    def _keep_owned(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The part of an unsharded state that belongs to this rank's parameters."""
+    def _load_owned(self, load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]) -> None:
+        """Load the part of an unsharded state that belongs to this rank's parameters. Not by a hook: an optimizer whose
+        own `load_state_dict` calls that of torch would read the whole of it afterwards."""
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-        others = {i for i, p in zip(indices, parameters_of(optimizer), strict=False) if self._is_others(p)}
-        return {**state_dict, "state": {key: one for key, one in state_dict["state"].items() if key not in others}}
+        others = {i for i, p in zip(indices, parameters_of(self.optimizer), strict=False) if self._is_others(p)}
+        load({**state_dict, "state": {key: one for key, one in state_dict["state"].items() if key not in others}})

@@ -34,7 +34,7 @@ from fabric.strategies.module.added_parameters import AddedParameters
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.naming import name_some
 from fabric.strategies.pytree import map_only_tensors
-from fabric.strategies.undo import undo_all
+from fabric.strategies.undo import replace_attributes, undo_all
 
 
 @final
@@ -177,7 +177,9 @@ class FairScaleShardedGradientSync(GradientSync):
             optimizer.register_step_pre_hook(self._before_step).remove,
             optimizer.register_step_post_hook(self._after_step).remove,
             optimizer.register_state_dict_post_hook(self._gather_state).remove,
-            optimizer.register_load_state_dict_pre_hook(self._keep_owned_state).remove,
+            replace_attributes(
+                optimizer, load_state_dict=partial(self._load_owned, optimizer, optimizer.load_state_dict)
+            ),
             publish_weight_modes(optimizer, partial(self._after_mode, optimizer)),
         ]
 
@@ -239,13 +241,17 @@ class FairScaleShardedGradientSync(GradientSync):
         whole = {index: state for part in parts for index, state in part.items()}
         return {**state_dict, "state": dict(sorted(whole.items()))}
 
-    def _keep_owned_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def _load_owned(
+        self, optimizer: Optimizer, load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]
+    ) -> None:
+        """Load the state of the parameters that this rank owns. Not by a hook: an optimizer whose own
+        `load_state_dict` calls that of torch would read the whole of it afterwards."""
         indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         owners = {index: self.owner[p] for index, p in zip(indices, parameters_of(optimizer), strict=False)}
         own = {
             index: state for index, state in state_dict["state"].items() if owners.get(index) == self.collective.rank
         }
-        return {**state_dict, "state": own}
+        load({**state_dict, "state": own})
 
     def parameters_held(self) -> Iterable[Tensor]:
         return self.owner

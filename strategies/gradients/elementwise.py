@@ -28,10 +28,10 @@ def refuse_hookless(optimizers: Sequence[Optimizer]) -> None:
     """Raise ValueError for an optimizer without hooks of `state_dict`, by which state of several ranks is gathered."""
     for optimizer in optimizers:
         if "_optimizer_state_dict_post_hooks" not in vars(optimizer):
-            raise ValueError(NO_HOOKS.format(optimizer=type(optimizer).__name__))
+            raise ValueError(_NO_HOOKS.format(optimizer=type(optimizer).__name__))
 
 
-NO_HOOKS = (
+_NO_HOOKS = (
     "`{optimizer}` has no `state_dict` of torch's: its `__init__` does not call that of `torch.optim.Optimizer`, as in "
     "a wrapper of another optimizer (Lookahead). Here each rank has a part of the state, which could not be gathered. "
     "Set up the optimizer within it, and wrap what `fabric.setup` returned; or pass `strategy='ddp'`."

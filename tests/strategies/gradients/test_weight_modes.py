@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +42,14 @@ class ScheduleFree(Optimizer):
     def eval(self) -> None:
         self._swap(False)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As optimizers do that keep state in another dtype than the parameter's: torch would convert it."""
+        super().load_state_dict(state_dict)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for parameter, index in zip(group["params"], saved["params"], strict=True):
+                for name, value in state_dict["state"].get(index, {}).items():
+                    self.state[parameter][name] = self.state[parameter][name].to(value.dtype)
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -71,11 +80,17 @@ class Lookahead(Optimizer):
         return self.base.step(closure)
 
 
-def evaluate(fabric: Fabric) -> list[float]:
-    """Losses in training and in evaluation between steps, and the weights at the end."""
+def make(fabric: Fabric) -> tuple[nn.Module, ScheduleFree]:
     torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    model, optimizer = fabric.setup(model, ScheduleFree(model.parameters()))
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    prepared: tuple[nn.Module, ScheduleFree] = fabric.setup(model, ScheduleFree(model.parameters()))
+    return prepared
+
+
+def evaluate(fabric: Fabric, path: str) -> list[float]:
+    """Losses in training and in evaluation between steps, and the weights at the end. In the middle, all is loaded into
+    other objects, in evaluation."""
+    model, optimizer = make(fabric)
     inputs, targets = torch.arange(16.0).view(4, 4).sin(), torch.arange(12.0).view(4, 3).cos()
     own = slice(fabric.global_rank, None, fabric.world_size)
 
@@ -83,7 +98,12 @@ def evaluate(fabric: Fabric) -> list[float]:
         return mse_loss(model(inputs[own]), targets[own])
 
     found = []
-    for _ in range(4):
+    for step in range(4):
+        if step == 2:
+            fabric.save(path, {"model": model, "optimizer": optimizer})
+            model, optimizer = make(fabric)
+            optimizer.eval()
+            fabric.load(path, {"model": model, "optimizer": optimizer})
         optimizer.train()
         optimizer.zero_grad()
         trained = loss()
@@ -98,10 +118,10 @@ def evaluate(fabric: Fabric) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [ZERO, "ddp_sharded", "ddp_fully_sharded", "fsdp"], ids=str)
-def test_every_rank_evaluates_the_weights_of_all_owners(strategy: Strategy | str) -> None:
-    expected = Fabric(accelerator="cpu", devices=1).launch(evaluate)
+def test_every_rank_evaluates_and_resumes_the_weights_of_all_owners(strategy: Strategy | str, tmp_path: Path) -> None:
+    expected = Fabric(accelerator="cpu", devices=1).launch(evaluate, str(tmp_path / "one"))
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver")
-    assert fabric.launch(evaluate) == pytest.approx(expected, rel=1e-5)
+    assert fabric.launch(evaluate, str(tmp_path / "two")) == pytest.approx(expected, rel=1e-5)
 
 
 def set_up(fabric: Fabric, name: str, part: str) -> None:
@@ -127,3 +147,10 @@ def test_an_optimizer_whose_state_cannot_be_divided_is_refused_in_setup(
     strategy: Strategy | str, name: str, part: str
 ) -> None:
     Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver").launch(set_up, name, part)
+
+
+def test_an_optimizer_whose_state_has_another_form_is_refused_where_it_is_saved(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"`Lookahead.state_dict\(\)` has 'base', and not 'state' and 'param_groups'"):
+        Fabric(accelerator="cpu", devices=1).save(
+            tmp_path / "saved", {"optimizer": Lookahead(SGD(nn.Linear(1, 1).parameters()))}
+        )
