@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from typing import Any, TypeAlias, cast, final
 
 import torch
@@ -28,7 +29,7 @@ from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.sharding.dtensor import local_part
 from fabric.strategies.sharding.flat_shards import FlatShard, hide, show_again
-from fabric.strategies.undo import undo_all
+from fabric.strategies.undo import replace_attributes, undo_all
 
 _NUMBERS = ("step", "mu_product", "mu", "eta")
 """State of torch's optimizers that is a scalar for every shape of the parameter."""
@@ -96,12 +97,15 @@ def attach_optimizer(
         parameters = parameters_of(optimizer)
         return map_state(content, lambda index, name, value: _whole_entry(collective, name, value, parameters[index]))
 
-    def slice_all(optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any]:
+    # Not by a hook: an optimizer whose own `load_state_dict` calls that of torch would read whole tensors afterwards.
+    def load_sliced(load: Callable[[dict[str, Any]], None], content: dict[str, Any]) -> None:
         by_index = by_saved_index(optimizer, content)
         known = {index: entries for index, entries in content["state"].items() if index in by_index}
-        return map_state(
-            {**content, "state": known},
-            lambda index, name, value: _sliced_entry(name, value, by_index[index], rank, size),
+        load(
+            map_state(
+                {**content, "state": known},
+                lambda index, name, value: _sliced_entry(name, value, by_index[index], rank, size),
+            )
         )
 
     shown: list[Any] = []
@@ -116,13 +120,14 @@ def attach_optimizer(
 
     for parameter, entries in optimizer.state.items():
         entries.update({name: _sliced_entry(name, value, parameter, rank, size) for name, value in entries.items()})
-    handles = [
-        optimizer.register_step_pre_hook(before_step),
-        optimizer.register_step_post_hook(after_step),
-        optimizer.register_state_dict_post_hook(gather),
-        optimizer.register_load_state_dict_pre_hook(slice_all),
-    ]
-    return undo_all(handle.remove for handle in handles)
+    return undo_all(
+        (
+            optimizer.register_step_pre_hook(before_step).remove,
+            optimizer.register_step_post_hook(after_step).remove,
+            optimizer.register_state_dict_post_hook(gather).remove,
+            replace_attributes(optimizer, load_state_dict=partial(load_sliced, optimizer.load_state_dict)),
+        )
+    )
 
 
 def _whole_entry(collective: Collective, name: str, value: Any, parameter: Any) -> Any:
