@@ -48,15 +48,14 @@ def outputs_in(output: Any) -> list[Tensor]:
     """The tensors that require gradients in an output of a forward, each once."""
     if isinstance(output, Tensor):
         return [output] if output.requires_grad else []
-    return list(_search(output, {}, hidden=True))
+    return [tensor for tensor, _ in _search(output, {}, is_found=True)]
 
 
 def expose(output: Any) -> Any:
     """The output as a backend of torch should see it: an `Exposed`, if torch would not find all of its tensors."""
     if isinstance(output, Tensor):
         return output
-    found = {id(each) for each in _search(output, {}, hidden=False)}
-    hidden = [each for each in _search(output, {}, hidden=True) if id(each) not in found]
+    hidden = [tensor for tensor, is_found in _search(output, {}, is_found=True) if not is_found]
     return Exposed(output, hidden, [id(each) for each in hidden]) if hidden else output
 
 
@@ -68,44 +67,46 @@ def conceal(output: Any) -> Any:
     return _replace(output.output, replaced, {})
 
 
-def _search(value: Any, visited: dict[int, Any], *, hidden: bool) -> Iterator[Tensor]:
-    """`visited`: by id, and kept alive. `hidden`: also where torch does not look."""
+def _search(value: Any, visited: dict[int, Any], *, is_found: bool) -> Iterator[tuple[Tensor, bool]]:
+    """The tensors, and whether torch finds them. `visited`: by id, kept alive. `is_found`: whether torch comes here."""
     if isinstance(value, _CLOSED) or id(value) in visited:
         return
     visited[id(value)] = value
     if isinstance(value, Tensor):
         if value.requires_grad:
-            yield value
+            yield value, is_found
         return
-    if not hidden and not _is_searched_by_torch(value):
-        return
+    is_found = is_found and (isinstance(value, (list, tuple, dict)) or is_dataclass(value))
     container = opened(value)
     members = container[2] if container is not None else [each for _, each in _attributes(value)]
     for member in members:
-        yield from _search(member, visited, hidden=hidden)
+        yield from _search(member, visited, is_found=is_found)
 
 
-def _is_searched_by_torch(value: Any) -> bool:
-    return isinstance(value, (list, tuple, dict)) or is_dataclass(value)
+def _replace(value: Any, replaced: Mapping[int, Tensor], done: dict[int, tuple[Any, Any]]) -> Any:
+    """The value with other tensors: containers are made anew, attributes of other objects are set.
 
-
-def _replace(value: Any, replaced: Mapping[int, Tensor], visited: dict[int, Any]) -> Any:
-    """The value with other tensors: containers are made anew, attributes of other objects are set."""
+    `done`: values and what replaces them, by id.
+    """
     if isinstance(value, Tensor):
         return replaced.get(id(value), value)
-    if isinstance(value, _CLOSED) or id(value) in visited:
+    if isinstance(value, _CLOSED):
         return value
-    visited[id(value)] = value
+    if id(value) in done:
+        return done[id(value)][1]
+    done[id(value)] = value, value
     container = opened(value)
-    if container is not None:
-        _, _, members, fill = container
-        items = [_replace(each, replaced, visited) for each in members]
-        return value if all(one is other for one, other in zip(members, items, strict=True)) else fill(items)
-    for name, member in _attributes(value):
-        changed = _replace(member, replaced, visited)
-        if changed is not member:
-            object.__setattr__(value, name, changed)
-    return value
+    if container is None:
+        for name, member in _attributes(value):
+            changed = _replace(member, replaced, done)
+            if changed is not member:
+                object.__setattr__(value, name, changed)
+        return value
+    _, _, members, fill = container
+    items = [_replace(each, replaced, done) for each in members]
+    if any(one is not other for one, other in zip(members, items, strict=True)):
+        done[id(value)] = value, fill(items)
+    return done[id(value)][1]
 
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:

@@ -53,6 +53,14 @@ def test_tensors_of_an_object_are_found_and_replaced(
     assert read(conceal(exposed._replace(tensors=other))).tolist() == [7.0, 7.0]
 
 
+def test_a_list_that_an_object_has_twice_is_one_list_afterwards() -> None:
+    several = [torch.ones(2, requires_grad=True) * 2]
+    exposed = expose(SimpleNamespace(first=several, second=several))
+    output = conceal(exposed._replace(tensors=[each + 5 for each in exposed.tensors]))
+    assert output.first is output.second
+    assert output.first[0].tolist() == [7.0, 7.0]
+
+
 @pytest.mark.parametrize("output", [torch.ones(1, requires_grad=True), {"a": (torch.ones(1, requires_grad=True),)}, 3])
 def test_what_torch_finds_stays_as_it_is(output: Any) -> None:
     assert expose(output) is output
