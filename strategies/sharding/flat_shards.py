@@ -52,6 +52,8 @@ class FlatShard(Tensor):
         name = getattr(function, "__name__", "")
         if name in _COPIES_OUT:
             _refuse(name, _whys(args))
+        if function in _COUNT_DIMENSIONS:
+            return len(args[0].whole)
         return disabled_torch_function_impl(function, types, args, kwargs or {})
 
     @classmethod
@@ -86,6 +88,8 @@ class ShardedParameter(nn.Parameter):
         kwargs = kwargs or {}
         if function == _GET_GRADIENT:
             return _gradient_of(args[0])
+        if function in _COUNT_DIMENSIONS:
+            return len(args[0]._sharding[0])
         name = getattr(function, "__name__", "")
         if name in _COPIES_OUT:
             _refuse(name, _whys(args))
@@ -297,3 +301,5 @@ _GET_GRADIENT, _SET_GRADIENT, _GET_DATA = (
     _ATTRIBUTES.grad.__set__,
     _ATTRIBUTES.data.__get__,
 )
+_COUNT_DIMENSIONS = (_ATTRIBUTES.ndim.__get__, _ATTRIBUTES.dim, _ATTRIBUTES.ndimension)
+"""Programs choose parameters by these (weight decay for matrices): they are those of the whole tensor."""

@@ -48,6 +48,13 @@ BY_ELEMENT: dict[str, Callable[[nn.Parameter], Any]] = {
     "another dtype": lambda p: p.copy_(p.double() * 2),
 }
 
+
+def test_the_number_of_dimensions_is_that_of_the_whole_tensor() -> None:
+    parameter = make_shard()
+    for each in (parameter, grad(parameter), parameter.data, parameter.detach() * 2):
+        assert (each.ndim, each.dim(), each.ndimension()) == (2, 2, 2)
+
+
 READS: dict[str, Callable[[nn.Parameter], Any]] = {
     "norm": lambda p: p.norm(),
     "norm of data": lambda p: p.data.norm(),
