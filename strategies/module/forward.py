@@ -76,6 +76,11 @@ class ForwardPath:
         """The instance attribute that was replaced; None if the class has the method."""
         return self._given.get(name)
 
+    def has_attributes(self, module: nn.Module) -> bool:
+        """Whether a module has all attributes of this one, not `forward` alone, as one that delegates to it has."""
+        mark = vars(module).get("mark_forward_method")
+        return isinstance(mark, _Mark) and mark.path is self
+
     def release(self) -> None:
         """Restore the module's own methods."""
         for name, given in self._given.items():
@@ -104,7 +109,7 @@ class _Method:
         caller = sys._getframe(1)
         if caller.f_code in _CALLS:
             module = caller.f_locals["self"]
-            if module is not self._path.module:
+            if module is not self._path.module and self._path.has_attributes(module):
                 return self._plain(module)(*args, **kwargs)
         if self._path.running:  # forward called by a marked method, or by itself
             return self._function(*args, **kwargs)
@@ -152,13 +157,13 @@ class _Mark:
     """`module.mark_forward_method`."""
 
     def __init__(self, path: ForwardPath) -> None:
-        self._path = path
+        self.path = path
 
     def __call__(self, method: str | Callable[..., Any]) -> None:
-        self._path.mark(method)
+        self.path.mark(method)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial, (_not_prepared, type(self._path.module).__name__)
+        return functools.partial, (_not_prepared, type(self.path.module).__name__)
 
 
 def _not_prepared(name: str, method: str | Callable[..., Any]) -> None:

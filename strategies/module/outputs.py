@@ -35,6 +35,10 @@ _CLOSED = (
 """Instances of these are not searched. The parameters of a module are no outputs."""
 
 
+_DEPTH = 64
+"""Of containers and objects within each other that are searched. A linked list would exceed Python's own limit."""
+
+
 class Exposed(NamedTuple):
     """An output, and beside it the tensors in it that torch would not find."""
 
@@ -67,9 +71,11 @@ def conceal(output: Any) -> Any:
     return _replace(output.output, replaced, {})
 
 
-def _search(value: Any, visited: dict[int, Any], *, is_found: bool) -> Iterator[tuple[Tensor, bool]]:
+def _search(
+    value: Any, visited: dict[int, Any], *, is_found: bool, depth: int = _DEPTH
+) -> Iterator[tuple[Tensor, bool]]:
     """The tensors, and whether torch finds them. `visited`: by id, kept alive. `is_found`: whether torch comes here."""
-    if isinstance(value, _CLOSED) or id(value) in visited:
+    if isinstance(value, _CLOSED) or id(value) in visited or depth == 0:
         return
     visited[id(value)] = value
     if isinstance(value, Tensor):
@@ -80,17 +86,17 @@ def _search(value: Any, visited: dict[int, Any], *, is_found: bool) -> Iterator[
     container = opened(value)
     members = container[2] if container is not None else [each for _, each in _attributes(value)]
     for member in members:
-        yield from _search(member, visited, is_found=is_found)
+        yield from _search(member, visited, is_found=is_found, depth=depth - 1)
 
 
-def _replace(value: Any, replaced: Mapping[int, Tensor], done: dict[int, tuple[Any, Any]]) -> Any:
+def _replace(value: Any, replaced: Mapping[int, Tensor], done: dict[int, tuple[Any, Any]], depth: int = _DEPTH) -> Any:
     """The value with other tensors: containers are made anew, attributes of other objects are set.
 
     `done`: values and what replaces them, by id.
     """
     if isinstance(value, Tensor):
         return replaced.get(id(value), value)
-    if isinstance(value, _CLOSED):
+    if isinstance(value, _CLOSED) or depth == 0:
         return value
     if id(value) in done:
         return done[id(value)][1]
@@ -98,12 +104,12 @@ def _replace(value: Any, replaced: Mapping[int, Tensor], done: dict[int, tuple[A
     container = opened(value)
     if container is None:
         for name, member in _attributes(value):
-            changed = _replace(member, replaced, done)
+            changed = _replace(member, replaced, done, depth - 1)
             if changed is not member:
                 object.__setattr__(value, name, changed)
         return value
     _, _, members, fill = container
-    items = [_replace(each, replaced, done) for each in members]
+    items = [_replace(each, replaced, done, depth - 1) for each in members]
     if any(one is not other for one, other in zip(members, items, strict=True)):
         done[id(value)] = value, fill(items)
     return done[id(value)][1]

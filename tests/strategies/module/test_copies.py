@@ -84,6 +84,15 @@ def test_a_clone_with_the_attributes_of_a_prepared_module_runs_with_its_own_weig
     assert len(seen) == 1
 
 
+def test_a_module_that_delegates_its_forward_runs_the_prepared_module() -> None:
+    linear, seen = nn.Linear(2, 1), []
+    ForwardPath(linear, lambda function, args, kwargs: seen.append(function) or function(*args, **kwargs))
+    outer = nn.Linear(2, 1)
+    outer.forward = linear.forward  # type: ignore[method-assign]
+    assert torch.equal(outer(torch.ones(1, 2)), linear(torch.ones(1, 2)))
+    assert len(seen) == 2
+
+
 def averages(fabric: Fabric) -> list[float]:
     """What the error advises under `fsdp`: the distance of the averages from those of plain PyTorch."""
     torch.manual_seed(1)

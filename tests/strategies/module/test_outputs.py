@@ -53,6 +53,16 @@ def test_tensors_of_an_object_are_found_and_replaced(
     assert read(conceal(exposed._replace(tensors=other))).tolist() == [7.0, 7.0]
 
 
+def test_a_long_chain_of_objects_is_searched_from_its_start() -> None:
+    chain = SimpleNamespace(next=None)
+    for _ in range(10_000):
+        chain = SimpleNamespace(next=chain)
+    value = torch.ones(1, requires_grad=True) * 2
+    exposed = expose(SimpleNamespace(value=value, chain=chain))
+    assert [each is value for each in exposed.tensors] == [True]
+    assert conceal(exposed._replace(tensors=[value + 1])).value.item() == 3.0
+
+
 def test_a_list_that_an_object_has_twice_is_one_list_afterwards() -> None:
     several = [torch.ones(2, requires_grad=True) * 2]
     exposed = expose(SimpleNamespace(first=several, second=several))
