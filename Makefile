@@ -47,7 +47,7 @@ test-examples: environment  ## The programs of examples/
 	$(RUN)/bin/python -m pytest tests/test_examples.py $(PYTEST_ARGS)
 
 # Programs of other people, with models of a few thousand random weights: nothing is downloaded.
-test-clients: $(CLIENTS)/test.done  ## litgpt over fabric.lightning, and transformers under every strategy
+test-clients: $(CLIENTS)/test.done  ## litgpt over fabric.lightning, transformers and others under every strategy
 	HF_HUB_OFFLINE=1 timeout 1500 $(CLIENTS)/bin/python -m pytest tests/clients $(PYTEST_ARGS)
 
 # A whole SLURM runs in these, and machines made of network namespaces: they need root.
@@ -131,7 +131,8 @@ $(LINT)/copy.done: $(LINT)/lint.done $(shell find fabric strategies launchers -n
 # Other people's packages are resolved together and once; ours goes beside them.
 $(CLIENTS)/test.done: $(CLIENTS)/torch.done $(SAYS)
 	$(CLIENTS)/bin/python $(PIP_INSTALL) 'datasets>=4,<5' 'lightning>=2.6.6,<2.7' 'litgpt>=0.5.13,<0.6' \
-	    'peft>=0.19,<1' 'pytest>=8' 'pytest-timeout>=2.3' 'rich>=14.1' 'setuptools>=77' 'transformers>=5.3,<6'
+	    'peft>=0.19,<1' 'pytest>=8' 'pytest-timeout>=2.3' 'rich>=14.1' 'setuptools>=77' 'transformers>=5.3,<6' \
+	    gymnasium pytorch-optimizer schedulefree tensordict torch-geometric vector-quantize-pytorch
 	$(ALONE) $(CLIENTS)/bin/python $(PIP_INSTALL) --no-build-isolation --editable '.[deepspeed,fairscale]'
 	touch $@
 
