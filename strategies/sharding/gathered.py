@@ -98,14 +98,17 @@ class Gathered:
         self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
         self._hooks.append(module.register_forward_hook(leave, always_call=True))
         renew = Hook(lambda unit, _: self._renew(unit))
-        check = Hook(lambda unit, args, output: self.leave_unit(unit, output))
-        hide = Hook(lambda unit, args, output: conceal(output))
+        check = Hook(lambda unit, args, output: self.leave_unit(unit))
         for unit in cast("Sequence[nn.Module]", units):
             self._hooks.append(unit.register_forward_hook(check, prepend=True))  # before `fully_shard` frees the copies
-            self._hooks.append(unit.register_forward_hook(hide))
             if unit is not module:
                 self._hooks.append(unit.register_forward_pre_hook(renew, prepend=True))
-        self._restore = undo_all(replace_attributes(part, zero_grad=_ZeroGrad(self, part)) for part in module.modules())
+        self._restore = undo_all(
+            (
+                *(replace_attributes(part, zero_grad=_ZeroGrad(self, part)) for part in module.modules()),
+                *(_expose_outputs(unit) for unit in cast("Sequence[nn.Module]", units)),
+            )
+        )
 
     def params(self) -> Iterator[Any]:
         """Each parameter, as torch's FSDPParam."""
@@ -145,14 +148,10 @@ class Gathered:
                 _BYPASSED.format(model=user_class(self._module).__name__, name=getattr(function, "__name__", "forward"))
             )
 
-    def leave_unit(self, unit: nn.Module, output: Any) -> Any:
-        """Call this before the copies of a unit are freed after its forward. See `changed_in_forward`.
-
-        Returns the output as `fully_shard` should see it.
-        """
+    def leave_unit(self, unit: nn.Module) -> None:
+        """Call this before the copies of a unit are freed after its forward. See `changed_in_forward`."""
         if self._calls.is_checked and current_graph_task_id() == -1:  # not recomputed in backward
             self._refuse_changed(unit)
-        return expose(output)
 
     @disable_dynamo
     def _refuse_changed(self, unit: nn.Module) -> None:
@@ -398,6 +397,19 @@ def take_as_root(module: nn.Module, units: Sequence[FSDPModule]) -> None:
             raise
 
 
+def _expose_outputs(unit: nn.Module) -> Callable[[], None]:
+    """Let the hook of `fully_shard`, and no hook of the user's, see exposed outputs. Returns a function that undoes
+    it."""
+    hooks, state = unit._forward_hooks, cast(Any, unit)._get_fsdp_state()
+    own = {key: hook for key, hook in hooks.items() if getattr(hook, "__self__", None) is state}
+
+    def around(hook: Callable[..., Any]) -> Hook:
+        return Hook(lambda unit, args, output: conceal(hook(unit, args, expose(output))))
+
+    hooks.update({key: around(hook) for key, hook in own.items()})
+    return lambda: hooks.update({key: hook for key, hook in own.items() if key in hooks})
+
+
 def mark_gathering(module: nn.Module, method: str, gathered: Gathered) -> None:
     """Make another method of a module that `fully_shard` was called on gather, as its forward does."""
     from torch.distributed.fsdp import register_fsdp_forward_method
@@ -412,7 +424,9 @@ def _checked(unit: nn.Module, function: Callable[..., Any], gathered: Gathered) 
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        return gathered.leave_unit(unit, function(*args, **kwargs))
+        output = function(*args, **kwargs)
+        gathered.leave_unit(unit)
+        return expose(output)
 
     leave_uncompiled(checked)
     return checked

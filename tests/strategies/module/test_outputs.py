@@ -101,6 +101,9 @@ class ActorCritic(nn.Module):
 def train(fabric: Fabric) -> list[float]:
     torch.manual_seed(0)
     model = ActorCritic()
+    hooked: list[type] = []
+    for part in (model, model.actor):  # before `setup`, and so before the hooks of a backend
+        part.register_forward_hook(lambda part, args, output: hooked.append(type(output)))
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     losses = []
     for step in range(4):
@@ -111,6 +114,7 @@ def train(fabric: Fabric) -> list[float]:
         fabric.backward(loss)
         optimizer.step()
         losses.append(fabric.all_reduce(loss.detach()).item())
+    assert hooked == [Normal, tuple] * 4
     return losses
 
 
