@@ -19,8 +19,8 @@ from torch.optim import LBFGS, Optimizer
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.packing import fill_from
 from fabric.strategies.gradients.clipping import parameters_of
-from fabric.strategies.gradients.elementwise import refuse_dependent, refuse_hookless
-from fabric.strategies.gradients.weight_modes import publish_weight_modes
+from fabric.strategies.gradients.elementwise import refuse_dependent, refuse_without_hooks
+from fabric.strategies.gradients.optimizer_modes import broadcast_after_modes
 from fabric.strategies.undo import replace_attributes, undo_all
 
 
@@ -29,7 +29,7 @@ def refuse_whole(optimizers: Sequence[Optimizer]) -> None:
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
             raise ValueError(_WHOLE.format(optimizer=type(optimizer).__name__))
-    refuse_hookless(optimizers)
+    refuse_without_hooks(optimizers)
     refuse_dependent(optimizers, _WHOLE, flat=False)
 
 
@@ -66,7 +66,7 @@ class _Share:
             replace_attributes(
                 self.optimizer, load_state_dict=partial(self._load_owned, self.optimizer.load_state_dict)
             ),
-            publish_weight_modes(self.optimizer, self._after_mode),
+            broadcast_after_modes(self.optimizer, self._after_mode),
         ]
 
     def _drop_others(self) -> None:
@@ -118,13 +118,15 @@ class _Share:
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._show()
-        self._publish([parameter for parameter in self.owner if parameter.requires_grad or parameter.grad is not None])
+        self._broadcast(
+            [parameter for parameter in self.owner if parameter.requires_grad or parameter.grad is not None]
+        )
 
     def _after_mode(self) -> None:
         self._drop_others()  # the optimizer has looked for it
-        self._publish(list(self.owner))
+        self._broadcast(list(self.owner))
 
-    def _publish(self, moved: Sequence[Tensor]) -> None:
+    def _broadcast(self, moved: Sequence[Tensor]) -> None:
         """Give every rank the values of these parameters that their owners have."""
         fill_from(self.collective, ((parameter, self.owner[parameter]) for parameter in moved))
         # `.data` was written, which autograd does not see: after this, a backward through an earlier forward raises.

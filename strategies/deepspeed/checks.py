@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.deepspeed.config import refuse_by_name
-from fabric.strategies.gradients.elementwise import is_independent, refuse_dependent, refuse_hookless
-from fabric.strategies.gradients.weight_modes import has_weight_modes
+from fabric.strategies.gradients.elementwise import is_independent, refuse_dependent, refuse_without_hooks
+from fabric.strategies.gradients.optimizer_modes import has_modes
 from fabric.strategies.module.sparse_layers import refuse_sparse_layers
 from fabric.strategies.runtime import Runtime
 
@@ -60,11 +60,11 @@ def refuse_setup(
             )
         for kind in type(optimizer).__mro__:
             refuse_by_name(kind.__name__, "`setup`")
-        if has_weight_modes(optimizer):
+        if has_modes(optimizer):
             raise ValueError(_MODES.format(optimizer=type(optimizer).__name__))
         if type(optimizer).__module__.split(".")[0] == "deepspeed":
             continue
-        refuse_hookless([optimizer])
+        refuse_without_hooks([optimizer])
         refuse_dependent([optimizer], _DEPENDENT, flat=True)
         if is_independent(optimizer, flat=True) is None:
             runtime.report(_FLAT.format(name=type(optimizer).__name__))

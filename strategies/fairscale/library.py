@@ -17,7 +17,7 @@ from torch.optim import LBFGS, Optimizer
 from fabric.launchers.private_names import Names, require
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.fairscale.changed_gradients import note
-from fabric.strategies.gradients.elementwise import refuse_dependent, refuse_hookless
+from fabric.strategies.gradients.elementwise import refuse_dependent, refuse_without_hooks
 from fabric.strategies.precision.loss_scaler import LossScaler
 from fabric.strategies.sharding.dtensor import local_part
 from fabric.strategies.target import Target
@@ -105,7 +105,7 @@ def refuse_optimizers(
     for optimizer in optimizers:
         if isinstance(optimizer, (LBFGS, *refused)):
             raise ValueError(_PARTS.format(strategy=strategy, optimizer=type(optimizer).__name__))
-    refuse_hookless(optimizers)
+    refuse_without_hooks(optimizers)
     refuse_dependent(optimizers, _PARTS.format(strategy=strategy, optimizer="{optimizer}"), flat=flat)
 
 

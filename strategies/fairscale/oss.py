@@ -28,8 +28,8 @@ from fabric.strategies.fairscale.library import LATE, NOT_AVERAGED, SHARDED, UNU
 from fabric.strategies.gradients.call_module import CallModule
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.gradients.in_shards import InShards
+from fabric.strategies.gradients.optimizer_modes import broadcast_after_modes
 from fabric.strategies.gradients.sync import Factor, Finish, GradientSync
-from fabric.strategies.gradients.weight_modes import publish_weight_modes
 from fabric.strategies.module.added_parameters import AddedParameters
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.naming import name_some
@@ -180,7 +180,7 @@ class FairScaleShardedGradientSync(GradientSync):
             replace_attributes(
                 optimizer, load_state_dict=partial(self._load_owned, optimizer, optimizer.load_state_dict)
             ),
-            publish_weight_modes(optimizer, partial(self._after_mode, optimizer)),
+            broadcast_after_modes(optimizer, partial(self._after_mode, optimizer)),
         ]
 
     def _drop_others(self, optimizer: Optimizer) -> None:

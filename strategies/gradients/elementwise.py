@@ -24,7 +24,7 @@ _SHAPES = ((6, 4), (5,))
 _CUT = 13  # within the matrix, and within a row of it
 
 
-def refuse_hookless(optimizers: Sequence[Optimizer]) -> None:
+def refuse_without_hooks(optimizers: Sequence[Optimizer]) -> None:
     """Raise ValueError for an optimizer without hooks of `state_dict`, by which state of several ranks is gathered."""
     for optimizer in optimizers:
         if "_optimizer_state_dict_post_hooks" not in vars(optimizer):

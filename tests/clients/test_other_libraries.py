@@ -13,7 +13,7 @@ from fabric import Fabric
 from fabric.strategies import DDPStrategy, Strategy
 
 REFUSED = ("schedule_free",)
-"""By DeepSpeed, in `setup`: `tests/strategies/gradients/test_weight_modes.py`."""
+"""By DeepSpeed, in `setup`: `tests/strategies/gradients/test_optimizer_modes.py`."""
 
 pytestmark = [
     pytest.mark.slow,

@@ -17,22 +17,22 @@ from fabric.strategies.undo import replace_attributes
 _MODES = ("train", "eval")
 
 
-def has_weight_modes(optimizer: Optimizer) -> bool:
+def has_modes(optimizer: Optimizer) -> bool:
     """Whether the optimizer has the methods `train` and `eval`."""
     return all(callable(getattr(type(optimizer), name, None)) for name in _MODES)
 
 
-def publish_weight_modes(optimizer: Optimizer, publish: Callable[[], None]) -> Callable[[], None]:
-    """Call `publish`, a collective, after each `train` and `eval` of an optimizer that has them: every rank calls
+def broadcast_after_modes(optimizer: Optimizer, broadcast: Callable[[], None]) -> Callable[[], None]:
+    """Call `broadcast`, a collective, after each `train` and `eval` of an optimizer that has them: every rank calls
     these then. Returns a function that undoes it."""
-    if not has_weight_modes(optimizer):
+    if not has_modes(optimizer):
         return lambda: None
     return replace_attributes(
-        optimizer, **{name: partial(_published, getattr(optimizer, name), publish) for name in _MODES}
+        optimizer, **{name: partial(_then, getattr(optimizer, name), broadcast) for name in _MODES}
     )
 
 
-def _published(method: Callable[..., Any], publish: Callable[[], None], *args: Any, **kwargs: Any) -> Any:
+def _then(method: Callable[..., Any], broadcast: Callable[[], None], *args: Any, **kwargs: Any) -> Any:
     result = method(*args, **kwargs)
-    publish()
+    broadcast()
     return result
