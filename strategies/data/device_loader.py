@@ -170,7 +170,7 @@ class DeviceLoader(ABC):
             with preserved_rngs():
                 next(batches, None)  # datasets may use their state up at the first item only
         if reading.agreement is not None:
-            agreed = reading.agreement(batches, self._example, restored.tail)
+            agreed = reading.agreement(batches, self._example, restored.tail, reading.position)
             batches = agreed.batches
             if reading.agreement.repeats and reading.trains:
                 reading.numbers.repeated.begin()
@@ -435,7 +435,11 @@ class StatefulDeviceLoader(DeviceLoader):
                 is_spent = self.iteration.has_ended and self.iteration.is_open
                 if not is_mid_epoch or is_spent or (self.iteration.is_complete and reading.order is None):
                     over = "early" if self.iteration.has_rest or not is_mid_epoch else "end"
-                state["loader"] = None if over is not None and self._begins_anew else reading.position.state_dict()
+                if over is not None and self._begins_anew:
+                    state["loader"] = None
+                else:
+                    position = self.iteration.position
+                    state["loader"] = reading.position.state_dict() if position is None else position
             if over is not None:
                 state |= {"over": over} | ({"spent": True} if is_spent else {})
             if reading.order is None and self._epoch is not None:

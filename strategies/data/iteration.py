@@ -69,6 +69,11 @@ class Iteration:
         return Tail(ended=agreed.last is not None and not agreed.has_rest, last=agreed.last)
 
     @property
+    def position(self) -> Any:
+        """That of the user's loader after the latest batch, if batches are read ahead of the loop; otherwise None."""
+        return None if self.agreed is None or (self.is_complete and not self.has_rest) else self.agreed.position
+
+    @property
     def has_rest(self) -> bool:
         """Whether this rank's data had not ended when the iteration did."""
         return self.agreed is not None and self.agreed.has_rest

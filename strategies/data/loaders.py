@@ -363,11 +363,11 @@ def _equal_batches(loader: Iterable[Any], words: str, setup: _Setup, *, exact: b
 def _agreement(loader: Iterable[Any], words: str, setup: _Setup, *, exact: bool) -> Agreement | None:
     if setup.ranks.size == 1 or setup.ranks.votes is None:
         return None
-    # Prefetch as in `process_dataloader`; and without workers too if a `SharedStream` makes the batches, whose random
-    # generators are its own.
-    ahead = False
+    # Read ahead what workers load; and without workers too if a `SharedStream` makes the batches, whose random
+    # generators are its own. A loader with a state and workers returns a position for each batch at no cost.
+    ahead = isinstance(loader, DataLoader) and loader.num_workers > 0
     if isinstance(loader, DataLoader) and not isinstance(loader, Resumable):
-        ahead = loader.num_workers > 0 or (loader.batch_size is not None and not exact)
+        ahead = ahead or (loader.batch_size is not None and not exact)
     when_ended = setup.when_ended or ("error" if setup.uneven else "stop")
     return Agreement(when_ended, setup.ranks.votes(), words, setup.report, ahead=ahead, trains=not setup.uneven)
 

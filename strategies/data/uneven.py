@@ -23,7 +23,7 @@ from functools import cache, partial
 from itertools import count
 from typing import Any, NamedTuple, final
 
-from fabric.strategies.data.positions import Tail
+from fabric.strategies.data.positions import Resumable, Tail
 from fabric.strategies.data.repeated import Factor, Later
 from fabric.strategies.data.share import Uneven
 from fabric.strategies.pytree import is_tensor, map_leaves
@@ -32,7 +32,7 @@ _END = object()
 _AHEAD, _MOST_AHEAD = 4, 16
 """An all-reduce of a few numbers over gloo takes as much processor time as 10 % of a step of 5 ms."""
 _MOST_AHEAD_BYTES = 32 * 2**20
-"""More than `_AHEAD` batches are read ahead only if they have no more bytes than this."""
+"""More than `_AHEAD` batches are read ahead only if they, and the positions after them, have no more bytes."""
 _NOTHING_OF_ONE = 2**20
 _NOTHING = -_NOTHING_OF_ONE
 """The vote of a rank that has no batch to repeat: negative in sum, whatever the others vote."""
@@ -62,6 +62,11 @@ class Agreed:
     def last(self) -> Any:
         """The last batch read, if it may be repeated; else None."""
         return self._supply.last
+
+    @property
+    def position(self) -> Any:
+        """That of the user's loader after the batch that was yielded last, if others are read ahead; else None."""
+        return self._supply.position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,15 +104,27 @@ class Agreement:
         self.repeats = uneven == "repeat"
         """Whether a rank may get a batch again."""
 
-    def __call__(self, batches: Iterator[Any], example: Callable[[], Any], tail: Tail | None = None) -> Agreed:
-        """One iteration. `batches`: those of this rank. `tail`: of the checkpoint that it resumes from.
+    def __call__(
+        self,
+        batches: Iterator[Any],
+        example: Callable[[], Any],
+        tail: Tail | None = None,
+        position: Resumable | None = None,
+    ) -> Agreed:
+        """One iteration. `batches`: those of this rank. `tail`: of the checkpoint that it resumes from. `position`: the
+        loader that reads them, if it saves its own position.
 
         `example`: returns the batch to repeat if neither `batches` nor `tail` has one; None if there is no data at all.
         Raises, while the batches are iterated: RuntimeError: on every rank, if ranks are at different batches, have
         different numbers of batches under `"error"`, or nothing to repeat under `"repeat"`.
         """
         self._iterations += 1
-        supply = _Supply(batches, example if self._uneven == "repeat" else None, tail or Tail())
+        supply = _Supply(
+            batches,
+            example if self._uneven == "repeat" else None,
+            tail or Tail(),
+            position.state_dict if self._ahead and position is not None else lambda: None,
+        )
         number = self._iterations
         return Agreed(supply, lambda agreed: self._agreed(supply, number, agreed.factors))
 
@@ -132,6 +149,7 @@ class Agreement:
                 following.extend(supply.draw() for _ in range(num_more))
                 if len(drawn) == 1:
                     answer = self._ask(following, iteration, step)
+                supply.position = drawn[0].position
                 yield drawn.popleft().batch
             drawn = following
 
@@ -252,6 +270,8 @@ class _Drawn(NamedTuple):
     batch: Any
     vote: int
     """1 for a batch that is not repeated, `_NOTHING` if there is none to repeat, otherwise 0."""
+    position: Any
+    """Of the user's loader after this batch; None if it has none."""
 
 
 class _Answer(NamedTuple):
@@ -265,11 +285,13 @@ def _may_double(drawn: Collection[_Drawn]) -> bool:
     """Whether twice as many batches as these may be read ahead on this rank."""
     if len(drawn) == _MOST_AHEAD:
         return False
-    return len(drawn) < _AHEAD or 2 * sum(_num_bytes(each.batch) for each in drawn) <= _MOST_AHEAD_BYTES
+    return (
+        len(drawn) < _AHEAD or 2 * sum(_num_bytes((each.batch, each.position)) for each in drawn) <= _MOST_AHEAD_BYTES
+    )
 
 
-def _num_bytes(batch: Any) -> float:
-    """Of the tensors and arrays; infinite if the batch has objects of other sizes."""
+def _num_bytes(value: Any) -> float:
+    """Of the tensors and arrays; infinite if there are objects of other sizes."""
     total = 0.0
 
     def add(leaf: Any) -> None:
@@ -279,7 +301,7 @@ def _num_bytes(batch: Any) -> float:
         elif leaf is not _END and not isinstance(leaf, (int, float, complex, type(None))):
             total += getattr(leaf, "nbytes", math.inf)
 
-    map_leaves(add, batch, is_leaf=is_tensor)
+    map_leaves(add, value, is_leaf=is_tensor)
     return total
 
 
@@ -287,8 +309,17 @@ def _num_bytes(batch: Any) -> float:
 class _Supply:
     """One rank's batches of one iteration; at their end the last one again, if `example` is given."""
 
-    def __init__(self, batches: Iterator[Any], example: Callable[[], Any] | None, tail: Tail) -> None:
-        self._batches, self._example, self._repeats = batches, example, example is not None
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        example: Callable[[], Any] | None,
+        tail: Tail,
+        save: Callable[[], Any],
+    ) -> None:
+        """`save`: returns the position of the user's loader after the batch read last; None if it has none."""
+        self._batches, self._example, self._repeats, self._save = batches, example, example is not None, save
+        self.position: Any = None
+        """Of the user's loader after the batch that was yielded last, if others are read ahead."""
         self.last = tail.last
         """What is repeated."""
         self.num_read = 0
@@ -302,14 +333,14 @@ class _Supply:
             self.num_read += 1
             self.last = batch if self._repeats else None
             self._example = None  # it refers to the loader, which refers to this: a cycle would keep its position alive
-            return _Drawn(batch, 1)
+            return _Drawn(batch, 1, self._save())
         self.ended = True
         if self.last is None and self._example is not None:
             self.last = self._example()
         self._example = None
         if self.last is not None:
-            return _Drawn(self.last, 0)
-        return _Drawn(_END, _NOTHING if self._repeats else 0)
+            return _Drawn(self.last, 0, self._save())
+        return _Drawn(_END, _NOTHING if self._repeats else 0, None)
 
 
 def _ranks(chosen: list[bool]) -> str:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from timing import Action, Row, in_order, rows
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from fabric import Fabric
 from fabric.replica_check import ReplicaCheck
@@ -90,6 +91,14 @@ def numbers(ours: Fabric) -> list[Row]:
             work.wait()
             optimizer.step()
 
+    def with_awaited_message(batches: Iterable[Any]) -> None:
+        number = torch.zeros(1, dtype=torch.float64)
+        for inputs in islice(batches, STEPS):
+            optimizer.zero_grad()
+            dist.all_reduce(number)
+            ours.backward(model(inputs).square().mean())
+            optimizer.step()
+
     def compared(batches: Iterable[Any]) -> None:
         check = ReplicaCheck(ours.collective, every=1)
         check.add(ours._models[model])
@@ -114,12 +123,15 @@ def numbers(ours: Fabric) -> list[Row]:
         for each, uneven in ((by_itself, "repeat"), (DataLoader(Endless(), batch_size=None, num_workers=1), "repeat"))
     )
     raw_workers = iter(DataLoader(Endless(), batch_size=None, num_workers=1))
+    stateful, raw_stateful = (StatefulDataLoader(Endless(), batch_size=None, num_workers=1) for _ in range(2))
+    stateful_agreed = iter(ours.setup_dataloaders(stateful, use_distributed_sampler=False, uneven="stop"))
     plain, whole = (DataLoader(torch.ones(BATCH * STEPS * size, WIDTH), BATCH) for size in (1, 2))  # type: ignore[arg-type]
     prepared = ours.setup_dataloaders(whole)
     with TemporaryDirectory() as folder:
         races: dict[str, tuple[Action, Action]] = {
             "control": (partial(steps, alone), partial(steps, alone)),
             "raw all_reduce of 8 bytes": (partial(steps, alone), partial(with_message, alone)),
+            "raw all_reduce of 8 bytes, awaited at once": (partial(steps, alone), partial(with_awaited_message, alone)),
             "weight=": (partial(steps, alone), partial(steps, alone, BATCH)),
             "weight= beside a division by hand": (partial(divided, alone), partial(steps, alone, BATCH)),
             "accumulate beside no_backward_sync": (partial(by_hand, alone), partial(accumulated, alone)),
@@ -128,6 +140,10 @@ def numbers(ours: Fabric) -> list[Row]:
             "agreement, not read ahead, uneven='repeat'": (partial(steps, alone), partial(steps, repeated)),
             "stream without workers": (partial(steps, by_itself), partial(steps, alone)),
             "stream with a worker, uneven='repeat'": (partial(steps, raw_workers), partial(steps, in_workers)),
+            "StatefulDataLoader with a worker, uneven='stop'": (
+                partial(steps, iter(raw_stateful)),
+                partial(steps, stateful_agreed),
+            ),
             "loader with a state": (partial(steps, plain), partial(steps, prepared)),
             "check_replicas=1": (partial(steps, prepared), partial(compared, prepared)),
             "debug='collectives'": (partial(steps, prepared), partial(debugged, prepared)),

@@ -156,10 +156,50 @@ def test_streams_of_different_lengths_go_on_exactly_with_workers_and_without(tmp
                 assert seen == whole, (rank, case)
     manifest_of = tmp_path / "StatefulDataLoader-Numbers-repeat-2/0/manifest.json"
     manifest = Manifest.of_bytes(manifest_of.read_bytes())
-    for rank in range(2):  # each rank writes the batch that it may have to repeat
+    for rank in range(2):  # each rank writes the batch that it may have to repeat; rank 1 has read another one ahead
         place = f"/loader/loader of each rank/{rank}/"
         files = {p.file for at, each in manifest.table.tensors.items() if at.startswith(place) for p in each.pieces}
-        assert {file.partition(".")[2] for file in files} == {f"{rank}.bin"}
+        assert {file.partition(".")[2] for file in files} == ({f"{rank}.bin"} if rank == 0 or workers == 0 else set())
+
+
+class Plain(Counting):
+    """A stream with a state, without random numbers: torchdata does not restore the generators of its workers."""
+
+    def numbers(self, skipped: int) -> Iterator[Tensor]:
+        for number in super().numbers(skipped):
+            yield number.floor() / 1000
+
+
+def ahead_on_two_ranks(world: World, folder: str, uneven: str, how: dict[str, Any]) -> tuple[Any, list[Any]]:
+    with Fabric(accelerator="cpu", strategy="ddp", launcher="external") as fabric:
+        fabric.launch()
+        data = Plain(1000 * fabric.global_rank, 60 + 60 * fabric.global_rank)
+
+        def run(stops: list[tuple[int, int]], to_folder: str) -> Any:
+            loader = StatefulDataLoader(data, 2, **how)
+            return train(fabric, loader, stops, to_folder, use_distributed_sampler=False, uneven=uneven)
+
+        in_the_tail = [[(0, 30), (0, 41), (1, 31)]] if uneven == "repeat" else []
+        stopped = [[(0, 5), (0, 8), (0, 27), (1, 13)], [(0, 29), (1, 0)], *in_the_tail]
+        return run([], ""), [run(stops, f"{folder}/{number}") for number, stops in enumerate(stopped)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("uneven", "how"),
+    [
+        ("repeat", {"num_workers": 1, "snapshot_every_n_steps": 7}),
+        pytest.param("stop", {"num_workers": 1}, marks=pytest.mark.thorough),
+        pytest.param("repeat", {"num_workers": 2, "persistent_workers": True}, marks=pytest.mark.thorough),
+    ],
+)
+def test_a_run_over_a_loader_that_is_read_ahead_goes_on_after_the_batch_of_its_loop(
+    uneven: str, how: dict[str, Any], tmp_path: Path
+) -> None:
+    for whole, stopped in run_world(2, ahead_on_two_ranks, str(tmp_path), uneven, how):
+        assert len(whole) == 2 * (60 if uneven == "repeat" else 30)
+        for seen in stopped:
+            assert seen == whole
 
 
 @pytest.mark.parametrize(
