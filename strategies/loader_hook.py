@@ -6,7 +6,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from fabric.strategies.collectives.call_check import all_equal
 from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.collectives.shared_sums import shared_sums
 from fabric.strategies.data.device_loader import DeviceLoader
 from fabric.strategies.data.dispatch import Channel
 from fabric.strategies.data.loader_check import Ranks
@@ -59,16 +60,26 @@ def share_loader(
     )
 
 
-def votes_over(collective: Collective) -> Votes:
-    """The `Votes` of the ranks of a collective, over a new process group. Ranks: all call it."""
+def votes_over(collective: Collective, *, in_step: bool = False) -> Votes:
+    """The `Votes` of the ranks of a collective, over a new process group. Ranks: all call it.
+
+    `in_step`: there is an all-reduce before each batch. On one machine it is done by `shared_sums`, within `start`.
+    """
     apart = collective.split(list(range(collective.size)))
     assert apart is not None
+    add = shared_sums(apart) if in_step else None
+
+    def start(numbers: list[int]) -> Callable[[], Sequence[float]]:
+        if add is None:
+            return apart.start_add_numbers(numbers)
+        sums = add(numbers)
+        return lambda: sums
 
     def gather(numbers: list[int]) -> list[list[int]]:
         gathered: list[list[int]] = apart.all_gather(torch.tensor(numbers, device="cpu")).tolist()
         return gathered
 
-    return Votes(size=collective.size, start=apart.start_add_numbers, gather=gather)
+    return Votes(size=collective.size, start=start, gather=gather, waits=add is not None)
 
 
 def channel_over(collective: Collective, share: int) -> Channel:

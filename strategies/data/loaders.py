@@ -369,7 +369,8 @@ def _agreement(loader: Iterable[Any], words: str, setup: _Setup, *, exact: bool)
     if isinstance(loader, DataLoader) and not isinstance(loader, Resumable):
         ahead = ahead or (loader.batch_size is not None and not exact)
     when_ended = setup.when_ended or ("error" if setup.uneven else "stop")
-    return Agreement(when_ended, setup.ranks.votes(), words, setup.report, ahead=ahead, trains=not setup.uneven)
+    votes = setup.ranks.votes(in_step=not ahead)
+    return Agreement(when_ended, votes, words, setup.report, ahead=ahead, trains=not setup.uneven)
 
 
 def _as_items(items: Iterable[Any], setup: _Setup) -> Reading:

@@ -5,11 +5,13 @@ one, over a separate process group, so that this is not matched with collectives
 change what is read, several batches are read ahead, one for each that is yielded, and one all-reduce is for all of
 them: it is started before the last of the previous ones is yielded, and overlaps with that step. Their number doubles
 from one to `_AHEAD`, and to `_MOST_AHEAD` if they are small on every rank, which the same all-reduce tells. Otherwise
-there is one for each batch. Every rank must iterate such a loader, and equally often.
+there is one for each batch; ranks of one machine have memory for it (`shared_sums.py`). Every rank must iterate such a
+loader, and equally often.
 
 A rank whose data has ended, while others go on, gets its last batch again. `RepeatedBatches` makes it count zero. A
-rank that has a batch takes the step in any case. So if batches are not read ahead, it yields the batch at once, and
-waits for the others where the result is used: for the factor of the loss, or before the next all-reduce.
+rank that has a batch takes the step in any case. So if batches are not read ahead, and a message is needed, it yields
+the batch at once, and waits for the others where the result is used: for the factor of the loss, or before the next
+all-reduce.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from __future__ import annotations
 import math
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, final
 
@@ -74,10 +76,12 @@ class Votes:
     """The collectives by which ranks agree while they iterate. Every rank calls each of them."""
 
     size: int
-    start: Callable[[list[int]], Callable[[], list[float]]]
-    """Starts an all-reduce (sum) of numbers below 2**40; returns a function that waits for it and returns the sums."""
+    start: Callable[[list[int]], Callable[[], Sequence[float]]]
+    """Starts an all-reduce (sum) of numbers of at most 32 bits. Returns a function that waits, and returns the sums."""
     gather: Callable[[list[int]], list[list[int]]]
     """Returns the numbers of all ranks, in rank order, on every rank."""
+    waits: bool = False
+    """Whether `start` itself waits for the sums."""
 
 
 @final
@@ -139,7 +143,7 @@ class Agreement:
             haves, all_double = answer()
             # Twice as many as last time, so that the first batch is not kept waiting.
             num_more = 2 if all_double else 1
-            for have in haves:
+            for have in haves[: len(drawn)]:
                 vote = drawn[0].vote
                 if not self._is_taken(have, vote, supply, step):
                     return
@@ -157,22 +161,24 @@ class Agreement:
         for step in count():
             drawn = supply.draw()
             answer = self._ask([drawn], iteration, step)
-            factor: Factor = Later(partial(self._factor_of, answer))
+            factor: Factor
             # In the first step a rank that has nothing to repeat is an error.
-            if step == 0 or drawn.vote != 1 or self._uneven != "repeat":
-                (have,), _ = answer()
+            if self._votes.waits or step == 0 or drawn.vote != 1 or self._uneven != "repeat":
+                (have, *_), _ = answer()
                 if not self._is_taken(have, drawn.vote, supply, step):
                     return
                 factor = self._factor(have, drawn.vote)
+            else:
+                factor = Later(partial(self._factor_of, answer))
             self._num_given += 1
             factors.append(factor)
             yield drawn.batch
 
     def _factor_of(self, answer: Callable[[], _Answer]) -> float:
-        (have,), _ = answer()
+        (have, *_), _ = answer()
         return self._factor(have, 1)
 
-    def _factor(self, have: int, vote: int) -> float:
+    def _factor(self, have: float, vote: int) -> float:
         return self._votes.size / have if vote == 1 else 0.0
 
     def _ask(self, drawn: Collection[_Drawn], iteration: int, step: int) -> Callable[[], _Answer]:
@@ -183,17 +189,17 @@ class Agreement:
         mine = zlib.crc32(repr(place).encode())
         votes = [each.vote for each in drawn]
         # Always as many numbers: gloo aborts if ranks at different batches send messages of different sizes.
-        answer = self._votes.start([*votes, *[0] * (_MOST_AHEAD - len(votes)), _may_double(drawn), mine])
-
-        @cache
-        def find() -> _Answer | RuntimeError:
-            *haves, num_doubling, places = map(int, answer())
-            if places != self._votes.size * mine:
-                return RuntimeError(self._astray(self._votes.gather(place)))
-            return _Answer(haves[: len(votes)], num_doubling == self._votes.size)
+        padding = [0] * (_MOST_AHEAD - len(votes) if self._ahead else 0)
+        answer = self._votes.start([*votes, *padding, _may_double(drawn), mine])
+        found: _Answer | RuntimeError | None = None
 
         def wait() -> _Answer:
-            found = find()
+            nonlocal found
+            if found is None:
+                *haves, num_doubling, places = answer()
+                found = _Answer(haves, num_doubling == self._votes.size)
+                if places != self._votes.size * mine:
+                    found = RuntimeError(self._astray(self._votes.gather(place)))
             if isinstance(found, RuntimeError):
                 raise found
             return found
@@ -201,7 +207,7 @@ class Agreement:
         self._awaited = wait
         return wait
 
-    def _is_taken(self, have: int, vote: int, supply: _Supply, step: int) -> bool:
+    def _is_taken(self, have: float, vote: int, supply: _Supply, step: int) -> bool:
         """Whether the ranks take this step, for which `have` of them have a batch of their own."""
         if have == self._votes.size or (have > 0 and self._uneven == "repeat"):
             return True
@@ -211,7 +217,7 @@ class Agreement:
             self._tell_of_rest([each == 1 for (each,) in self._votes.gather([vote])], step)
         return False
 
-    def _tell_of_repeats(self, read: list[int], step: int, have: int) -> None:
+    def _tell_of_repeats(self, read: list[int], step: int, have: float) -> None:
         if have < 0 < have % _NOTHING_OF_ONE:
             raise RuntimeError(
                 f"{self._begin()} has no batch for {_ranks([number == 0 for number in read])}, and "
@@ -275,8 +281,8 @@ class _Drawn(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    haves: list[int]
-    """For each batch: how many ranks have one of their own."""
+    haves: Sequence[float]
+    """For each batch: how many ranks have one of their own. Zeros follow."""
     all_double: bool
     """Whether twice as many batches may be read ahead next."""
 

@@ -1,0 +1,146 @@
+"""Sums of a few integers over the ranks of one machine, through shared memory.
+
+Where ranks agree before each step, all of them wait for the answer. By a message of gloo that adds 2.4 ms to a step of
+3.5 ms (two ranks on two cores), and here nothing that can be measured. Each rank writes its numbers, and reads those of
+the others until all of them have the number of this sum. Numbers are written twice alternately: a rank that writes the
+next but one has seen the next of every other rank, which has read this one then.
+
+# Note [Late ranks]
+Nothing here notices that a rank has ended, or waits somewhere else. So a rank that has waited for `_PATIENCE_SECONDS`
+asks that the collective computes this sum: its calls are recorded, time out, and fail if a rank has ended. Whoever
+finds the numbers complete from then on waits for the decision. One that found them complete just before has read what
+is in memory. So the rank that asked looks again after `_GRACE_SECONDS`, in which a write becomes visible: if the
+numbers are complete, the sum is computed here, otherwise by the collective, and that holds for all ranks. A lock is
+held meanwhile, which the kernel releases if its holder ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import final
+
+from fabric.strategies.collectives.collective import Collective
+
+MOST_NUMBERS = 4
+_PATIENCE_SECONDS = 1.0
+_GRACE_SECONDS = 0.05
+_SLEEP_SECONDS, _LONGEST_SLEEP_SECONDS = 20e-6, 1e-3
+
+_BITS = 40
+"""Of a number in memory. The other 24 bits of the word tell to which sum it belongs: a word is written at once."""
+_MASK, _OFFSET, _NUM_TAGS = 2**_BITS - 1, 2 ** (_BITS - 1), 2 ** (64 - _BITS)
+
+
+def shared_sums(collective: Collective) -> Callable[[Sequence[int]], Sequence[float]] | None:
+    """A function that gives every rank the sums of all ranks' numbers; None unless all ranks run on this machine.
+
+    It takes at most `MOST_NUMBERS` numbers, each at least -2**39 and below 2**39.
+    Ranks: all call it, and all call the function. Costs a broadcast and an all-reduce of one number.
+    """
+    if collective.size == 1:
+        return None
+    handle = _create(collective.size) if collective.rank == 0 else None
+    place = None if handle is None else (os.getpid(), handle, _name_of(os.getpid(), handle))
+    place = collective.broadcast_object(place)
+    if place is None:
+        return None
+    if handle is None:
+        handle = _find(*place)
+    sums = None if handle is None else _SharedSums(handle, collective)
+    (num_found,) = collective.start_add_numbers([sums is not None])()
+    return sums.add if sums is not None and num_found == collective.size and sums.has_processes else None
+
+
+def _create(num_ranks: int) -> int | None:
+    """A descriptor of new memory, without a path: nothing is left if ranks are killed. None if there is none."""
+    try:
+        handle = os.memfd_create(f"fabric-{secrets.token_hex(16)}")
+        os.posix_fallocate(handle, 0, 8 * _num_words(num_ranks))
+    except (AttributeError, OSError):
+        return None
+    return handle
+
+
+def _find(pid: int, handle: int, name: str) -> int | None:
+    """A descriptor of another process' memory; None if that runs on another machine, or its files are closed to us."""
+    try:
+        return os.open(f"/proc/{pid}/fd/{handle}", os.O_RDWR) if _name_of(pid, handle) == name else None
+    except OSError:
+        return None
+
+
+def _name_of(pid: int, handle: int) -> str:
+    return os.readlink(f"/proc/{pid}/fd/{handle}")
+
+
+def _num_words(num_ranks: int) -> int:
+    return num_ranks + 3 + 2 * num_ranks * MOST_NUMBERS
+
+
+@final
+class _SharedSums:
+    """See `shared_sums`. The memory: for each rank the number of its process; the sum that a rank has asked to compute
+    by the collective; two decisions; twice the numbers of each rank."""
+
+    def __init__(self, handle: int, collective: Collective) -> None:
+        """`handle`: is closed with this object."""
+        self._handle, self._collective = handle, collective
+        weakref.finalize(self, os.close, handle)
+        self._words = memoryview(mmap.mmap(handle, 0)).cast("Q")
+        size = collective.size
+        self._asked, self._decisions = size, (size + 1, size + 2)
+        self._numbers = (size + 3, size + 3 + size * MOST_NUMBERS)
+        self._tag = 0
+        self._words[collective.rank] = os.getpid()
+
+    @property
+    def has_processes(self) -> bool:
+        """Whether each rank is a process of its own: locks do not exclude threads of one."""
+        size = self._collective.size
+        return len(set(self._words[:size].tolist())) == size
+
+    def add(self, numbers: Sequence[int]) -> Sequence[float]:
+        """See `shared_sums`."""
+        self._tag = tag = self._tag % (_NUM_TAGS - 1) + 1
+        words, base, count = self._words, self._numbers[tag % 2], len(numbers)
+        for place, number in enumerate(numbers, base + self._collective.rank * MOST_NUMBERS):
+            words[place] = tag << _BITS | number + _OFFSET
+        places = range(base, base + self._collective.size * MOST_NUMBERS, MOST_NUMBERS)
+        begun = 0.0
+        while not self._is_complete(tag, places, count):
+            begun = begun or time.monotonic()
+            waited = time.monotonic() - begun
+            if waited > _PATIENCE_SECONDS:
+                self._decide(tag, places, count)
+                break
+            time.sleep(min(max(waited / 8, _SLEEP_SECONDS), _LONGEST_SLEEP_SECONDS))
+        if words[self._asked] == tag and not self._is_here(tag, places, count):
+            return self._collective.start_add_numbers(numbers)()
+        return [sum((words[place + i] & _MASK) - _OFFSET for place in places) for i in range(count)]
+
+    def _is_complete(self, tag: int, places: Sequence[int], count: int) -> bool:
+        words = self._words
+        return all(words[place + i] >> _BITS == tag for place in places for i in range(count))
+
+    def _is_here(self, tag: int, places: Sequence[int], count: int) -> bool:
+        """Whether a sum, for which a rank has asked that, is computed here. Waits for the decision."""
+        while self._words[self._decisions[tag % 2]] >> 1 != tag:
+            self._decide(tag, places, count)
+        return bool(self._words[self._decisions[tag % 2]] & 1)
+
+    def _decide(self, tag: int, places: Sequence[int], count: int) -> None:
+        """See Note [Late ranks]."""
+        fcntl.lockf(self._handle, fcntl.LOCK_EX)
+        try:
+            if self._words[self._decisions[tag % 2]] >> 1 != tag:
+                self._words[self._asked] = tag
+                time.sleep(_GRACE_SECONDS)
+                self._words[self._decisions[tag % 2]] = tag << 1 | self._is_complete(tag, places, count)
+        finally:
+            fcntl.lockf(self._handle, fcntl.LOCK_UN)
