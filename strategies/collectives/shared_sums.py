@@ -34,7 +34,8 @@ _SLEEP_SECONDS, _LONGEST_SLEEP_SECONDS = 20e-6, 1e-3
 
 _BITS = 40
 """Of a number in memory. The other 24 bits of the word tell to which sum it belongs: a word is written at once."""
-_MASK, _OFFSET, _NUM_TAGS = 2**_BITS - 1, 2 ** (_BITS - 1), 2 ** (64 - _BITS)
+_OFFSET, _NUM_TAGS = 2 ** (_BITS - 1), 2 ** (64 - _BITS)
+_PADDING = (0,) * MOST_NUMBERS
 
 
 def shared_sums(collective: Collective) -> Callable[[Sequence[int]], Sequence[float]] | None:
@@ -106,41 +107,51 @@ class _SharedSums:
         return len(set(self._words[:size].tolist())) == size
 
     def add(self, numbers: Sequence[int]) -> Sequence[float]:
-        """See `shared_sums`."""
+        """See `shared_sums`. After a rank has waited, its caches are cold, and each line of Python takes longer: see
+        Note [Cold Python]."""
         self._tag = tag = self._tag % (_NUM_TAGS - 1) + 1
-        words, base, count = self._words, self._numbers[tag % 2], len(numbers)
-        for place, number in enumerate(numbers, base + self._collective.rank * MOST_NUMBERS):
-            words[place] = tag << _BITS | number + _OFFSET
-        places = range(base, base + self._collective.size * MOST_NUMBERS, MOST_NUMBERS)
+        zero = (tag << _BITS) + _OFFSET
+        place = self._numbers[tag % 2] + self._collective.rank * MOST_NUMBERS
+        for number in (*numbers, *_PADDING[len(numbers) :]):
+            self._words[place] = zero + number
+            place += 1
+        found = self._awaited(tag)
+        if found is None or (self._words[self._asked] == tag and not self._is_here(tag)):
+            return self._collective.start_add_numbers(numbers)()
+        zeros = self._collective.size * zero
+        return [sum(found[number::MOST_NUMBERS]) - zeros for number in range(len(numbers))]
+
+    def _awaited(self, tag: int) -> list[int] | None:
+        """Wait for all ranks to come to this sum, and return their words; None if the collective computes it."""
         begun = 0.0
-        while not self._is_complete(tag, places, count):
+        while (found := self._found(tag)) is None:
             begun = begun or time.monotonic()
             waited = time.monotonic() - begun
             if waited > _PATIENCE_SECONDS:
-                self._decide(tag, places, count)
-                break
+                self._decide(tag)
+                return self._found(tag)
             time.sleep(min(max(waited / 8, _SLEEP_SECONDS), _LONGEST_SLEEP_SECONDS))
-        if words[self._asked] == tag and not self._is_here(tag, places, count):
-            return self._collective.start_add_numbers(numbers)()
-        return [sum((words[place + i] & _MASK) - _OFFSET for place in places) for i in range(count)]
+        return found
 
-    def _is_complete(self, tag: int, places: Sequence[int], count: int) -> bool:
-        words = self._words
-        return all(words[place + i] >> _BITS == tag for place in places for i in range(count))
+    def _found(self, tag: int) -> list[int] | None:
+        """The words of all ranks; None unless all of them have come to this sum."""
+        first = self._numbers[tag % 2]
+        found: list[int] = self._words[first : first + self._collective.size * MOST_NUMBERS].tolist()
+        return None if any(word >> _BITS != tag for word in found) else found
 
-    def _is_here(self, tag: int, places: Sequence[int], count: int) -> bool:
+    def _is_here(self, tag: int) -> bool:
         """Whether a sum, for which a rank has asked that, is computed here. Waits for the decision."""
         while self._words[self._decisions[tag % 2]] >> 1 != tag:
-            self._decide(tag, places, count)
+            self._decide(tag)
         return bool(self._words[self._decisions[tag % 2]] & 1)
 
-    def _decide(self, tag: int, places: Sequence[int], count: int) -> None:
+    def _decide(self, tag: int) -> None:
         """See Note [Late ranks]."""
         fcntl.lockf(self._handle, fcntl.LOCK_EX)
         try:
             if self._words[self._decisions[tag % 2]] >> 1 != tag:
                 self._words[self._asked] = tag
                 time.sleep(_GRACE_SECONDS)
-                self._words[self._decisions[tag % 2]] = tag << 1 | self._is_complete(tag, places, count)
+                self._words[self._decisions[tag % 2]] = tag << 1 | (self._found(tag) is not None)
         finally:
             fcntl.lockf(self._handle, fcntl.LOCK_UN)
