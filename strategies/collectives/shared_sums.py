@@ -1,7 +1,7 @@
 """Sums of a few integers over the ranks of one machine, through shared memory.
 
 Where ranks agree before each step, all of them wait for the answer. By a message of gloo that adds 2.4 ms to a step of
-3.5 ms (two ranks on two cores), and here nothing that can be measured. Each rank writes its numbers, and reads those of
+3.5 ms (two ranks on two cores), and here 0.1 ms. Each rank writes its numbers, and reads those of
 the others until all of them have the number of this sum. Numbers are written twice alternately: a rank that writes the
 next but one has seen the next of every other rank, which has read this one then.
 
