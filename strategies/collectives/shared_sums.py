@@ -21,9 +21,9 @@ import mmap
 import os
 import secrets
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import final
+from weakref import WeakKeyDictionary, finalize
 
 from fabric.strategies.collectives.collective import Collective
 
@@ -38,12 +38,30 @@ _OFFSET, _NUM_TAGS = 2 ** (_BITS - 1), 2 ** (64 - _BITS)
 _PADDING = (0,) * MOST_NUMBERS
 
 
+_MADE: WeakKeyDictionary[Collective, _SharedSums | None] = WeakKeyDictionary()
+"""What a program made for a collective, once for all of its loaders."""
+
+
 def shared_sums(collective: Collective) -> Callable[[Sequence[int]], Sequence[float]] | None:
     """A function that gives every rank the sums of all ranks' numbers; None unless all ranks run on this machine.
 
     It takes at most `MOST_NUMBERS` numbers, each at least -2**39 and below 2**39.
-    Ranks: all call it, and all call the function. Costs a broadcast and an all-reduce of one number.
+    Ranks: all call it, and all call the function. The first time costs a broadcast and an all-reduce of one number.
     """
+    if collective not in _MADE:
+        _MADE[collective] = _make(collective)
+    sums = _MADE[collective]
+    if sums is None:
+        return None
+
+    def add(numbers: Sequence[int]) -> Sequence[float]:
+        found = sums.add(numbers)
+        return collective.start_add_numbers(numbers)() if found is None else found
+
+    return add
+
+
+def _make(collective: Collective) -> _SharedSums | None:
     if collective.size == 1:
         return None
     made = _create(collective.size) if collective.rank == 0 else None
@@ -51,9 +69,9 @@ def shared_sums(collective: Collective) -> Callable[[Sequence[int]], Sequence[fl
     if place is None:
         return None
     handle = _find(*place) if made is None else made[0]
-    sums = None if handle is None else _SharedSums(handle, collective)
+    sums = None if handle is None else _SharedSums(handle, collective.rank, collective.size)
     (num_found,) = collective.start_add_numbers([sums is not None])()
-    return sums.add if sums is not None and num_found == collective.size and sums.has_processes else None
+    return sums if sums is not None and num_found == collective.size and sums.has_processes else None
 
 
 def _create(num_ranks: int) -> tuple[int, tuple[int, int, str]] | None:
@@ -90,36 +108,33 @@ class _SharedSums:
     """See `shared_sums`. The memory: for each rank the number of its process; the sum that a rank has asked to compute
     by the collective; two decisions; twice the numbers of each rank."""
 
-    def __init__(self, handle: int, collective: Collective) -> None:
+    def __init__(self, handle: int, rank: int, size: int) -> None:
         """`handle`: is closed with this object."""
-        self._handle, self._collective = handle, collective
-        weakref.finalize(self, os.close, handle)
+        self._handle, self._rank, self._size = handle, rank, size
+        finalize(self, os.close, handle)
         self._words = memoryview(mmap.mmap(handle, 0)).cast("Q")
-        size = collective.size
         self._asked, self._decisions = size, (size + 1, size + 2)
         self._numbers = (size + 3, size + 3 + size * MOST_NUMBERS)
         self._tag = 0
-        self._words[collective.rank] = os.getpid()
+        self._words[rank] = os.getpid()
 
     @property
     def has_processes(self) -> bool:
         """Whether each rank is a process of its own: locks do not exclude threads of one."""
-        size = self._collective.size
-        return len(set(self._words[:size].tolist())) == size
+        return len(set(self._words[: self._size].tolist())) == self._size
 
-    def add(self, numbers: Sequence[int]) -> Sequence[float]:
-        """See `shared_sums`. After a rank has waited, its caches are cold, and each line of Python takes longer: see
-        Note [Cold Python]."""
+    def add(self, numbers: Sequence[int]) -> list[int] | None:
+        """The sums; None if the collective computes them. Each line counts: see Note [Cold Python]."""
         self._tag = tag = self._tag % (_NUM_TAGS - 1) + 1
         zero = (tag << _BITS) + _OFFSET
-        place = self._numbers[tag % 2] + self._collective.rank * MOST_NUMBERS
+        place = self._numbers[tag % 2] + self._rank * MOST_NUMBERS
         for number in (*numbers, *_PADDING[len(numbers) :]):
             self._words[place] = zero + number
             place += 1
         found = self._awaited(tag)
         if found is None or (self._words[self._asked] == tag and not self._is_here(tag)):
-            return self._collective.start_add_numbers(numbers)()
-        zeros = self._collective.size * zero
+            return None
+        zeros = self._size * zero
         return [sum(found[number::MOST_NUMBERS]) - zeros for number in range(len(numbers))]
 
     def _awaited(self, tag: int) -> list[int] | None:
@@ -137,7 +152,7 @@ class _SharedSums:
     def _found(self, tag: int) -> list[int] | None:
         """The words of all ranks; None unless all of them have come to this sum."""
         first = self._numbers[tag % 2]
-        found: list[int] = self._words[first : first + self._collective.size * MOST_NUMBERS].tolist()
+        found: list[int] = self._words[first : first + self._size * MOST_NUMBERS].tolist()
         return None if any(word >> _BITS != tag for word in found) else found
 
     def _is_here(self, tag: int) -> bool:
