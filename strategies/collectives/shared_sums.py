@@ -34,7 +34,7 @@ _SLEEP_SECONDS, _LONGEST_SLEEP_SECONDS = 20e-6, 1e-3
 
 _BITS = 40
 """Of a number in memory. The other 24 bits of the word tell to which sum it belongs: a word is written at once."""
-_OFFSET, _NUM_TAGS = 2 ** (_BITS - 1), 2 ** (64 - _BITS)
+_OFFSET, _NUM_TAGS = 2 ** (_BITS - 1), 2 ** (64 - _BITS) - 2  # an even number: sums alternate between two places
 _PADDING = (0,) * MOST_NUMBERS
 
 
@@ -125,7 +125,7 @@ class _SharedSums:
 
     def add(self, numbers: Sequence[int]) -> list[int] | None:
         """The sums; None if the collective computes them. Each line counts: see Note [Cold Python]."""
-        self._tag = tag = self._tag % (_NUM_TAGS - 1) + 1
+        self._tag = tag = self._tag % _NUM_TAGS + 1
         zero = (tag << _BITS) + _OFFSET
         place = self._numbers[tag % 2] + self._rank * MOST_NUMBERS
         for number in (*numbers, *_PADDING[len(numbers) :]):
