@@ -60,14 +60,14 @@ def share_loader(
     )
 
 
-def votes_over(collective: Collective, *, in_step: bool = False) -> Votes:
+def votes_over(collective: Collective, at_once: bool = False) -> Votes:
     """The `Votes` of the ranks of a collective, over a new process group. Ranks: all call it.
 
-    `in_step`: there is an all-reduce before each batch. On one machine it is done by `shared_sums`, within `start`.
+    `at_once`: each all-reduce is awaited before the next batch. On one machine `shared_sums` does it, within `start`.
     """
     apart = collective.split(list(range(collective.size)))
     assert apart is not None
-    add = shared_sums(apart) if in_step else None
+    add = shared_sums(apart) if at_once else None
 
     def start(numbers: list[int]) -> Callable[[], Sequence[float]]:
         if add is None:

@@ -16,7 +16,6 @@ held meanwhile, which the kernel releases if its holder ends.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import secrets
@@ -124,7 +123,7 @@ class _SharedSums:
         return len(set(self._words[: self._size].tolist())) == self._size
 
     def add(self, numbers: Sequence[int]) -> list[int] | None:
-        """The sums; None if the collective computes them. Each line counts: see Note [Cold Python]."""
+        """The sums; None if the collective computes them. For its speed see Note [Cold Python] in `process_group.py`."""
         self._tag = tag = self._tag % _NUM_TAGS + 1
         zero = (tag << _BITS) + _OFFSET
         place = self._numbers[tag % 2] + self._rank * MOST_NUMBERS
@@ -163,6 +162,8 @@ class _SharedSums:
 
     def _decide(self, tag: int) -> None:
         """See Note [Late ranks]."""
+        import fcntl  # Windows has none, and no shared memory here
+
         fcntl.lockf(self._handle, fcntl.LOCK_EX)
         try:
             if self._words[self._decisions[tag % 2]] >> 1 != tag:

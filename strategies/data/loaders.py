@@ -29,7 +29,7 @@ from fabric.strategies.data.iterable import Collate, Counted, ReseededStream, Sh
 from fabric.strategies.data.loader_check import Ranks, agree_on_loader, agree_on_seed
 from fabric.strategies.data.loader_numbers import LoaderNumbers
 from fabric.strategies.data.partition import Cut, LeaveOut, RoundRobinCut, SampleCut
-from fabric.strategies.data.positions import Resumable
+from fabric.strategies.data.positions import Resumable, saves_each_position
 from fabric.strategies.data.rng import own_rngs
 from fabric.strategies.data.seeded_dataset import SeededDataset
 from fabric.strategies.data.share import Share, Uneven, Use
@@ -364,12 +364,14 @@ def _agreement(loader: Iterable[Any], words: str, setup: _Setup, *, exact: bool)
     if setup.ranks.size == 1 or setup.ranks.votes is None:
         return None
     # Read ahead what workers load; and without workers too if a `SharedStream` makes the batches, whose random
-    # generators are its own. A loader with a state and workers returns a position for each batch at no cost.
-    ahead = isinstance(loader, DataLoader) and loader.num_workers > 0
-    if isinstance(loader, DataLoader) and not isinstance(loader, Resumable):
-        ahead = ahead or (loader.batch_size is not None and not exact)
+    # generators are its own.
+    ahead = False
+    if isinstance(loader, Resumable):
+        ahead = saves_each_position(loader)
+    elif isinstance(loader, DataLoader):
+        ahead = loader.num_workers > 0 or (loader.batch_size is not None and not exact)
     when_ended = setup.when_ended or ("error" if setup.uneven else "stop")
-    votes = setup.ranks.votes(in_step=not ahead)
+    votes = setup.ranks.votes(not ahead)
     return Agreement(when_ended, votes, words, setup.report, ahead=ahead, trains=not setup.uneven)
 
 

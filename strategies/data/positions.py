@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 MOST_VALUE_BYTES = 64 * 2**10
 """Of the strings and numbers of a batch in a position. They are sent to all ranks when they are saved; tensors are not:
@@ -22,6 +23,17 @@ class Resumable(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def saves_each_position(loader: Resumable) -> bool:
+    """Whether `state_dict` costs little after each batch, and does not change later: torchdata's `StatefulDataLoader`,
+    whose workers send the state of the data with each batch. Others may return an object that they go on to change."""
+    module = getattr(getattr(type(loader), "state_dict", None), "__module__", None) or ""
+    return (
+        module.startswith("torchdata.stateful_dataloader.")
+        and isinstance(loader, DataLoader)
+        and loader.num_workers > 0
+    )
 
 
 @runtime_checkable

@@ -18,7 +18,7 @@ from worlds import run_world
 from fabric import Fabric
 from fabric.launchers.world import World
 from fabric.strategies.checkpoint.manifest import Manifest
-from fabric.strategies.data.positions import unsaved_part
+from fabric.strategies.data.positions import saves_each_position, unsaved_part
 from fabric.strategies.data.uneven import Agreement, Votes
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -182,6 +182,19 @@ def ahead_on_two_ranks(world: World, folder: str, uneven: str, how: dict[str, An
         in_the_tail = [[(0, 30), (0, 41), (1, 31)]] if uneven == "repeat" else []
         stopped = [[(0, 5), (0, 8), (0, 27), (1, 13)], [(0, 29), (1, 0)], *in_the_tail]
         return run([], ""), [run(stops, f"{folder}/{number}") for number, stops in enumerate(stopped)]
+
+
+class Live(StatefulDataLoader[Tensor]):
+    """A loader whose state is an object that it goes on to change."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+
+def test_only_loaders_whose_workers_send_positions_are_read_ahead() -> None:
+    assert saves_each_position(StatefulDataLoader(Plain(0, 4), num_workers=1))
+    assert not saves_each_position(StatefulDataLoader(Plain(0, 4)))
+    assert not saves_each_position(Live(Plain(0, 4), num_workers=1))
 
 
 @pytest.mark.slow
