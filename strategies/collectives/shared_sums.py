@@ -123,7 +123,7 @@ class _SharedSums:
         return len(set(self._words[: self._size].tolist())) == self._size
 
     def add(self, numbers: Sequence[int]) -> list[int] | None:
-        """The sums; None if the collective computes them. For its speed see Note [Cold Python] in `process_group.py`."""
+        """The sums; None if the collective computes them. Its speed: see Note [Cold Python] in `process_group.py`."""
         self._tag = tag = self._tag % _NUM_TAGS + 1
         zero = (tag << _BITS) + _OFFSET
         place = self._numbers[tag % 2] + self._rank * MOST_NUMBERS
