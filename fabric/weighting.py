@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, TypeAlias, final
 
 import torch
@@ -101,10 +101,11 @@ class Weighting:
 
     def _refuse_divided(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         parameters, divided = self._divided.pop(module, ([], []))
-        present = zip(parameters, map(_grad, parameters), divided, strict=True)
-        still = {parameter for parameter, now, then in present if now is not None and now is then}
-        if not still:
+        present = list(map(_grad, parameters))
+        if not any(map(is_, present, divided)):  # after `zero_grad`, none is
             return
+        each = zip(parameters, present, divided, strict=True)
+        still = {parameter for parameter, now, then in each if now is not None and now is then}
         stepped = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
         if any(_is_nonzero(parameter.grad) for parameter in stepped if parameter in still):
             raise RuntimeError(_DIVIDED.format(name=type(module).__name__))

@@ -44,7 +44,7 @@ class Carrier:
         mean, self.parameter.grad = self.parameter.grad, None
         if mean is None:
             return 1.0
-        return mean.item() if mean.device.type == "cpu" else mean.clone()
+        return mean.item() if mean.is_cpu else mean.clone()
 
 
 _EXACT = (torch.float32, torch.float64)

@@ -129,14 +129,17 @@ class LocalGradientSync(GradientSync):
         pass
 
 
-@torch.no_grad()
 def scale_gradients(parameters: Iterable[Tensor], factor: Factor) -> None:
     """Multiply this rank's gradients, or its shards of them, of the trained parameters."""
-    gradients = [
-        grad if type(grad) is Tensor else local_part(grad)
-        for parameter in parameters
-        if parameter.requires_grad and (grad := parameter.grad) is not None
-    ]
+    gradients = [grad for parameter in parameters if parameter.requires_grad and (grad := parameter.grad) is not None]
+    if all(type(each) is Tensor and not each.requires_grad for each in gradients):
+        _multiply(gradients, factor)
+        return
+    with torch.no_grad():  # entered only here: it takes a third of the time of multiplying a few gradients
+        _multiply([each if type(each) is Tensor else local_part(each) for each in gradients], factor)
+
+
+def _multiply(gradients: list[Tensor], factor: Factor) -> None:
     if not isinstance(factor, Tensor):
         if gradients:
             torch._foreach_mul_(gradients, factor)
