@@ -48,7 +48,7 @@ class RepeatedBatches:
         """Called with the factor of each batch that the loop receives."""
         if isinstance(factor, Later):  # the one before is agreed on
             self._settle([key for key in self._received if key[0] is iteration])
-        self._received[iteration, factor] += 1
+        self._received[iteration, factor] = self._received.get((iteration, factor), 0) + 1
 
     def end(self, iteration: object) -> None:
         """Called when an iteration ends, or its loop is left."""
@@ -67,6 +67,8 @@ class RepeatedBatches:
     @property
     def is_uncounted(self) -> bool:
         """Whether the loop has received a repeated batch, or another rank has, and no backward has followed."""
+        if not self._received:
+            return False
         self._settle(list(self._received))
         return any(factor != 1 for _, factor in self._received)
 
@@ -76,18 +78,23 @@ class RepeatedBatches:
         Raises: RuntimeError: on every rank, if the loss may be of several batches with different factors.
         """
         if self._received:
-            self._settle(list(self._received))
-            totals: Counter[object] = Counter()
-            for (iteration, _), number in self._received.items():
-                totals[iteration] += number
-            for iteration, total in totals.items():
-                self._iterations.setdefault(iteration, total > 1)
-            factors = {factor for _, factor in self._received if not isinstance(factor, Later)}
-            self._factor = factors.pop()
-            if factors or (self._factor != 1 and any(self._iterations[each] for each in totals)):
-                raise RuntimeError(_WHICH_BATCH)
+            (iteration, factor), *others = self._received
+            is_usual = factor == 1 and not others and iteration in self._iterations
+            self._factor = 1.0 if is_usual else self._common_factor()
             self._received.clear()
         return self._factor
+
+    def _common_factor(self) -> float:
+        self._settle(list(self._received))
+        totals: Counter[object] = Counter()
+        for (iteration, _), number in self._received.items():
+            totals[iteration] += number
+        for iteration, total in totals.items():
+            self._iterations.setdefault(iteration, total > 1)
+        factor, *others = {factor for _, factor in self._received if not isinstance(factor, Later)}
+        if others or (factor != 1 and any(self._iterations[each] for each in totals)):
+            raise RuntimeError(_WHICH_BATCH)
+        return factor
 
     def _settle(self, received: list[tuple[object, Factor]]) -> None:
         """Wait for the factors of these batches."""
