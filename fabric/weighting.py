@@ -2,9 +2,9 @@
 
 Both sums are over all ranks and micro-batches, so padding, shorter batches and ranks with fewer samples do not change
 the result. Strategies average gradients over ranks; weighting then divides the averages by the mean weight of the
-ranks. It is reduced together with the gradients (`GradientSync.carry`), or by a scalar all-reduce that overlaps with
-backward. Ranks that hold parts of one model have the same loss and the same weight, so the mean over all ranks equals
-the mean over those with data of their own.
+ranks. On one machine that is computed in shared memory, otherwise by a scalar all-reduce that overlaps with backward.
+Ranks that hold parts of one model have the same loss and the same weight, so the mean over all ranks equals the mean
+over those with data of their own.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.collectives.shared_sums import shared_float_sum
 from fabric.strategies.gradients.averaging import average
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.gradients.in_shards import InShards
@@ -68,7 +69,7 @@ class Weighting:
         for model in models:
             self._refuse_divided(model.module, optimizers)
         weights = [self._before(model) + weight for model in models]
-        factors_of = self._start(models, weights)
+        factors_of = _start_factors(self._collective, weights)
         run()
         factors = factors_of()
         for model, factor in zip(models, factors, strict=True):
@@ -80,14 +81,6 @@ class Weighting:
                 self._divided[model.module] = parameters, gradients
         if bare is not None:
             bare.scale(factors[0])
-
-    def _start(self, models: Sequence[Prepared], weights: Sequence[Weight]) -> Callable[[], Sequence[Factor]]:
-        """Send the weights with the gradients if every model can, and otherwise separately."""
-        carried = [model.sync.carry(weight) for model, weight in zip(models, weights, strict=True)]
-        means = [mean for mean in carried if mean is not None]
-        if len(means) < len(models):
-            return _start_factors(self._collective, weights)
-        return lambda: [_inverse(mean()) for mean in means]
 
     def _before(self, model: Prepared) -> Weight:
         """The sum of the weights of gradients that are not synchronised yet."""
@@ -169,6 +162,10 @@ def _start_factors(collective: Collective, weights: Sequence[Weight]) -> Callabl
     numbers = [weight for weight in weights if not isinstance(weight, Tensor)]
     if collective.size == 1 and len(numbers) == len(weights):
         return lambda: [_inverse(number) for number in numbers]
+    start = shared_float_sum(collective) if len(numbers) == len(weights) == 1 else None
+    if start is not None:
+        total = start(numbers[0])
+        return lambda: [_inverse(total() / collective.size)]
     means = collective.start_all_reduce(_stacked(weights), "mean")
     return lambda: [_inverse(mean) for mean in _numbers(means())]
 

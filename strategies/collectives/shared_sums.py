@@ -21,6 +21,8 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from struct import Struct
 from typing import final
 from weakref import WeakKeyDictionary, finalize
 
@@ -37,6 +39,7 @@ _BITS = 40
 """Of a number in memory. The other 24 bits of the word tell to which sum it belongs: a word is written at once."""
 _OFFSET, _NUM_TAGS = 2 ** (_BITS - 1), 2 ** (64 - _BITS) - 2  # an even number: sums alternate between two places
 _PADDING = (0,) * MOST_NUMBERS
+_FLOAT, _HALVES = Struct("=d"), Struct("=II")
 
 
 _MADE: WeakKeyDictionary[Collective, _SharedSums | None] = WeakKeyDictionary()
@@ -49,9 +52,7 @@ def shared_sums(collective: Collective) -> Callable[[Sequence[int]], Sequence[fl
     It takes at most `MOST_NUMBERS` numbers, each at least -2**39 and below 2**39.
     Ranks: all call it, and all call the function. The first time costs a broadcast and an all-reduce of one number.
     """
-    if collective not in _MADE:
-        _MADE[collective] = _make(collective)
-    sums = _MADE[collective]
+    sums = _of(collective)
     if sums is None:
         return None
 
@@ -60,6 +61,49 @@ def shared_sums(collective: Collective) -> Callable[[Sequence[int]], Sequence[fl
         return collective.start_add_numbers(numbers)() if found is None else found
 
     return add
+
+
+def shared_float_sum(collective: Collective) -> Callable[[float], Callable[[], float]] | None:
+    """As `shared_sums`, for one number of any size. The function returns another one, which waits for the sum.
+
+    Ranks: as `shared_sums`; and all call the second function before they call the first one again, or none does.
+    """
+    sums = _of(collective)
+    return None if sums is None else partial(_start_float_sum, collective, sums)
+
+
+def _start_float_sum(collective: Collective, sums: _SharedSums, number: float) -> Callable[[], float]:
+    if sums.unread is not None:  # the backward that it was for has raised
+        _finish_float_sum(collective, sums, sums.unread)
+    sums.begin(_HALVES.unpack(_FLOAT.pack(number)))
+    sums.unread = number
+    result: float | None = None
+
+    def finish() -> float:
+        nonlocal result
+        if result is None:
+            result = _finish_float_sum(collective, sums, number)
+        return result
+
+    return finish
+
+
+def _finish_float_sum(collective: Collective, sums: _SharedSums, number: float) -> float:
+    words = sums.end()
+    sums.unread = None
+    if words is None:
+        return collective.start_add_numbers([number])()[0]
+    numbers: list[float] = [
+        _FLOAT.unpack(_HALVES.pack(*halves))[0]
+        for halves in zip(words[::MOST_NUMBERS], words[1::MOST_NUMBERS], strict=True)
+    ]
+    return sum(numbers)
+
+
+def _of(collective: Collective) -> _SharedSums | None:
+    if collective not in _MADE:
+        _MADE[collective] = _make(collective)
+    return _MADE[collective]
 
 
 def _make(collective: Collective) -> _SharedSums | None:
@@ -117,6 +161,8 @@ class _SharedSums:
         self._asked, self._decisions = size, (size + 1, size + 2)
         self._numbers = (size + 3, size + 3 + size * MOST_NUMBERS)
         self._tag = 0
+        self.unread: float | None = None
+        """This rank's number in a sum whose result was not asked for yet."""
         self._words[rank] = os.getpid()
 
     @property
@@ -126,17 +172,27 @@ class _SharedSums:
 
     def add(self, numbers: Sequence[int]) -> list[int] | None:
         """The sums; None if the collective computes them. Its speed: see Note [Cold Python] in `process_group.py`."""
+        self.begin(numbers)
+        found = self.end()
+        return None if found is None else [sum(found[number::MOST_NUMBERS]) for number in range(len(numbers))]
+
+    def begin(self, numbers: Sequence[int]) -> None:
+        """Write this rank's numbers. `end` follows before the next `begin`."""
         self._tag = tag = self._tag % _NUM_TAGS + 1
         zero = (tag << _BITS) + _OFFSET
         place = self._numbers[tag % 2] + self._rank * MOST_NUMBERS
         for number in (*numbers, *_PADDING[len(numbers) :]):
             self._words[place] = zero + number
             place += 1
+
+    def end(self) -> list[int] | None:
+        """Wait for the other ranks' numbers. Returns those of all, in rank order; None if the collective adds them."""
+        tag = self._tag
         found = self._awaited(tag)
         if found is None or (self._words[self._asked] == tag and not self._is_here(tag)):
             return None
-        zeros = self._size * zero
-        return [sum(found[number::MOST_NUMBERS]) - zeros for number in range(len(numbers))]
+        zero = (tag << _BITS) + _OFFSET
+        return [word - zero for word in found]
 
     def _awaited(self, tag: int) -> list[int] | None:
         """Wait for all ranks to come to this sum, and return their words; None if the collective computes it."""

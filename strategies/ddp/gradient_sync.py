@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.packing import Spec
-from fabric.strategies.ddp.carrier import Carrier, can_carry
 from fabric.strategies.ddp.comm_hooks import register
 from fabric.strategies.gradients.call_module import CallModule
 from fabric.strategies.gradients.reducer import end_reducer
-from fabric.strategies.gradients.sync import Factor, Finish, GradientSync
+from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.changes import Contents
 from fabric.strategies.module.naming import name_some
@@ -41,7 +39,6 @@ class DDPGradientSync(GradientSync):
 
     def __init__(self, options: DDPStrategy, runtime: Runtime, module: nn.Module) -> None:
         self.options, self.collective, self.module = options, runtime.collective, module
-        self.backward = runtime.backward
         self.expects_backward = False
         self.needs_all = not (options.find_unused_parameters or options.static_graph)
         self.contents = Contents(module)
@@ -49,12 +46,6 @@ class DDPGradientSync(GradientSync):
         self.placement = self.contents.placement()
         self.parameters: list[nn.Parameter] = []
         self.parallel: DistributedDataParallel | None = None
-        self.carrier: Carrier | None = None
-        self.has_weights = False
-        """Whether a backward had a weight that could have been sent with the gradients."""
-        self.watched = False
-        """Whether the backward that `fabric.backward` runs is of this model."""
-        self.direct: RemovableHandle | None = None
         self.alike: Contents | None = None  # tensors that were broadcast from rank 0
         if any(self.contents.flags()):
             self._arrange(self.contents.flags())
@@ -85,18 +76,9 @@ class DDPGradientSync(GradientSync):
         # To traverse the modules would cost more than the rest of a weight.
         return self.contents.parameters if self.contents.is_as_it_was() else self.module.parameters()
 
-    def carry(self, weight: Factor) -> Callable[[], Factor] | None:
-        if self.carrier is None or not self.expects_backward:
-            self.has_weights = self.needs_all and self.options.comm_hook is None
-            return None
-        self.carrier.load(weight)
-        return self.carrier.mean
-
     def release(self) -> None:
         if self.parallel is not None:
             end_reducer(self.parallel)
-        if self.direct is not None:
-            self.direct.remove()
 
     def _is_arranged(self) -> bool:
         """Make sure that all trained parameters are averaged; False if there are none. Ranks: all, if the set has
@@ -128,13 +110,6 @@ class DDPGradientSync(GradientSync):
             check_call(self.collective, "\n".join([f"forward of `{type(self.module).__name__}`, which trains", *lines]))
             end_reducer(self.parallel)
         options, wrapped, parameters = self.options, CallModule(self.module), self.contents.trainable()
-        if self.has_weights:
-            self.carrier = Carrier(parameters) if can_carry(parameters) else None
-        if self.direct is not None:
-            self.direct.remove()
-        if self.carrier is not None:
-            wrapped.register_parameter("carrier", self.carrier.parameter)
-            self.direct = parameters[0].register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
         self.parallel = DistributedDataParallel(
             wrapped,
             process_group=self.collective.for_gradients().process_group,
@@ -164,10 +139,7 @@ class DDPGradientSync(GradientSync):
             parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         find_changed = _changes(parameters)
 
-        self.watched = True
-
         def check() -> None:
-            self.watched = False
             changed = find_changed()
             if not any(changed):
                 return
@@ -183,10 +155,6 @@ class DDPGradientSync(GradientSync):
                     f"{len(names)} parameters of `{type(self.module).__name__}` ({name_some(names)}) got no gradient "
                     f"in this backward, while others did. {UNUSED}"
                 )
-            if self.carrier is not None:
-                self.carrier.send()
-            elif self.has_weights and can_carry(self.parameters):
-                self._arrange(self.flags)  # with a carrier for the weights of the following backwards
 
         return check
 
@@ -207,12 +175,6 @@ class DDPGradientSync(GradientSync):
         if _MARKED_TWICE not in str(error):
             return None
         return (_TWICE if self.needs_all else _HIDDEN).format(name=type(self.module).__name__)
-
-    def _arrived(self, parameter: Tensor) -> None:
-        """Called within each backward, once the model has a carrier."""
-        is_ours = self.watched and self.backward.is_running  # one that raised leaves `watched`
-        if self.synced and self.expects_backward and not is_ours:
-            raise RuntimeError(_DIRECT.format(name=type(self.module).__name__))
 
 
 def _changes(parameters: Sequence[Tensor]) -> Callable[[], list[bool]]:
@@ -247,11 +209,6 @@ _NOT_AVERAGED = (
     "method other than `forward` (call `model.mark_forward_method('name')` once after `setup`), or backward ran twice "
     "after one forward (add the losses, and call `fabric.backward` once), or forward ran inside `no_backward_sync` and "
     "backward outside of it. The weights are unchanged; `optimizer.zero_grad()` discards the gradients."
-)
-
-_DIRECT = (
-    "`loss.backward()` after `fabric.backward(loss, weight=...)`: the weights of `{name}` are averaged with its "
-    "gradients, which `fabric.backward` completes. Call `fabric.backward(loss)`."
 )
 
 UNUSED = (

@@ -80,14 +80,6 @@ class GradientSync(ABC):
         """Whether all ranks hold the same whole parameters, although each has gradients of a part of them."""
         return False
 
-    def carry(self, weight: Factor) -> Callable[[], Factor] | None:
-        """Called before `watch`: send this rank's weight along with the gradients of the coming synchronised backward.
-
-        Returns a function that, called after the backward, returns the mean weight of all ranks; None if the technique
-        would need a message of its own. Ranks: all get the same answer.
-        """
-        return None
-
     @abstractmethod
     def parameters_held(self) -> Iterable[Tensor]:
         """The parameters as optimizers hold them: shards, even while `module.parameters()` returns gathered ones."""

@@ -16,6 +16,7 @@ from worlds import run_world
 from fabric import Fabric
 from fabric.launchers.world import World
 from fabric.strategies import DDPStrategy
+from fabric.strategies.collectives import shared_sums
 
 SAMPLES = torch.randn(64, 3, generator=torch.Generator().manual_seed(1))
 
@@ -278,10 +279,11 @@ def count_buckets(state: Any, bucket: Any) -> Any:
     return work.get_future().then(lambda done: done.value()[0])
 
 
-def count_messages(world: World, weighted: bool, hooked: bool) -> list[tuple[int, int]]:
-    """After each window: how often gradients were sent by our hook, and how many all-reduces of Python there were
-    besides."""
-    fabric = ranks(world, DDPStrategy(comm_hook=count_buckets if hooked else None))
+def count_messages(world: World, weighted: bool, one_machine: bool) -> list[tuple[int, int]]:
+    """After each window: how often gradients were sent by our hook, and how many all-reduces there were besides."""
+    if not one_machine:
+        shared_sums._create = lambda num_ranks: None  # this process is a rank, and ends with it
+    fabric = ranks(world, DDPStrategy(comm_hook=count_buckets))
     model, optimizer = fabric.setup(*parts())
     given, others = torch.distributed.all_reduce, []
 
@@ -289,7 +291,10 @@ def count_messages(world: World, weighted: bool, hooked: bool) -> list[tuple[int
         others.append(args[0].numel())
         return given(*args, **kwargs)
 
-    torch.distributed.all_reduce = counted  # this process is a rank, and ends with it
+    torch.distributed.all_reduce = counted
+    gradients: Any = fabric.collective.for_gradients()
+    add = gradients.start_add_numbers
+    gradients.start_add_numbers = lambda numbers: (others.append(len(numbers)), add(numbers))[1]
     found = []
     try:
         for window in fabric.accumulate(SAMPLES[:10], 4):
@@ -309,13 +314,13 @@ def count_messages(world: World, weighted: bool, hooked: bool) -> list[tuple[int
 @pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True])
 def test_gradients_are_reduced_once_per_window_and_weights_add_one_number(weighted: bool) -> None:
-    for found in run_world(2, count_messages, weighted, True):
+    for found in run_world(2, count_messages, weighted, False):
         assert found == [(1, int(weighted))] * 3
 
 
 @pytest.mark.slow
-def test_weights_are_sent_with_the_gradients_of_ddp_from_the_second_window_on() -> None:
-    for found in run_world(2, count_messages, True, False):
+def test_weights_send_nothing_on_one_machine_once_ranks_share_memory() -> None:
+    for found in run_world(2, count_messages, True, True):
         assert [others for _, others in found] == [1, 0, 0]
 
 
@@ -323,45 +328,56 @@ def fail(gradient: Tensor) -> None:
     raise ArithmeticError("in the backward of a loss")
 
 
-def mix_weights(world: World) -> tuple[list[list[float]], str]:
-    """The gradients of windows with and without weights, of layers frozen and unfrozen; then a backward that raises,
-    and a backward of torch."""
+def mix_weights(world: World, one_machine: bool) -> list[list[float]]:
+    """The gradients of windows with and without weights, of layers frozen and unfrozen; then after two backwards that
+    raise, and of a backward of torch."""
+    if not one_machine:
+        shared_sums._create = lambda num_ranks: None  # this process is a rank, and ends with it
     fabric = ranks(world)
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=0.1))
     found = []
-    for step, batch in enumerate(SAMPLES[:32].split(4)):
-        model[0].requires_grad_(step % 3 != 2)
-        mine = batch[: 3 if step % 2 else 2] if world.rank == 0 else batch[3 if step % 2 else 2 :]
-        mine = batch if world.size == 1 else mine
-        if step == 4:  # a mean over equal parts, without a weight
-            fabric.backward(model(batch).square().mean())
-        else:
-            fabric.backward(model(mine).square().sum(), weight=torch.tensor(len(mine)))
+
+    def mine(batch: Tensor, number: int) -> Tensor:
+        return batch if world.size == 1 else batch[:number] if world.rank == 0 else batch[number:]
+
+    def finish() -> None:
         found.append([number for p in model.parameters() if p.grad is not None for number in p.grad.flatten().tolist()])
         optimizer.step()
         optimizer.zero_grad()
-    loss = model(SAMPLES[:4]).sum()
-    loss.register_hook(fail)
-    with pytest.raises(ArithmeticError):
-        fabric.backward(loss, weight=4)
-    reported = ""
-    try:
-        model(SAMPLES[:4]).sum().backward()
-    except RuntimeError as error:
-        reported = str(error)
+
+    for step, batch in enumerate(SAMPLES[:32].split(4)):
+        model[0].requires_grad_(step % 3 != 2)
+        part = mine(batch, 3 if step % 2 else 2)
+        if step == 4:  # a mean over equal parts, without a weight
+            fabric.backward(model(batch).square().mean())
+        else:
+            # Halves and thirds have no short form in binary.
+            fabric.backward(model(part).square().sum() / 3, weight=torch.tensor(len(part)) / 3)
+        finish()
+    for _ in range(2):
+        loss = model(SAMPLES[:4]).sum()
+        loss.register_hook(fail)
+        with pytest.raises(ArithmeticError):
+            fabric.backward(loss, weight=4)
+        optimizer.zero_grad()
+    part = mine(SAMPLES[:4], 1)
+    fabric.backward(model(part).square().sum(), weight=len(part))
+    finish()
+    model(SAMPLES[:4]).sum().backward()
+    finish()
     fabric.close()
-    return found, reported
+    return found
 
 
 @pytest.mark.slow
-def test_weights_that_are_sent_with_gradients_are_exact_and_a_backward_of_torch_raises() -> None:
-    (alone,) = run_world(1, mix_weights)
-    for found, reported in run_world(2, mix_weights):
-        for one, other in zip(found, alone[0], strict=True):
+@pytest.mark.parametrize("one_machine", [True, False])
+def test_weights_are_exact_beside_other_backwards_and_after_one_that_raised(one_machine: bool) -> None:
+    (alone,) = run_world(1, mix_weights, one_machine)
+    for found in run_world(2, mix_weights, one_machine):
+        for one, other in zip(found, alone, strict=True):
             assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
-        assert reported.endswith("Call `fabric.backward(loss)`.")
 
 
 def delay_backwards(world: World) -> tuple[Tensor, str]:

@@ -21,7 +21,7 @@ from fabric.launchers.world import World
 from fabric.strategies.collectives import shared_sums as module
 from fabric.strategies.collectives.collective import Collective, CollectiveError
 from fabric.strategies.collectives.process_group import TorchCollective
-from fabric.strategies.collectives.shared_sums import shared_sums
+from fabric.strategies.collectives.shared_sums import shared_float_sum, shared_sums
 
 
 def on_collective(world: World, body: Any, *args: Any) -> Any:
@@ -81,6 +81,35 @@ def test_a_late_rank_gets_the_same_sums_by_the_collective() -> None:
         assert sums == [[3 * number, -3] for number in range(150)]
         assert 10 < num_sent < 140
         assert num_sent == found[0][1]
+
+
+def add_floats(collective: Collective, is_late: bool) -> tuple[list[float], list[float], int]:
+    """Sums in two steps, of which some are begun on all ranks and not asked for: found, expected, and sent messages."""
+    if is_late:
+        module._PATIENCE_SECONDS, module._GRACE_SECONDS = 0.01, 0.005
+    start, same, own = shared_float_sum(collective), random.Random(1), random.Random(collective.rank)
+    assert start is not None
+    found, expected = [], []
+    with counted(collective) as calls:
+        for _ in range(150 if is_late else 1000):
+            numbers = [same.uniform(-1, 1) * 10 ** same.randint(-300, 300) for _ in range(collective.size)]
+            if is_late and own.random() < 0.3:
+                time.sleep(own.uniform(0, 0.02))
+            finish = start(numbers[collective.rank])
+            if same.random() < 0.7:
+                found.append(finish())
+                expected.append(sum(numbers))
+                assert finish() == found[-1]
+    return found, expected, len(calls)
+
+
+def test_float_sums_are_those_of_all_ranks_whether_or_not_the_one_before_was_asked_for() -> None:
+    for found, expected, num_sent in run_world(3, on_collective, add_floats, False):
+        assert found == expected
+        assert num_sent == 0
+    for found, expected, num_sent in run_world(3, on_collective, add_floats, True):
+        assert found == pytest.approx(expected, rel=1e-12)
+        assert 10 < num_sent < 140
 
 
 def die_while_deciding(collective: Collective) -> None:
