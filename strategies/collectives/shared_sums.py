@@ -39,7 +39,7 @@ _BITS = 40
 """Of a number in memory. The other 24 bits of the word tell to which sum it belongs: a word is written at once."""
 _OFFSET, _NUM_TAGS = 2 ** (_BITS - 1), 2 ** (64 - _BITS) - 2  # an even number: sums alternate between two places
 _PADDING = (0,) * MOST_NUMBERS
-_FLOAT, _HALVES = Struct("=d"), Struct("=II")
+_FLOAT, _HALVES, _LOW_HALF = Struct("=d"), Struct("=II"), 2**32 - 1
 
 
 _MADE: WeakKeyDictionary[Collective, _SharedSums | None] = WeakKeyDictionary()
@@ -93,11 +93,10 @@ def _finish_float_sum(collective: Collective, sums: _SharedSums, number: float) 
     sums.unread = None
     if words is None:
         return collective.start_add_numbers([number])()[0]
-    numbers: list[float] = [
-        _FLOAT.unpack(_HALVES.pack(*halves))[0]
-        for halves in zip(words[::MOST_NUMBERS], words[1::MOST_NUMBERS], strict=True)
-    ]
-    return sum(numbers)
+    total = 0.0
+    for place in range(0, len(words), MOST_NUMBERS):
+        total += _FLOAT.unpack(_HALVES.pack(words[place] & _LOW_HALF, words[place + 1] & _LOW_HALF))[0]
+    return total
 
 
 def _of(collective: Collective) -> _SharedSums | None:
@@ -174,7 +173,10 @@ class _SharedSums:
         """The sums; None if the collective computes them. Its speed: see Note [Cold Python] in `process_group.py`."""
         self.begin(numbers)
         found = self.end()
-        return None if found is None else [sum(found[number::MOST_NUMBERS]) for number in range(len(numbers))]
+        if found is None:
+            return None
+        zeros = self._size * ((self._tag << _BITS) + _OFFSET)
+        return [sum(found[number::MOST_NUMBERS]) - zeros for number in range(len(numbers))]
 
     def begin(self, numbers: Sequence[int]) -> None:
         """Write this rank's numbers. `end` follows before the next `begin`."""
@@ -186,13 +188,12 @@ class _SharedSums:
             place += 1
 
     def end(self) -> list[int] | None:
-        """Wait for the other ranks' numbers. Returns those of all, in rank order; None if the collective adds them."""
+        """Wait for the other ranks. Returns the words of all, in rank order; None if the collective adds numbers."""
         tag = self._tag
         found = self._awaited(tag)
         if found is None or (self._words[self._asked] == tag and not self._is_here(tag)):
             return None
-        zero = (tag << _BITS) + _OFFSET
-        return [word - zero for word in found]
+        return found
 
     def _awaited(self, tag: int) -> list[int] | None:
         """Wait for all ranks to come to this sum, and return their words; None if the collective computes it."""
@@ -213,7 +214,7 @@ class _SharedSums:
         """The words of all ranks; None unless all of them have come to this sum."""
         first = self._numbers[tag % 2]
         found: list[int] = self._words[first : first + self._size * MOST_NUMBERS].tolist()
-        return None if any(word >> _BITS != tag for word in found) else found
+        return found if min(found) >> _BITS == tag == max(found) >> _BITS else None
 
     def _is_here(self, tag: int) -> bool:
         """Whether a sum, for which a rank has asked that, is computed here. Waits for the decision."""
