@@ -587,7 +587,7 @@ class Fabric:
             else:
                 runtime.loader_numbers.num_unweighted += 1
                 if self._weighting is not None:
-                    self._weighting.refuse_unweighted()
+                    self._weighting.note_unweighted(is_synchronised=not self._accumulation.held)
                 backward(counted, *args, **kwargs)
         finally:
             runtime.backward.is_running = False
@@ -659,7 +659,7 @@ class Fabric:
         if factor != 1 and (checked is None or not factor):
             scale_gradients(given, factor)
         checked = checked if factor or checked is None else 0.0 * checked
-        average_over_ranks(runtime.collective.for_gradients(), given, checked)
+        average_over_ranks(runtime.collective.for_gradients(), runtime.device, given, checked)
         if self._unaveraged is not None:
             self._unaveraged.note_averaged(given)
 
@@ -1169,7 +1169,8 @@ class Fabric:
         if len(self._models) > 1 and (not named or bare is not None):
             raise ValueError(_WEIGHT_OF_WHICH_MODEL if bare is None else _WEIGHT_OF_BARE_PARAMETERS)
         if self._weighting is None:
-            self._weighting = Weighting(self._connected.collective.for_gradients())
+            runtime = self._connected
+            self._weighting = Weighting(runtime.collective.for_gradients(), runtime.device)
         held = [any(each is model for each in self._accumulation.held) for model in models]
         if all(held):
             self._weighting.accumulate(models, weight, run)

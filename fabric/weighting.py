@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter, is_
 from typing import Any, TypeAlias, final
 
@@ -38,14 +39,21 @@ _grad = attrgetter("grad")
 class Weighting:
     """The weights of one fabric's losses, by model."""
 
-    def __init__(self, collective: Collective) -> None:
-        self._collective = collective
+    def __init__(self, collective: Collective, device: torch.device) -> None:
+        """`device`: of this rank."""
+        self._collective, self._device = collective, device
+        self._num_unweighted = 0
+        """Synchronised backwards without a weight since the first with one."""
         self._kept_back: dict[nn.Module, _Unsynced] = {}
         self._divided: dict[nn.Module, tuple[list[Tensor], list[Tensor | None]]] = {}
         """Parameters whose gradients were divided, and these gradients."""
 
-    def refuse_unweighted(self) -> None:
-        """Raise RuntimeError if a loss without a weight would be added to gradients that are not divided yet."""
+    def note_unweighted(self, *, is_synchronised: bool) -> None:
+        """Called before a backward without a weight.
+
+        Raises: RuntimeError: its gradients would be added to others that are not divided yet.
+        """
+        self._num_unweighted += is_synchronised
         if any(not kept.is_discarded() for kept in self._kept_back.values()):
             raise RuntimeError(_MIXED)
 
@@ -69,7 +77,7 @@ class Weighting:
         for model in models:
             self._refuse_divided(model.module, optimizers)
         weights = [self._before(model) + weight for model in models]
-        factors_of = _start_factors(self._collective, weights)
+        factors_of = _start_factors(self._collective, self._device, weights, self._num_unweighted)
         run()
         factors = factors_of()
         for model, factor in zip(models, factors, strict=True):
@@ -97,8 +105,8 @@ class Weighting:
         present = list(map(_grad, parameters))
         if not any(map(is_, present, divided)):  # after `zero_grad`, none is
             return
-        each = zip(parameters, present, divided, strict=True)
-        still = {parameter for parameter, now, then in each if now is not None and now is then}
+        gradients = zip(parameters, present, divided, strict=True)
+        still = {parameter for parameter, now, then in gradients if now is not None and now is then}
         stepped = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
         if any(_is_nonzero(parameter.grad) for parameter in stepped if parameter in still):
             raise RuntimeError(_DIVIDED.format(name=type(module).__name__))
@@ -127,9 +135,11 @@ class _Unsynced:
         return not any(_is_nonzero(parameter.grad) for parameter in self.sync.parameters_held())
 
 
-def average_over_ranks(collective: Collective, parameters: Sequence[Tensor], weight: Weight | None) -> None:
+def average_over_ranks(
+    collective: Collective, device: torch.device, parameters: Sequence[Tensor], weight: Weight | None
+) -> None:
     """See `Fabric.average_gradients`. Ranks: all."""
-    factors_of = None if weight is None else _start_factors(collective, [weight])
+    factors_of = None if weight is None else _start_factors(collective, device, [weight])
     average(collective, parameters)
     if factors_of is not None:
         scale_gradients(parameters, factors_of()[0])
@@ -143,8 +153,7 @@ def check_weight(weight: Any) -> Weight:
                 f"`backward(weight=...)` of shape {tuple(weight.shape)}: a loss has one weight. Pass `mask.sum()`."
             )
         if weight.device.type != "cpu":  # its value is not read: that would wait for the device
-            dtype = torch.float32 if weight.device.type == "mps" else torch.float64
-            return weight.detach().reshape(()).to(dtype)
+            return weight.detach().reshape(()).to(_dtype_on(weight.device))
     elif isinstance(weight, bool) or not isinstance(weight, (int, float)):
         raise TypeError(
             f"`backward(weight={weight!r})` is a `{type(weight).__name__}`. Pass the number of samples or tokens that "
@@ -156,18 +165,35 @@ def check_weight(weight: Any) -> Weight:
     return number
 
 
-def _start_factors(collective: Collective, weights: Sequence[Weight]) -> Callable[[], Sequence[Factor]]:
+def _start_factors(
+    collective: Collective, device: torch.device, weights: Sequence[Weight], place: int = 0
+) -> Callable[[], Sequence[Factor]]:
     """Start to average the weights over the ranks. Returns a function that waits, and returns the factors of the
-    gradients."""
+    gradients. `place`: the same on all ranks, or it raises RuntimeError, where that costs nothing."""
     numbers = [weight for weight in weights if not isinstance(weight, Tensor)]
     if collective.size == 1 and len(numbers) == len(weights):
         return lambda: [_inverse(number) for number in numbers]
-    start = shared_float_sum(collective) if len(numbers) == len(weights) == 1 else None
-    if start is not None:
-        total = start(numbers[0])
-        return lambda: [_inverse(total() / collective.size)]
+    if device.type not in ("cpu", "xla"):  # one rank may have `mask.sum()` there, and another 0
+        weights = [each if isinstance(each, Tensor) else _on(device, each) for each in weights]
+    elif len(numbers) == len(weights) == 1 and (start := shared_float_sum(collective)) is not None:
+        return partial(_factor_of, start(numbers[0], place), collective.size)
     means = collective.start_all_reduce(_stacked(weights), "mean")
     return lambda: [_inverse(mean) for mean in _numbers(means())]
+
+
+def _factor_of(finish: Callable[[], tuple[float, bool]], size: int) -> Sequence[Factor]:
+    total, is_same = finish()
+    if not is_same:
+        raise RuntimeError(_ON_SOME_RANKS)
+    return [_inverse(total / size)]
+
+
+def _on(device: torch.device, number: float) -> Tensor:
+    return torch.tensor(number, dtype=_dtype_on(device), device=device)
+
+
+def _dtype_on(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _stacked(weights: Sequence[Weight]) -> Tensor:
@@ -207,6 +233,10 @@ def _is_nonzero(gradient: Tensor | None) -> bool:
     return bool(local_part(gradient).count_nonzero())
 
 
+_ON_SOME_RANKS = (
+    "`fabric.backward(loss, weight=...)` on some ranks, and `fabric.backward(loss)` on others in the same step. Pass a "
+    "weight on every rank, zero where there is no data."
+)
 _MIXED = (
     "`fabric.backward(loss)` without `weight=` after one with a weight, whose gradients are not divided yet. Give each "
     "backward of a window a weight (of a mean over a batch: `weight=1`), or none."

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from worlds import run_world
 
 from fabric import Fabric
+from fabric.launchers.launcher import WorkerError
 from fabric.launchers.world import World
 from fabric.strategies import DDPStrategy
 from fabric.strategies.collectives import shared_sums
@@ -378,6 +379,21 @@ def test_weights_are_exact_beside_other_backwards_and_after_one_that_raised(one_
     for found in run_world(2, mix_weights, one_machine):
         for one, other in zip(found, alone, strict=True):
             assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
+
+
+def weigh_on_some_ranks(world: World) -> None:
+    fabric = ranks(world)
+    model, optimizer = fabric.setup(*parts())
+    for step, batch in enumerate(SAMPLES[:16].split(4)):
+        fabric.backward(model(batch).sum(), weight=None if step == 1 and world.rank == 1 else 4)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.slow
+def test_a_weight_on_some_ranks_raises_instead_of_meeting_that_of_the_next_step() -> None:
+    with pytest.raises(WorkerError, match="Pass a weight on every rank, zero where there is no data"):
+        run_world(2, weigh_on_some_ranks)
 
 
 def delay_backwards(world: World) -> tuple[Tensor, str]:

@@ -95,11 +95,15 @@ def add_floats(collective: Collective, is_late: bool) -> tuple[list[float], list
             numbers = [same.uniform(-1, 1) * 10 ** same.randint(-300, 300) for _ in range(collective.size)]
             if is_late and own.random() < 0.3:
                 time.sleep(own.uniform(0, 0.02))
-            finish = start(numbers[collective.rank])
+            place = same.randrange(2**32)
+            is_astray = same.random() < 0.2
+            finish = start(numbers[collective.rank], (place + (is_astray and collective.rank == 1)) % 2**32)
             if same.random() < 0.7:
-                found.append(finish())
+                total, is_same = finish()
+                found.append(total)
                 expected.append(sum(numbers))
-                assert finish() == found[-1]
+                assert not (is_same and is_astray)
+                assert is_same or is_astray
     return found, expected, len(calls)
 
 
