@@ -13,8 +13,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, TypeAlias, final
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -45,8 +46,8 @@ class Weighting:
         self._num_unweighted = 0
         """Synchronised backwards without a weight since the first with one."""
         self._kept_back: dict[nn.Module, _Unsynced] = {}
-        self._divided: dict[nn.Module, tuple[list[Tensor], list[Tensor | None]]] = {}
-        """Parameters whose gradients were divided, and these gradients."""
+        self._divided: dict[nn.Module, list[ref[Tensor]]] = {}
+        """Gradients that were divided. References to them would keep their memory during the next forward."""
 
     def note_unweighted(self, *, is_synchronised: bool) -> None:
         """Called before a backward without a weight.
@@ -83,10 +84,8 @@ class Weighting:
         for model, factor in zip(models, factors, strict=True):
             model.sync.scale(factor)
             self._kept_back.pop(model.module, None)
-            parameters = list(model.sync.parameters_held())
-            gradients = list(map(_grad, parameters))
-            if not all(isinstance(each, InShards) for each in gradients):  # an engine refuses the second one itself
-                self._divided[model.module] = parameters, gradients
+            gradients = map(_grad, model.sync.parameters_held())
+            self._divided[model.module] = [ref(each) for each in gradients if each is not None]
         if bare is not None:
             bare.scale(factors[0])
 
@@ -101,14 +100,12 @@ class Weighting:
         return kept.weight
 
     def _refuse_divided(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-        parameters, divided = self._divided.pop(module, ([], []))
-        present = list(map(_grad, parameters))
-        if not any(map(is_, present, divided)):  # after `zero_grad`, none is
+        divided = [each for made in self._divided.pop(module, ()) if (each := made()) is not None]
+        if not divided:  # after `zero_grad`
             return
-        gradients = zip(parameters, present, divided, strict=True)
-        still = {parameter for parameter, now, then in gradients if now is not None and now is then}
-        stepped = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
-        if any(_is_nonzero(parameter.grad) for parameter in stepped if parameter in still):
+        numbers = {id(each) for each in divided if not isinstance(each, InShards)}  # an engine refuses these itself
+        stepped = [parameter.grad for optimizer in optimizers for parameter in parameters_of(optimizer)]
+        if any(id(gradient) in numbers and _is_nonzero(gradient) for gradient in stepped):
             raise RuntimeError(_DIVIDED.format(name=type(module).__name__))
 
 
@@ -119,18 +116,19 @@ class _Unsynced:
 
     sync: GradientSync
     weight: Weight
-    gradient: Tensor | None
+    gradient: ref[Tensor] | None
     version: int
 
     @classmethod
     def of(cls, sync: GradientSync, weight: Weight) -> _Unsynced:
         gradient = _first_gradient(sync)
-        return cls(sync, weight, gradient, _version(gradient))
+        return cls(sync, weight, None if gradient is None else ref(gradient), _version(gradient))
 
     def is_discarded(self) -> bool:
         """Whether the gradients were set to None or to zero since."""
         gradient = _first_gradient(self.sync)
-        if gradient is not None and gradient is self.gradient and _version(gradient) == self.version:
+        then = None if self.gradient is None else self.gradient()
+        if gradient is not None and gradient is then and _version(gradient) == self.version:
             return False
         return not any(_is_nonzero(parameter.grad) for parameter in self.sync.parameters_held())
 

@@ -24,6 +24,7 @@ from fabric.strategies.deepspeed.groups import IN_SHARDS, LATE_GROUP, Groups
 from fabric.strategies.deepspeed.library import STAGE_3, look_up
 from fabric.strategies.deepspeed.released import Released
 from fabric.strategies.deepspeed.state import as_changed
+from fabric.strategies.gradients.sync import multiply
 from fabric.strategies.module.added_parameters import AddedParameters
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.copies import Hook
@@ -226,8 +227,7 @@ class Engine:
     def multiply(self, factor: float | Tensor) -> None:
         """Multiply each gradient. Ends the accumulation window, as clipping does."""
         with self._gradients() as shards:
-            for shard in shards:
-                shard.mul_(factor.to(shard.device) if isinstance(factor, Tensor) else factor)
+            multiply(shards, factor)
 
     @contextmanager
     def _gradients(self) -> Iterator[list[Tensor]]:

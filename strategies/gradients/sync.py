@@ -23,6 +23,8 @@ Factor: TypeAlias = "float | Tensor"
 Finish: TypeAlias = Callable[[], None]
 """Called after a backward: completes its synchronisation, or raises RuntimeError if gradients are wrong."""
 
+_SINGLE_BYTES = 4
+
 
 class GradientSync(ABC):
     """Forward and backward of one model. Ranks: all create it together, one for each model.
@@ -125,22 +127,26 @@ def scale_gradients(parameters: Iterable[Tensor], factor: Factor) -> None:
     """Multiply this rank's gradients, or its shards of them, of the trained parameters."""
     gradients = [grad for parameter in parameters if parameter.requires_grad and (grad := parameter.grad) is not None]
     if all(type(each) is Tensor and not each.requires_grad for each in gradients):
-        _multiply(gradients, factor)
+        multiply(gradients, factor)
         return
     with torch.no_grad():  # entered only here: it takes a third of the time of multiplying a few gradients
-        _multiply([each if type(each) is Tensor else local_part(each) for each in gradients], factor)
+        multiply([each if type(each) is Tensor else local_part(each) for each in gradients], factor)
 
 
-def _multiply(gradients: list[Tensor], factor: Factor) -> None:
-    if not isinstance(factor, Tensor):
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
-        return
-    by_device: dict[torch.device, list[Tensor]] = {}
+def multiply(gradients: Iterable[Tensor], factor: Factor) -> None:
+    """Multiply tensors of any dtypes in place, each product rounded once."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
-        by_device.setdefault(gradient.device, []).append(gradient)
-    for device, there in by_device.items():
-        torch._foreach_mul_(there, factor.to(device))
+        alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, dtype), some in alike.items():
+        moved = factor.to(device) if isinstance(factor, Tensor) else factor
+        if dtype.itemsize < _SINGLE_BYTES:  # torch would round the factor to 16 bits as well: `_foreach_mul_`, `mul_`
+            for each in some:
+                each.copy_(each.float().mul_(moved))
+        elif device.type == "cpu":  # a number would be converted for each gradient: for 300 small ones 0.5 ms more
+            torch._foreach_mul_(some, torch.as_tensor(moved, dtype=dtype.to_real(), device=device))
+        else:
+            torch._foreach_mul_(some, moved.to(dtype.to_real()) if isinstance(moved, Tensor) else moved)
 
 
 def all_of(*finishes: Finish | None) -> Finish | None:

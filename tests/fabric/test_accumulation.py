@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from fabric.launchers.launcher import WorkerError
 from fabric.launchers.world import World
 from fabric.strategies import DDPStrategy
 from fabric.strategies.collectives import shared_sums
+from fabric.strategies.gradients.sync import scale_gradients
 
 SAMPLES = torch.randn(64, 3, generator=torch.Generator().manual_seed(1))
 
@@ -197,6 +199,38 @@ def test_weights_of_discarded_gradients_do_not_count(set_to_none: bool) -> None:
     optimizer.zero_grad(set_to_none=set_to_none)
     fabric.backward(model(SAMPLES[1]).sum(), weight=2)
     torch.testing.assert_close(model.weight.grad, SAMPLES[1:2] / 2)
+
+
+@pytest.mark.parametrize("is_synchronised", [True, False])
+def test_the_memory_of_gradients_that_were_set_to_none_is_free(is_synchronised: bool) -> None:
+    fabric, model, optimizer = alone()
+    with fabric.no_backward_sync(model, enabled=not is_synchronised):
+        fabric.backward(model(SAMPLES[0]).sum(), weight=2)
+    assert model.weight.grad is not None
+    gradient = weakref.ref(model.weight.grad)
+    optimizer.zero_grad()
+    assert gradient() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("factor", [1 / 3, torch.tensor(1 / 3, dtype=torch.float64)])
+def test_each_product_of_a_gradient_and_a_factor_is_rounded_once(dtype: torch.dtype, factor: float | Tensor) -> None:
+    parameters = [torch.zeros(64, dtype=each, requires_grad=True) for each in (dtype, torch.float64, dtype)]
+    drawn = [torch.randn_like(each, requires_grad=False) for each in parameters]
+    for parameter, gradient in zip(parameters, drawn, strict=True):
+        parameter.grad = gradient.clone()
+    scale_gradients(parameters, factor)
+    for parameter, gradient in zip(parameters, drawn, strict=True):
+        assert parameter.grad is not None
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        assert parameter.grad.equal((gradient.to(wide) * float(factor)).to(gradient.dtype))
+
+
+def test_weights_divide_gradients_of_16_bits_exactly() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-true")
+    model = fabric.setup(parts()[0])
+    fabric.backward(model(SAMPLES[0]).sum(), weight=3)
+    torch.testing.assert_close(model.weight.grad, SAMPLES[:1].bfloat16().div(3), rtol=0, atol=0)
 
 
 def test_where_all_weights_are_zero_gradients_are_zero() -> None:
