@@ -1171,13 +1171,14 @@ class Fabric:
         if self._weighting is None:
             runtime = self._connected
             self._weighting = Weighting(runtime.collective.for_gradients(), runtime.device)
-        held = [any(each is model for each in self._accumulation.held) for model in models]
-        if all(held):
-            self._weighting.accumulate(models, weight, run)
-        elif any(held):
-            raise RuntimeError(_SYNCED_IN_PART)
-        else:
+        unsynced = self._accumulation.held
+        held = [each for each in models if any(each is model for model in unsynced)] if unsynced else []
+        if not held:
             self._weighting.synchronise(models, weight, run, bare, self._optimizers)
+        elif len(held) == len(models):
+            self._weighting.accumulate(models, weight, run, self._optimizers)
+        else:
+            raise RuntimeError(_SYNCED_IN_PART)
 
     def _joint_backward(self) -> Callable[..., None]:
         models = self._models.values()

@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias, final
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import TensorWeakRef
 
+from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.collectives.shared_sums import shared_float_sum
+from fabric.strategies.collectives.shared_sums import StartFloatSum, shared_float_sum
 from fabric.strategies.gradients.averaging import average
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.gradients.in_shards import InShards
@@ -32,6 +33,7 @@ from fabric.strategies.sharding.dtensor import as_sharded, local_part
 from fabric.strategies.sharding.flat_shards import plain_shard
 
 Weight: TypeAlias = "float | Tensor"
+
 
 _grad = attrgetter("grad")
 
@@ -43,11 +45,10 @@ class Weighting:
     def __init__(self, collective: Collective, device: torch.device) -> None:
         """`device`: of this rank."""
         self._collective, self._device = collective, device
+        self._shared = _shared_sum(collective, device)
         self._num_unweighted = 0
         """Synchronised backwards without a weight since the first with one."""
         self._kept_back: dict[nn.Module, _Unsynced] = {}
-        self._divided: dict[nn.Module, list[ref[Tensor]]] = {}
-        """Gradients that were divided. References to them would keep their memory during the next forward."""
 
     def note_unweighted(self, *, is_synchronised: bool) -> None:
         """Called before a backward without a weight.
@@ -58,9 +59,11 @@ class Weighting:
         if any(not kept.is_discarded() for kept in self._kept_back.values()):
             raise RuntimeError(_MIXED)
 
-    def accumulate(self, models: Sequence[Prepared], weight: Weight, run: Callable[[], None]) -> None:
-        """Run a backward that does not synchronise gradients."""
-        weights = [self._before(model) + weight for model in models]
+    def accumulate(
+        self, models: Sequence[Prepared], weight: Weight, run: Callable[[], None], optimizers: Iterable[Optimizer]
+    ) -> None:
+        """Run a backward that does not synchronise gradients. Raises: as `synchronise`."""
+        weights = [self._before(model, optimizers) + weight for model in models]
         run()
         self._kept_back.update(
             {model.module: _Unsynced.of(model.sync, each) for model, each in zip(models, weights, strict=True)}
@@ -74,39 +77,40 @@ class Weighting:
         bare: GradientSync | None,
         optimizers: Iterable[Optimizer],
     ) -> None:
-        """Run a synchronised backward, and divide by the weights of all ranks. Ranks: all, for the same models."""
-        for model in models:
-            self._refuse_divided(model.module, optimizers)
-        weights = [self._before(model) + weight for model in models]
-        factors_of = _start_factors(self._collective, self._device, weights, self._num_unweighted)
+        """Run a synchronised backward, and divide by the weights of all ranks. Ranks: all, for the same models.
+
+        Raises: RuntimeError: it would divide gradients that have no weight, or are divided already.
+        """
+        weights = [self._before(model, optimizers) + weight for model in models]
+        factors_of = _start_factors(self._collective, self._device, weights, self._shared, self._num_unweighted)
         run()
         factors = factors_of()
         for model, factor in zip(models, factors, strict=True):
             model.sync.scale(factor)
             self._kept_back.pop(model.module, None)
-            gradients = map(_grad, model.sync.parameters_held())
-            self._divided[model.module] = [ref(each) for each in gradients if each is not None]
         if bare is not None:
             bare.scale(factors[0])
 
-    def _before(self, model: Prepared) -> Weight:
+    def _before(self, model: Prepared, optimizers: Iterable[Optimizer]) -> Weight:
         """The sum of the weights of gradients that are not synchronised yet."""
         kept = self._kept_back.get(model.module)
         if kept is None:
+            _refuse_present(model, optimizers)
             return 0.0
         if kept.is_discarded():
             del self._kept_back[model.module]
             return 0.0
         return kept.weight
 
-    def _refuse_divided(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-        divided = [each for made in self._divided.pop(module, ()) if (each := made()) is not None]
-        if not divided:  # after `zero_grad`
-            return
-        numbers = {id(each) for each in divided if not isinstance(each, InShards)}  # an engine refuses these itself
-        stepped = [parameter.grad for optimizer in optimizers for parameter in parameters_of(optimizer)]
-        if any(id(gradient) in numbers and _is_nonzero(gradient) for gradient in stepped):
-            raise RuntimeError(_DIVIDED.format(name=type(module).__name__))
+
+def _refuse_present(model: Prepared, optimizers: Iterable[Optimizer]) -> None:
+    if {*map(_grad, model.sync.parameters_held())} <= {None}:  # after `zero_grad`
+        return
+    stepped = {parameter for optimizer in optimizers for parameter in parameters_of(optimizer)}
+    gradients = [each.grad for each in model.sync.parameters_held() if each.requires_grad and each in stepped]
+    # An engine refuses a second backward itself.
+    if any(_is_nonzero(gradient) for gradient in gradients if not isinstance(gradient, InShards)):
+        raise RuntimeError(_PRESENT.format(name=type(uncompiled(model.module)).__name__))
 
 
 @final
@@ -116,13 +120,13 @@ class _Unsynced:
 
     sync: GradientSync
     weight: Weight
-    gradient: ref[Tensor] | None
+    gradient: TensorWeakRef | None
     version: int
 
     @classmethod
     def of(cls, sync: GradientSync, weight: Weight) -> _Unsynced:
         gradient = _first_gradient(sync)
-        return cls(sync, weight, None if gradient is None else ref(gradient), _version(gradient))
+        return cls(sync, weight, None if gradient is None else TensorWeakRef(gradient), _version(gradient))
 
     def is_discarded(self) -> bool:
         """Whether the gradients were set to None or to zero since."""
@@ -137,10 +141,12 @@ def average_over_ranks(
     collective: Collective, device: torch.device, parameters: Sequence[Tensor], weight: Weight | None
 ) -> None:
     """See `Fabric.average_gradients`. Ranks: all."""
-    factors_of = None if weight is None else _start_factors(collective, device, [weight])
+    if weight is None:
+        average(collective, parameters)
+        return
+    factors_of = _start_factors(collective, device, [weight], _shared_sum(collective, device))
     average(collective, parameters)
-    if factors_of is not None:
-        scale_gradients(parameters, factors_of()[0])
+    scale_gradients(parameters, factors_of()[0])
 
 
 def check_weight(weight: Any) -> Weight:
@@ -163,18 +169,27 @@ def check_weight(weight: Any) -> Weight:
     return number
 
 
+def _shared_sum(collective: Collective, device: torch.device) -> StartFloatSum | None:
+    # On other devices one rank may have `mask.sum()`, and another 0.
+    return shared_float_sum(collective) if device.type in ("cpu", "xla") else None
+
+
 def _start_factors(
-    collective: Collective, device: torch.device, weights: Sequence[Weight], place: int = 0
+    collective: Collective,
+    device: torch.device,
+    weights: Sequence[Weight],
+    shared: StartFloatSum | None,
+    place: int = 0,
 ) -> Callable[[], Sequence[Factor]]:
     """Start to average the weights over the ranks. Returns a function that waits, and returns the factors of the
     gradients. `place`: the same on all ranks, or it raises RuntimeError, where that costs nothing."""
+    if len(weights) == 1 and shared is not None and not isinstance(weights[0], Tensor):
+        return partial(_factor_of, shared(weights[0], place), collective.size)
     numbers = [weight for weight in weights if not isinstance(weight, Tensor)]
     if collective.size == 1 and len(numbers) == len(weights):
         return lambda: [_inverse(number) for number in numbers]
     if device.type not in ("cpu", "xla"):  # one rank may have `mask.sum()` there, and another 0
         weights = [each if isinstance(each, Tensor) else _on(device, each) for each in weights]
-    elif len(numbers) == len(weights) == 1 and (start := shared_float_sum(collective)) is not None:
-        return partial(_factor_of, start(numbers[0], place), collective.size)
     means = collective.start_all_reduce(_stacked(weights), "mean")
     return lambda: [_inverse(mean) for mean in _numbers(means())]
 
@@ -239,9 +254,9 @@ _MIXED = (
     "`fabric.backward(loss)` without `weight=` after one with a weight, whose gradients are not divided yet. Give each "
     "backward of a window a weight (of a mean over a batch: `weight=1`), or none."
 )
-_DIVIDED = (
-    "A second synchronised `fabric.backward(loss, weight=...)` for the gradients of `{name}`: the present ones are "
-    "already divided by the weights of the first, which do not include these. Write `optimizer.zero_grad()` between "
-    "the two; for one step from several backwards, use `fabric.accumulate(...)`, or "
-    "`fabric.no_backward_sync(model)` for all but the last; or add the losses, and call `backward` once."
+_PRESENT = (
+    "`fabric.backward(loss, weight=...)` for `{name}`, which has gradients already: they were divided by the weights "
+    "of an earlier backward, or have no weight, and would be divided with the new ones. Write `optimizer.zero_grad()` "
+    "before. For one step from several backwards, use `fabric.accumulate(...)`, or `fabric.no_backward_sync(model)` "
+    "for all but the last, each with a weight; or add the losses, and call `backward` once."
 )

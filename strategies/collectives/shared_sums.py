@@ -23,10 +23,12 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from struct import Struct
-from typing import final
+from typing import TypeAlias, final
 from weakref import WeakKeyDictionary, finalize
 
 from fabric.strategies.collectives.collective import Collective
+
+StartFloatSum: TypeAlias = Callable[[float, int], Callable[[], tuple[float, bool]]]
 
 MOST_NUMBERS = 4
 _PATIENCE_SECONDS = 1.0
@@ -38,7 +40,7 @@ _SLEEP_SECONDS, _LONGEST_SLEEP_SECONDS = 20e-6, 1e-3
 _BITS = 40
 """Of a number in memory. The other 24 bits of the word tell to which sum it belongs: a word is written at once."""
 _OFFSET, _NUM_TAGS = 2 ** (_BITS - 1), 2 ** (64 - _BITS) - 2  # an even number: sums alternate between two places
-_PADDING = (0,) * MOST_NUMBERS
+_NUMBERS = Struct(f"{MOST_NUMBERS}Q")  # in native order, each is written by one store
 _FLOAT, _HALVES, _LOW_HALF = Struct("=d"), Struct("=II"), 2**32 - 1
 
 
@@ -63,7 +65,7 @@ def shared_sums(collective: Collective) -> Callable[[Sequence[int]], Sequence[fl
     return add
 
 
-def shared_float_sum(collective: Collective) -> Callable[[float, int], Callable[[], tuple[float, bool]]] | None:
+def shared_float_sum(collective: Collective) -> StartFloatSum | None:
     """As `shared_sums`, for one number of any size, in two steps: the function returns another one, which waits.
 
     That returns the sum, and whether the ranks passed the same integer, in [0, 2**32), which tells the calls apart. If
@@ -79,7 +81,8 @@ def _start_float_sum(
 ) -> Callable[[], tuple[float, bool]]:
     if sums.unread is not None:  # the backward that it was for has raised
         _finish_float_sum(collective, sums, *sums.unread)
-    sums.begin((*_HALVES.unpack(_FLOAT.pack(number)), place))
+    low, high = _HALVES.unpack(_FLOAT.pack(number))
+    sums.begin(low, high, place)
     sums.unread = number, place
     return partial(_finish_float_sum, collective, sums, number, place)
 
@@ -155,7 +158,9 @@ class _SharedSums:
         """`handle`: is closed with this object."""
         self._handle, self._rank, self._size = handle, rank, size
         finalize(self, os.close, handle)
-        self._words = memoryview(mmap.mmap(handle, 0)).cast("Q")
+        self._memory = mmap.mmap(handle, 0)
+        self._words = memoryview(self._memory).cast("Q")
+        self._of_all = Struct(f"{size * MOST_NUMBERS}Q")
         self._asked, self._decisions = size, (size + 1, size + 2)
         self._numbers = (size + 3, size + 3 + size * MOST_NUMBERS)
         self._tag = 0
@@ -170,35 +175,32 @@ class _SharedSums:
 
     def add(self, numbers: Sequence[int]) -> list[int] | None:
         """The sums; None if the collective computes them. Its speed: see Note [Cold Python] in `process_group.py`."""
-        self.begin(numbers)
+        self.begin(*numbers)
         found = self.end()
         if found is None:
             return None
         zeros = self._size * ((self._tag << _BITS) + _OFFSET)
         return [sum(found[number::MOST_NUMBERS]) - zeros for number in range(len(numbers))]
 
-    def begin(self, numbers: Sequence[int]) -> None:
+    def begin(self, first: int, second: int = 0, third: int = 0, fourth: int = 0) -> None:
         """Write this rank's numbers. `end` follows before the next `begin`."""
         self._tag = tag = self._tag % _NUM_TAGS + 1
         zero = (tag << _BITS) + _OFFSET
-        place = self._numbers[tag % 2] + self._rank * MOST_NUMBERS
-        for number in (*numbers, *_PADDING[len(numbers) :]):
-            self._words[place] = zero + number
-            place += 1
+        place = 8 * (self._numbers[tag % 2] + self._rank * MOST_NUMBERS)
+        _NUMBERS.pack_into(self._memory, place, zero + first, zero + second, zero + third, zero + fourth)
 
-    def end(self) -> list[int] | None:
+    def end(self) -> Sequence[int] | None:
         """Wait for the other ranks. Returns the words of all, in rank order; None if the collective adds numbers."""
         tag = self._tag
-        found = self._awaited(tag)
+        found = self._found(tag) or self._awaited(tag)
         if found is None or (self._words[self._asked] == tag and not self._is_here(tag)):
             return None
         return found
 
-    def _awaited(self, tag: int) -> list[int] | None:
+    def _awaited(self, tag: int) -> Sequence[int] | None:
         """Wait for all ranks to come to this sum, and return their words; None if the collective computes it."""
-        begun = 0.0
+        begun = time.monotonic()
         while (found := self._found(tag)) is None:
-            begun = begun or time.monotonic()
             waited = time.monotonic() - begun
             if waited > _PATIENCE_SECONDS:
                 self._decide(tag)
@@ -209,10 +211,9 @@ class _SharedSums:
                 time.sleep(min(max(waited / 8, _SLEEP_SECONDS), _LONGEST_SLEEP_SECONDS))
         return found
 
-    def _found(self, tag: int) -> list[int] | None:
+    def _found(self, tag: int) -> Sequence[int] | None:
         """The words of all ranks; None unless all of them have come to this sum."""
-        first = self._numbers[tag % 2]
-        found: list[int] = self._words[first : first + self._size * MOST_NUMBERS].tolist()
+        found: Sequence[int] = self._of_all.unpack_from(self._memory, 8 * self._numbers[tag % 2])
         return found if min(found) >> _BITS == tag == max(found) >> _BITS else None
 
     def _is_here(self, tag: int) -> bool:

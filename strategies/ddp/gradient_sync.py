@@ -19,7 +19,7 @@ from fabric.strategies.collectives.packing import Spec
 from fabric.strategies.ddp.comm_hooks import register
 from fabric.strategies.gradients.call_module import CallModule
 from fabric.strategies.gradients.reducer import end_reducer
-from fabric.strategies.gradients.sync import Finish, GradientSync
+from fabric.strategies.gradients.sync import Factor, Finish, GradientSync, scale_gradients
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.changes import Contents
 from fabric.strategies.module.naming import name_some
@@ -75,6 +75,9 @@ class DDPGradientSync(GradientSync):
     def parameters_held(self) -> Iterable[Tensor]:
         # To traverse the modules would cost more than the rest of a weight.
         return self.contents.parameters if self.contents.is_as_it_was() else self.module.parameters()
+
+    def scale(self, factor: Factor) -> None:
+        scale_gradients(self.parameters, factor)  # those that were averaged: this forward has compared them
 
     def release(self) -> None:
         if self.parallel is not None:

@@ -21,6 +21,7 @@ from fabric.strategies import DDPStrategy
 from fabric.strategies.collectives import shared_sums
 from fabric.strategies.gradients.sync import scale_gradients
 
+PRESENT = "which has gradients already"
 SAMPLES = torch.randn(64, 3, generator=torch.Generator().manual_seed(1))
 
 
@@ -179,16 +180,34 @@ def test_losses_with_and_without_weights_in_one_window_raise() -> None:
     fabric.backward(model(SAMPLES[0]).sum())  # what was discarded does not count
 
 
-def test_a_backward_after_gradients_were_divided_by_weights_raises() -> None:
+def test_a_weight_does_not_divide_gradients_that_are_divided_already_or_have_none() -> None:
     fabric, model, optimizer = alone()
     for set_to_none in (True, False):
         fabric.backward(model(SAMPLES[0]).sum(), weight=2)
-        with pytest.raises(RuntimeError, match="divided by the weights of the first"):
+        for is_synchronised in (True, False):
+            with (
+                fabric.no_backward_sync(model, enabled=not is_synchronised),
+                pytest.raises(RuntimeError, match=PRESENT),
+            ):
+                fabric.backward(model(SAMPLES[0]).sum(), weight=2)
+        optimizer.zero_grad(set_to_none=set_to_none)
+        model(SAMPLES[0]).sum().backward()
+        with pytest.raises(RuntimeError, match=PRESENT):
             fabric.backward(model(SAMPLES[0]).sum(), weight=2)
         optimizer.step()
         optimizer.zero_grad(set_to_none=set_to_none)
     fabric.backward(model(SAMPLES[0]).sum(), weight=2)
     torch.testing.assert_close(model.weight.grad, SAMPLES[:1] / 2)
+
+
+def test_a_weight_does_not_divide_gradients_of_another_model_with_the_same_parameter() -> None:
+    fabric, model, _ = alone()
+    other = nn.Linear(3, 1)
+    other.weight = model.weight
+    other = fabric.setup(other)
+    fabric.backward(model(SAMPLES[0]).sum(), weight=2, model=model)
+    with pytest.raises(RuntimeError, match=PRESENT):
+        fabric.backward(other(SAMPLES[0]).sum(), weight=2, model=other)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
