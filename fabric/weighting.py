@@ -104,10 +104,11 @@ class Weighting:
 
 
 def _refuse_present(model: Prepared, optimizers: Iterable[Optimizer]) -> None:
-    if {*map(_grad, model.sync.parameters_held())} <= {None}:  # after `zero_grad`
+    stepped = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
+    if {*map(_grad, stepped)} <= {None}:  # after `zero_grad`
         return
-    stepped = {parameter for optimizer in optimizers for parameter in parameters_of(optimizer)}
-    gradients = [each.grad for each in model.sync.parameters_held() if each.requires_grad and each in stepped]
+    held = set(model.sync.parameters_held())
+    gradients = [each.grad for each in stepped if each.requires_grad and each in held]
     # An engine refuses a second backward itself.
     if any(_is_nonzero(gradient) for gradient in gradients if not isinstance(gradient, InShards)):
         raise RuntimeError(_PRESENT.format(name=type(uncompiled(model.module)).__name__))

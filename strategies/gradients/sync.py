@@ -136,11 +136,11 @@ def scale_gradients(parameters: Iterable[Tensor], factor: Factor) -> None:
             multiply([each if type(each) is Tensor else local_part(each) for each in gradients], factor)
 
 
-def multiply(gradients: Sequence[Tensor], factor: Factor) -> None:
+def multiply(gradients: list[Tensor], factor: Factor) -> None:
     """Multiply tensors of any dtypes in place, each product rounded once."""
     kinds = {*zip(map(_device, gradients), map(_dtype, gradients), strict=True)}
     for device, dtype in kinds:
-        some = [each for each in gradients if len(kinds) == 1 or (each.device, each.dtype) == (device, dtype)]
+        some = gradients if len(kinds) == 1 else [g for g in gradients if (g.device, g.dtype) == (device, dtype)]
         moved = factor.to(device) if isinstance(factor, Tensor) else factor
         if dtype.itemsize < _SINGLE_BYTES:  # torch would round the factor to 16 bits as well: `_foreach_mul_`, `mul_`
             for each in some:
