@@ -137,8 +137,10 @@ def run_to_the_end(link: Reporter, program: Callable[[], Any]) -> NoReturn:
     """
     code = 1
     try:
-        with contextlib.suppress(Exception):  # raised by the user's hook
+        try:
             code = _run(link, program)
+        except Exception as error:  # raised by the user's hook, or by handlers before the report
+            _report(link, error)
         for step in (interpreter.join_threads, interpreter.run_exit_functions, close_files):
             with contextlib.suppress(BaseException):  # a signal handler; as at any exit of Python, the rest still runs
                 step()
@@ -155,14 +157,22 @@ def _run(link: Reporter, program: Callable[[], Any]) -> int:
         link.leaving(code, error)
         return code
     except BaseException as error:
-        for _ in range(NUM_REPEATS):  # Note [Signal handlers that raise]
-            with contextlib.suppress(BaseException):
-                link.failure(error)  # only the first is sent
-                break
+        # Note [Signal handlers that raise]. A handler runs where a function is called, thus within one of these.
+        try:
+            _report(link, error)
+        except BaseException:
+            _report(link, error)
         sys.excepthook(type(error), error, error.__traceback__)
         return 1
     link.leaving(0)
     return 0
+
+
+def _report(link: Reporter, error: BaseException) -> None:
+    for _ in range(NUM_REPEATS):
+        with contextlib.suppress(BaseException):
+            link.failure(error)  # only the first is sent
+            break
 
 
 def _exit_code(leaving: SystemExit) -> int:

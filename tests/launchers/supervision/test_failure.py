@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -434,6 +435,27 @@ def test_data_loader_workers_that_die_neither_replace_nor_garble_a_report(
     done = run([tmp_path / "script.py", word, how])
     assert done.returncode == 1, done.stderr
     assert re.search(rf"rank 1 of 2 failed first: (__main__\.)?{words}", done.stderr), done.stderr
+
+
+def fail_and_be_interrupted(world: World, at_call: int) -> None:
+    """Raise, and once more at one of the next calls, as a handler of a signal may do."""
+    left = iter(range(at_call))
+
+    def interrupt(frame: FrameType, event: str, arg: object) -> None:
+        if next(left, None) is None:
+            sys.settrace(None)
+            raise RuntimeError("of a signal handler")
+
+    if world.rank == 1:
+        sys.settrace(interrupt)
+        raise ValueError("a fish")
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("at_call", range(6))
+def test_a_signal_handler_that_raises_does_not_replace_a_report(at_call: int) -> None:
+    with pytest.raises(WorkerError, match="rank 1 of 2 failed first: ValueError: a fish"):
+        run_world(2, fail_and_be_interrupted, at_call)
 
 
 def abort_in_a_thread(world: World) -> None:
