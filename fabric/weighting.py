@@ -34,7 +34,8 @@ from fabric.strategies.sharding.flat_shards import plain_shard
 
 Weight: TypeAlias = "float | Tensor"
 
-
+_HOST_DEVICES = ("cpu", "xla")
+"""On others weights are tensors there: one rank may have `mask.sum()`, and another 0."""
 _grad = attrgetter("grad")
 
 
@@ -171,8 +172,7 @@ def check_weight(weight: Any) -> Weight:
 
 
 def _shared_sum(collective: Collective, device: torch.device) -> StartFloatSum | None:
-    # On other devices one rank may have `mask.sum()`, and another 0.
-    return shared_float_sum(collective) if device.type in ("cpu", "xla") else None
+    return shared_float_sum(collective) if device.type in _HOST_DEVICES else None
 
 
 def _start_factors(
@@ -189,7 +189,7 @@ def _start_factors(
     numbers = [weight for weight in weights if not isinstance(weight, Tensor)]
     if collective.size == 1 and len(numbers) == len(weights):
         return lambda: [_inverse(number) for number in numbers]
-    if device.type not in ("cpu", "xla"):  # one rank may have `mask.sum()` there, and another 0
+    if device.type not in _HOST_DEVICES:
         weights = [each if isinstance(each, Tensor) else _on(device, each) for each in weights]
     means = collective.start_all_reduce(_stacked(weights), "mean")
     return lambda: [_inverse(mean) for mean in _numbers(means())]

@@ -40,7 +40,7 @@ _SLEEP_SECONDS, _LONGEST_SLEEP_SECONDS = 20e-6, 1e-3
 _BITS = 40
 """Of a number in memory. The other 24 bits of the word tell to which sum it belongs: a word is written at once."""
 _OFFSET, _NUM_TAGS = 2 ** (_BITS - 1), 2 ** (64 - _BITS) - 2  # an even number: sums alternate between two places
-_NUMBERS = Struct(f"{MOST_NUMBERS}Q")  # in native order, each is written by one store
+_NUMBERS = Struct(f"{MOST_NUMBERS}Q")  # zeroed, which is no number of a sum, and each written by one store
 _FLOAT, _HALVES, _LOW_HALF = Struct("=d"), Struct("=II"), 2**32 - 1
 
 

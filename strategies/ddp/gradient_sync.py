@@ -77,7 +77,7 @@ class DDPGradientSync(GradientSync):
         return self.contents.parameters if self.contents.is_as_it_was() else self.module.parameters()
 
     def scale(self, factor: Factor) -> None:
-        scale_gradients(self.parameters, factor)  # those that were averaged: this forward has compared them
+        scale_gradients(self.parameters, factor)  # those that were averaged; no need to compare them again
 
     def release(self) -> None:
         if self.parallel is not None:
