@@ -70,7 +70,8 @@ from fabric.strategies.data.share import Uneven, Use
 from fabric.strategies.data.transfer import move
 from fabric.strategies.gradients.by_hand import refuse_updates_by_hand
 from fabric.strategies.gradients.clipping import gradients_are_finite
-from fabric.strategies.gradients.sync import backward_through, scale_gradients
+from fabric.strategies.gradients.scaling import scale_gradients
+from fabric.strategies.gradients.sync import backward_through
 from fabric.strategies.module.activation_checkpointing import recompute
 from fabric.strategies.module.bare_parameters import (
     BareParameters,

@@ -27,7 +27,8 @@ from fabric.strategies.collectives.shared_sums import StartFloatSum, shared_floa
 from fabric.strategies.gradients.averaging import average
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.gradients.in_shards import InShards
-from fabric.strategies.gradients.sync import Factor, GradientSync, scale_gradients
+from fabric.strategies.gradients.scaling import Factor, scale_gradients
+from fabric.strategies.gradients.sync import GradientSync
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.sharding.dtensor import as_sharded, local_part
 from fabric.strategies.sharding.flat_shards import plain_shard

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from fabric.strategies.deepspeed.engine import Engine, gathered_parts
 from fabric.strategies.deepspeed.released import Released
-from fabric.strategies.gradients.sync import Factor, Finish, GradientSync
+from fabric.strategies.gradients.scaling import Factor
+from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.module.copies import Hook
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder

@@ -29,7 +29,8 @@ from fabric.strategies.gradients.call_module import CallModule
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.gradients.in_shards import InShards
 from fabric.strategies.gradients.optimizer_modes import broadcast_after_modes
-from fabric.strategies.gradients.sync import Factor, Finish, GradientSync
+from fabric.strategies.gradients.scaling import Factor
+from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.module.added_parameters import AddedParameters
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.naming import name_some

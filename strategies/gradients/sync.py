@@ -8,25 +8,17 @@ none of them asks which technique it is.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from operator import attrgetter
 from typing import Any, TypeAlias, final
 
-import torch
 from torch import Tensor, nn
 
-from fabric.strategies.sharding.dtensor import local_part
+from fabric.strategies.gradients.scaling import Factor, scale_gradients
 
-Factor: TypeAlias = "float | Tensor"
-"""A number, or a tensor without dimensions, whose value is not copied to the host."""
 Finish: TypeAlias = Callable[[], None]
 """Called after a backward: completes its synchronisation, or raises RuntimeError if gradients are wrong."""
-
-_SINGLE_BYTES = 4
-_device, _dtype, _requires_grad = attrgetter("device"), attrgetter("dtype"), attrgetter("requires_grad")
 
 
 class GradientSync(ABC):
@@ -124,52 +116,6 @@ class LocalGradientSync(GradientSync):
 
     def release(self) -> None:
         pass
-
-
-def scale_gradients(parameters: Iterable[Tensor], factor: Factor) -> None:
-    """Multiply this rank's gradients, or its shards of them, of the trained parameters."""
-    gradients = [grad for parameter in parameters if parameter.requires_grad and (grad := parameter.grad) is not None]
-    if {*map(type, gradients)} <= {Tensor} and not any(map(_requires_grad, gradients)):
-        multiply(gradients, factor)
-    else:
-        with torch.no_grad():  # entered only here: it takes a third of the time of multiplying a few gradients
-            multiply([each if type(each) is Tensor else local_part(each) for each in gradients], factor)
-
-
-def multiply(gradients: list[Tensor], factor: Factor) -> None:
-    """Multiply tensors of any dtypes in place, each product rounded once."""
-    kinds = {*zip(map(_device, gradients), map(_dtype, gradients), strict=True)}
-    for device, dtype in kinds:
-        some = gradients if len(kinds) == 1 else [g for g in gradients if (g.device, g.dtype) == (device, dtype)]
-        moved = factor.to(device) if isinstance(factor, Tensor) else factor
-        if dtype.itemsize < _SINGLE_BYTES:  # torch would round the factor to 16 bits as well: `_foreach_mul_`, `mul_`
-            for each in some:
-                each.copy_(each.float().mul_(moved))
-        elif isinstance(moved, Tensor):
-            torch._foreach_mul_(some, moved.to(dtype.to_real()))
-        elif device.type == "cpu":
-            _multiply_here(some, moved, dtype.to_real())
-        else:
-            torch._foreach_mul_(some, moved)
-
-
-def _multiply_here(gradients: list[Tensor], factor: float, dtype: torch.dtype) -> None:
-    """Multiply on the CPU by a tensor: a number would be converted for each gradient, 0.5 ms for 300 small ones. The
-    tensor is kept, because to create one takes longer here than to multiply a few gradients; see Note [Cold Python] in
-    `process_group.py`."""
-    kept = _operands[dtype]
-    memory, operand = kept.pop() if kept else _new_operand(dtype)  # threads have one each
-    memory[0] = factor
-    torch._foreach_mul_(gradients, operand)
-    kept.append((memory, operand))
-
-
-def _new_operand(dtype: torch.dtype) -> tuple[array[float], Tensor]:
-    memory = array("f" if dtype is torch.float32 else "d", [0.0])
-    return memory, torch.frombuffer(memory, dtype=dtype)[0]
-
-
-_operands: dict[torch.dtype, list[tuple[array[float], Tensor]]] = {torch.float32: [], torch.float64: []}
 
 
 def all_of(*finishes: Finish | None) -> Finish | None:
