@@ -34,7 +34,7 @@ from fabric.strategies.checkpoint.state import (
     state_of,
     uncompiled,
 )
-from fabric.strategies.checkpoint.storage import storage_of
+from fabric.strategies.checkpoint.storage import Folder, storage_of
 from fabric.strategies.data.device_loader import DeviceLoader
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.dtensor import local_part
@@ -96,13 +96,19 @@ class Checkpoints:
         self._background.close()
 
     def load(
-        self, path: Path, state: MutableMapping[str, Any] | None, *, strict: bool, resume_loaders: bool
+        self,
+        path: Path,
+        state: MutableMapping[str, Any] | None,
+        *,
+        strict: bool,
+        resume_loaders: bool,
+        mmap: bool,
     ) -> dict[str, Any]:
         """See `Fabric.load`."""
         if state is not None:
             check_named("load", state)
         found = {} if state is None else state
-        content = self._read(path)
+        content = self._read(path, mmap=mmap)
         run = content.pop(run_state.NAME, None)
         self._refuse_misfits(
             "load", path, found, content, lambda: elsewhere.in_checkpoint(found, content, self._access), strict=strict
@@ -148,15 +154,19 @@ class Checkpoints:
             content[run_state.NAME] = self._run_state(state).read(gathered=gathered)
         return content
 
-    def _read(self, path: Path) -> Any:
+    def _read(self, path: Path, *, mmap: bool = False) -> Any:
         """Read a checkpoint, or a file of another library. Ranks: all."""
         self.wait()
         storage = storage_of(path)
+        if mmap and not isinstance(storage, Folder):
+            raise ValueError(_NOT_MAPPED.format(path=storage.path, what="an address of fsspec, whose files are copied"))
         kind = loading.from_rank_zero(self._collective, storage, lambda: foreign.kind_of(path))
         if kind is not None:
+            if mmap:
+                raise ValueError(_NOT_MAPPED.format(path=storage.path, what="of another library"))
             return foreign.load(self._collective, path, kind)
         with self._progress(f"load {path}") as advance:
-            return loading.load(self._collective, storage, advance=advance)
+            return loading.load(self._collective, storage, advance=advance, maps=mmap)
 
     def _refuse_misfits(
         self, method: str, path: Path, state: Any, content: Any, advice: Callable[[], str], *, strict: bool
@@ -183,3 +193,9 @@ class Checkpoints:
 
     def _progress(self, description: str) -> AbstractContextManager[Callable[[int, int], None]]:
         return checkpoint_progress(description, enabled=self._runtime.world.is_global_zero)
+
+
+_NOT_MAPPED = (
+    "`load({path!r}, mmap=True)`: this is {what}, and only files that `fabric.save` wrote to a folder can be mapped. "
+    "Leave out `mmap`."
+)

@@ -1,4 +1,4 @@
-"""Load tensors of a checkpoint directly into the memory of a module or an optimizer.
+"""Load tensors of a checkpoint directly into the memory of a module or an optimizer, or map them.
 
 Allocating memory for a load costs more time than the copy, because its pages are touched for the first time. torch then
 loads the result of `filled_module` or `filled_optimizer` like any other state, with its checks and hooks; copying the
@@ -7,6 +7,7 @@ module's own tensors to themselves costs nothing.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from copy import copy
 from typing import Any
 
@@ -24,10 +25,15 @@ def filled_module(module: nn.Module, content: Any) -> Any:
         return mapped_module(content)
     own = module.state_dict(keep_vars=True)
     state = copy(content)  # keeps its class and attributes: torch stores `_metadata` on the state of a module
+    filled = dict[int, Hashable]()
     for name, value in content.items():
         target: Any = own.get(name)
-        fits = isinstance(value, Stored) and _is_plain(target) and tuple(target.shape) == value.shape
-        state[name] = _fill(target, value) if fits else mapped_entry(name, value)
+        if isinstance(value, Stored) and _is_plain(target) and tuple(target.shape) == value.shape:
+            if filled.get(id(target)) != value.location:  # tied tensors are read once
+                value.fill(target, whole(value.shape))
+            state[name], filled[id(target)] = target, value.location
+        else:
+            state[name] = mapped_entry(name, value)
     return state
 
 
@@ -64,7 +70,8 @@ def filled_optimizer(optimizer: Optimizer, content: Any, *, mapped: bool = False
     def fill(value: Any, target: Any) -> Any:
         if isinstance(value, Stored) and _is_same_kind(target, value) and target.data_ptr() not in filled:
             filled.add(target.data_ptr())
-            return _fill(target, value)
+            value.fill(target, whole(value.shape))
+            return target
         return in_memory(value, mapped=mapped)
 
     states = {
@@ -87,11 +94,6 @@ def _is_same_kind(tensor: Any, stored: Stored) -> bool:
         and (tuple(tensor.shape), tensor.dtype) == (stored.shape, stored.dtype)
         and tensor.is_contiguous()
     )
-
-
-def _fill(target: Tensor, value: Stored) -> Tensor:
-    value.copy_to(target.detach(), whole(value.shape))
-    return target
 
 
 def converts(module: nn.Module) -> bool:

@@ -49,10 +49,11 @@ class Checkpoint:
         open_file = cache(lambda name: storage.open(name, files[name].num_bytes))
         return cls(storage=storage, manifest=manifest, open_file=open_file)
 
-    def content(self) -> Any:
+    def content(self, *, maps: bool = False) -> Any:
         """The state that was saved, with a `Stored` for each tensor."""
         stored = {
-            pointer: Stored(pointer, entry, self.open_file) for pointer, entry in self.manifest.table.tensors.items()
+            pointer: Stored(pointer, entry, self.open_file, maps=maps)
+            for pointer, entry in self.manifest.table.tensors.items()
         }
         found = decode(self.manifest.values, stored.pop)
         for pointer, tensor in stored.items():  # those that rank 0 did not have
@@ -125,9 +126,12 @@ def load(
     storage: Storage,
     names: Iterable[str] | None = None,
     advance: Advance | None = None,
+    *,
+    maps: bool = False,
 ) -> Any:
     """The state that was saved, with a `Stored` for each tensor, after verifying the bytes within `names` (None: all).
 
+    `maps`: see `Stored`.
     Ranks: all call it. Raises: CheckpointError: on every rank, if a rank could not read it, or found it damaged.
     """
     # Read once, so that all ranks load the same checkpoint even if another is saved.
@@ -139,7 +143,7 @@ def load(
         opened[0].verify(names, share=collective.rank, num_shares=collective.size, advance=advance)
 
     refuse_unread(collective, storage, attempt(open_and_verify))
-    return opened[0].content()
+    return opened[0].content(maps=maps)
 
 
 def refuse_unread(collective: Collective, storage: Storage, problem: Exception | None) -> None:

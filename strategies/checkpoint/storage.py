@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import mmap
 import os
 import shutil
@@ -86,8 +87,30 @@ class Contents:
         self.tensor = tensor
         """All bytes, mapped if possible. Writing to the tensor changes no file."""
         self._handle = handle
+        self._mapping: mmap.mmap | None = None
+        self._mapped = set[int]()
         if handle is not None:
             weakref.finalize(self, os.close, handle)
+
+    def map(self) -> None:
+        """Map the file, if it has any bytes. Pages that are written to are copied: no file changes."""
+        assert self._handle is not None
+        if os.fstat(self._handle).st_size:
+            self._mapping = mmap.mmap(self._handle, 0, access=mmap.ACCESS_COPY)
+            self.tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)
+
+    def mapped(self, offset_bytes: int, dtype: torch.dtype, shape: Sequence[int], *, within: int) -> Tensor | None:
+        """A tensor to be kept, whose memory is mapped from the file, and is not part of a larger storage.
+
+        `within`: where the piece with these bytes begins. Of each piece one tensor is mapped, because two would share
+        memory: None for the second one, and if the file is not mapped.
+        """
+        if self._mapping is None or within in self._mapped:
+            return None
+        self._mapped.add(within)
+        num_bytes = math.prod(shape) * dtype.itemsize
+        content = torch.frombuffer(self._mapping, dtype=torch.uint8, count=num_bytes, offset=offset_bytes)
+        return content.view(dtype).view(shape).data  # no view, of which a base would be kept as well
 
     def copy_to(self, target: Tensor, offset_bytes: int) -> None:
         """Fill `target`, which is contiguous and on the CPU, with the bytes from `offset_bytes` on.
@@ -189,8 +212,7 @@ class Folder(Storage):
         found = os.fstat(handle).st_size
         if found != num_bytes:
             raise ValueError(f"`{name}` has {found} bytes, but {num_bytes} were written.")
-        if num_bytes:
-            contents.tensor = torch.frombuffer(mmap.mmap(handle, 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        contents.map()
         return contents
 
     def names(self) -> Sequence[str]:

@@ -8,10 +8,11 @@ from copy import copy
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fabric.strategies.checkpoint.chunk import Chunk, Shape, whole
 from fabric.strategies.checkpoint.values import DTYPES, are_integers
+from fabric.strategies.torch_internals import storage_use_count
 
 if TYPE_CHECKING:
     from fabric.strategies.checkpoint.manifest import Entry, Piece
@@ -20,14 +21,23 @@ if TYPE_CHECKING:
 
 @final
 class Stored:
-    """A tensor in a checkpoint. Its bytes are not read until they are needed."""
+    """A tensor in a checkpoint. Its bytes are not read until they are needed.
 
-    def __init__(self, pointer: str, entry: Entry, open_file: Callable[[str], Contents]) -> None:
-        self.pointer = pointer
+    `maps`: `fill` and `kept` map the file where they can, instead of reading it.
+    """
+
+    def __init__(self, pointer: str, entry: Entry, open_file: Callable[[str], Contents], *, maps: bool = False) -> None:
+        self.pointer, self.maps = pointer, maps
         self.shape: Shape = entry.shape
         self.dtype = DTYPES[entry.dtype]
         self._pieces = entry.pieces
         self._open_file = open_file
+
+    def unmapped(self) -> Stored:
+        """The same, to be read."""
+        other = copy(self)
+        other.maps = False
+        return other
 
     @property
     def like(self) -> Tensor:
@@ -39,6 +49,24 @@ class Stored:
         """Where its bytes are: equal for tied tensors, which were saved once."""
         pieces = frozenset(each for each in self._pieces if each.chunk.numel)
         return (self.shape, self.dtype, pieces) if pieces else self.pointer
+
+    def fill(self, target: Tensor, chunk: Chunk) -> None:
+        """Give `target`, a tensor on its own and not a view, the elements of a chunk: by `copy_to`, or mapped."""
+        fits = self.maps and _is_as_stored(target, self.dtype) and is_alone(target)
+        mapped = self._mapped(chunk) if fits else None
+        if mapped is None:
+            self.copy_to(target.detach(), chunk)
+        else:
+            target.data = mapped
+
+    def kept(self, chunk: Chunk) -> Tensor:
+        """The elements of a chunk, to be kept: in new memory, or mapped."""
+        mapped = self._mapped(chunk) if self.maps else None
+        if mapped is not None:
+            return mapped
+        made = torch.empty(chunk.shape, dtype=self.dtype)
+        self.copy_to(made, chunk)
+        return made
 
     def whole(self) -> Tensor:
         """The whole tensor, in new memory or mapped: to be copied from."""
@@ -69,6 +97,17 @@ class Stored:
                 else:
                     part.copy_(self._elements(piece)[shared.slices_in(piece.chunk)])
 
+    def _mapped(self, chunk: Chunk) -> Tensor | None:
+        """The elements of a chunk, mapped; None unless they are rows of one piece."""
+        for piece in self._pieces:
+            if piece.chunk.intersection(chunk) == chunk and chunk.shape[1:] == piece.chunk.shape[1:]:
+                offset = piece.offset_bytes + self._num_bytes_before(chunk, piece)
+                # A single number is read: a page for each step count of an optimizer would be copied as it counts.
+                if chunk.numel > 1 and offset % self.dtype.itemsize == 0:
+                    opened = self._open_file(piece.file)
+                    return opened.mapped(offset, self.dtype, chunk.shape, within=piece.offset_bytes)
+        return None
+
     def _num_bytes_before(self, rows: Chunk, piece: Piece) -> int:
         """The number of bytes of a piece before some of its rows."""
         if not rows.shape:
@@ -95,13 +134,38 @@ def _is_as_stored(tensor: Tensor, dtype: torch.dtype) -> bool:
     )
 
 
+def is_alone(tensor: Tensor) -> bool:
+    """Whether nothing else uses the memory of a plain tensor, so that it may be given other memory."""
+    storage = tensor.untyped_storage()
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.grad_fn is None
+        and storage.nbytes() == tensor.nbytes
+        and storage_use_count(storage) == _ALONE
+        and not storage.is_shared()
+        and not tensor.is_pinned()
+    )
+
+
+_ALONE = 2
+"""The tensor, and Python's object for its storage."""
+
+
+def unmapped(content: Any) -> Any:
+    """The state of a module, none of which is mapped to be kept."""
+    read = copy(content)
+    for name, value in content.items():
+        read[name] = value.unmapped() if isinstance(value, Stored) else value
+    return read
+
+
 def in_memory(content: Any, *, mapped: bool = False) -> Any:
-    """A nest with each `Stored` read whole: into new memory, or (`mapped`) mapped, to be copied from and dropped.
+    """A nest with each `Stored` read whole: to be kept, or (`mapped`) mapped, to be copied from and dropped.
 
     A single number is always in new memory, because optimizers keep the step that they load.
     """
     if isinstance(content, Stored):
-        return content.whole() if mapped and math.prod(content.shape) > 1 else content.whole().clone()
+        return content.whole() if mapped and math.prod(content.shape) > 1 else content.kept(whole(content.shape))
     if isinstance(content, dict):
         read = copy(content)  # keeps its class and attributes: torch stores `_metadata` on the state of a module
         for key, entry in content.items():

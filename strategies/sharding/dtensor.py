@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.chunk import Chunk
+from fabric.strategies.checkpoint.chunk import whole as whole_chunk
 from fabric.strategies.checkpoint.in_place import converts, is_extra_state
 from fabric.strategies.checkpoint.optimizer_states import by_saved_index, map_state
 from fabric.strategies.checkpoint.state import StateAccess
@@ -238,24 +239,26 @@ def _local_chunk(sharded: DTensor) -> Chunk:
     return Chunk(tuple(offsets), tuple(shape))
 
 
-def _stored_like(value: Any, like: Any) -> Any:
-    """The part of a stored tensor that this rank needs: the layout of `like`, if that has its shape."""
+def _stored_like(value: Any, like: Any, *, keep: bool = False) -> Any:
+    """The part of a stored tensor that this rank needs: the layout of `like`, if that has its shape. To be kept, or
+    copied from."""
     sharded = as_sharded(like)
     if not isinstance(value, Stored):  # from a file that was read as a whole
         fits = sharded is not None and isinstance(value, Tensor) and value.shape == sharded.shape
         return shard_like(value, like) if fits and as_sharded(value) is None else value
+    read = value.kept if keep else value.part
     if sharded is None or tuple(sharded.shape) != value.shape:
-        return value.whole()
+        return read(whole_chunk(value.shape))
     from torch.distributed.tensor import DTensor
 
-    local = value.part(_local_chunk(sharded)).to(local_part(like).device)
+    local = read(_local_chunk(sharded)).to(local_part(like).device)
     return DTensor.from_local(
         local, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
     )
 
 
 def _fill(target: Any, value: Any) -> bool:
-    """Fill the local part of a DTensor from a file, without a copy in between. Returns whether it fits."""
+    """Fill the local part of a DTensor from a file, or map it. Returns whether it fits."""
     own = as_sharded(target)
     if own is None or not isinstance(value, Stored) or (tuple(own.shape), own.dtype) != (value.shape, value.dtype):
         return False
@@ -263,7 +266,7 @@ def _fill(target: Any, value: Any) -> bool:
         local = local_part(own)
     if not local.is_contiguous():
         return False
-    value.copy_to(local, _local_chunk(own))
+    value.fill(local, _local_chunk(own))
     return True
 
 
@@ -275,6 +278,8 @@ def _filled(value: Any, parameter: Any, existing: Any) -> Any:
     own = as_sharded(existing)
     if own is not None and _has_layout_of(own, parameter) and _fill(existing, value):
         return existing
+    if isinstance(value, Stored):
+        return _stored_like(value, parameter, keep=True)
     found = _stored_like(value, parameter)
     return found.clone() if isinstance(found, Tensor) else found
 
