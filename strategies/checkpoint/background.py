@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
+from fabric.strategies.checkpoint.direct_writes import PAGE_BYTES, Pace
 from fabric.strategies.checkpoint.errors import CheckpointError
 from fabric.strategies.checkpoint.manifest import ALIGNMENT_BYTES
 from fabric.strategies.checkpoint.saving import Failure, Plan, attempt, finish, memory_of, plan, refuse_together, write
@@ -47,8 +48,9 @@ _SECONDS_BETWEEN_SIGNALS = 1.0
 class PendingSave:
     """A save that may still be running. `save`: the rest of it; returns the error that `wait` raises, or None."""
 
-    def __init__(self, path: str, save: Callable[[], Exception | None] | None = None) -> None:
+    def __init__(self, path: str, save: Callable[[Pace], Exception | None] | None = None) -> None:
         self.path = path
+        self._pace = Pace()
         self.is_reported = save is None
         """Whether the caller knows the outcome."""
         self._save = save
@@ -72,6 +74,7 @@ class PendingSave:
 
         Raises: CheckpointError: it could not be written; the same on every rank.
         """
+        self._pace.hurry()
         # A signal that arrives right before Python blocks is handled only once it wakes up.
         while not self._ended.wait(_SECONDS_BETWEEN_SIGNALS):
             pass
@@ -90,7 +93,7 @@ class PendingSave:
         if sys.platform == "linux":
             attempt(lambda: os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS))
         try:
-            self._error = self._save()
+            self._error = self._save(self._pace)
         finally:
             self._ended.set()
 
@@ -122,10 +125,12 @@ class BackgroundSaves:
             if collective.rank == 0:
                 locked.callback(storage.lock())
 
-        def save() -> Exception | None:
+        def save(pace: Pace) -> Exception | None:
             with locked:
                 agreement = agreements[0] if agreements else None
-                return _save(storage, staged.pop(), agreement, collective.size, after_commit)
+                if agreement is not None:
+                    pace.limit(agreement.patience_seconds / 4)  # others may have written already
+                return _save(storage, staged.pop(), agreement, collective.size, after_commit, pace)
 
         # Known before its thread starts: if Ctrl-C interrupts the start, the end of the program waits for it.
         pending = self._pending = PendingSave(storage.path, save)
@@ -166,7 +171,10 @@ class BackgroundSaves:
 
 @final
 class Staging:
-    """A buffer for copies of what this rank writes, reused by every save."""
+    """A buffer for copies of what this rank writes, reused by every save.
+
+    Each tensor is as many bytes from a page of memory as it will be from the start of the file: see `direct_writes`.
+    """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -189,7 +197,8 @@ class Staging:
     def _reserve(self, num_bytes: int, *, pinned: bool) -> None:
         if self._memory.nbytes < num_bytes or (pinned and not self._memory.is_pinned()):
             self._memory = torch.empty(0, dtype=torch.uint8)  # frees the old buffer first
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+            memory = torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=pinned)
+            self._memory = memory[-memory.data_ptr() % PAGE_BYTES :]
 
 
 def _of_copies(sharded: TensorShards, copies: dict[Any, Tensor]) -> TensorShards:
@@ -214,6 +223,12 @@ class Agreement:
                 f"`blocking=False` needs a key-value store, and a `{type(collective).__name__}` has none. Leave it out"
             )
         return cls(store, token, collective.rank, collective.size, path)
+
+    @property
+    def patience_seconds(self) -> float:
+        """How long a rank waits for the others."""
+        found: float = self._store.timeout.total_seconds()
+        return found
 
     def abandon(self, error: BaseException) -> None:
         """The other ranks' `reach` returns that this rank was interrupted before it wrote. Waits for no rank."""
@@ -257,10 +272,15 @@ class Agreement:
 
 
 def _save(
-    storage: Storage, plan: Plan, agreement: Agreement | None, size: int, after_commit: Callable[[], object] | None
+    storage: Storage,
+    plan: Plan,
+    agreement: Agreement | None,
+    size: int,
+    after_commit: Callable[[], object] | None,
+    pace: Pace,
 ) -> Exception | None:
     """Write, agree, commit. Returns the error that every rank raises, or None."""
-    problem = attempt(lambda: write(storage, plan))
+    problem = attempt(lambda: write(storage, plan, pace=pace))
 
     def commit() -> None:
         finish(storage, plan.token, size, after_commit)

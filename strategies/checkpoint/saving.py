@@ -26,6 +26,7 @@ import xxhash
 from torch import Tensor, nn
 
 from fabric.strategies.checkpoint.chunk import Chunk
+from fabric.strategies.checkpoint.direct_writes import Pace
 from fabric.strategies.checkpoint.errors import CheckpointError, sentence_of
 from fabric.strategies.checkpoint.manifest import (
     ALIGNMENT_BYTES,
@@ -173,12 +174,13 @@ def _rows(chunk: Chunk, part: Tensor, fair_bytes: int) -> Iterator[Part]:
         yield Chunk((chunk.offsets[0] + start, *chunk.offsets[1:]), tuple(rows.shape)), rows
 
 
-def write(storage: Storage, plan: Plan, advance: Advance | None = None) -> None:
-    """Write the tensors' bytes, then the table of their locations."""
+def write(storage: Storage, plan: Plan, advance: Advance | None = None, pace: Pace | None = None) -> None:
+    """Write the tensors' bytes, then the table of their locations. `pace`: see `Storage.write`."""
     layout = _Layout(plan)
     if plan.tensors:
         blocks = layout.blocks()
-        storage.write(plan.file, blocks if advance is None else _reported(blocks, _num_bytes(plan), advance))
+        reported = blocks if advance is None else _reported(blocks, _num_bytes(plan), advance)
+        storage.write(plan.file, reported, pace=pace)
     files = {plan.file: layout.file()} if plan.tensors else {}
     table = Table(files=files, tensors=layout.entries)
     content = {"values": plan.values, **table.to_json()}

@@ -22,6 +22,7 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor
 
+from fabric.strategies.checkpoint.direct_writes import DirectWriter, Pace
 from fabric.strategies.checkpoint.memory import buffer_of
 
 Buffer: TypeAlias = "bytes | memoryview"
@@ -36,8 +37,11 @@ class Storage(ABC):
         """The path that the user wrote."""
 
     @abstractmethod
-    def write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True) -> None:
-        """Write a new file. `is_flushed=False`: it is needed only during the save, so it is not flushed to disk."""
+    def write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True, pace: Pace | None = None) -> None:
+        """Write a new file. `is_flushed=False`: it is needed only during the save, so it is not flushed to disk.
+
+        `pace`: write so that the rest of the machine is slowed down little, see `direct_writes`.
+        """
 
     @abstractmethod
     def commit(self, name: str, content: bytes) -> None:
@@ -156,17 +160,23 @@ class Folder(Storage):
     def path(self) -> str:
         return str(self._folder)
 
-    def write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True) -> None:
-        self._write(name, blocks, is_flushed=is_flushed)
+    def write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True, pace: Pace | None = None) -> None:
+        self._write(name, blocks, is_flushed=is_flushed, pace=pace)
         if is_flushed:
             flush_folder(self._folder)
 
-    def _write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True) -> None:
+    def _write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True, pace: Pace | None = None) -> None:
         self._make()
         try:
             with (self._folder / name).open("xb", buffering=0) as file:
+                direct = None if pace is None else DirectWriter(file.fileno(), pace)
                 for block in blocks:
-                    _write_all(file.fileno(), memoryview(block))
+                    if direct is None:
+                        _write_all(file.fileno(), memoryview(block))
+                    else:
+                        direct.write(memoryview(block))
+                if direct is not None:
+                    direct.end()
                 if is_flushed:
                     os.fsync(file.fileno())
         except BaseException as error:
@@ -275,7 +285,7 @@ class Remote(Storage):
     def path(self) -> str:
         return self._address
 
-    def write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True) -> None:
+    def write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True, pace: Pace | None = None) -> None:
         self._system.makedirs(self._root, exist_ok=True)
         with self._system.open(self._at(name), "wb") as file:
             for block in blocks:

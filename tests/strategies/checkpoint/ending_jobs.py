@@ -19,10 +19,10 @@ from fabric import Fabric
 from fabric.strategies.checkpoint import background, saving
 
 
-def write_slowly(*args: Any) -> None:
+def write_slowly(*args: Any, **options: Any) -> None:
     """As `saving.write`, one second later."""
     time.sleep(1)
-    saving.write(*args)
+    saving.write(*args, **options)
 
 
 def main(folder: str, how: str) -> None:

@@ -20,6 +20,7 @@ from torch.distributed import FileStore
 
 from fabric import read_checkpoint
 from fabric.strategies.checkpoint.background import BackgroundSaves
+from fabric.strategies.checkpoint.direct_writes import PAGE_BYTES
 from fabric.strategies.checkpoint.manifest import NAME
 from fabric.strategies.checkpoint.saving import save
 from fabric.strategies.checkpoint.storage import Buffer, Folder, Storage
@@ -46,9 +47,9 @@ class Fatal:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._folder, name)
 
-    def write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True) -> None:
+    def write(self, name: str, blocks: Iterable[Buffer], **options: Any) -> None:
         blocks = self._until(blocks) if name.endswith(".bin") else blocks
-        self._folder.write(name, blocks, is_flushed=is_flushed)
+        self._folder.write(name, blocks, **options)
 
     def commit(self, name: str, content: bytes) -> None:
         if self._moment == "commit":
@@ -131,7 +132,7 @@ def main(folder: Path, num_kills: int, seed: int) -> None:
             "signals": signals,
             "found": content["step"],
             "whole": bool(content["x"].eq(content["step"]).all()),
-            "num_bytes": num_bytes,
+            "num_bytes": num_bytes if blocking else num_bytes // PAGE_BYTES * PAGE_BYTES,
             "full_bytes": FULL_BYTES,
             "written": next((size for name, size in new.items() if name.endswith(f".{killer}.bin")), None),
         }

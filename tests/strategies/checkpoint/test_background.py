@@ -64,12 +64,12 @@ class Gated:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._folder, name)
 
-    def write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True) -> None:
+    def write(self, name: str, blocks: Iterable[Buffer], **options: Any) -> None:
         if name.endswith(".bin"):
             if self._gate is None:
                 raise OSError("the cable was pulled")
             self._gate.wait()
-        self._folder.write(name, blocks, is_flushed=is_flushed)
+        self._folder.write(name, blocks, **options)
 
 
 def save_with_a_slow_rank(collective: ThreadCollective, folder: str, gate: threading.Event) -> None:
@@ -103,12 +103,12 @@ class Interrupting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._folder, name)
 
-    def write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True) -> None:
+    def write(self, name: str, blocks: Iterable[Buffer], **options: Any) -> None:
         if name.endswith(".bin"):
             self.begin.wait()
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             self.caught.wait()
-        self._folder.write(name, blocks, is_flushed=is_flushed)
+        self._folder.write(name, blocks, **options)
 
 
 def wait_until_interrupted(fabric: Fabric, storage: Interrupting) -> None:
