@@ -18,7 +18,7 @@ import threading
 import time
 from typing import final
 
-REST = 6.0
+REST = 8.0
 """For each second of writing."""
 _MOST_REST_SECONDS = 60.0
 """In one save: a large one is not to take several times as long as it needs."""
