@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, final
@@ -106,6 +108,8 @@ class BackgroundSaves:
         self._collective = collective
         self._staging = Staging()
         self._pending: PendingSave | None = None
+        self._begun = -math.inf
+        """When the latest save began, by `time.monotonic`."""
 
     def start(self, storage: Storage, state: Any, after_commit: Callable[[], object] | None = None) -> PendingSave:
         """Return as soon as `state` is copied; otherwise as `saving.save`. Ranks: all call it, after `finish`.
@@ -113,6 +117,8 @@ class BackgroundSaves:
         Raises: TypeError, CheckpointError: as `saving.save`, for errors that occur before anything is written.
         """
         collective = self._collective
+        before, self._begun = self._begun, time.monotonic()
+        most_rest_seconds = (self._begun - before) / 2  # so that the next save, as long after this one, waits for none
         token = collective.broadcast_object(secrets.token_hex(4))
         staged: list[Plan] = []
         agreements: list[Agreement] = []
@@ -128,6 +134,7 @@ class BackgroundSaves:
         def save(pace: Pace) -> Exception | None:
             with locked:
                 agreement = agreements[0] if agreements else None
+                pace.limit(most_rest_seconds)
                 if agreement is not None:
                     pace.limit(agreement.patience_seconds / 4)  # others may have written already
                 return _save(storage, staged.pop(), agreement, collective.size, after_commit, pace)

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from fabric.strategies.checkpoint.background import BackgroundSaves
 from fabric.strategies.checkpoint.direct_writes import PAGE_BYTES, DirectWriter, Pace
 from fabric.strategies.checkpoint.memory import buffer_of
 from fabric.strategies.checkpoint.storage import Folder
+from fabric.strategies.collectives.single import SingleDeviceCollective
 
 
 def hurried() -> Pace:
@@ -91,11 +93,19 @@ def test_a_save_rests_until_somebody_waits_for_it() -> None:
     assert rested.wait(5)
 
 
-def test_a_save_rests_for_a_minute_at_most() -> None:
+def test_a_save_rests_no_longer_than_its_limit() -> None:
     pace = Pace()
-    threading.Timer(0.05, pace.hurry).start()
+    pace.limit(0.05)
     begun = time.monotonic()
     for _ in range(1000):
         pace.rest(1000.0)
-    assert time.monotonic() - begun < 20
-    assert pace._left_seconds == 0
+    assert 0.04 < time.monotonic() - begun < 20
+
+
+def test_saves_that_follow_one_another_rest_for_half_of_the_time_between_them(tmp_path: Path) -> None:
+    saves, begun = BackgroundSaves(SingleDeviceCollective()), []
+    for number in range(2):
+        begun.append(time.monotonic())
+        pending = saves.start(Folder(tmp_path / str(number)), {"x": torch.zeros(3)})
+        saves.finish()
+    assert pending._pace._left_seconds < (begun[1] - begun[0]) / 2 + 1
