@@ -74,6 +74,10 @@ def _read(path: Path) -> Any:
 
 
 def _unpickled(path: Path) -> Any:
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start and not start.startswith(_STARTS):  # torch would say that it runs code, of an HDF5 file as well
+        raise ValueError(_NO_FILE.format(name=path.name, why=f"it begins with {start!r}"))
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
@@ -105,6 +109,8 @@ def _global_in(message: str) -> str:
     return f"`{found[1]}`" if found else "objects that are not tensors"
 
 
+_STARTS = (b"PK\x03\x04", b"\x80")
+"""Of a zip archive, and of the pickles that `torch.save` wrote before 1.6."""
 _SHARDS = (
     "The file has a DTensor at {at}, of shape {shape}: it contains only the shard of the rank that wrote it. Where the "
     "file was made, call `fabric.save(path, {{'model': model}})` on all ranks, then `fabric.consolidate`."

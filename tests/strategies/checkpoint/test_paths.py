@@ -83,8 +83,9 @@ def test_a_file_in_the_way_of_the_folder_raises_and_is_kept(fabric: Fabric, tmp_
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_file_that_is_no_checkpoint_raises(fabric: Fabric, tmp_path: Path) -> None:
-    (tmp_path / "notes").write_text("hello")
+@pytest.mark.parametrize("content", [b"", b"hello", b"\x89HDF\r\n\x1a\n", b"PK", b"PK\x03\x04", b"\x80"])
+def test_a_file_that_is_no_checkpoint_raises(fabric: Fabric, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "notes").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"`notes` is damaged, or `torch\.save` did not write it"):
         fabric.load(tmp_path / "notes", {"model": nn.Linear(2, 2)})
 
