@@ -18,7 +18,7 @@ import threading
 import time
 from typing import final
 
-REST = 8.0
+_REST = 8.0
 """For each second of writing."""
 _MOST_REST_SECONDS = 60.0
 """In one save: a large one is not to take several times as long as it needs."""
@@ -45,7 +45,7 @@ class Pace:
 
     def rest(self, num_seconds: float) -> None:
         """Called after a write that took so many seconds."""
-        rest = min(REST * num_seconds, self._left_seconds)
+        rest = min(_REST * num_seconds, self._left_seconds)
         self._left_seconds -= rest
         self._is_awaited.wait(rest)
 

@@ -69,8 +69,8 @@ def filled_optimizer(optimizer: Optimizer, content: Any, *, mapped: bool = False
 
     def fill(value: Any, target: Any) -> Any:
         if isinstance(value, Stored) and _is_same_kind(target, value) and target.data_ptr() not in filled:
-            filled.add(target.data_ptr())
             value.fill(target, whole(value.shape))
+            filled.add(target.data_ptr())  # which is another one if the file is mapped
             return target
         return in_memory(value, mapped=mapped)
 

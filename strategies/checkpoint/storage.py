@@ -16,6 +16,7 @@ import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
@@ -170,11 +171,9 @@ class Folder(Storage):
         try:
             with (self._folder / name).open("xb", buffering=0) as file:
                 direct = None if pace is None else DirectWriter(file.fileno(), pace)
+                write = partial(_write_all, file.fileno()) if direct is None else direct.write
                 for block in blocks:
-                    if direct is None:
-                        _write_all(file.fileno(), memoryview(block))
-                    else:
-                        direct.write(memoryview(block))
+                    write(memoryview(block))
                 if direct is not None:
                     direct.end()
                 if is_flushed:

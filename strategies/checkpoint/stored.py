@@ -74,7 +74,7 @@ class Stored:
 
     def part(self, chunk: Chunk) -> Tensor:
         """The elements of a chunk: mapped if one piece contains them all, otherwise assembled. To be copied from."""
-        covering = next((piece for piece in self._pieces if piece.chunk.intersection(chunk) == chunk), None)
+        covering = self._covering(chunk)
         if covering is not None:
             return self._elements(covering)[chunk.slices_in(covering.chunk)]
         made = torch.empty(chunk.shape, dtype=self.dtype)
@@ -99,14 +99,18 @@ class Stored:
 
     def _mapped(self, chunk: Chunk) -> Tensor | None:
         """The elements of a chunk, mapped; None unless they are rows of one piece."""
-        for piece in self._pieces:
-            if piece.chunk.intersection(chunk) == chunk and chunk.shape[1:] == piece.chunk.shape[1:]:
-                offset = piece.offset_bytes + self._num_bytes_before(chunk, piece)
-                # A single number is read: a page for each step count of an optimizer would be copied as it counts.
-                if chunk.numel > 1 and offset % self.dtype.itemsize == 0:
-                    opened = self._open_file(piece.file)
-                    return opened.mapped(offset, self.dtype, chunk.shape, within=piece.offset_bytes)
-        return None
+        piece = self._covering(chunk)
+        # A single number is read: a page for each step count of an optimizer would be copied as it counts.
+        if piece is None or chunk.shape[1:] != piece.chunk.shape[1:] or chunk.numel <= 1:
+            return None
+        offset = piece.offset_bytes + self._num_bytes_before(chunk, piece)
+        if offset % self.dtype.itemsize:
+            return None
+        return self._open_file(piece.file).mapped(offset, self.dtype, chunk.shape, within=piece.offset_bytes)
+
+    def _covering(self, chunk: Chunk) -> Piece | None:
+        """The piece that has all elements of a chunk."""
+        return next((piece for piece in self._pieces if piece.chunk.intersection(chunk) == chunk), None)
 
     def _num_bytes_before(self, rows: Chunk, piece: Piece) -> int:
         """The number of bytes of a piece before some of its rows."""

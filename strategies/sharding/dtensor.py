@@ -278,10 +278,8 @@ def _filled(value: Any, parameter: Any, existing: Any) -> Any:
     own = as_sharded(existing)
     if own is not None and _has_layout_of(own, parameter) and _fill(existing, value):
         return existing
-    if isinstance(value, Stored):
-        return _stored_like(value, parameter, keep=True)
-    found = _stored_like(value, parameter)
-    return found.clone() if isinstance(found, Tensor) else found
+    found = _stored_like(value, parameter, keep=True)
+    return found.clone() if isinstance(found, Tensor) and not isinstance(value, Stored) else found
 
 
 def _has_layout_of(tensor: DTensor, like: Any) -> bool:

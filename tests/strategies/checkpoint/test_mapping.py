@@ -129,6 +129,17 @@ def test_weights_that_were_tied_when_they_were_saved_share_no_memory_in_a_model_
     assert net.head.weight.all()
 
 
+def test_two_names_of_one_tensor_in_an_optimizer_get_the_values_of_both(tmp_path: Path, fabric: Fabric) -> None:
+    net, optimizer, _ = trained(fabric, tmp_path / "first", Net())
+    saved = {name: value.clone() for name, value in optimizer.state[net.embed.weight].items()}
+    fabric.save(tmp_path / "saved", {"optimizer": optimizer})
+    state = optimizer.state[net.embed.weight]
+    state["exp_avg_sq"] = state["exp_avg"]
+    fabric.load(tmp_path / "saved", {"optimizer": optimizer}, mmap=True)
+    for name, value in saved.items():
+        assert torch.equal(optimizer.state[net.embed.weight][name], value), name
+
+
 def test_two_loads_of_one_checkpoint_share_no_memory(tmp_path: Path, fabric: Fabric) -> None:
     trained(fabric, tmp_path / "saved", Net())
     one, other = Net(), Net()
