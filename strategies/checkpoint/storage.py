@@ -27,6 +27,8 @@ from fabric.strategies.checkpoint.direct_writes import DirectWriter, Pace
 from fabric.strategies.checkpoint.memory import buffer_of
 
 Buffer: TypeAlias = "bytes | memoryview"
+MAPPED = "is_mapped_checkpoint"
+"""An attribute of a storage that is mapped from a checkpoint, and belongs to one tensor."""
 
 
 class Storage(ABC):
@@ -115,6 +117,7 @@ class Contents:
         self._mapped.add(within)
         num_bytes = math.prod(shape) * dtype.itemsize
         content = torch.frombuffer(self._mapping, dtype=torch.uint8, count=num_bytes, offset=offset_bytes)
+        setattr(content.untyped_storage(), MAPPED, True)
         return content.view(dtype).view(shape).data  # no view, of which a base would be kept as well
 
     def copy_to(self, target: Tensor, offset_bytes: int) -> None:

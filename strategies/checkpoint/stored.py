@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fabric.strategies.checkpoint.chunk import Chunk, Shape, whole
+from fabric.strategies.checkpoint.storage import MAPPED
 from fabric.strategies.checkpoint.values import DTYPES, are_integers
 from fabric.strategies.torch_internals import storage_use_count
 
@@ -146,6 +147,7 @@ def is_alone(tensor: Tensor) -> bool:
         and tensor.grad_fn is None
         and storage.nbytes() == tensor.nbytes
         and storage_use_count(storage) == _ALONE
+        and (storage.resizable() or hasattr(storage, MAPPED))  # not of an array of NumPy, which stays with its memory
         and not storage.is_shared()
         and not tensor.is_pinned()
     )

@@ -110,8 +110,12 @@ def test_a_parameter_of_which_a_view_exists_keeps_its_memory(tmp_path: Path, fab
     net, _, _ = trained(fabric, tmp_path / "saved", Net())
     kept = net.embed.weight.detach().t()  # as a module may keep a view of its own weight
     shared = net.norm.weight.share_memory_()
+    array = bytearray(8 * 4)  # or one of NumPy
+    net.norm.bias = nn.Parameter(torch.frombuffer(array, dtype=torch.float32))
     fabric.load(tmp_path / "saved", {"model": net}, mmap=True)
     assert torch.equal(kept.t(), net.embed.weight)
+    assert torch.equal(torch.frombuffer(array, dtype=torch.float32), net.norm.bias)
+    assert not is_mapped(net.norm.bias)
     assert shared.is_shared()
     assert not is_mapped(net.embed.weight)
     assert is_mapped(net.head.weight)
@@ -143,7 +147,7 @@ def test_two_names_of_one_tensor_in_an_optimizer_get_the_values_of_both(tmp_path
 def test_two_loads_of_one_checkpoint_share_no_memory(tmp_path: Path, fabric: Fabric) -> None:
     trained(fabric, tmp_path / "saved", Net())
     one, other = Net(), Net()
-    for each in (one, other):
+    for each in (one, other, other):
         fabric.load(tmp_path / "saved", {"model": each}, mmap=True)
     with torch.no_grad():
         one.embed.weight.zero_()
