@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from fabric.strategies.checkpoint.direct_writes import PAGE_BYTES, Pace
 from fabric.strategies.checkpoint.errors import CheckpointError
 from fabric.strategies.checkpoint.manifest import ALIGNMENT_BYTES
 from fabric.strategies.checkpoint.saving import Failure, Plan, attempt, finish, memory_of, plan, refuse_together, write
 from fabric.strategies.checkpoint.storage import Storage
 from fabric.strategies.checkpoint.tensor_shards import TensorShards
+from fabric.strategies.checkpoint.writers import PAGE_BYTES, Pace
 from fabric.strategies.collectives.collective import Collective
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class BackgroundSaves:
 class Staging:
     """A buffer for copies of what this rank writes, reused by every save.
 
-    Each tensor is as many bytes from a page of memory as it will be from the start of the file: see `direct_writes`.
+    Each tensor is as many bytes from a page of memory as it will be from the start of the file: see `writers`.
     """
 
     def __init__(self) -> None:

@@ -26,7 +26,6 @@ import xxhash
 from torch import Tensor, nn
 
 from fabric.strategies.checkpoint.chunk import Chunk
-from fabric.strategies.checkpoint.direct_writes import Pace
 from fabric.strategies.checkpoint.errors import CheckpointError, sentence_of
 from fabric.strategies.checkpoint.manifest import (
     ALIGNMENT_BYTES,
@@ -44,6 +43,7 @@ from fabric.strategies.checkpoint.memory import buffer_of
 from fabric.strategies.checkpoint.storage import Storage
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
 from fabric.strategies.checkpoint.values import Json, encode
+from fabric.strategies.checkpoint.writers import Pace
 from fabric.strategies.collectives.collective import Collective
 
 Part = tuple[Chunk, Tensor]

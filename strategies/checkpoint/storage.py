@@ -16,15 +16,14 @@ import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
 
-from fabric.strategies.checkpoint.direct_writes import DirectWriter, Pace
 from fabric.strategies.checkpoint.memory import buffer_of
+from fabric.strategies.checkpoint.writers import CachedWriter, DirectWriter, Pace
 
 Buffer: TypeAlias = "bytes | memoryview"
 MAPPED = "is_mapped_checkpoint"
@@ -43,7 +42,7 @@ class Storage(ABC):
     def write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True, pace: Pace | None = None) -> None:
         """Write a new file. `is_flushed=False`: it is needed only during the save, so it is not flushed to disk.
 
-        `pace`: write so that the rest of the machine is slowed down little, see `direct_writes`.
+        `pace`: write so that the rest of the machine is slowed down little, see `writers`.
         """
 
     @abstractmethod
@@ -173,12 +172,10 @@ class Folder(Storage):
         self._make()
         try:
             with (self._folder / name).open("xb", buffering=0) as file:
-                direct = None if pace is None else DirectWriter(file.fileno(), pace)
-                write = partial(_write_all, file.fileno()) if direct is None else direct.write
+                writer = CachedWriter(file.fileno()) if pace is None else DirectWriter(file.fileno(), pace)
                 for block in blocks:
-                    write(memoryview(block))
-                if direct is not None:
-                    direct.end()
+                    writer.write(memoryview(block))
+                writer.end()
                 if is_flushed:
                     os.fsync(file.fileno())
         except BaseException as error:
@@ -343,11 +340,6 @@ _FULL = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG") if name 
 
 def _nothing() -> None:
     pass
-
-
-def _write_all(handle: int, block: memoryview) -> None:
-    while block.nbytes:
-        block = block[os.write(handle, block) :]
 
 
 def flush_folder(folder: Path) -> None:

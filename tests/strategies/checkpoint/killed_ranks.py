@@ -20,11 +20,11 @@ from torch.distributed import FileStore
 
 from fabric import read_checkpoint
 from fabric.strategies.checkpoint.background import BackgroundSaves
-from fabric.strategies.checkpoint.direct_writes import PAGE_BYTES
 from fabric.strategies.checkpoint.manifest import NAME
 from fabric.strategies.checkpoint.saving import save
 from fabric.strategies.checkpoint.storage import Buffer, Folder, Storage
 from fabric.strategies.checkpoint.tensor_shards import replicated
+from fabric.strategies.checkpoint.writers import PAGE_BYTES
 from fabric.strategies.collectives.store import StoreCollective
 
 NUM_ELEMENTS = 600_000

@@ -1,9 +1,12 @@
-"""Writes of a save in the background, which is to slow nothing else down: past the page cache, and with rests.
+"""How the bytes of a file reach the disk: through the page cache, or past it.
 
-Otherwise the kernel copies what is written, and threads of its own write it to the disk, which do not have the priority
-of the thread that saves: on two cores, 1.5 GiB took 0.8 to 3.2 s of a processor, and take 0.1 s this way (O_DIRECT), as
-long by the clock. The cache keeps what it has of other files, and gets nothing of this one. The rests leave the disk to
-others, such as a data loader; on a virtual machine, the processors with which the host writes as well.
+A save that a loop waits for writes through the cache, and the disk begins with the first blocks, not at the flush.
+
+A save in the background is to slow nothing else down, and writes past the cache, with rests. Otherwise the kernel
+copies what is written, and threads of its own write it to the disk, which do not have the priority of the thread that
+saves: on two cores, 1.5 GiB took 0.8 to 3.2 s of a processor, and take 0.1 s this way (O_DIRECT), as long by the clock.
+The cache keeps what it has of other files, and gets nothing of this one. The rests leave the disk to others, such as a
+data loader; on a virtual machine, the processors with which the host writes as well.
 """
 
 from __future__ import annotations
@@ -48,6 +51,40 @@ class Pace:
         rest = min(_REST * num_seconds, self._left_seconds)
         self._left_seconds -= rest
         self._is_awaited.wait(rest)
+
+
+@final
+class CachedWriter:
+    """Writes blocks to the end of a new file, and has the disk begin to write them.
+
+    Without that, the disk does nothing until the flush, unless much memory is dirty: two ranks that wrote and flushed
+    384 MiB each took 1.66 s, and take 1.47 s (medians of 14).
+    """
+
+    def __init__(self, handle: int) -> None:
+        """`handle`: a descriptor of the file, which is empty."""
+        self._handle = handle
+        self._num_written = self._num_begun = 0
+
+    def write(self, block: memoryview) -> None:
+        """Write the next bytes."""
+        while block.nbytes:
+            num_bytes = os.write(self._handle, block)
+            self._num_written += num_bytes
+            block = block[num_bytes:]
+        if self._num_written - self._num_begun >= _GATHERED_BYTES:
+            self._begin_to_flush()
+
+    def end(self) -> None:
+        """Nothing is kept: the flush writes the rest."""
+
+    def _begin_to_flush(self) -> None:
+        if sys.platform == "linux":
+            # The kernel starts to write what is dirty, and drops only what is not: nothing of this range.
+            length = self._num_written - self._num_begun
+            with contextlib.suppress(OSError):  # advice, which a file system may refuse
+                os.posix_fadvise(self._handle, self._num_begun, length, os.POSIX_FADV_DONTNEED)
+        self._num_begun = self._num_written
 
 
 @final

@@ -1,4 +1,4 @@
-"""Writes past the page cache: what is in the file, and who waits."""
+"""Writes through and past the page cache: what is in the file, and who waits."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from fabric.strategies.checkpoint.background import BackgroundSaves
-from fabric.strategies.checkpoint.direct_writes import PAGE_BYTES, DirectWriter, Pace
 from fabric.strategies.checkpoint.memory import buffer_of
 from fabric.strategies.checkpoint.storage import Folder
+from fabric.strategies.checkpoint.writers import PAGE_BYTES, DirectWriter, Pace
 from fabric.strategies.collectives.single import SingleDeviceCollective
 
 
@@ -40,10 +40,13 @@ def drawn_blocks(seed: int) -> Iterator[memoryview]:
         yield memoryview(block.tobytes()) if draw.random() < 0.2 else block
 
 
+@pytest.mark.parametrize("makes_pace", [hurried, lambda: None], ids=["past the cache", "through it"])
 @pytest.mark.parametrize("seed", range(8))
-def test_the_file_has_the_blocks_one_after_another(tmp_path: Path, seed: int) -> None:
+def test_the_file_has_the_blocks_one_after_another(
+    tmp_path: Path, seed: int, makes_pace: Callable[[], Pace | None]
+) -> None:
     blocks = list(drawn_blocks(seed))
-    Folder(tmp_path).write("file", blocks, pace=hurried())
+    Folder(tmp_path).write("file", blocks, pace=makes_pace())
     assert (tmp_path / "file").read_bytes() == b"".join(blocks)
 
 
