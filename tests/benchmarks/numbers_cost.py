@@ -133,6 +133,7 @@ def numbers(ours: Fabric) -> list[Row]:
             "raw all_reduce of 8 bytes": (partial(steps, alone), partial(with_message, alone)),
             "raw all_reduce of 8 bytes, awaited at once": (partial(steps, alone), partial(with_awaited_message, alone)),
             "weight=": (partial(steps, alone), partial(steps, alone, BATCH)),
+            "raw division by hand": (partial(steps, alone), partial(divided, alone)),
             "weight= beside a division by hand": (partial(divided, alone), partial(steps, alone, BATCH)),
             "accumulate beside no_backward_sync": (partial(by_hand, alone), partial(accumulated, alone)),
             "agreement on uneven data": (partial(steps, ahead_alone), partial(steps, ahead_agreed)),
