@@ -28,6 +28,10 @@ _MOST_REST_SECONDS = 60.0
 PAGE_BYTES = 4096
 """Memory, offsets and lengths must be multiples of a block of the disk, which is this at most."""
 _GATHERED_BYTES = 2**22
+_WRITEBACK_BYTES = 2**22
+"""The disk begins to write once so many bytes are in the cache."""
+_SYNC_FILE_RANGE_WRITE = 2
+"""Of `<fcntl.h>`."""
 
 
 @final
@@ -64,7 +68,7 @@ class CachedWriter:
     def __init__(self, handle: int) -> None:
         """`handle`: a descriptor of the file, which is empty."""
         self._handle = handle
-        self._num_written = self._num_begun = 0
+        self._num_written = self._num_started = 0
 
     def write(self, block: memoryview) -> None:
         """Write the next bytes."""
@@ -72,19 +76,24 @@ class CachedWriter:
             num_bytes = os.write(self._handle, block)
             self._num_written += num_bytes
             block = block[num_bytes:]
-        if self._num_written - self._num_begun >= _GATHERED_BYTES:
-            self._begin_to_flush()
+        if self._num_written - self._num_started >= _WRITEBACK_BYTES:
+            start_writeback(self._handle, self._num_started, self._num_written - self._num_started)
+            self._num_started = self._num_written
 
     def end(self) -> None:
         """Nothing is kept: the flush writes the rest."""
 
-    def _begin_to_flush(self) -> None:
-        if sys.platform == "linux":
-            # The kernel starts to write what is dirty, and drops only what is not: nothing of this range.
-            length = self._num_written - self._num_begun
-            with contextlib.suppress(OSError):  # advice, which a file system may refuse
-                os.posix_fadvise(self._handle, self._num_begun, length, os.POSIX_FADV_DONTNEED)
-        self._num_begun = self._num_written
+
+def start_writeback(handle: int, offset_bytes: int, num_bytes: int) -> bool:
+    """Have the disk begin to write a part of a file, where the system can. Returns whether it does.
+
+    It is no flush, and reports no error of the disk: `fsync` does. `posix_fadvise` begins as well, but then drops what
+    is already written from the cache.
+    """
+    if sys.platform != "linux":
+        return False
+    offset, length = ctypes.c_int64(offset_bytes), ctypes.c_int64(num_bytes)
+    return bool(ctypes.CDLL(None).sync_file_range(handle, offset, length, _SYNC_FILE_RANGE_WRITE) == 0)
 
 
 @final

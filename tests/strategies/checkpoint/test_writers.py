@@ -16,7 +16,7 @@ import torch
 from fabric.strategies.checkpoint.background import BackgroundSaves
 from fabric.strategies.checkpoint.memory import buffer_of
 from fabric.strategies.checkpoint.storage import Folder
-from fabric.strategies.checkpoint.writers import PAGE_BYTES, DirectWriter, Pace
+from fabric.strategies.checkpoint.writers import PAGE_BYTES, DirectWriter, Pace, start_writeback
 from fabric.strategies.collectives.single import SingleDeviceCollective
 
 
@@ -48,6 +48,17 @@ def test_the_file_has_the_blocks_one_after_another(
     blocks = list(drawn_blocks(seed))
     Folder(tmp_path).write("file", blocks, pace=makes_pace())
     assert (tmp_path / "file").read_bytes() == b"".join(blocks)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux has sync_file_range")
+def test_the_disk_begins_to_write_a_file_before_its_flush(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("xb", buffering=0) as file:
+        file.write(bytes(3 * PAGE_BYTES))
+        assert start_writeback(file.fileno(), PAGE_BYTES, PAGE_BYTES)
+    read, write = os.pipe()
+    assert not start_writeback(write, 0, PAGE_BYTES)
+    os.close(read)
+    os.close(write)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux has O_DIRECT")
