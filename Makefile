@@ -118,6 +118,8 @@ $(HOROVOD)/test.done: $(HOROVOD)/torch.done $(WHEELS)/horovod.done $(SAYS)
 
 $(RUN)/bench.done: $(RUN)/test.done
 	$(ALONE) $(RUN)/bin/python $(PIP_INSTALL) --editable '.[bench]'
+	# Lightning Fabric has a command `fabric` as well, which replaced ours.
+	$(ALONE) $(RUN)/bin/python $(PIP_INSTALL) --no-deps --force-reinstall --editable .
 	touch $@
 
 $(LINT)/lint.done: $(LINT)/torch.done $(SAYS)
