@@ -28,13 +28,15 @@ LEFT = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What tests draw is the same in every run, so that a change is not refused for what it has not changed."""
+    """What tests draw is the same in every run, so that a change is not refused for what it has not changed. What
+    they train on is chosen here as well (`devices.py`)."""
     parser.addoption("--seed", default="1", help="from which tests draw: 1 by default; 'new' for another one")
+    parser.addoption("--accelerator", default="cpu", help="what tests train on that are not about the CPU: cpu, cuda")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
     """The line that repeats a run."""
-    return f"draws: --seed {config.stash[SEED]}"
+    return f"draws: --seed {config.stash[SEED]}, on: --accelerator {config.getoption('--accelerator')}"
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -57,7 +59,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Signals mean what they mean, also where the tests run in a script's background, or under `nohup`: Ctrl-C or a
-    hang-up is ignored there, and every program that a test starts would ignore it, too."""
+    hang-up is ignored there, and every program that a test starts would ignore it, too. Ranks and programs train on
+    what `--accelerator` says."""
+    os.environ["TESTS_ACCELERATOR"] = config.getoption("--accelerator")
     config.stash[LEFT] = []
     seed = getattr(config, "workerinput", {}).get("seed", config.getoption("--seed"))
     config.stash[SEED] = str(random.randrange(2**31)) if seed == "new" else seed

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from resumed_runs import refuse_difference
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -215,7 +216,7 @@ def save(fabric: Fabric, folder: str) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("programs")
-    Fabric(accelerator="cpu", strategy="fsdp", devices=6).launch(save, str(folder))
+    Fabric(accelerator=ACCELERATOR, strategy="fsdp", devices=6).launch(save, str(folder))
     (folder / "file").touch()
     return str(folder)
 
@@ -223,7 +224,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_programs_save_and_load_what_they_have_and_learn_what_does_not_fit(strategy: str, folder: str) -> None:
-    Fabric(accelerator="cpu", strategy=strategy, devices=2).launch(run, folder)
+    Fabric(accelerator=ACCELERATOR, strategy=strategy, devices=2).launch(run, folder)
 
 
 class WithHistory(Net):
@@ -256,7 +257,7 @@ def extra_state(fabric: Fabric, path: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_3", "ddp_fully_sharded"])
 def test_tensors_within_an_extra_state_are_read_into_memory(strategy: str, tmp_path: Path) -> None:
-    Fabric(accelerator="cpu", strategy=strategy, devices=1).launch(extra_state, str(tmp_path / "saved"))
+    Fabric(accelerator=ACCELERATOR, strategy=strategy, devices=1).launch(extra_state, str(tmp_path / "saved"))
 
 
 def save_on_rank_zero(fabric: Fabric, folder: str) -> None:
@@ -270,7 +271,7 @@ def save_on_rank_zero(fabric: Fabric, folder: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_save_on_rank_zero_alone_raises_and_names_the_call_of_each_rank(strategy: str, tmp_path: Path) -> None:
-    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=2, report_after_seconds=2)
+    fabric = Fabric(accelerator=ACCELERATOR, strategy=strategy, devices=2, report_after_seconds=2)
     with pytest.raises(WorkerError, match="did not make the same call") as raised:
         fabric.launch(save_on_rank_zero, str(tmp_path))
     assert "in save_on_rank_zero" in str(raised.value)
@@ -322,7 +323,7 @@ def renamed(fabric: Fabric, path: str) -> None:
 
 @pytest.mark.slow
 def test_parameters_that_a_hook_renames_are_saved_whole_and_buffers_keep_their_dtypes(tmp_path: Path) -> None:
-    Fabric(accelerator="cpu", strategy="ddp_fully_sharded", devices=2).launch(renamed, str(tmp_path))
+    Fabric(accelerator=ACCELERATOR, strategy="ddp_fully_sharded", devices=2).launch(renamed, str(tmp_path))
 
 
 def transposed(fabric: Fabric, path: str) -> None:
@@ -334,4 +335,4 @@ def transposed(fabric: Fabric, path: str) -> None:
 
 @pytest.mark.slow
 def test_weights_that_a_module_computes_for_its_state_raise_where_they_are_released(tmp_path: Path) -> None:
-    Fabric(accelerator="cpu", strategy="deepspeed_stage_3", devices=1).launch(transposed, str(tmp_path))
+    Fabric(accelerator=ACCELERATOR, strategy="deepspeed_stage_3", devices=1).launch(transposed, str(tmp_path))

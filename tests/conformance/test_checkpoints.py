@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from devices import ACCELERATOR
 from resumed_runs import go_on, load, save, trial_of
 from rows import averaged, in_both
 from torch import nn
@@ -67,7 +68,7 @@ LOADED_BY = {"single_device": 1, "ddp": 2, "fsdp": 2, "hsdp": 4, "ddp_sharded": 
 
 
 def launch(name: str, size: int, function: Callable[..., None], *args: object) -> None:
-    Fabric(accelerator="cpu", strategy=MAKE[name](size), devices=size).launch(function, *args)
+    Fabric(accelerator=ACCELERATOR, strategy=MAKE[name](size), devices=size).launch(function, *args)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.optim import SGD
 from worlds import run_world
@@ -79,7 +80,7 @@ BATCHES = torch.randn(2, 5, 4, 3, generator=torch.Generator().manual_seed(2))
 
 
 def observe(world: World, make: Callable[[], Strategy]) -> dict[str, Any]:
-    fabric = Fabric(accelerator="cpu", strategy=make(), devices=world.size)
+    fabric = Fabric(accelerator=ACCELERATOR, strategy=make(), devices=world.size)
     fabric._connect(world)
     return use(fabric)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, IterableDataset
@@ -32,13 +33,13 @@ def parts(seed: int = 2) -> tuple[nn.Linear, SGD]:
 
 
 def alone() -> tuple[Fabric, nn.Linear, SGD]:
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     model, optimizer = fabric.setup(*parts())
     return fabric, model, optimizer
 
 
 def ranks(world: World, strategy: Any = "ddp") -> Fabric:
-    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=world.size)
+    fabric = Fabric(accelerator=ACCELERATOR, strategy=strategy, devices=world.size)
     fabric._connect(world)
     return fabric
 
@@ -160,7 +161,7 @@ def test_a_window_needs_a_positive_number_of_micro_batches(number: Any, reported
 
 def test_accumulate_before_setup_raises() -> None:
     with pytest.raises(RuntimeError, match=r"before `fabric\.setup\(model\)`"):
-        Fabric(accelerator="cpu", devices=1).accumulate(SAMPLES, 2)
+        Fabric(accelerator=ACCELERATOR, devices=1).accumulate(SAMPLES, 2)
 
 
 def test_a_weight_is_a_finite_number_of_zero_or_more() -> None:
@@ -246,7 +247,7 @@ def test_each_product_of_a_gradient_and_a_factor_is_rounded_once(dtype: torch.dt
 
 
 def test_weights_divide_gradients_of_16_bits_exactly() -> None:
-    fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-true")
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1, precision="bf16-true")
     model = fabric.setup(parts()[0])
     fabric.backward(model(SAMPLES[0]).sum(), weight=3)
     torch.testing.assert_close(model.weight.grad, SAMPLES[:1].bfloat16().div(3), rtol=0, atol=0)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.optim import SGD
 from worlds import run_world
@@ -27,7 +28,7 @@ def parts() -> tuple[nn.Sequential, SGD]:
 def train(world: World) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for way in ("average_gradients", "weight", "ddp"):
-        fabric = Fabric(accelerator="cpu", strategy="ddp", devices=world.size)
+        fabric = Fabric(accelerator=ACCELERATOR, strategy="ddp", devices=world.size)
         fabric._connect(world)
         model, optimizer = parts()
         if way == "ddp":

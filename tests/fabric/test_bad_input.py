@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import pytest
 import template
 import torch
+from devices import ACCELERATOR
 from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import StepLR
@@ -30,7 +31,7 @@ Row: TypeAlias = tuple[Callable[[], Any], type[Exception], str]
 
 
 def two(strategy: str | Strategy, **options: Any) -> Fabric:
-    return Fabric(accelerator="cpu", devices=2, strategy=strategy, **options)
+    return Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, **options)
 
 
 CONSTRUCTORS: dict[str, Row] = {
@@ -38,7 +39,7 @@ CONSTRUCTORS: dict[str, Row] = {
     "launcher": (lambda: two(DDPStrategy(launcher="thread")), ValueError, "Write one of 'auto', 'script', 'fork'"),
     "backend": (lambda: two(FSDPStrategy(backend="glo")), ValueError, "torch.distributed has no backend 'glo'"),
     "check_replicas": (
-        lambda: Fabric(accelerator="cpu", devices=1, check_replicas=0),
+        lambda: Fabric(accelerator=ACCELERATOR, devices=1, check_replicas=0),
         ValueError,
         "`check_replicas=0` is out of range. Write a whole number from 1.",
     ),
@@ -187,7 +188,7 @@ def test_wrong_arguments_raise_before_anything_starts(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Fabric]:
-    with Fabric(accelerator="cpu", devices=1, strategy="single_device") as fabric:
+    with Fabric(accelerator=ACCELERATOR, devices=1, strategy="single_device") as fabric:
         yield fabric
 
 

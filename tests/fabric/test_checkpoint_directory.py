@@ -9,6 +9,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from devices import ACCELERATOR
 
 from fabric import CheckpointDirectory, CheckpointError, Fabric, read_checkpoint
 from fabric.strategies.checkpoint.saving import plan, write
@@ -28,7 +29,7 @@ def place(tmp_path: Path, kind: str) -> str:
 def test_numbers_continue_after_a_resume_and_the_newest_checkpoints_are_kept_whatever_their_steps(
     tmp_path: Path, kind: str, blocking: bool
 ) -> None:
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     directory = CheckpointDirectory(place(tmp_path, kind), keep_last=2)
     assert directory.latest() is None
     assert directory.load(fabric, {"x": 0}) is None
@@ -49,7 +50,7 @@ def test_numbers_continue_after_a_resume_and_the_newest_checkpoints_are_kept_wha
 
 
 def test_the_best_checkpoints_are_kept_too_and_nan_is_never_the_best_metric(tmp_path: Path) -> None:
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     directory = CheckpointDirectory(tmp_path, keep_last=1, keep_best=2, best="max")
     for metric in (0.1, 0.5, float("nan"), 0.5, 1e-07, float("-inf")):
         directory.save(fabric, {"x": 1}, metric=metric)
@@ -62,7 +63,7 @@ def test_the_best_checkpoints_are_kept_too_and_nan_is_never_the_best_metric(tmp_
 
 @pytest.mark.parametrize("kind", ["local", "fsspec"])
 def test_an_incomplete_checkpoint_is_never_loaded_and_the_next_save_removes_it(tmp_path: Path, kind: str) -> None:
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     directory = CheckpointDirectory(place(tmp_path, kind))
     directory.save(fabric, {"x": 1})
     root = storage_of(directory.path)
@@ -76,7 +77,7 @@ def test_an_incomplete_checkpoint_is_never_loaded_and_the_next_save_removes_it(t
 
 @pytest.mark.skipif(os.name == "nt", reason="needs `flock`")
 def test_a_checkpoint_that_another_job_is_saving_is_not_removed(tmp_path: Path) -> None:
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     root = storage_of(tmp_path)
     other = root.inside("000001-step-7")
     unlock = other.lock()
@@ -92,7 +93,7 @@ def test_a_checkpoint_that_another_job_is_saving_is_not_removed(tmp_path: Path) 
 
 @pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "background"])
 def test_a_failed_save_removes_no_older_checkpoint(tmp_path: Path, blocking: bool) -> None:
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     directory = CheckpointDirectory(tmp_path, keep_last=1)
     directory.save(fabric, {"x": 1})
     (tmp_path / "000002").write_text("in the way")
@@ -113,7 +114,7 @@ def test_values_of_keep_last_that_would_keep_nothing_raise(arguments: dict[str, 
 
 
 def test_a_negative_step_raises_because_its_name_could_not_be_read(tmp_path: Path) -> None:
-    with Fabric(accelerator="cpu", devices=1) as fabric:
+    with Fabric(accelerator=ACCELERATOR, devices=1) as fabric:
         directory = CheckpointDirectory(tmp_path)
         with pytest.raises(ValueError, match="`step=-1`: the number of steps"):
             directory.save(fabric, {"x": 1}, step=-1)
@@ -133,7 +134,7 @@ def with_a_metric_on_one_rank(fabric: Fabric, path: str, rank: int) -> str:
 @pytest.mark.slow
 def test_the_metric_of_rank_zero_counts_and_is_enough(tmp_path: Path) -> None:
     def found(rank: int) -> str | None:
-        fabric = Fabric(accelerator="cpu", strategy="ddp", devices=2)
+        fabric = Fabric(accelerator=ACCELERATOR, strategy="ddp", devices=2)
         return fabric.launch(with_a_metric_on_one_rank, str(tmp_path), rank)
 
     assert found(0) == "000001-metric-0.5"
@@ -142,7 +143,10 @@ def test_the_metric_of_rank_zero_counts_and_is_enough(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("metric", [torch.ones(2), "low"], ids=["vector", "word"])
 def test_a_metric_that_is_not_one_number_raises(tmp_path: Path, metric: Any) -> None:
-    with Fabric(accelerator="cpu", devices=1) as fabric, pytest.raises(ValueError, match=r"`metric=.*`: one number"):
+    with (
+        Fabric(accelerator=ACCELERATOR, devices=1) as fabric,
+        pytest.raises(ValueError, match=r"`metric=.*`: one number"),
+    ):
         CheckpointDirectory(tmp_path).save(fabric, {"x": 1}, metric=metric)
 
 
@@ -158,7 +162,7 @@ def use_a_file(fabric: Fabric, path: str) -> list[str]:
 @pytest.mark.slow
 def test_a_file_in_place_of_the_directory_raises_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("mine")
-    found = Fabric(accelerator="cpu", strategy="ddp", devices=2).launch(use_a_file, str(tmp_path / "run"))
+    found = Fabric(accelerator=ACCELERATOR, strategy="ddp", devices=2).launch(use_a_file, str(tmp_path / "run"))
     assert found is not None
     assert all("Not a directory" in sentence or "is a file" in sentence for sentence in found), found
 
@@ -167,7 +171,7 @@ def test_the_state_in_place_of_the_fabric_raises(tmp_path: Path) -> None:
     directory: Any = CheckpointDirectory(tmp_path)
     for method in (directory.save, directory.load):
         with pytest.raises(TypeError, match=r"given a `dict` as the fabric"):
-            method({"step": 1}, Fabric(accelerator="cpu", devices=1))
+            method({"step": 1}, Fabric(accelerator=ACCELERATOR, devices=1))
 
 
 def test_a_trailing_slash_of_an_address_is_ignored(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from worlds import run_world
@@ -37,7 +38,7 @@ class Pair(NamedTuple):
 
 
 def ranks(world: World) -> Fabric:
-    fabric = Fabric(accelerator="cpu", strategy="ddp", devices=world.size)
+    fabric = Fabric(accelerator=ACCELERATOR, strategy="ddp", devices=world.size)
     fabric._connect(world)
     return fabric
 
@@ -104,7 +105,7 @@ def test_rank_zero_reads_and_ranks_get_whole_batches_in_turn() -> None:
 
 
 def test_one_rank_reads_its_own_loader_and_contradicting_options_raise() -> None:
-    with Fabric(accelerator="cpu", devices=1) as fabric:
+    with Fabric(accelerator=ACCELERATOR, devices=1) as fabric:
         assert [batch.tolist() for batch in fabric.setup_dataloaders(loader(0, 7), dispatch=True)] == ALL
         with pytest.raises(ValueError, match=r"`setup_dataloaders\(dispatch=True, uneven='stop'\)`: rank 0 reads"):
             fabric.setup_dataloaders(loader(0, 7), dispatch=True, uneven="stop")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from devices import ACCELERATOR
 from torch import nn
 
 from fabric import Fabric
@@ -53,5 +54,7 @@ def end(fabric: Fabric, place: str) -> int:
 )
 def test_no_rank_aborts_where_another_one_ends_earlier_or_later(strategy: str) -> None:
     for place in ("closes late", "stopped while rank 0 closes", "a collective under way", "a thread in a collective"):
-        fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver", timeout_seconds=20)
+        fabric = Fabric(
+            accelerator=ACCELERATOR, devices=2, strategy=strategy, launcher="forkserver", timeout_seconds=20
+        )
         assert fabric.launch(end, place) == 1, place

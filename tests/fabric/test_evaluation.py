@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from fakes import run_threads
 from shares import share_out
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
@@ -127,7 +128,7 @@ def test_batches_that_a_rank_repeats_to_even_out_the_ranks_are_left_out() -> Non
 
 
 def test_values_that_are_not_those_of_the_last_iteration_raise_and_say_why() -> None:
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     first, second = fabric.setup_dataloaders(DataLoader(range(6), 2), DataLoader(range(5), 1), use="validate")  # type: ignore[arg-type]
     values = list(first)
     assert fabric.gather_for_metrics(values, first).tolist() == list(range(6))

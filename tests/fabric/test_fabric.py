@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -23,7 +24,7 @@ from fabric.strategies.collectives.collective import CollectiveError
 
 @pytest.fixture
 def fabric() -> Any:
-    with Fabric(accelerator="cpu", devices=1) as fabric:
+    with Fabric(accelerator=ACCELERATOR, devices=1) as fabric:
         yield fabric
 
 
@@ -93,7 +94,7 @@ def test_in_full_precision_on_one_device_forward_and_step_are_the_users_own(fabr
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_optimizers_keep_hooks_and_the_value_that_step_returns(precision: str) -> None:
-    with Fabric(accelerator="cpu", devices=1, precision=precision) as fabric:
+    with Fabric(accelerator=ACCELERATOR, devices=1, precision=precision) as fabric:
         model, optimizer = parts()
         calls: list[str] = []
         optimizer.register_step_pre_hook(lambda *args: calls.append("pre"))
@@ -182,7 +183,7 @@ def test_a_prepared_module_has_the_attributes_and_methods_of_the_users_class(fab
 def test_a_precision_gives_parameters_and_outputs_their_dtype(
     precision: str, parameter: torch.dtype, output: torch.dtype
 ) -> None:
-    with Fabric(accelerator="cpu", devices=1, precision=precision) as fabric:
+    with Fabric(accelerator=ACCELERATOR, devices=1, precision=precision) as fabric:
         model = fabric.setup(nn.Linear(2, 2))
         assert model.weight.dtype == parameter
         assert model(torch.ones(1, 2)).dtype == output
@@ -192,13 +193,13 @@ def test_a_precision_gives_parameters_and_outputs_their_dtype(
 
 
 def test_integers_among_the_inputs_are_not_cast() -> None:
-    with Fabric(accelerator="cpu", devices=1, precision="bf16-true") as fabric:
+    with Fabric(accelerator=ACCELERATOR, devices=1, precision="bf16-true") as fabric:
         model = fabric.setup(nn.Embedding(5, 2))
         assert model(torch.tensor([3])).dtype == torch.bfloat16
 
 
 def test_an_overflow_under_16_mixed_skips_the_step_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    with Fabric(accelerator="cpu", devices=1, precision="16-mixed") as fabric:
+    with Fabric(accelerator=ACCELERATOR, devices=1, precision="16-mixed") as fabric:
         model, optimizer = parts()
         optimizer = Adam(model.parameters(), fused=True)  # TRAPS G4: fused works
         model, optimizer = fabric.setup(model, optimizer)
@@ -213,7 +214,7 @@ def test_an_overflow_under_16_mixed_skips_the_step_and_says_so(caplog: pytest.Lo
 
 
 def test_init_module_makes_parameters_in_the_precisions_dtype_and_can_leave_them_uninitialised() -> None:
-    with Fabric(accelerator="cpu", devices=1, precision="bf16-true") as fabric:
+    with Fabric(accelerator=ACCELERATOR, devices=1, precision="bf16-true") as fabric:
         with fabric.init_module():
             model = nn.Linear(4, 4)
         assert model.weight.dtype == torch.bfloat16
@@ -238,12 +239,12 @@ def test_setting_up_twice_is_an_error(fabric: Fabric) -> None:
 def test_a_module_that_another_fabric_holds_is_an_error(fabric: Fabric) -> None:
     model, _ = parts()
     fabric.setup(model)
-    with Fabric(accelerator="cpu", devices=1) as other, pytest.raises(ValueError, match="Set a module up once"):
+    with Fabric(accelerator=ACCELERATOR, devices=1) as other, pytest.raises(ValueError, match="Set a module up once"):
         other.setup(model)
 
 
 def test_before_launch_with_several_ranks_nothing_can_be_set_up() -> None:
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy="ddp")
     for use in (lambda: fabric.setup(nn.Linear(1, 1)), lambda: fabric.all_gather(torch.ones(1)), lambda: fabric.device):
         with pytest.raises(RuntimeError, match=r"Call `fabric.launch\(\)` once, right after `Fabric\(...\)`"):
             use()
@@ -332,7 +333,7 @@ def settings() -> dict[str, Any]:
 
 def test_closing_a_fabric_restores_the_process() -> None:
     before = settings()
-    with Fabric(accelerator="cpu", devices=1, deterministic=True) as fabric:
+    with Fabric(accelerator=ACCELERATOR, devices=1, deterministic=True) as fabric:
         model, _ = fabric.setup(*parts())
         torch.set_rng_state(torch.tensor(before["rng"], dtype=torch.uint8))
         assert torch.are_deterministic_algorithms_enabled()
@@ -342,14 +343,14 @@ def test_closing_a_fabric_restores_the_process() -> None:
 
 
 def test_deterministic_can_warn_instead() -> None:
-    with Fabric(accelerator="cpu", devices=1, deterministic="warn") as fabric:
+    with Fabric(accelerator=ACCELERATOR, devices=1, deterministic="warn") as fabric:
         fabric.launch()
         assert torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def test_fabrics_one_after_another_are_independent() -> None:
     for precision, dtype in (("64-true", torch.float64), ("32-true", torch.float32)):
-        with Fabric(accelerator="cpu", devices=1, precision=precision) as fabric:
+        with Fabric(accelerator=ACCELERATOR, devices=1, precision=precision) as fabric:
             assert fabric.setup(nn.Linear(1, 1)).weight.dtype == dtype
 
 
@@ -424,7 +425,7 @@ class ListLogger:
 
 def test_callbacks_and_loggers_are_called() -> None:
     callback, logger = Counter(), ListLogger()
-    with Fabric(accelerator="cpu", devices=1, callbacks=callback, loggers=[logger]) as fabric:
+    with Fabric(accelerator=ACCELERATOR, devices=1, callbacks=callback, loggers=[logger]) as fabric:
         fabric.call("on_step", step=3)
         fabric.call("on_something_else")
         fabric.log("loss", torch.tensor(0.5), step=1)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader
@@ -58,7 +59,7 @@ def trained(fabric: Fabric, keep_in: str | None, window: int, word: Any) -> dict
 
 
 def connected(world: World, strategy: str = "ddp", precision: str = "32-true") -> Fabric:
-    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=world.size, precision=precision)
+    fabric = Fabric(accelerator=ACCELERATOR, strategy=strategy, devices=world.size, precision=precision)
     fabric._connect(world)
     return fabric
 
@@ -96,12 +97,12 @@ def test_a_kept_step_repeats_the_losses_bit_for_bit_on_its_ranks_and_each_in_one
     for rank in range(2):
         file = torch.load(f"{path}/rank-{rank}.pt", weights_only=True)
         assert len(file["batches"]) == window
-        with Fabric(accelerator="cpu", devices=1) as fabric:
+        with Fabric(accelerator=ACCELERATOR, devices=1) as fabric:
             in_one = repeated(fabric, path, rank)
         for losses in (on_ranks[rank], in_one, file["losses"]):
             assert torch.equal(torch.stack(losses), torch.stack(seen[rank]["losses"]))
     with (
-        Fabric(accelerator="cpu", devices=1) as fabric,
+        Fabric(accelerator=ACCELERATOR, devices=1) as fabric,
         pytest.raises(ValueError, match=r"2 ranks saved this step.*1\."),
     ):
         repeated(fabric, path)
@@ -119,7 +120,7 @@ def test_every_rank_raises_before_the_step_and_names_the_rank_with_the_loss(tmp_
 
 
 def alone(word: Any = "skip", precision: str = "32-true", **options: Any) -> tuple[Fabric, nn.Linear, SGD]:
-    fabric = Fabric(accelerator="cpu", devices=1, precision=precision)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1, precision=precision)
     fabric.guard_gradients(word, **options)
     net = nn.Linear(4, 1)
     model, optimizer = fabric.setup(net, SGD(net.parameters(), 0.1, momentum=0.9))
@@ -226,7 +227,7 @@ def test_a_closure_and_another_word_raise() -> None:
 
 
 def test_the_guard_holds_for_optimizers_set_up_before_it_and_ends_on_request_and_at_close() -> None:
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     net = nn.Linear(4, 1)
     model, optimizer = fabric.setup(net, SGD(net.parameters(), 0.1))
     for word in ("raise", None, "skip"):

@@ -17,6 +17,7 @@ import torch
 import torchdata.nodes
 import webdataset
 from datasets.distributed import split_dataset_by_node
+from devices import ACCELERATOR
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -109,7 +110,7 @@ def resume(fabric: Fabric, folder: str) -> list[str]:
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_run_that_is_resumed_in_mid_epoch_reads_the_rest_of_it(devices: int, tmp_path: Path) -> None:
     strategy = "ddp" if devices > 1 else "single_device"
-    fabric = Fabric(accelerator="cpu", devices=devices, strategy=strategy, launcher="forkserver")
+    fabric = Fabric(accelerator=ACCELERATOR, devices=devices, strategy=strategy, launcher="forkserver")
     assert fabric.launch(resume, str(tmp_path)) == []
 
 
@@ -127,7 +128,7 @@ def of_another_world(fabric: Fabric, path: str, *, saved: bool) -> str:
 @pytest.mark.slow
 def test_a_position_in_another_part_of_the_data_raises(tmp_path: Path) -> None:
     def launch(devices: int, *, saved: bool) -> Any:
-        fabric = Fabric(accelerator="cpu", devices=devices, strategy="ddp", launcher="forkserver")
+        fabric = Fabric(accelerator=ACCELERATOR, devices=devices, strategy="ddp", launcher="forkserver")
         return fabric.launch(of_another_world, str(tmp_path / "file"), saved=saved)
 
     assert "reads part 1 of 2 was given to rank 0 of 2, which reads another part" in launch(2, saved=False)
@@ -173,7 +174,7 @@ def over_shards(fabric: Fabric, paths: list[str]) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_shards_of_webdataset_are_split_once(tmp_path: Path) -> None:
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", launcher="forkserver")
+    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy="ddp", launcher="forkserver")
     seen = fabric.launch(over_shards, write_shards(tmp_path, 4))
     assert seen is not None
     for name in ("split", "split, workers", "WebLoader", "whole", "shuffled"):
@@ -189,7 +190,7 @@ def test_shards_of_webdataset_are_split_once(tmp_path: Path) -> None:
 
 @pytest.fixture
 def fabric() -> Any:
-    with Fabric(accelerator="cpu", devices=1) as fabric:
+    with Fabric(accelerator=ACCELERATOR, devices=1) as fabric:
         yield fabric
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from worlds import run_world
@@ -171,7 +172,7 @@ LOOPS: list[tuple[Callable[[Run], None], int | None]] = [
 def train(world: World, strategy: str) -> list[tuple[list[list[int]], list[Tensor]]]:
     found = []
     for loop, _ in LOOPS:
-        with Fabric(accelerator="cpu", strategy=strategy, launcher="external") as fabric:
+        with Fabric(accelerator=ACCELERATOR, strategy=strategy, launcher="external") as fabric:
             fabric.launch()
             run = Run(fabric)
             loop(run)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import nn
 from torch.optim import SGD
 from worlds import run_world
@@ -17,7 +18,7 @@ from fabric.launchers.world import World
 
 @pytest.fixture
 def fabric() -> Iterator[Fabric]:
-    with Fabric(accelerator="cpu", devices=1) as one:
+    with Fabric(accelerator=ACCELERATOR, devices=1) as one:
         yield one
 
 
@@ -58,7 +59,7 @@ def test_changing_weights_while_the_average_is_applied_raises_and_restores_them(
 
 def average_weights(world: World, strategy: str) -> list[str]:
     """Of a model with a frozen layer whose weights the program changes by hand; then a step on the averages."""
-    with Fabric(accelerator="cpu", strategy=strategy, launcher="external") as fabric:
+    with Fabric(accelerator=ACCELERATOR, strategy=strategy, launcher="external") as fabric:
         fabric.launch()
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from devices import ACCELERATOR
 from torch import Tensor, nn
 
 from fabric import Fabric, ReplicasDifferError, WorkerError
@@ -51,7 +52,7 @@ def differences(fabric: Fabric) -> list[str]:
 def test_the_first_difference_is_named_with_the_ranks_and_the_step_since_when(
     strategy: str | Strategy, size: int
 ) -> None:
-    fabric = Fabric(accelerator="cpu", devices=size, strategy=strategy, check_replicas=2)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=size, strategy=strategy, check_replicas=2)
     weight, state = fabric.launch(differences)
     ranks = {2: "rank 1 differs from that on rank 0", 4: "rank 3 differs from that on rank 1"}[size]
     assert f"after step 4 of `AdamW`, `1.weight` on {ranks}. They were equal after step 2." in weight
@@ -72,4 +73,4 @@ def test_replicas_are_compared_once_more_at_the_end() -> None:
     with pytest.raises(
         WorkerError, match=r"after step 2 of `SGD`, `bias` on rank 1 differs from that on rank 0\. They "
     ):
-        Fabric(accelerator="cpu", devices=2, check_replicas=100).launch(drift_after_the_last_comparison)
+        Fabric(accelerator=ACCELERATOR, devices=2, check_replicas=100).launch(drift_after_the_last_comparison)

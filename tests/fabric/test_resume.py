@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, Dataset
@@ -70,7 +71,7 @@ def train(fabric: Fabric, path: str, stops: list[int], batch_size: int, num_work
 
 def trained(path: Path, devices: int, precision: str, stops: list[int], num_workers: int) -> Any:
     strategy = "ddp" if devices > 1 else "single_device"
-    with Fabric(accelerator="cpu", devices=devices, strategy=strategy, precision=precision) as fabric:
+    with Fabric(accelerator=ACCELERATOR, devices=devices, strategy=strategy, precision=precision) as fabric:
         return fabric.launch(train, str(path / "file"), stops, 8 // devices, num_workers)
 
 
@@ -92,7 +93,7 @@ def test_a_run_stopped_several_times_repeats_the_losses_of_one_that_never_stoppe
 
 @pytest.fixture
 def fabric() -> Any:
-    with Fabric(accelerator="cpu", devices=1, precision="16-mixed") as fabric:
+    with Fabric(accelerator=ACCELERATOR, devices=1, precision="16-mixed") as fabric:
         yield fabric
 
 
@@ -325,7 +326,7 @@ def test_ranks_that_read_parts_of_their_own_resume_each_its_own_and_other_number
     tmp_path: Path,
 ) -> None:
     def run(size: int) -> Any:
-        with Fabric(accelerator="cpu", devices=size, strategy="ddp" if size > 1 else "single_device") as fabric:
+        with Fabric(accelerator=ACCELERATOR, devices=size, strategy="ddp" if size > 1 else "single_device") as fabric:
             return fabric.launch(read_own_parts, str(tmp_path / "saved"))
 
     run(2)
@@ -376,7 +377,7 @@ def go_on(fabric: Fabric, path: str, stop: int) -> tuple[list[float], list[list[
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_numbers_of_ranks_and_strategies_in_the_same_global_order(tmp_path: Path) -> None:
     def run(size: int, strategy: str, path: Path, stop: int) -> tuple[list[float], list[list[int]]]:
-        with Fabric(accelerator="cpu", devices=size, strategy=strategy) as fabric:
+        with Fabric(accelerator=ACCELERATOR, devices=size, strategy=strategy) as fabric:
             return fabric.launch(go_on, str(path), stop)
 
     whole_losses, whole_samples = run(1, "single_device", tmp_path / "whole", -1)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -76,7 +77,7 @@ def test_what_one_rank_does_to_its_optimizer_or_weights_raises_and_what_all_do_d
     for program, words in PROGRAMS[: 2 if strategy == "deepspeed_stage_1" else None]:
         if program is noise_of_each_rank and strategy == "fsdp":  # each shard gets the noise of its own part
             words = ""
-        fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver")
+        fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, launcher="forkserver")
         with pytest.raises(WorkerError, match=re.escape(words)) if words else nullcontext():
             fabric.launch(train, program)
 
@@ -107,6 +108,6 @@ def train_act_norm(fabric: Fabric) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_sharded"])
 def test_weights_that_a_rank_takes_from_its_first_batch_raise(strategy: str) -> None:
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver")
+    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, launcher="forkserver")
     with pytest.raises(WorkerError, match="The weights of rank 1 are not those of rank 0, since before the synchr"):
         fabric.launch(train_act_norm)

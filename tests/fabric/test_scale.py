@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from devices import ACCELERATOR
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from worlds import run_world
@@ -82,7 +83,7 @@ def counts(world: World, strategy: str, folder: str) -> dict[str, tuple[int, int
         found[what] = now[0] - before[0], now[1] - before[1]
         before = now
 
-    with Fabric(accelerator="cpu", strategy=strategy, launcher="external") as fabric:
+    with Fabric(accelerator=ACCELERATOR, strategy=strategy, launcher="external") as fabric:
         fabric.launch()
         note("launch")
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))

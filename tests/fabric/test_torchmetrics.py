@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from worlds import run_world
@@ -31,7 +32,7 @@ def evaluated(world: World) -> dict[str, dict[str, Tensor]]:
     from torchmetrics import MeanSquaredError  # takes seconds, which only this test needs
     from torchmetrics.aggregation import CatMetric
 
-    fabric = Fabric(accelerator="cpu", strategy="ddp" if world.size > 1 else "single_device", devices=world.size)
+    fabric = Fabric(accelerator=ACCELERATOR, strategy="ddp" if world.size > 1 else "single_device", devices=world.size)
     fabric._connect(world)
     with fabric:
         loader = fabric.setup_dataloaders(DataLoader(TensorDataset(LOGITS, TARGETS), 4), use="validate")

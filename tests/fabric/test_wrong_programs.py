@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 import torch.distributed as dist
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
@@ -880,7 +881,7 @@ NAMES = ("ddp", "fsdp", "model_parallel", "manual", "ddp_sharded", "ddp_fully_sh
 )
 def test_a_program_with_a_mistake_raises_or_trains_as_it_would_in_one_process(name: str) -> None:
     strategy = (WITH_A_FUNCTION.get((name, 2)) or (lambda: make_strategy(name)))()
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, check_replicas=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, check_replicas=1)
     found, differing = fabric.launch(
         lambda fabric: (run_all(fabric, name), name != "manual" and set_up_different(fabric))
     )
@@ -903,7 +904,7 @@ def test_a_program_with_a_mistake_raises_or_trains_as_it_would_in_one_process(na
 def test_values_on_rank_zero_alone_are_those_of_all_shards_or_raise() -> None:
     for name, word in (("fsdp", "right"), ("model_parallel", META), ("ddp", META), ("ddp_sharded", META)):
         strategy = (WITH_A_FUNCTION.get((name, 2)) or (lambda name=name: make_strategy(name)))()
-        with Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver") as fabric:
+        with Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, launcher="forkserver") as fabric:
             assert word in fabric.launch(set_up_with_values_on_rank_zero)
 
 
@@ -933,7 +934,7 @@ def read_the_same(fabric: Fabric, reported: bool) -> tuple[list[str], str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("reported", [False, True])
 def test_reading_the_same_samples_is_reported_once_and_a_load_on_one_rank_raises_there(reported: bool) -> None:
-    heard, error = Fabric(accelerator="cpu", devices=2, strategy="ddp").launch(read_the_same, reported)
+    heard, error = Fabric(accelerator=ACCELERATOR, devices=2, strategy="ddp").launch(read_the_same, reported)
     told = [sentence for sentence in heard if "they read the same samples" in sentence]
     assert len(told) == (0 if reported else 1)
     assert reported or "test_wrong_programs.py" in told[0]
@@ -969,8 +970,8 @@ def train_a_second_model(fabric: Fabric, average: bool) -> list[str]:
 @pytest.mark.slow
 def test_a_second_model_that_was_not_set_up_is_reported_once_unless_the_program_averages_it() -> None:
     for name in ("ddp", "fsdp"):
-        with Fabric(accelerator="cpu", devices=2, strategy=name, launcher="forkserver") as fabric:
+        with Fabric(accelerator=ACCELERATOR, devices=2, strategy=name, launcher="forkserver") as fabric:
             (told,) = [each for each in fabric.launch(train_a_second_model, False) if "was not set up" in each]
             assert "for 2 parameters of no model" in told
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", launcher="forkserver")
+    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy="ddp", launcher="forkserver")
     assert not [each for each in fabric.launch(train_a_second_model, True) if "was not set up" in each]

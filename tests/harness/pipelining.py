@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -276,7 +277,7 @@ def pipeline(schedule: str = "1F1B", degree: int = 2, num_microbatches: int = 4,
 def fabric_with(size: int, strategy: Strategy | Pipeline, precision: Any = "64-true") -> Fabric:
     """A fabric on the CPU; a `Pipeline` alone is a model-parallel strategy with nothing else."""
     chosen = ModelParallelStrategy(pipeline=strategy) if isinstance(strategy, Pipeline) else strategy
-    return Fabric(accelerator="cpu", devices=size, strategy=chosen, precision=precision, launcher="forkserver")
+    return Fabric(accelerator=ACCELERATOR, devices=size, strategy=chosen, precision=precision, launcher="forkserver")
 
 
 def shard_blocks(model: Net, mesh: Any) -> None:

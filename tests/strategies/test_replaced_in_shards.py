@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -81,7 +82,7 @@ def message_after(
 def test_a_parameter_replaced_after_setup_raises_by_its_name(
     strategy: Strategy, replace: Callable[[nn.Linear], None], num_steps: int, without_gradients: bool
 ) -> None:
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver")
+    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, launcher="forkserver")
     reported, has_trained = fabric.launch(message_after, replace, num_steps, without_gradients)
     assert "'1.weight'" in reported
     assert "were replaced after `fabric.setup`" in reported

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 
 import fabric as core
 from fabric.lightning import Fabric
@@ -79,7 +80,7 @@ def test_tensorboard_takes_metrics_settings_and_pickles(tmp_path: Path) -> None:
 @pytest.mark.parametrize("make", [Fabric, core.Fabric], ids=["lightning", "core"])
 def test_loggers_may_be_appended_after_launch_and_take_settings(make: Any, tmp_path: Path) -> None:
     first, second = Recorder(), Recorder()
-    with make(accelerator="cpu", devices=1, loggers=first) as fabric:
+    with make(accelerator=ACCELERATOR, devices=1, loggers=first) as fabric:
         fabric.launch()
         fabric.log("a", 1)
         fabric.loggers.append(second)
@@ -95,7 +96,7 @@ def test_loggers_may_be_appended_after_launch_and_take_settings(make: Any, tmp_p
 
 def test_loggers_can_be_assigned_and_may_be_empty() -> None:
     recorder = Recorder()
-    with Fabric("cpu", devices=1) as fabric:
+    with Fabric(ACCELERATOR, devices=1) as fabric:
         with pytest.raises(IndexError, match=r"there is no logger\. Pass one to `Fabric\(loggers=\.\.\.\)`"):
             _ = fabric.logger
         fabric.log_hyperparams({"lr": 0.1})
@@ -108,7 +109,7 @@ def test_hyperparameters_that_no_logger_accepts_raise_in_the_core() -> None:
     class MetricsAlone:
         def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None: ...
 
-    with core.Fabric(accelerator="cpu", devices=1, loggers=MetricsAlone()) as fabric:
+    with core.Fabric(accelerator=ACCELERATOR, devices=1, loggers=MetricsAlone()) as fabric:
         words = r"of the loggers `MetricsAlone`, none has `log_hyperparams\(params\)`\. Add one that has it"
         with pytest.raises(TypeError, match=words):
             fabric.log_hyperparams({"lr": 0.1})

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader
@@ -27,7 +28,7 @@ from fabric.lightning.wrappers import _FabricModule, _FabricOptimizer
 
 @pytest.fixture
 def fabric() -> Iterator[Fabric]:
-    with Fabric("cpu", "auto", 1) as fabric:
+    with Fabric(ACCELERATOR, "auto", 1) as fabric:
         yield fabric
 
 
@@ -156,7 +157,7 @@ class Callback:
 
 def test_hooks_are_called_by_setup_and_steps_with_the_keywords_they_accept() -> None:
     callback = Callback()
-    with Fabric("cpu", devices=1, callbacks=callback) as fabric:
+    with Fabric(ACCELERATOR, devices=1, callbacks=callback) as fabric:
         model, optimizer = fabric.setup(*parts())
         fabric.backward(model(torch.ones(2, 3)).sum())
         optimizer.step()
@@ -175,7 +176,7 @@ def test_hooks_are_called_by_setup_and_steps_with_the_keywords_they_accept() -> 
 
 
 def test_launch_runs_a_function_with_the_fabric_and_a_second_launch_does_nothing() -> None:
-    with Fabric("cpu", devices=1) as fabric:
+    with Fabric(ACCELERATOR, devices=1) as fabric:
         assert fabric.launch(lambda fabric, number, more=0: (fabric, number + more), 2, more=3) == (fabric, 5)
         fabric.launch()
         assert fabric.launch(lambda fabric: fabric.global_rank) == 0

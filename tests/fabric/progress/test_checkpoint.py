@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from rich.console import Console
 
 from fabric import Fabric
@@ -39,7 +40,7 @@ def test_a_progress_bar_is_shown_on_a_terminal_after_a_second(
 
 def test_a_save_and_a_load_report_their_progress_up_to_the_last_byte(tmp_path: Path) -> None:
     tensors = {"a": torch.zeros(BLOCK_BYTES + 1000, dtype=torch.uint8), "b": torch.ones(1000)}
-    with Fabric(accelerator="cpu", devices=1) as fabric:
+    with Fabric(accelerator=ACCELERATOR, devices=1) as fabric:
         calls: list[tuple[int, int]] = []
         save(fabric.collective, Folder(tmp_path / "saved"), tensors, advance=lambda *each: calls.append(each))
         (file,) = (tmp_path / "saved").glob("*.bin")

@@ -16,6 +16,7 @@ from typing import Any, final
 import pytest
 import template
 import torch
+from devices import ACCELERATOR
 from fakes import ThreadCollective, run_threads
 from torch import nn
 
@@ -29,7 +30,7 @@ from fabric.strategies.checkpoint.tensor_shards import replicated
 def test_a_background_save_writes_the_state_at_the_call_not_after_the_next_step(tmp_path: Path) -> None:
     model = nn.Linear(300, 300)
     optimizer = torch.optim.AdamW(model.parameters())
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     model, optimizer = fabric.setup(model, optimizer)
     for step in range(3):
         fabric.backward(model(torch.rand(2, 300)).sum())
@@ -119,7 +120,7 @@ def wait_until_interrupted(fabric: Fabric, storage: Interrupting) -> None:
 
 def begin_to_save(folder: Path) -> tuple[Fabric, Interrupting]:
     """A save in the background that waits for `begin`, and then interrupts the main thread."""
-    fabric, storage = Fabric(accelerator="cpu", devices=1), Interrupting(folder)
+    fabric, storage = Fabric(accelerator=ACCELERATOR, devices=1), Interrupting(folder)
     fabric.barrier()  # it is connected
     fabric._checkpoints._background.start(storage, {"x": torch.ones(3)})  # type: ignore[arg-type]
     return fabric, storage
@@ -207,7 +208,7 @@ def test_a_failure_of_one_rank_in_the_background_raises_on_all_and_leaves_the_la
 
 
 def test_a_value_that_cannot_be_saved_raises_in_the_call_of_a_background_save(tmp_path: Path) -> None:
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     with pytest.raises(TypeError, match="at /x, which cannot be saved"):
         fabric.save(tmp_path / "saved", {"x": object()}, blocking=False)
     fabric.save(tmp_path / "saved", {"x": 1}, blocking=False)
@@ -216,7 +217,7 @@ def test_a_value_that_cannot_be_saved_raises_in_the_call_of_a_background_save(tm
 
 
 def test_an_error_in_after_commit_leaves_the_checkpoint(tmp_path: Path) -> None:
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     for blocking in (True, False):
         path = tmp_path / str(blocking)
         with pytest.raises(CheckpointError, match="is complete, but a step after that failed on rank 0: ZeroDivision"):
@@ -262,7 +263,7 @@ def forget(fabric: Fabric, folder: str) -> str:
 @pytest.mark.slow
 def test_a_job_fails_if_its_last_save_failed_on_one_rank(tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="Rank 1 could not write the checkpoint"):
-        Fabric(accelerator="cpu", strategy="ddp", devices=2).launch(forget, str(tmp_path))
+        Fabric(accelerator=ACCELERATOR, strategy="ddp", devices=2).launch(forget, str(tmp_path))
     assert read_checkpoint(tmp_path / "saved")["x"].numel() == 10
 
 

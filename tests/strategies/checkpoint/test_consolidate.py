@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 
 from fabric import CheckpointError, Fabric, consolidate
@@ -74,7 +75,7 @@ def test_exported_shards_contain_each_tensor_once_and_can_be_loaded(tmp_path: Pa
         found |= content
     assert described["metadata"] == {"total_size": sum(tensor.nbytes for tensor in found.values())}
     assert set(found) == set(described["weight_map"]) == set(model.state_dict()) - {"head.weight"}
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     for path in (tmp_path / "out", index):
         fabric.load_raw(path, other)
         torch.testing.assert_close(dict(other.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
@@ -109,7 +110,7 @@ def test_an_adapter_is_exported_alone_under_the_names_of_peft(tmp_path: Path) ->
 def test_fabric_consolidate_selects_a_module_and_keys_and_lists_the_modules_in_its_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     models = {"models": {"one": nn.Linear(2, 3), "two": nn.Linear(3, 4)}}
     optimizer = torch.optim.AdamW(models["models"]["one"].parameters())
     fabric.save(tmp_path / "saved", {**models, "optimizer": optimizer, "step": 1})
@@ -138,7 +139,7 @@ def test_values_that_safetensors_cannot_store_raise_with_their_names(tmp_path: P
         def get_extra_state(self) -> Any:
             return {"words": "x"}
 
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     fabric.save(tmp_path / "saved", {"model": Extra(2, 2)})
     fabric.save(tmp_path / "complex", {"model": {"x": torch.ones(2, dtype=torch.complex128)}})
     fabric.close()

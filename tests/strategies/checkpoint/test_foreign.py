@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from devices import ACCELERATOR
 from torch import nn
 
 from fabric import CheckpointError, Fabric
@@ -37,7 +38,7 @@ class Tied(nn.Module):
 )
 def test_a_malicious_pickle_is_not_run_and_the_error_does_not_tell_how_to_run_it(tmp_path: Path, make: Any) -> None:
     make({"weight": Evil(tmp_path / "ran")}, tmp_path / "file.pt")
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     with pytest.raises(CheckpointError, match="would run code from the file") as caught:
         fabric.load_raw(tmp_path / "file.pt", nn.Linear(2, 2))
     fabric.close()
@@ -48,7 +49,7 @@ def test_a_malicious_pickle_is_not_run_and_the_error_does_not_tell_how_to_run_it
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*TorchScript archive")  # torch's, of TorchScript
 def test_a_torchscript_archive_is_named_and_not_run(tmp_path: Path) -> None:
     torch.jit.script(nn.Linear(2, 2)).save(tmp_path / "script.pt")
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     with pytest.raises(CheckpointError, match=r"TorchScript archive.*torch.jit.load\(path\).state_dict\(\)"):
         fabric.load_raw(tmp_path / "script.pt", nn.Linear(2, 2))
     fabric.close()
@@ -59,7 +60,7 @@ def test_the_name_of_a_tied_parameter_may_be_missing_in_a_file(tmp_path: Path) -
     weight = torch.rand(5, 3)
     safetensors.torch.save_file({"embedding.weight": weight}, tmp_path / "model.safetensors")
     torch.save({"embedding.weight": weight}, tmp_path / "model.pt")
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     for path in (tmp_path, tmp_path / "model.pt"):
         model = Tied()
         fabric.load_raw(path, model)
@@ -75,7 +76,7 @@ def test_unaligned_tensors_in_a_file_are_read(tmp_path: Path) -> None:
     }
     text = json.dumps(header).encode()
     (tmp_path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content)
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     found = fabric.load(tmp_path / "a.safetensors")
     fabric.close()
     assert found["x"].tolist() == [1.5, 2.5]
@@ -96,7 +97,7 @@ def test_unaligned_tensors_in_a_file_are_read(tmp_path: Path) -> None:
 def test_a_header_that_does_not_match_its_file_raises(tmp_path: Path, header: bytes, sentence: str) -> None:
     path = tmp_path / "a.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     with pytest.raises(CheckpointError, match=sentence):
         fabric.load(path)
     path.write_bytes((2**60).to_bytes(8, "little"))
@@ -108,7 +109,7 @@ def test_a_header_that_does_not_match_its_file_raises(tmp_path: Path, header: by
 def test_an_index_cannot_name_files_outside_its_folder(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": "../secret.safetensors"}}))
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     with pytest.raises(CheckpointError, match=r"names a file outside its folder: '../secret.safetensors'"):
         fabric.load(index)
     fabric.close()
@@ -116,7 +117,7 @@ def test_an_index_cannot_name_files_outside_its_folder(tmp_path: Path) -> None:
 
 def test_loading_a_folder_of_torch_distributed_checkpoint_raises_with_the_command_to_convert_it(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     with pytest.raises(CheckpointError, match=r"format_utils dcp_to_torch \S+ FILE`"):
         fabric.load_raw(tmp_path, nn.Linear(2, 2))
     fabric.close()
@@ -130,7 +131,7 @@ def test_an_index_of_torch_save_shards_is_read_and_raises_if_tensors_are_missing
         torch.save({name: old.state_dict()[name]}, tmp_path / file)
     index = tmp_path / "pytorch_model.bin.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": chosen}))
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     fabric.load_raw(index, new)
     torch.testing.assert_close(new.state_dict(), old.state_dict(), rtol=0, atol=0)
     index.write_text(json.dumps({"weight_map": chosen | {"weight": chosen["bias"]}}))
@@ -146,7 +147,7 @@ def test_the_error_of_a_file_with_other_names_says_what_to_write(tmp_path: Path)
     source, path = nn.Linear(2, 3), tmp_path / "file"
     own = source.state_dict()
     prefixed = {f"module.{name}": tensor for name, tensor in own.items()}
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
 
     def words(content: Any, module: nn.Module | None = None, **state: Any) -> str:
         torch.save(content, path)
@@ -178,7 +179,7 @@ def test_the_error_of_a_file_with_other_names_says_what_to_write(tmp_path: Path)
 
 
 def test_the_error_of_a_folder_without_a_checkpoint_says_what_is_in_it(tmp_path: Path) -> None:
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
 
     def words(folder: Path) -> str:
         with pytest.raises(CheckpointError) as raised:

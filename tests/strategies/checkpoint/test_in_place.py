@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
@@ -17,7 +18,7 @@ from fabric import Fabric
 
 @pytest.fixture
 def fabric() -> Iterator[Fabric]:
-    made = Fabric(accelerator="cpu", devices=1)
+    made = Fabric(accelerator=ACCELERATOR, devices=1)
     yield made
     made.close()
 

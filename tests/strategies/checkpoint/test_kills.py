@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import template
 import torch
+from devices import ACCELERATOR
 
 from fabric import CheckpointError, Fabric, read_checkpoint
 from fabric.strategies.checkpoint.manifest import NAME
@@ -69,7 +70,7 @@ def small_disk(path: Path, num_bytes: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "background"])
 def test_a_full_disk_is_reported_and_leaves_only_the_last_checkpoint(tmp_path: Path, blocking: bool) -> None:
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     path = tmp_path / "disk"
     with small_disk(path, 2**20):
         fabric.save(path / "saved", {"x": torch.ones(1000)})
@@ -92,7 +93,7 @@ class Evil:
 
 
 def test_a_pickle_in_place_of_or_next_to_any_file_of_a_checkpoint_is_never_run(tmp_path: Path) -> None:
-    fabric, marker = Fabric(accelerator="cpu", devices=1), tmp_path / "ran"
+    fabric, marker = Fabric(accelerator=ACCELERATOR, devices=1), tmp_path / "ran"
     planted = pickle.dumps(Evil(marker))
     for place in ("manifest", "bytes", "beside"):
         path = tmp_path / place

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads what is m
 
 @pytest.fixture
 def fabric() -> Iterator[Fabric]:
-    made = Fabric(accelerator="cpu", devices=1)
+    made = Fabric(accelerator=ACCELERATOR, devices=1)
     yield made
     made.close()
 

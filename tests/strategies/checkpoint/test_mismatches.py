@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import nn
 
 from fabric import CheckpointError, Fabric
@@ -16,7 +17,7 @@ from fabric import CheckpointError, Fabric
 
 @pytest.fixture
 def fabric() -> Iterator[Fabric]:
-    with Fabric(accelerator="cpu", devices=1) as one:
+    with Fabric(accelerator=ACCELERATOR, devices=1) as one:
         yield one
 
 
@@ -104,7 +105,7 @@ def load_into_another(fabric: Fabric, path: Path) -> tuple[str, bool]:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp_fully_sharded"])
 def test_shapes_of_shards_are_compared_as_whole_ones_and_nothing_is_changed(tmp_path: Path, strategy: str) -> None:
-    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=2)
+    fabric = Fabric(accelerator=ACCELERATOR, strategy=strategy, devices=2)
     error, is_unchanged = fabric.launch(load_into_another, tmp_path / "saved")
     found = [line.split() for line in error.splitlines()]
     for line in ("model: 0.weight (5, 3) (4, 3)", "model: 0.bias (5,) (4,)", "model: 1.bias missing (4,)"):

@@ -8,6 +8,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from devices import ACCELERATOR
 from fakes import ThreadCollective, run_threads
 from torch import nn
 
@@ -67,7 +68,7 @@ def test_ranks_save_to_a_bucket_together_and_a_failure_of_one_leaves_the_last_ch
 
 @pytest.mark.thorough  # the same as in a folder
 def test_a_directory_in_a_bucket_resumes_from_the_newest_complete_checkpoint(bucket: str) -> None:
-    model, fabric = nn.Linear(3, 2), Fabric(accelerator="cpu", devices=1)
+    model, fabric = nn.Linear(3, 2), Fabric(accelerator=ACCELERATOR, devices=1)
     checkpoints = CheckpointDirectory(f"{bucket}/directory", keep_last=2)
     assert checkpoints.latest() is None
     for step in range(4):
@@ -87,7 +88,7 @@ def test_a_directory_in_a_bucket_resumes_from_the_newest_complete_checkpoint(buc
 
 @pytest.mark.thorough  # the same as in a folder
 def test_a_flipped_bit_in_a_bucket_raises_with_the_name_of_the_tensor(bucket: str) -> None:
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     address = f"{bucket}/run/one"
     fabric.save(address, {"model": nn.Linear(3, 2)})
     name = next(each for each in storage_of(address).names() if each != NAME)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import nn
 
 from fabric import CheckpointDirectory, CheckpointError, Fabric, consolidate, read_checkpoint
@@ -21,7 +22,7 @@ STATE = {"x": torch.ones(3), "step": 1}
 
 @pytest.fixture
 def fabric() -> Iterator[Fabric]:
-    with Fabric(accelerator="cpu", devices=1) as one:
+    with Fabric(accelerator=ACCELERATOR, devices=1) as one:
         yield one
 
 

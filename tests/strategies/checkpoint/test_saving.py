@@ -20,6 +20,7 @@ import pytest
 import template
 import torch
 import xxhash
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.masked import masked_tensor
 
@@ -189,7 +190,7 @@ def test_replicated_and_tied_tensors_are_written_once_and_balanced_over_ranks_by
 
 def test_a_flipped_bit_raises_with_the_name_of_the_tensor_before_anything_is_loaded(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(2048, 2048))
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     path = tmp_path / "saved"
     fabric.save(path, {"model": model})
     (file,) = path.glob("*.bin")
@@ -278,7 +279,7 @@ def test_a_malicious_pickle_is_never_run(tmp_path: Path) -> None:
 def test_a_checkpoint_is_saved_to_an_fsspec_address(tmp_path: Path) -> None:
     address = f"memory://{tmp_path.name}/saved"
     model = nn.Linear(3, 2)
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     for step in range(2):
         fabric.save(address, {"model": model, "step": step})
     other = {"model": nn.Linear(3, 2), "step": -1}
@@ -307,7 +308,7 @@ def save_twice(fabric: Fabric, folder: str) -> tuple[str, bool, int]:
 
 @pytest.mark.slow
 def test_a_full_disk_on_one_rank_raises_on_all_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
-    found = Fabric(accelerator="cpu", strategy="ddp", devices=2).launch(save_twice, str(tmp_path))
+    found = Fabric(accelerator=ACCELERATOR, strategy="ddp", devices=2).launch(save_twice, str(tmp_path))
     assert found is not None
     sentence, intact, num_files = found
     assert "Rank 1 could not write the checkpoint" in sentence
@@ -326,7 +327,7 @@ def save_to_own_path(fabric: Fabric, folder: str) -> str:
 
 @pytest.mark.slow
 def test_ranks_that_save_to_different_paths_raise_with_the_likely_cause(tmp_path: Path) -> None:
-    found = Fabric(accelerator="cpu", strategy="ddp", devices=2).launch(save_to_own_path, str(tmp_path))
+    found = Fabric(accelerator=ACCELERATOR, strategy="ddp", devices=2).launch(save_to_own_path, str(tmp_path))
     assert found is not None
     assert f"Rank 0 could not write the checkpoint '{tmp_path}/of-rank-0'" in found
     assert "does not find the files of rank 1" in found

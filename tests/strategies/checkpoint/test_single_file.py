@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import template
 import torch
+from devices import ACCELERATOR
 from torch import nn
 from worlds import run_world
 
@@ -83,7 +84,7 @@ def test_loading_runs_no_code_from_the_file(tmp_path: Path) -> None:
 
 
 def test_a_file_with_the_shards_of_one_rank_raises_on_loading(tmp_path: Path) -> None:
-    fabric = Fabric(accelerator="cpu", strategy="fsdp", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, strategy="fsdp", devices=1)
     model = fabric.setup(nn.Linear(2, 2))
     torch.save({"net": [model.state_dict()]}, tmp_path / "by hand")
     with pytest.raises(CheckpointError, match=r"The file has a DTensor at /net/0/weight, of shape \(2, 2\)"):

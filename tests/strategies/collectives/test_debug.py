@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from devices import ACCELERATOR
 from torch import nn
 
 from fabric import Fabric
@@ -79,7 +80,7 @@ def calls_of_the_backends_that_differ(fabric: Fabric) -> list[str]:
 
 
 def test_calls_that_differ_in_anything_raise_on_all_ranks_before_they_run() -> None:
-    messages = Fabric(accelerator="cpu", devices=2, debug="collectives").launch(calls_that_differ)
+    messages = Fabric(accelerator=ACCELERATOR, devices=2, debug="collectives").launch(calls_that_differ)
     found = dict(message.split(": ", 1) for message in messages)
     assert "rank 0: all_reduce, at " in found["operation"]
     assert "rank 1: barrier, at " in found["operation"]
@@ -98,7 +99,7 @@ def test_calls_that_differ_in_anything_raise_on_all_ranks_before_they_run() -> N
     [("ddp", "broadcast"), ("fsdp", "all_gather_into_tensor"), ("ddp_sharded", "reduce"), ("deepspeed_stage_2", "all")],
 )
 def test_the_collectives_of_backends_are_compared(strategy: str, call: str) -> None:
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, debug="collectives")
+    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, debug="collectives")
     for message in fabric.launch(calls_of_the_backends_that_differ):
         assert "test_debug.py" in message
         assert f"rank 0: {call}" in message
@@ -111,7 +112,7 @@ def is_compared() -> bool:
 
 def compare_twice(fabric: Fabric) -> list[bool]:
     seen = [is_compared()]
-    with Fabric(accelerator="cpu", devices=2, debug="collectives") as second:
+    with Fabric(accelerator=ACCELERATOR, devices=2, debug="collectives") as second:
         second.launch()
         second.barrier()
         seen.append(is_compared())
@@ -119,9 +120,9 @@ def compare_twice(fabric: Fabric) -> list[bool]:
 
 
 def test_without_the_option_and_after_close_nothing_is_compared() -> None:
-    assert Fabric(accelerator="cpu", devices=2).launch(compare_twice) == [False, True, False]
+    assert Fabric(accelerator=ACCELERATOR, devices=2).launch(compare_twice) == [False, True, False]
 
 
 def test_horovod_is_refused_because_it_does_not_use_process_groups() -> None:
     with pytest.raises(ValueError, match=r"`debug='collectives'` compares the calls of torch\.distributed"):
-        Fabric(accelerator="cpu", devices=2, strategy="horovod", debug="collectives")
+        Fabric(accelerator=ACCELERATOR, devices=2, strategy="horovod", debug="collectives")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from devices import ACCELERATOR
 from torch import nn
 from torch.utils.data import DataLoader
 from worlds import run_world
@@ -87,7 +88,7 @@ def train_and_leave_a_worker(fabric: Fabric) -> int:
 @pytest.mark.slow
 def test_ranks_of_which_one_leaves_a_worker_end() -> None:
     for _ in range(12):  # an abort came in every second launch
-        fabric = Fabric(accelerator="cpu", strategy="ddp", devices=2, launcher="forkserver")
+        fabric = Fabric(accelerator=ACCELERATOR, strategy="ddp", devices=2, launcher="forkserver")
         assert fabric.launch(train_and_leave_a_worker) == 0
 
 

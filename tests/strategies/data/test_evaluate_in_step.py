@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, IterableDataset
@@ -88,7 +89,7 @@ def evaluate(fabric: Fabric, model: Any, loader: Any) -> tuple[list[float], int]
 
 def in_every_way(world: World, strategy: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    with Fabric(accelerator="cpu", strategy=STRATEGIES[strategy], launcher="external") as fabric:
+    with Fabric(accelerator=ACCELERATOR, strategy=STRATEGIES[strategy], launcher="external") as fabric:
         fabric.launch()
         net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False))
         with torch.no_grad():
@@ -123,7 +124,7 @@ def test_ranks_with_fewer_batches_to_evaluate_repeat_their_last_or_all_raise_and
 
 
 def loader_before_model(world: World) -> str:
-    with Fabric(accelerator="cpu", strategy=STRATEGIES["manual"], launcher="external") as fabric:
+    with Fabric(accelerator=ACCELERATOR, strategy=STRATEGIES["manual"], launcher="external") as fabric:
         fabric.launch()
         loader = loaders(fabric, world.rank, None)["samples"]
         assert len(list(loader)) == 6 - world.rank

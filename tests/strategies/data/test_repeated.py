@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -112,7 +113,7 @@ def train_every_form(world: World, strategy: str) -> list[list[Tensor]]:
     if world.size == 3:  # as on several machines: the ranks agree by messages
         loader_hook.shared_sums = lambda collective: None
     for form, _, _ in FORMS:
-        with Fabric(accelerator="cpu", strategy=strategy, launcher="external") as fabric:
+        with Fabric(accelerator=ACCELERATOR, strategy=strategy, launcher="external") as fabric:
             fabric.launch()
             part: Any = DataLoader(Part(fabric.global_rank), batch_size=None)
             loader = fabric.setup_dataloaders(part, use_distributed_sampler=False, uneven="repeat")
@@ -162,7 +163,7 @@ def other_loops(world: World) -> list[str]:
             optimizer.zero_grad()
 
     for loop in (prefetched, listed, zipped, plain):
-        with Fabric(accelerator="cpu", strategy="ddp", launcher="external") as fabric:
+        with Fabric(accelerator=ACCELERATOR, strategy="ddp", launcher="external") as fabric:
             fabric.launch()
             part: Any = DataLoader(Part(fabric.global_rank), batch_size=None)
             model, optimizer = fabric.setup(*parts())
@@ -188,7 +189,7 @@ def test_loops_in_which_a_repeated_batch_would_count_raise_on_every_rank() -> No
 def average_by_hand(world: World) -> list[Tensor]:
     found = []
     for has_weights in (True, False):
-        with Fabric(accelerator="cpu", strategy="ddp", launcher="external") as fabric:
+        with Fabric(accelerator=ACCELERATOR, strategy="ddp", launcher="external") as fabric:
             fabric.launch()
             part: Any = DataLoader(Part(fabric.global_rank), batch_size=None)
             model, optimizer = parts()
@@ -228,7 +229,7 @@ def stop_and_go_on(world: World, folder: str) -> list[Any]:
         seen: list[float] = []
         path = f"{folder}/{kind.__name__}-{stop}"
         for resumes in (False, True):
-            with Fabric(accelerator="cpu", strategy="ddp", launcher="external") as fabric:
+            with Fabric(accelerator=ACCELERATOR, strategy="ddp", launcher="external") as fabric:
                 fabric.launch()
                 part: Any = kind(Part(fabric.global_rank), batch_size=None)
                 loader = fabric.setup_dataloaders(part, use_distributed_sampler=False, uneven="repeat")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -108,7 +109,7 @@ def train(fabric: Fabric, data: Any, stops: list[tuple[int, int]], folder: str, 
 def test_a_stream_stopped_twice_in_an_epoch_or_at_its_end_goes_on_exactly(
     kind: Any, stops: list[tuple[int, int]], tmp_path: Path
 ) -> None:
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     whole = train(fabric, StatefulDataLoader(kind(0, 9), 2), [], "")
     assert train(fabric, StatefulDataLoader(kind(0, 9), 2), stops, str(tmp_path)) == whole
     assert len(whole) == 10
@@ -116,7 +117,7 @@ def test_a_stream_stopped_twice_in_an_epoch_or_at_its_end_goes_on_exactly(
 
 def on_two_ranks(world: World, folder: str, workers: int) -> list[Any]:
     found = []
-    with Fabric(accelerator="cpu", strategy="ddp", launcher="external") as fabric:
+    with Fabric(accelerator=ACCELERATOR, strategy="ddp", launcher="external") as fabric:
         fabric.launch()
         for (make, kind), uneven in itertools.product(KINDS, ("stop", "repeat")):
             if kind is not Numbers and workers:  # torchdata does not restore the random generators of its workers
@@ -171,7 +172,7 @@ class Plain(Counting):
 
 
 def ahead_on_two_ranks(world: World, folder: str, uneven: str, how: dict[str, Any]) -> tuple[Any, list[Any]]:
-    with Fabric(accelerator="cpu", strategy="ddp", launcher="external") as fabric:
+    with Fabric(accelerator=ACCELERATOR, strategy="ddp", launcher="external") as fabric:
         fabric.launch()
         data = Plain(1000 * fabric.global_rank, 60 + 60 * fabric.global_rank)
 

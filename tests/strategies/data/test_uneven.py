@@ -12,6 +12,7 @@ import pytest
 import sklearn  # noqa: F401  # datasets imports it late, and it sets a variable of the environment
 import torch
 from datasets import IterableDataset as Stream
+from devices import ACCELERATOR
 from fakes import run_threads
 from shares import share_out
 from torch import Tensor, nn
@@ -176,7 +177,7 @@ class Some(Sampler[int]):
 
 
 def on_fabric(world: World, strategy: str, body: Callable[[Fabric], Any]) -> Any:
-    with Fabric(accelerator="cpu", strategy=strategy, launcher="external") as fabric:
+    with Fabric(accelerator=ACCELERATOR, strategy=strategy, launcher="external") as fabric:
         fabric.launch()
         return body(fabric)
 
@@ -275,7 +276,7 @@ def test_a_rank_that_raises_within_the_loop_ends_the_others_with_its_error() -> 
 
 
 def test_arguments_that_exclude_each_other_are_refused() -> None:
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     loader = DataLoader(Own(3), 1)
     with pytest.raises(
         ValueError, match=r"`setup_dataloaders\(uneven='pad'\)`: write one of 'stop', 'error', 'repeat'"

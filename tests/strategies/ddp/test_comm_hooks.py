@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.optim import SGD
@@ -22,7 +23,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def ranks(size: int = 2, precision: Any = "32-true", **options: Any) -> Fabric:
     strategy = DDPStrategy(**options)
-    return Fabric(accelerator="cpu", strategy=strategy, devices=size, launcher="forkserver", precision=precision)
+    return Fabric(accelerator=ACCELERATOR, strategy=strategy, devices=size, launcher="forkserver", precision=precision)
 
 
 def make() -> nn.Module:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from devices import ACCELERATOR
 from torch import nn
 from torch.optim import SGD
 
@@ -18,7 +19,7 @@ from fabric.strategies.target import Target
 
 
 def ranks(size: int = 2, **options: Any) -> Fabric:
-    return Fabric(accelerator="cpu", strategy=DDPStrategy(**options), devices=size)
+    return Fabric(accelerator=ACCELERATOR, strategy=DDPStrategy(**options), devices=size)
 
 
 class Net(nn.Module):
@@ -247,11 +248,11 @@ def sequence_of_fabrics(fabric: Fabric) -> list[Any]:
     found: list[Any] = []
     fabric.close()
     for _ in range(3):
-        with Fabric(accelerator="cpu", strategy="ddp", devices=2) as again:
+        with Fabric(accelerator=ACCELERATOR, strategy="ddp", devices=2) as again:
             again.launch()
             found.append(again.all_reduce(torch.tensor(float(again.global_rank)), reduce_op="sum").item())
     try:
-        Fabric(accelerator="cpu", strategy="ddp", devices=3)
+        Fabric(accelerator=ACCELERATOR, strategy="ddp", devices=3)
     except ValueError as error:
         found.append(str(error))
     found.append((fabric.global_rank, fabric.world_size))  # closed, and still rank 0

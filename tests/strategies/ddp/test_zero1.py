@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -30,7 +31,7 @@ ZERO = DDPStrategy(shard_optimizer=True)
 
 def ranks(size: int = 2, strategy: Strategy | str = ZERO, **options: Any) -> Fabric:
     options.setdefault("precision", "64-true")
-    return Fabric(accelerator="cpu", strategy=strategy, devices=size, launcher="forkserver", **options)
+    return Fabric(accelerator=ACCELERATOR, strategy=strategy, devices=size, launcher="forkserver", **options)
 
 
 class Plain:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import template
+from devices import ACCELERATOR
 
 from fabric import Fabric
 from fabric.strategies.deepspeed.config import KEYS, OFFLOAD_KEYS, ZERO_KEYS, engine_config, read_config
@@ -81,7 +82,7 @@ def test_a_config_file_is_read_and_checked_in_the_constructor(tmp_path: Path) ->
 )
 def test_an_unsupported_precision_raises_in_the_constructor(precision: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        Fabric(accelerator="cpu", strategy=DeepSpeedStrategy(), devices=2, precision=precision)
+        Fabric(accelerator=ACCELERATOR, strategy=DeepSpeedStrategy(), devices=2, precision=precision)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_without_a_supported_deepspeed_the_error_says_what_to_install(found: str
 
 def test_options_for_float16_need_that_precision() -> None:
     with pytest.raises(ValueError, match="`fp16` in DeepSpeed's configuration is for `precision='16-true'`"):
-        Fabric(accelerator="cpu", strategy=DeepSpeedStrategy(config={"fp16": {"loss_scale": 0}}), devices=2)
+        Fabric(accelerator=ACCELERATOR, strategy=DeepSpeedStrategy(config={"fp16": {"loss_scale": 0}}), devices=2)
 
 
 def test_unrequested_features_of_deepspeed_are_disabled() -> None:

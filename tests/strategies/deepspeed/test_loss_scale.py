@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+from devices import ACCELERATOR
 
 from fabric import Fabric
 from fabric.strategies.deepspeed.loss_scale import LossScale
@@ -38,4 +39,4 @@ def save_and_load(fabric: Fabric, seed: int) -> int:
 def test_a_scale_that_is_saved_and_loaded_goes_on_as_one_that_was_not() -> None:
     seed = random.randrange(2**31)
     print(f"seed {seed}")
-    assert Fabric(accelerator="cpu", strategy="deepspeed_stage_2", devices=2).launch(save_and_load, seed)
+    assert Fabric(accelerator=ACCELERATOR, strategy="deepspeed_stage_2", devices=2).launch(save_and_load, seed)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -81,7 +82,7 @@ def change_all(fabric: Fabric, moments: Sequence[str], left_out: Sequence[str]) 
 def refuse_changes(moments: Sequence[str], threshold: int, left_out: Sequence[str] = ()) -> None:
     config = {"zero_optimization": {"stage3_param_persistence_threshold": threshold}}
     strategy = DeepSpeedStrategy(stage=3, config=config)
-    found = Fabric(accelerator="cpu", devices=2, strategy=strategy).launch(change_all, moments, left_out)
+    found = Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy).launch(change_all, moments, left_out)
     assert found is not None
     for case, sentence in found.items():
         assert any(words in sentence for words in (TORCHS, *OURS)), (case, sentence)
@@ -102,7 +103,7 @@ def test_weights_that_are_kept_gathered_raise_when_they_are_changed_by_hand() ->
 @pytest.mark.slow
 def test_the_comparison_of_gathered_weights_is_an_option() -> None:
     strategy = DeepSpeedStrategy(stage=3, compare_weights=False)
-    found = Fabric(accelerator="cpu", devices=2, strategy=strategy).launch(change_all, ("step",), IN_ONE_SHARD)
+    found = Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy).launch(change_all, ("step",), IN_ONE_SHARD)
     assert found is not None
     assert found["step", "in place"] == "nothing"
     assert any(words in found["step", "assigned a product"] for words in OURS)
@@ -135,7 +136,7 @@ def pass_and_fail(fabric: Fabric) -> list[float]:
 @pytest.mark.slow
 def test_a_forward_that_raises_leaves_the_weights_as_they_were() -> None:
     strategy = DeepSpeedStrategy(stage=3, config={"zero_optimization": {"stage3_param_persistence_threshold": 0}})
-    found = Fabric(accelerator="cpu", devices=2, strategy=strategy).launch(pass_and_fail)
+    found = Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy).launch(pass_and_fail)
     net = Scaled()
     optimizer = SGD(net.parameters(), lr=0.01)
     for loss in found or []:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adagrad, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import StepLR
@@ -77,7 +78,7 @@ def strategy_of(stage: int, offload: bool = False, **options: Any) -> DeepSpeedS
 
 
 def fabric_of(world: World, strategy: DeepSpeedStrategy, precision: str = "32-true") -> Fabric:
-    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=world.size, precision=precision)
+    fabric = Fabric(accelerator=ACCELERATOR, strategy=strategy, devices=world.size, precision=precision)
     fabric._connect(world)
     return fabric
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import StepLR
@@ -253,7 +254,7 @@ def run_all(fabric: Fabric) -> dict[str, Any]:
     ],
 )
 def test_every_loop_gives_the_numbers_of_one_process(size: int, name: str) -> None:
-    results = Fabric(accelerator="cpu", strategy=STRATEGIES[name], devices=size).launch(run_all)
+    results = Fabric(accelerator=ACCELERATOR, strategy=STRATEGIES[name], devices=size).launch(run_all)
     assert results is not None
     for scenario in SCENARIOS:
         torch.testing.assert_close(
@@ -310,7 +311,7 @@ def set_up_with_state(fabric: Fabric) -> Weights:
 )
 def test_what_is_saved_loads_into_plain_pytorch_and_into_ddp_and_back(strategy: Strategy, tmp_path: Path) -> None:
     def run(strategy: str | Strategy, size: int, *what: Any) -> Any:
-        return Fabric(accelerator="cpu", strategy=strategy, devices=size, launcher="forkserver").launch(*what)
+        return Fabric(accelerator=ACCELERATOR, strategy=strategy, devices=size, launcher="forkserver").launch(*what)
 
     ours, of_ddp = str(tmp_path / "ours"), str(tmp_path / "of_ddp")
     after_six, state = run(strategy, 2, save_and_go_on, ours)
@@ -381,7 +382,7 @@ def test_buffers_follow_rank_zero_and_an_overflow_on_one_rank_skips_the_step_on_
     half = replace(Precision.parse("16-mixed"), init_scale=2.0**8)
 
     def run(strategy: str | Strategy) -> Any:
-        fabric = Fabric(accelerator="cpu", strategy=strategy, devices=2, launcher="forkserver", plugins=half)
+        fabric = Fabric(accelerator=ACCELERATOR, strategy=strategy, devices=2, launcher="forkserver", plugins=half)
         return fabric.launch(overflow_and_normalise)
 
     (own, num_skipped), (normed, alike) = run(strategy)
@@ -430,7 +431,7 @@ def mistakes(fabric: Fabric) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sharded", "fully-sharded"])
 def test_unsupported_uses_raise_on_every_rank(name: str) -> None:
-    reported = Fabric(accelerator="cpu", strategy=STRATEGIES[name], devices=2).launch(mistakes)
+    reported = Fabric(accelerator=ACCELERATOR, strategy=STRATEGIES[name], devices=2).launch(mistakes)
     assert reported is not None
     assert "RuntimeError: `AdamW` holds gradients that were not averaged over the ranks" in reported["step"]
     assert reported["clip"] == reported["step"]
@@ -469,7 +470,7 @@ def tidiness(fabric: Fabric) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sharded", "fully-sharded-parts"])
 def test_the_users_objects_are_the_same_and_nothing_of_ours_stays_on_them(name: str) -> None:
-    found = Fabric(accelerator="cpu", strategy=STRATEGIES[name], devices=2).launch(tidiness)
+    found = Fabric(accelerator=ACCELERATOR, strategy=STRATEGIES[name], devices=2).launch(tidiness)
     assert found is not None
     assert found["same objects"]
     assert found["names"] == [name for name, _ in make().named_parameters()]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
@@ -87,7 +88,7 @@ def mistakes(fabric: Fabric) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_mistakes_under_ddp_fully_sharded_raise_with_what_to_write() -> None:
-    reported = Fabric(accelerator="cpu", strategy=STRATEGY, devices=2).launch(mistakes)
+    reported = Fabric(accelerator=ACCELERATOR, strategy=STRATEGY, devices=2).launch(mistakes)
     assert reported is not None
     assert "ValueError: '1.weight' of `Sequential` is of torch.float64" in reported["dtypes"]
     assert "ValueError: `wrap` puts 'two.weight' of `Tied` and of `Sequential` into two submodules" in reported["tied"]
@@ -119,7 +120,7 @@ def slices(fabric: Fabric) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_each_rank_keeps_a_shard_and_returns_unsharded_tensors() -> None:
-    found = Fabric(accelerator="cpu", strategy=STRATEGY, devices=2).launch(slices)
+    found = Fabric(accelerator=ACCELERATOR, strategy=STRATEGY, devices=2).launch(slices)
     assert found == {
         "slice": (5,), "state": (5,), "whole": (3, 3), "part": (3, 3), "output": "Output", "alias": True,
     }  # fmt: skip
@@ -136,7 +137,9 @@ def leave_one_out(fabric: Fabric) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp_sharded", "ddp_fully_sharded"])
 def test_ranks_that_leave_different_parameters_unused_raise(strategy: str) -> None:
-    reported = Fabric(accelerator="cpu", strategy=strategy, devices=2, launcher="forkserver").launch(leave_one_out)
+    reported = Fabric(accelerator=ACCELERATOR, strategy=strategy, devices=2, launcher="forkserver").launch(
+        leave_one_out
+    )
     assert reported is not None
     assert "RuntimeError: 2 parameters of `ModuleDict` ('b.weight', 'b.bias') got no gradient" in reported
 
@@ -154,7 +157,7 @@ def call_a_submodule(fabric: Fabric) -> tuple[str, Tensor, str]:
 
 @pytest.mark.slow
 def test_a_submodule_called_by_itself_says_which_method_to_mark() -> None:
-    reported, difference, again = Fabric(accelerator="cpu", devices=2, strategy=STRATEGY).launch(call_a_submodule)
+    reported, difference, again = Fabric(accelerator=ACCELERATOR, devices=2, strategy=STRATEGY).launch(call_a_submodule)
     assert reported.startswith(
         "RuntimeError: `Linear` of `Custom` was called by itself, and `strategy='ddp_fully_sharded'`"
     )

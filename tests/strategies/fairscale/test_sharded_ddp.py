@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import nn
 from torch.optim import SGD, AdamW
 
@@ -66,7 +67,7 @@ def mistakes(fabric: Fabric) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_mistakes_under_ddp_sharded_raise_with_what_to_write() -> None:
-    reported = Fabric(accelerator="cpu", strategy=STRATEGY, devices=2).launch(mistakes)
+    reported = Fabric(accelerator=ACCELERATOR, strategy=STRATEGY, devices=2).launch(mistakes)
     assert reported is not None
     assert "ValueError: `SGD` holds 2 parameters that are not of `Linear`" in reported["strangers"]
     assert "ValueError: 1 parameters of `Linear` ('bias') are in two optimizers" in reported["twice"]
@@ -94,7 +95,7 @@ def shares(fabric: Fabric) -> Any:
 
 @pytest.mark.slow
 def test_each_parameter_has_its_gradient_and_its_state_on_one_rank() -> None:
-    result = Fabric(accelerator="cpu", strategy=STRATEGY, devices=2).launch(shares)
+    result = Fabric(accelerator=ACCELERATOR, strategy=STRATEGY, devices=2).launch(shares)
     assert result is not None
     alike, owners, held = result
     assert alike
@@ -120,7 +121,9 @@ def save_and_load(fabric: Fabric, path: str) -> tuple[list[int], list[int]]:
 
 @pytest.mark.slow
 def test_each_rank_saves_and_loads_the_state_of_its_own_parameters_alone(tmp_path: Path) -> None:
-    found = Fabric(accelerator="cpu", strategy="ddp_sharded", devices=2).launch(save_and_load, str(tmp_path / "saved"))
+    found = Fabric(accelerator=ACCELERATOR, strategy="ddp_sharded", devices=2).launch(
+        save_and_load, str(tmp_path / "saved")
+    )
     assert found is not None
     before, after = found
     assert sorted(before[0] + before[1]) == [0, 1, 2, 3]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from sharding import Block, Net, Recipe, batches, make, train_all, train_plain
 from torch import Tensor, nn
 from worlds import run_world
@@ -36,7 +37,7 @@ def is_block(module: nn.Module) -> bool:
 
 def fabric_with(size: int, strategy: Strategy | str | None = None, precision: Any = "32-true") -> Fabric:
     chosen = strategy or FSDPStrategy(auto_wrap_policy={Block})
-    return Fabric(accelerator="cpu", devices=size, strategy=chosen, precision=precision, launcher="forkserver")
+    return Fabric(accelerator=ACCELERATOR, devices=size, strategy=chosen, precision=precision, launcher="forkserver")
 
 
 def connect(world: World, strategy: FSDPStrategy | None = None, precision: Any = "32-true") -> Runtime:
@@ -283,7 +284,7 @@ def test_mixed_precision_with_batch_norm_is_that_of_ddp_and_outputs_stay_as_they
     word = Precision.parse(precision)  # type: ignore[arg-type]
     value = replace(word, init_scale=2.0**8)
     results = [
-        Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=value, launcher="forkserver").launch(
+        Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, plugins=value, launcher="forkserver").launch(
             state_in_half_precision
         )
         for strategy in (FSDPStrategy(auto_wrap_policy=nn.Linear), DDPStrategy())

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Optimizer
@@ -119,8 +120,8 @@ def evaluate(fabric: Fabric, path: str) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [ZERO, "ddp_sharded", "ddp_fully_sharded", "fsdp"], ids=str)
 def test_every_rank_evaluates_and_resumes_the_weights_of_all_owners(strategy: Strategy | str, tmp_path: Path) -> None:
-    expected = Fabric(accelerator="cpu", devices=1).launch(evaluate, str(tmp_path / "one"))
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver")
+    expected = Fabric(accelerator=ACCELERATOR, devices=1).launch(evaluate, str(tmp_path / "one"))
+    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, launcher="forkserver")
     assert fabric.launch(evaluate, str(tmp_path / "two")) == pytest.approx(expected, rel=1e-5)
 
 
@@ -146,11 +147,11 @@ def set_up(fabric: Fabric, name: str, part: str) -> None:
 def test_an_optimizer_whose_state_cannot_be_divided_is_refused_in_setup(
     strategy: Strategy | str, name: str, part: str
 ) -> None:
-    Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver").launch(set_up, name, part)
+    Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, launcher="forkserver").launch(set_up, name, part)
 
 
 def test_an_optimizer_whose_state_has_another_form_is_refused_where_it_is_saved(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"`Lookahead.state_dict\(\)` has 'base', and not 'state' and 'param_groups'"):
-        Fabric(accelerator="cpu", devices=1).save(
+        Fabric(accelerator=ACCELERATOR, devices=1).save(
             tmp_path / "saved", {"optimizer": Lookahead(SGD(nn.Linear(1, 1).parameters()))}
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer, SparseAdam
 
@@ -51,7 +52,7 @@ def train(fabric: Fabric) -> dict[str, Tensor]:
 
 
 def fabric_with(strategy: Strategy | str) -> Fabric:
-    return Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver")
+    return Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, launcher="forkserver")
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -64,7 +65,7 @@ def rows() -> list[tuple[str, Strategy, int]]:
 
 def launch(strategy: Strategy, size: int, *what: Any) -> Any:
     launcher = "forkserver" if "forkserver" in strategy.launchers else "auto"
-    return Fabric(accelerator="cpu", strategy=strategy, devices=size, launcher=launcher).launch(*what)
+    return Fabric(accelerator=ACCELERATOR, strategy=strategy, devices=size, launcher=launcher).launch(*what)
 
 
 class Plain:

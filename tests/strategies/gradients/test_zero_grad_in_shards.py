@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -144,7 +145,7 @@ def train(fabric: Any) -> Any:
     ids=repr,
 )
 def test_gradients_are_zeroed_as_in_plain_pytorch(strategy: Strategy) -> None:
-    found = Fabric(accelerator="cpu", strategy=strategy, devices=2).launch(train)
+    found = Fabric(accelerator=ACCELERATOR, strategy=strategy, devices=2).launch(train)
     torch.testing.assert_close(found, train(Plain()), rtol=1e-5, atol=1e-5)
 
 
@@ -177,7 +178,7 @@ def read_and_assigned(fabric: Fabric) -> list[str]:
 
 @pytest.mark.slow
 def test_fully_shard_zeroes_before_a_backward_of_torch_and_raises_where_gradients_are_read_too_early() -> None:
-    with Fabric(accelerator="cpu", strategy="fsdp", devices=2) as fabric:
+    with Fabric(accelerator=ACCELERATOR, strategy="fsdp", devices=2) as fabric:
         found, (read, assigned) = fabric.launch(lambda f: (zeroed_before_a_backward_of_torch(f), read_and_assigned(f)))
     torch.testing.assert_close(found, zeroed_before_a_backward_of_torch(Plain()), rtol=1e-5, atol=1e-5)
     assert read.startswith("`aten.")
@@ -216,7 +217,7 @@ def words_of(action: Any, *args: Any) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_gradient_in_shards_that_is_read_or_replaced_raises_with_what_to_write(stage: int) -> None:
-    fabric = Fabric(accelerator="cpu", strategy=DeepSpeedStrategy(stage=stage), devices=2)
+    fabric = Fabric(accelerator=ACCELERATOR, strategy=DeepSpeedStrategy(stage=stage), devices=2)
     read, replaced, clipped = fabric.launch(misused)
     assert read.startswith("`aten.")
     assert read.endswith(

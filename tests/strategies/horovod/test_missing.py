@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import pytest
+from devices import ACCELERATOR
 
 from fabric import Fabric
 
@@ -15,4 +16,4 @@ def test_without_horovod_the_constructor_says_how_to_build_it() -> None:
         r"needs Horovod, which cannot be imported here: .* run `tests/over_horovod/build_wheel\.sh python wheels && "
     )
     with pytest.raises(ValueError, match=words):
-        Fabric(accelerator="cpu", strategy="horovod", devices=2)
+        Fabric(accelerator=ACCELERATOR, strategy="horovod", devices=2)

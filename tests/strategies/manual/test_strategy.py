@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from sharding import Net, Recipe, batches, make, train_all, train_plain
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -37,7 +38,7 @@ RECIPES = [
 
 def manual(parallelize: Any, size: int, precision: Any = "32-true", **options: Any) -> Fabric:
     strategy = ManualStrategy(parallelize=parallelize, **options)
-    return Fabric(accelerator="cpu", devices=size, strategy=strategy, precision=precision, launcher="forkserver")
+    return Fabric(accelerator=ACCELERATOR, devices=size, strategy=strategy, precision=precision, launcher="forkserver")
 
 
 def close(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
@@ -108,7 +109,7 @@ def test_a_checkpoint_goes_to_replicas_and_plain_torch_and_to_other_ranks(tmp_pa
     recipe = Recipe(optimizer="adamw")
     steps: list[tuple[Fabric, str]] = [
         (manual(replicate_one_half_and_shard_the_other, 2), "first"),
-        (Fabric(accelerator="cpu", devices=2, strategy=DDPStrategy(), launcher="forkserver"), "second"),
+        (Fabric(accelerator=ACCELERATOR, devices=2, strategy=DDPStrategy(), launcher="forkserver"), "second"),
         (manual(shard_the_other_half_along_one_axis, 4, mesh={"replicate": 2, "shard": 2}), "third"),
         (manual(wrap_everything, 2), "fourth"),
     ]
@@ -462,7 +463,9 @@ def test_loaders_are_split_only_along_the_data_axes() -> None:
 
 
 def alone(parallelize: Any, precision: str = "32-true") -> Fabric:
-    return Fabric(accelerator="cpu", devices=1, strategy=ManualStrategy(parallelize=parallelize), precision=precision)
+    return Fabric(
+        accelerator=ACCELERATOR, devices=1, strategy=ManualStrategy(parallelize=parallelize), precision=precision
+    )
 
 
 def replace_all(model: nn.Module, context: ManualContext) -> nn.Module:
@@ -534,7 +537,7 @@ def test_what_the_function_returns_is_checked(
 
 def test_a_strategy_without_a_function_or_with_unknown_axes_raises_before_anything_starts() -> None:
     with pytest.raises(ValueError, match=r"`strategy='manual'` parallelises the model by a function of yours"):
-        Fabric(accelerator="cpu", devices=2, strategy="manual")
+        Fabric(accelerator=ACCELERATOR, devices=2, strategy="manual")
     with pytest.raises(
         ValueError, match=r"`ManualStrategy\(mesh=\{'a': 3\}\)` makes a mesh of a=3: 3 ranks, but there"
     ):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from worlds import run_world
@@ -165,7 +166,7 @@ def read_in_parts(fabric: Fabric) -> tuple[list[float], Any]:
 def test_training_on_sequences_in_parts_equals_training_on_whole_ones(
     size: int, strategy: ModelParallelStrategy
 ) -> None:
-    fabric = Fabric(accelerator="cpu", devices=size, strategy=strategy, launcher="forkserver")
+    fabric = Fabric(accelerator=ACCELERATOR, devices=size, strategy=strategy, launcher="forkserver")
     found = fabric.launch(read_in_parts)
     assert found is not None
     torch.manual_seed(0)

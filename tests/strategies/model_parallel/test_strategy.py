@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from sharding import BATCH_SIZE, Block, Net, Recipe, Run, batches, make, train_all, train_over, train_plain
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -68,7 +69,7 @@ def leave_whole(model: nn.Module, mesh: Any) -> None:
 
 
 def fabric_with(strategy: Strategy | str, size: int, precision: Any = "32-true") -> Fabric:
-    return Fabric(accelerator="cpu", devices=size, strategy=strategy, precision=precision, launcher="forkserver")
+    return Fabric(accelerator=ACCELERATOR, devices=size, strategy=strategy, precision=precision, launcher="forkserver")
 
 
 def close(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
@@ -473,14 +474,14 @@ def test_degrees_that_are_not_numbers_of_ranks_raise_in_the_constructor(options:
 def test_a_mesh_whose_size_is_not_the_world_size_raises_before_launch(options: dict[str, Any], words: str) -> None:
     strategy = ModelParallelStrategy(**{"parallelize_fn": leave_whole, **options})
     with pytest.raises(ValueError, match=words):
-        Fabric(accelerator="cpu", devices=4, strategy=strategy)
+        Fabric(accelerator=ACCELERATOR, devices=4, strategy=strategy)
 
 
 def test_the_strategy_without_a_function_raises_with_what_to_write() -> None:
     with pytest.raises(
         ValueError, match=r"`strategy='model_parallel'` has no function .*ModelParallelStrategy\(parall"
     ):
-        Fabric(accelerator="cpu", devices=2, strategy="model_parallel")
+        Fabric(accelerator=ACCELERATOR, devices=2, strategy="model_parallel")
 
 
 def test_the_strategy_needs_ranks_that_can_talk() -> None:
@@ -744,7 +745,9 @@ def test_in_mixed_precision_numbers_are_those_of_products_that_are_rounded_in_pa
 ) -> None:
     precision = replace(Precision.parse(word), init_scale=2.0**8)
     strategy = ModelParallelStrategy(parallelize_fn=cut_stack, shard=shard, tensor=2)
-    fabric = Fabric(accelerator="cpu", devices=2 * shard, strategy=strategy, plugins=precision, launcher="forkserver")
+    fabric = Fabric(
+        accelerator=ACCELERATOR, devices=2 * shard, strategy=strategy, plugins=precision, launcher="forkserver"
+    )
     found = fabric.launch(train_stack)
     close(found, train_plain_stack(AddsParts, precision, shard), 1e-6)
     with pytest.raises(AssertionError):  # and a sum that is rounded once is another

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -149,7 +150,7 @@ NAMES = [
 def fabric_with(strategy: Strategy | str, devices: int = 2, precision: Any = "32-true") -> Fabric:
     made = make_strategy(strategy) if isinstance(strategy, str) else strategy
     return Fabric(
-        accelerator="cpu",
+        accelerator=ACCELERATOR,
         devices=devices,
         strategy=replace(made, activation_checkpointing_policy=computes_again),
         precision=precision,
@@ -199,7 +200,7 @@ def _plain(block: Block, x: Tensor, *, gain: float) -> Tensor:
 def test_models_that_checkpoint_by_themselves_train_as_those_that_do_not(name: str) -> None:
     strategy = STRATEGIES[name]
     made = make_strategy(strategy) if isinstance(strategy, str) else strategy
-    Fabric(accelerator="cpu", devices=2, strategy=made).launch(compare_own)
+    Fabric(accelerator=ACCELERATOR, devices=2, strategy=made).launch(compare_own)
 
 
 def test_a_copy_of_a_prepared_model_is_plain_and_computes_with_its_own_parameters() -> None:
@@ -241,14 +242,14 @@ def test_xla_refuses_activation_checkpointing_of_torch_with_what_to_call() -> No
 
 def test_an_invalid_policy_is_an_error_and_leaves_the_model_unchanged() -> None:
     fabric = Fabric(
-        accelerator="cpu", devices=1, strategy=SingleDeviceStrategy(activation_checkpointing_policy=nn.Conv2d)
+        accelerator=ACCELERATOR, devices=1, strategy=SingleDeviceStrategy(activation_checkpointing_policy=nn.Conv2d)
     )
     with pytest.raises(ValueError, match="`activation_checkpointing_policy=Conv2d` matches no submodule of the `Net`"):
         fabric.setup(Net(True))
     with pytest.raises(
         TypeError, match=r"`activation_checkpointing_policy='Block'` selects no submodules\. Pass classes"
     ):
-        Fabric(accelerator="cpu", strategy=SingleDeviceStrategy(activation_checkpointing_policy="Block"))  # type: ignore[arg-type]
+        Fabric(accelerator=ACCELERATOR, strategy=SingleDeviceStrategy(activation_checkpointing_policy="Block"))  # type: ignore[arg-type]
 
 
 def test_two_backwards_through_one_graph_find_the_buffers_of_its_forward() -> None:
@@ -290,9 +291,9 @@ def train_in_wrappers(fabric: Fabric) -> tuple[list[Tensor], list[str], int]:
 @pytest.mark.slow
 def test_parallelize_fn_may_call_checkpoint_wrapper_and_parameter_names_are_unchanged() -> None:
     found = [
-        Fabric(accelerator="cpu", devices=2, strategy=ModelParallelStrategy(parallelize_fn=function, shard=2)).launch(
-            train_in_wrappers
-        )
+        Fabric(
+            accelerator=ACCELERATOR, devices=2, strategy=ModelParallelStrategy(parallelize_fn=function, shard=2)
+        ).launch(train_in_wrappers)
         for function in (in_shards, in_wrappers)
     ]
     (expected, names, saved_all), (losses, names_again, saved) = found

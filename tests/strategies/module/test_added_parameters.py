@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -84,7 +85,7 @@ def come_late(fabric: Fabric, stage: int) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ZERO, ids=repr)
 def test_parameters_added_after_setup_raise_under_deepspeed_by_name(strategy: DeepSpeedStrategy) -> None:
-    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=2)
+    fabric = Fabric(accelerator=ACCELERATOR, strategy=strategy, devices=2)
     unfrozen, added, group, appended = fabric.launch(come_late, strategy.stage)
     what_to_write = "or set up the model again in a new `Fabric`, or pass `strategy='ddp'`."
     assert unfrozen == (
@@ -123,7 +124,7 @@ def freeze_for_a_while(fabric: Any) -> list[Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [*ZERO[1:3], *FAIRSCALE], ids=repr)
 def test_what_is_frozen_for_a_while_and_layers_without_parameters_train_as_in_plain_pytorch(strategy: Strategy) -> None:
-    found = Fabric(accelerator="cpu", strategy=strategy, devices=2).launch(freeze_for_a_while)
+    found = Fabric(accelerator=ACCELERATOR, strategy=strategy, devices=2).launch(freeze_for_a_while)
     torch.testing.assert_close(found, freeze_for_a_while(Plain()))
 
 
@@ -147,7 +148,7 @@ def unfreeze_and_add(fabric: Fabric) -> tuple[list[Tensor], str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", FAIRSCALE, ids=repr)
 def test_fairscale_trains_what_was_unfrozen_and_raises_for_what_was_added(strategy: Strategy) -> None:
-    losses, words = Fabric(accelerator="cpu", strategy=strategy, devices=2).launch(unfreeze_and_add)
+    losses, words = Fabric(accelerator=ACCELERATOR, strategy=strategy, devices=2).launch(unfreeze_and_add)
     torch.testing.assert_close(losses, unfreeze(Plain()))
     assert words == (
         "2 parameters of `Sequential` ('4.weight', '4.bias') were added or unfrozen after `fabric.setup`. FairScale "

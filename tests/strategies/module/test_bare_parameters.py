@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -65,7 +66,7 @@ def temperatures(fabric: Fabric) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [DDPStrategy(), DDPStrategy(shard_optimizer=True)], ids=["ddp", "ZeRO-1"])
 def test_the_gradients_of_a_temperature_are_averaged_with_those_that_accumulated(strategy: Strategy) -> None:
-    Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver").launch(temperatures)
+    Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, launcher="forkserver").launch(temperatures)
 
 
 def saved(fabric: Fabric, path: str) -> float:
@@ -83,7 +84,7 @@ def saved(fabric: Fabric, path: str) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", DDPStrategy(shard_optimizer=True), "fsdp"], ids=["ddp", "ZeRO-1", "fsdp"])
 def test_the_state_of_its_optimizer_is_saved(strategy: str | Strategy, tmp_path: object) -> None:
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver")
+    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, launcher="forkserver")
     assert fabric.launch(saved, f"{tmp_path}/state") == 1.5
 
 
@@ -105,6 +106,6 @@ def scaled(fabric: Fabric) -> list[Tensor]:
 
 @pytest.mark.slow
 def test_losses_that_are_scaled_give_the_temperature_of_one_process() -> None:
-    together = Fabric(accelerator="cpu", devices=2, strategy="ddp", precision="16-mixed", launcher="forkserver")
-    alone = Fabric(accelerator="cpu", devices=1, strategy="single_device", precision="16-mixed")
+    together = Fabric(accelerator=ACCELERATOR, devices=2, strategy="ddp", precision="16-mixed", launcher="forkserver")
+    alone = Fabric(accelerator=ACCELERATOR, devices=1, strategy="single_device", precision="16-mixed")
     torch.testing.assert_close(together.launch(scaled), alone.launch(scaled), rtol=1e-3, atol=1e-3)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -158,7 +159,7 @@ def replicated(module: Any, context: ManualContext) -> nn.Module:
 def launch(strategy: str | Strategy, *args: Any) -> Any:
     size = 1 if strategy == "single_device" else 2
     launcher = "auto" if size == 1 else "forkserver"
-    with Fabric(accelerator="cpu", devices=size, strategy=strategy, launcher=launcher) as fabric:
+    with Fabric(accelerator=ACCELERATOR, devices=size, strategy=strategy, launcher=launcher) as fabric:
         return fabric.launch(*args)
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from worlds import preload
@@ -207,7 +208,7 @@ def test_a_compiled_model_trains_as_it_does_uncompiled_and_nothing_of_ours_is_co
     strategy: str | Strategy, ways: tuple[Way, ...]
 ) -> None:
     devices = 1 if strategy == "single_device" else 2
-    Fabric(accelerator="cpu", devices=devices, strategy=strategy).launch(compare, ways, "aot_eager")
+    Fabric(accelerator=ACCELERATOR, devices=devices, strategy=strategy).launch(compare, ways, "aot_eager")
 
 
 @pytest.mark.slow
@@ -216,7 +217,7 @@ def test_a_compiled_model_trains_as_it_does_uncompiled_and_nothing_of_ours_is_co
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ for the CPU")
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("deepspeed_stage_3", marks=pytest.mark.thorough)])
 def test_a_model_compiled_by_inductor_trains_as_it_does_uncompiled(strategy: str) -> None:
-    Fabric(accelerator="cpu", devices=2, strategy=strategy).launch(compare, ("after",), "inductor")
+    Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy).launch(compare, ("after",), "inductor")
 
 
 class Scaled(nn.Linear):
@@ -239,4 +240,4 @@ def compile_several(fabric: Fabric) -> None:
 
 @pytest.mark.slow
 def test_with_fullgraph_the_graph_is_that_of_the_users_forward() -> None:
-    Fabric(accelerator="cpu", devices=2, strategy="ddp").launch(compile_several)
+    Fabric(accelerator=ACCELERATOR, devices=2, strategy="ddp").launch(compile_several)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import nn
 from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel
@@ -122,7 +123,7 @@ def averages(fabric: Fabric) -> list[float]:
 @pytest.mark.parametrize("policy", [None, {nn.Linear}], ids=["root", "parts"])
 def test_what_the_error_for_sharded_models_advises_gives_the_averages_of_plain_pytorch(policy: Any) -> None:
     strategy = FSDPStrategy(auto_wrap_policy=policy)
-    found = Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver").launch(averages)
+    found = Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, launcher="forkserver").launch(averages)
     assert found == pytest.approx([0.0, 0.0], abs=1e-6)
 
 
@@ -138,5 +139,5 @@ def pickled(fabric: Fabric) -> bool:
 
 @pytest.mark.slow
 def test_a_copy_of_a_model_in_an_engine_of_deepspeed_can_be_pickled() -> None:
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="deepspeed_stage_2", launcher="forkserver")
+    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy="deepspeed_stage_2", launcher="forkserver")
     assert fabric.launch(pickled)

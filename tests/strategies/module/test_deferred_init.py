@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -79,7 +80,7 @@ def to_zeros(net: nn.Module) -> None:
 def test_a_model_that_was_made_empty_trains_however_it_was_filled(
     write: Callable[[nn.Module], None], is_later: bool
 ) -> None:
-    with Fabric(accelerator="cpu", devices=1, strategy="single_device") as fabric:
+    with Fabric(accelerator=ACCELERATOR, devices=1, strategy="single_device") as fabric:
         net = trained(fabric, nothing, write) if is_later else trained(fabric, write, nothing)
         assert not any(vars(parameter) for parameter in net.parameters())
 
@@ -92,7 +93,7 @@ def test_a_tensor_that_was_never_initialised_is_named_also_if_it_is_frozen() -> 
         net.requires_grad_(False)
 
     with (
-        Fabric(accelerator="cpu", devices=1, strategy="single_device") as fabric,
+        Fabric(accelerator=ACCELERATOR, devices=1, strategy="single_device") as fabric,
         pytest.raises(RuntimeError, match=r"`Words` was made empty, and out.weight has no values yet."),
     ):
         trained(fabric, all_but_one, nothing)
@@ -106,4 +107,4 @@ def refused(fabric: Fabric) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_sharded", "ddp_fully_sharded", "deepspeed_stage_2"])
 def test_a_model_that_nothing_filled_raises_with_its_names_on_every_rank(strategy: str) -> None:
-    Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver").launch(refused)
+    Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, launcher="forkserver").launch(refused)

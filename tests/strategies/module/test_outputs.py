@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.distributions import Independent, Normal
 
@@ -130,8 +131,8 @@ def train(fabric: Fabric) -> list[float]:
     ids=["fsdp", "find_unused", "deepspeed_stage_3", "ddp_fully_sharded"],
 )
 def test_an_actor_and_a_critic_train_as_in_one_process(strategy: Strategy | str) -> None:
-    expected = Fabric(accelerator="cpu", devices=1).launch(train)
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver")
+    expected = Fabric(accelerator=ACCELERATOR, devices=1).launch(train)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, launcher="forkserver")
     assert fabric.launch(train) == pytest.approx(expected, rel=1e-5)
 
 
@@ -154,7 +155,7 @@ def train_deferred(fabric: Fabric) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp_fully_sharded"])
 def test_a_function_that_has_the_output_is_refused_in_backward(strategy: str) -> None:
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver")
+    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, launcher="forkserver")
     message = fabric.launch(train_deferred)
     assert message is not None
     assert "not a function or a generator that has them" in message

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from worlds import run_world
@@ -121,7 +122,7 @@ def train(world: World, strategy: str, words: tuple[str, ...]) -> list[tuple[Any
     for word in words:
         where: dict[str, Any] = {"launcher": "external"} if world.size > 1 else {"devices": 1}
         made_of = ModelParallelStrategy(parallelize_fn=in_shards, shard=2) if strategy == "model_parallel" else strategy
-        with Fabric(accelerator="cpu", strategy=made_of, precision=word, **where) as fabric:
+        with Fabric(accelerator=ACCELERATOR, strategy=made_of, precision=word, **where) as fabric:
             fabric.launch()
             model = net()
             made, turns = model.made, model.rotary.turns.clone()
@@ -175,7 +176,7 @@ def test_complex_parameters_and_buffers_keep_their_imaginary_part_in_the_width_o
         ("16-true", torch.float16, torch.complex64),
         ("32-true", torch.float32, torch.complex64),
     ):
-        with Fabric(accelerator="cpu", devices=1, precision=word) as fabric:  # type: ignore[arg-type]
+        with Fabric(accelerator=ACCELERATOR, devices=1, precision=word) as fabric:  # type: ignore[arg-type]
             module = nn.ParameterDict({"c": torch.tensor([1 + 2j]), "r": torch.ones(1)})
             module.register_buffer("i", torch.tensor([3]))
             optimizer = torch.optim.SGD(module.parameters(), 0.1)
@@ -221,7 +222,7 @@ def test_the_default_dtype_is_restored_when_forward_raises_and_over_threads() ->
                 self.go_on.wait(20)
             return torch.zeros(1).dtype
 
-    with Fabric(accelerator="cpu", devices=1, precision="bf16-true") as fabric:
+    with Fabric(accelerator=ACCELERATOR, devices=1, precision="bf16-true") as fabric:
         models = fabric.setup(Waits()), fabric.setup(Waits())
         models[1].within, models[1].go_on = models[0].within, models[0].go_on
         dtypes: list[torch.dtype] = []
@@ -261,7 +262,7 @@ def test_a_compiled_model_makes_tensors_of_the_precisions_dtype() -> None:
         "after setup": lambda fabric: torch.compile(fabric.setup(Masks()), backend="eager"),
     }
     for when, make in compilers.items():
-        with Fabric(accelerator="cpu", devices=1, precision="bf16-true") as fabric:
+        with Fabric(accelerator=ACCELERATOR, devices=1, precision="bf16-true") as fabric:
             assert make(fabric)(torch.ones(1, 2)).dtype is torch.bfloat16, when
         assert torch.get_default_dtype() is torch.float32
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -118,7 +119,7 @@ def plain() -> list[float]:
 )
 def test_ranks_that_run_submodules_in_different_orders_raise(name: str, moment: str, compiled: bool) -> None:
     strategy: Strategy = STRATEGIES[name]
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver")
+    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, launcher="forkserver")
     losses, message = fabric.launch(orders, moment, compiled) or ([], "")
     assert losses == pytest.approx(plain(), rel=1e-5)
     assert "Experts` in different orders. A submodule's parameters are all-gathered when it runs" in message

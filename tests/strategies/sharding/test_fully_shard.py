@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -250,7 +251,7 @@ def initialise(fabric: Fabric) -> None:
 
 
 def launch(strategy: Strategy | str, body: Callable[[Fabric], Any]) -> Any:
-    return Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver").launch(body)
+    return Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, launcher="forkserver").launch(body)
 
 
 @pytest.mark.slow

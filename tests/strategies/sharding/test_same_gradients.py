@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -92,7 +93,7 @@ STRATEGIES = pytest.mark.parametrize(
 @pytest.mark.skipif(not SENDS_ZEROS, reason="`make test` runs this: torch sends zeros from 2.13 on")
 @STRATEGIES
 def test_ranks_that_use_different_parameters_train_as_one_process(strategy: Strategy) -> None:
-    assert Fabric(accelerator="cpu", strategy=strategy, devices=2).launch(train) == pytest.approx(
+    assert Fabric(accelerator=ACCELERATOR, strategy=strategy, devices=2).launch(train) == pytest.approx(
         plainly(WINDOWS * 2, are_alike=False), rel=1e-5
     )
 
@@ -124,7 +125,7 @@ def differ_and_go_on(fabric: Fabric) -> tuple[list[float], str]:
 def test_ranks_that_use_different_parameters_raise_and_training_goes_on_once_they_are_cleared(
     strategy: Strategy,
 ) -> None:
-    losses, message = Fabric(accelerator="cpu", strategy=strategy, devices=2).launch(differ_and_go_on)
+    losses, message = Fabric(accelerator=ACCELERATOR, strategy=strategy, devices=2).launch(differ_and_go_on)
     assert losses == pytest.approx(plainly([[branches] for branches in SAME], are_alike=True), rel=1e-5)
     assert "Ranks computed gradients of different parameters of `Branches`" in message
     assert "The weights are unchanged; `optimizer.zero_grad()` discards the gradients." in message

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import nn
 
 from fabric import Fabric
@@ -94,7 +95,7 @@ def in_columns(model: Any, mesh: Any) -> None:
     ids=["fsdp", "hsdp", "tensor", "shard-tensor"],
 )
 def test_writes_to_slices_arrive_or_raise(strategy: Strategy, size: int) -> None:
-    found = Fabric(accelerator="cpu", devices=size, strategy=strategy, launcher="forkserver").launch(write_to_all)
+    found = Fabric(accelerator=ACCELERATOR, devices=size, strategy=strategy, launcher="forkserver").launch(write_to_all)
     assert found is not None
     assert {program: found[program] for program in RIGHT} == dict.fromkeys(RIGHT, "right")
     for program, sentence in RAISES.items():
