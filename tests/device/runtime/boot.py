@@ -1,0 +1,81 @@
+"""The pretended CUDA runtime in this Python's programs: its libraries and kernels are there when torch is imported.
+
+    pretended_cuda.limit_memory(1, 64 * 2**20)   # device 1 has 64 MiB
+    pretended_cuda.listen(function)              # function(kind, detail), whenever the host waits for a device
+
+A program sets nothing. `PRETENDED_DEVICES=2` gives the machine two devices instead of four, `PRETENDED_BYTES=1000000000`
+gives each of them so much memory instead of 4 GiB; `CUDA_VISIBLE_DEVICES` means what it means.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+HERE = Path(__file__).parent
+_kernels: Any = None
+
+
+def limit_memory(device: int, num_bytes: int) -> None:
+    """Let a device of this process have no more than so many bytes."""
+    _kernels.limit_memory(device, num_bytes)
+
+
+def listen(listener: Callable[[str, str], object] | None) -> None:
+    """Call a function whenever the host waits for a device, in the thread that waits; None: no function."""
+    _kernels.listen(listener)
+
+
+class Finder(MetaPathFinder):
+    """Finds torch, once."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec("torch")
+        assert spec is not None
+        assert spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            load_libraries()
+            execute(module)
+            install_kernels(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def load_libraries() -> None:
+    """Before torch asks for them by their names: those that are loaded are the ones it gets, whatever the machine has."""
+    others = sorted((HERE / "lib").iterdir(), key=lambda path: not path.name.startswith("libcudart"))
+    for path in others:
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+
+
+def install_kernels(torch: Any) -> None:
+    """Let every operator of CUDA run on the CPU, on one thread, and compile without Triton."""
+    global _kernels
+    spec = importlib.util.spec_from_file_location("pretended_cuda.kernels", HERE / "kernels.so")
+    assert spec is not None
+    assert spec.loader is not None
+    _kernels = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(_kernels)
+    _kernels.install()
+    atexit.register(_kernels.listen, None)
+    torch.backends.cudnn.enabled = False  # layers that would call it by themselves compose other operators
+
+
+if "torch" not in sys.modules:
+    sys.meta_path.insert(0, Finder())
