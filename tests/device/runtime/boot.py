@@ -74,7 +74,11 @@ def install_kernels(torch: Any) -> None:
     spec.loader.exec_module(_kernels)
     _kernels.install()
     atexit.register(_kernels.listen, None)
-    torch.backends.cudnn.enabled = False  # layers that would call it by themselves compose other operators
+    # Layers compose other operators where these are not to be had.
+    torch.backends.cudnn.enabled = False
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
 
 
 if "torch" not in sys.modules:

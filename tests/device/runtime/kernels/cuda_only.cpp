@@ -30,19 +30,12 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
     return {input * mask * (p < 1 ? 1 / (1 - p) : 0), mask};
 }
 
-// Flash attention and its relatives are CUDA's own; the composed one is what remains.
-int64_t fused_sdp_choice(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool,
-                         std::optional<double>, bool) {
-    return 0;
-}
-
 }  // namespace
 
 std::set<std::string> implement_cuda_only(torch::Library& library) {
     library.impl("copy_", &copy);
     library.impl("native_dropout", &native_dropout);
-    library.impl("_fused_sdp_choice", &fused_sdp_choice);
-    return {"copy_", "native_dropout", "_fused_sdp_choice"};
+    return {"copy_", "native_dropout"};
 }
 
 }  // namespace pretended
