@@ -52,7 +52,6 @@ from fabric.replica_check import ReplicaCheck
 from fabric.replica_guard import ReplicaGuard
 from fabric.request import Request
 from fabric.resolve import resolve
-from fabric.same_optimizers import SameOptimizers
 from fabric.seed import seed_everything
 from fabric.step_checks import StepChecks
 from fabric.step_counter import StepCounter
@@ -188,7 +187,6 @@ class Fabric:
         self._unaveraged: UnaveragedOptimizers | None = None
         self._step_checks: StepChecks | None = None
         self._replica_guard: ReplicaGuard | None = None
-        self._same_optimizers: SameOptimizers | None = None
         self._replica_check: ReplicaCheck | None = None
         self._opened_checkpoints: Checkpoints | None = None
 
@@ -574,8 +572,6 @@ class Fabric:
         replicas = None if self._accumulation.held else self._replica_guard
         if replicas is not None:
             replicas.before_backward()
-            if self._same_optimizers is not None:
-                self._same_optimizers.before_backward()
         if self._guard is not None:
             self._guard.note_backward(loss)
         factor = runtime.loader_numbers.repeated.factor()
@@ -1099,8 +1095,7 @@ class Fabric:
         for known in (self._models, self._optimizers, self._schedulers, self._loaders, self._steps):
             known.clear()  # others have them too
         self._backward = None
-        self._unprepared = self._step_checks = self._replica_guard = self._replica_check = None
-        self._unaveraged = self._same_optimizers = None
+        self._unprepared = self._step_checks = self._replica_guard = self._replica_check = self._unaveraged = None
         self._bare = self._weighting = None
 
     def _collective_load(self) -> AbstractContextManager[None]:
@@ -1128,15 +1123,6 @@ class Fabric:
         is_replicated = model.sync.is_replicated
         if not strategy.sets_up_one_model and not is_replicated:
             return
-        # With `debug`, a program may catch the error of a call that differs, and ranks then count other backwards.
-        store = runtime.collective.store() if self._debug is None else None
-        if self._same_optimizers is None and strategy.sets_up_one_model and store is not None:
-            self._same_optimizers = SameOptimizers(runtime, store, self._steps)
-        if self._same_optimizers is not None:
-            # To read an element on XLA would compile and run the step up to here.
-            is_readable = "copies" not in strategy.lacks and runtime.device.type != "xla"
-            is_whole = is_replicated or model.sync.has_whole_weights or not strategy.in_shards
-            self._same_optimizers.is_whole &= is_readable and is_whole and self._replica_check is None
         if self._step_checks is None:
             self._step_checks = StepChecks(runtime, self._optimizers, self._open)
         self._step_checks.add(model, whole=is_replicated or not strategy.in_shards)

@@ -42,8 +42,6 @@ from fabric.strategies.undo import replace_attributes, undo_all
 class FairScaleShardedGradientSync(GradientSync):
     """The owner of each parameter of one model, and which gradients are averaged."""
 
-    has_whole_weights = True
-
     def __init__(
         self, collective: Collective, module: nn.Module, optimizers: Sequence[Optimizer], *, broadcast_buffers: bool
     ) -> None:

@@ -72,11 +72,6 @@ class GradientSync(ABC):
         """
         return False
 
-    @property
-    def has_whole_weights(self) -> bool:
-        """Whether all ranks hold the same whole parameters, although each has gradients of a part of them."""
-        return False
-
     @abstractmethod
     def parameters_held(self) -> Iterable[Tensor]:
         """The parameters as optimizers hold them: shards, even while `module.parameters()` returns gathered ones."""
