@@ -61,16 +61,14 @@ def check_group(method: str, group: object) -> None:
         )
 
 
-def as_number(name: str, value: Any) -> Any:
-    """A metric without its tensor. Raises: ValueError: a tensor has several elements."""
-    if not isinstance(value, Tensor):
-        return value
-    if value.numel() != 1:
-        raise ValueError(
-            f"`fabric.log({name!r}, ...)`: a tensor of shape {tuple(value.shape)} is not one number. Log its mean, or "
-            "each element under a name of its own."
-        )
-    return value.item()
+def check_metrics(metrics: Mapping[str, Any]) -> None:
+    """Raise ValueError if a tensor has several elements."""
+    for name, value in metrics.items():
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(
+                f"`fabric.log({name!r}, ...)`: a tensor of shape {tuple(value.shape)} is not one number. Log its mean, "
+                "or each element under a name of its own."
+            )
 
 
 def check_use(use: object) -> None:

@@ -22,12 +22,12 @@ from torch.optim import Optimizer
 
 from fabric.accumulation import Accumulation, Window
 from fabric.arguments import (
-    as_number,
     check_dispatch,
     check_function,
     check_group,
     check_limits,
     check_loss,
+    check_metrics,
     check_module,
     check_on_nonfinite,
     check_optimizers,
@@ -704,6 +704,8 @@ class Fabric:
 
         Returns the norm before clipping, for `max_norm`. Under a precision that scales losses, gradients are unscaled
         first, and a norm that is not finite skips the next step instead of raising.
+        On an accelerator `error_if_nonfinite=True` waits for the device once: the error comes before weights change.
+        With False nothing waits, and a norm that is not finite makes all gradients NaN, and with the step all weights.
         """
         check_limits(clip_val, max_norm)
         prepared = self._prepared(module, "clip_gradients")
@@ -716,7 +718,8 @@ class Fabric:
         if self._guard is None:
             return prepared.clip_norm(optimizer, float(max_norm), float(norm_type), error_if_nonfinite)
         norm = prepared.clip_norm(optimizer, float(max_norm), float(norm_type), False)
-        self._guard.note_norm(optimizer, norm)
+        if self._connected.loss_scaler is None:  # which knows already
+            self._guard.note_norm(optimizer, norm)
         return norm
 
     def guard_gradients(self, on_nonfinite: OnNonfinite | None, keep_in: str | os.PathLike[str] | None = None) -> None:
@@ -1009,9 +1012,13 @@ class Fabric:
         self.log_dict({name: value}, step)
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log metrics (numbers, or tensors of one element) to every logger, on rank zero."""
-        if self.is_global_zero:
-            numbers = {name: as_number(name, value) for name, value in metrics.items()}
+        """Log metrics (numbers, or tensors of one element) to every logger, on rank zero.
+
+        A tensor on a device is waited for, if there are loggers.
+        """
+        check_metrics(metrics)
+        if self.is_global_zero and self._loggers:
+            numbers = {name: each.item() if isinstance(each, Tensor) else each for name, each in metrics.items()}
             for logger in self._loggers:
                 self._writer(logger)(numbers, step)
 

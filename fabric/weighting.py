@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
 from fabric.strategies.checkpoint.state import uncompiled
-from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.collectives.collective import HOST_DEVICES, Collective
 from fabric.strategies.collectives.shared_sums import StartFloatSum, shared_float_sum
 from fabric.strategies.gradients.averaging import average
 from fabric.strategies.gradients.clipping import parameters_of
@@ -35,8 +35,6 @@ from fabric.strategies.sharding.flat_shards import plain_shard
 
 Weight: TypeAlias = "float | Tensor"
 
-_HOST_DEVICES = ("cpu", "xla")
-"""On others weights are tensors there: one rank may have `mask.sum()`, and another 0."""
 _grad = attrgetter("grad")
 
 
@@ -173,7 +171,7 @@ def check_weight(weight: Any) -> Weight:
 
 
 def _shared_sum(collective: Collective, device: torch.device) -> StartFloatSum | None:
-    return shared_float_sum(collective) if device.type in _HOST_DEVICES else None
+    return shared_float_sum(collective) if device.type in HOST_DEVICES else None
 
 
 def _start_factors(
@@ -190,7 +188,7 @@ def _start_factors(
     numbers = [weight for weight in weights if not isinstance(weight, Tensor)]
     if collective.size == 1 and len(numbers) == len(weights):
         return lambda: [_inverse(number) for number in numbers]
-    if device.type not in _HOST_DEVICES:
+    if device.type not in HOST_DEVICES:  # one rank may have `mask.sum()`, and another 0
         weights = [each if isinstance(each, Tensor) else _on(device, each) for each in weights]
     means = collective.start_all_reduce(_stacked(weights), "mean")
     return lambda: [_inverse(mean) for mean in _numbers(means())]
@@ -204,7 +202,7 @@ def _factor_of(finish: Callable[[], tuple[float, bool]], size: int) -> Sequence[
 
 
 def _on(device: torch.device, number: float) -> Tensor:
-    return torch.tensor(number, dtype=_dtype_on(device), device=device)
+    return torch.full((), number, dtype=_dtype_on(device), device=device)  # `torch.tensor` would wait for the device
 
 
 def _dtype_on(device: torch.device) -> torch.dtype:

@@ -25,6 +25,10 @@ ReduceOp: TypeAlias = Literal["sum", "mean", "min", "max", "product"]
 
 _REDUCE_OPS = get_args(ReduceOp)
 
+HOST_DEVICES = ("cpu", "xla")
+"""Kinds of device whose ranks send small numbers as tensors on the CPU. On others these stay on the device, so that
+nothing waits for it; XLA's graphs must be equal on all ranks, and would have such numbers in them."""
+
 
 class CollectiveError(RuntimeError):
     """A collective could not be completed. Has the rank that noticed, and the cause."""
@@ -75,6 +79,9 @@ def check_split(ranks: Sequence[int], size: int, *, is_part: bool) -> None:
 
 class Collective(ABC):
     """Communication between the ranks of a world, or some of them."""
+
+    device: torch.device | None = None
+    """The device of this rank; None: the current one. They differ in threads of the program."""
 
     @property
     @abstractmethod

@@ -189,7 +189,7 @@ class Engine:
         order = float(norm_type)
         with self._gradients() as shards:
             total = self._norm(shards, order)
-            if not total.isfinite() and error_if_nonfinite and not self.zero.needs_scaler():
+            if error_if_nonfinite and not self.zero.needs_scaler() and not total.isfinite():
                 raise RuntimeError(
                     f"The gradients of `{type(self.module).__name__}` have a norm (order {order:g}) of {total.item()}, "
                     "so they cannot be clipped. Pass `error_if_nonfinite=False` to continue: DeepSpeed then skips the "

@@ -140,7 +140,7 @@ def clip_norm(
     gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     dtype = parameters[0].dtype if parameters else torch.float32
     # In float64 on every rank: one without gradients does not know the others' dtype, and gloo aborts if they differ.
-    own = torch.nn.utils.get_total_norm(gradients, norm_type).to("cpu", torch.float64)
+    own = torch.nn.utils.get_total_norm(gradients, norm_type).to(device=collective.device, dtype=torch.float64)
     total: Tensor = torch.linalg.vector_norm(collective.all_gather(own), norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(

@@ -15,9 +15,9 @@ from typing import cast, final
 import torch
 from torch import Tensor, nn
 
-from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.collectives.collective import HOST_DEVICES, Collective
 from fabric.strategies.collectives.packing import exchange
-from fabric.strategies.gradients.clipping import NONE, kind_of, refuse_sparse
+from fabric.strategies.gradients.clipping import DENSE, NONE, kind_of, refuse_sparse
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.dtensor import as_sharded, local_part
@@ -163,13 +163,19 @@ def redistribute(parameters: Sequence[nn.Parameter]) -> None:
 def _present_anywhere(collective: Collective, parameters: Iterable[Tensor]) -> list[Tensor]:
     """The parameters with a gradient on any rank; this rank gets zeros if it has none.
 
-    Raises: RuntimeError: a gradient is sparse on any rank, before anything is sent.
+    On an accelerator, only a rank that lacks a gradient waits for the device. Raises: RuntimeError: a gradient is
+    sparse on any rank, before anything is sent; on an accelerator, where all gradients of a rank are dense, on others.
     """
     parameters = list(parameters)
     if not parameters:
         return []
-    mine = torch.tensor([kind_of(parameter.grad) for parameter in parameters], dtype=torch.int8, device="cpu")
-    anywhere = collective.all_reduce(mine, "max").tolist()
+    kinds, device = [kind_of(parameter.grad) for parameter in parameters], parameters[0].device
+    if device.type not in HOST_DEVICES and set(kinds) == {DENSE}:  # present, whatever the other ranks have
+        anywhere = kinds
+        collective.all_reduce(torch.full((len(kinds),), DENSE, dtype=torch.int8, device=device), "max")
+    else:
+        mine = torch.tensor(kinds, dtype=torch.int8, device="cpu" if device.type in HOST_DEVICES else device)
+        anywhere = collective.all_reduce(mine, "max").tolist()
     present = [parameter for parameter, kind in zip(parameters, anywhere, strict=True) if kind != NONE]
     refuse_sparse(parameters, anywhere)
     for parameter in present:

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.precision.loss_scaler import LossScaler, all_finite
-from fabric.strategies.sharding.dtensor import as_sharded, local_part, put_together
+from fabric.strategies.sharding.dtensor import as_sharded, local_part, on_mesh, put_together
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -48,25 +48,29 @@ def clip_norm(
     loss scaler a norm that is not finite does not raise: the scaler skips the step.
     Ranks: all that hold a shard of a gradient. Raises: RuntimeError: the norm is not finite; nothing was scaled.
     """
-    if scaler is not None and not scaler.unscale(optimizer):
-        error_if_nonfinite = False
+    if scaler is not None:
+        scaler.finish_backward()
     parameters = parameters_of(optimizer)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     is_whole = across is None and all(as_sharded(gradient) is None for gradient in gradients)
-    if is_whole and (norm_type != math.inf or not gradients):
-        return torch.nn.utils.clip_grad_norm_(
-            parameters, max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
-        )
     if is_whole:
-        norm = _largest(gradients)
+        norm = _norm(gradients, norm_type) if gradients else torch.zeros(())
     else:
-        norm = total_norm(gradients, norm_type) if gradients else torch.zeros((), dtype=torch.float64)
+        device = None if across is None else across.device
+        norm = total_norm(gradients, norm_type) if gradients else torch.zeros((), dtype=torch.float64, device=device)
         norm = norm if across is None else _over_ranks(across, norm, norm_type)
-    if error_if_nonfinite and not bool(norm.isfinite()):
+    # What reads the norm waits for the device.
+    is_finite = not (error_if_nonfinite or scaler is not None) or bool(norm.isfinite())
+    if scaler is not None and not scaler.unscale(optimizer, is_finite=is_finite and norm_type > 0):
+        error_if_nonfinite = False
+    if error_if_nonfinite and not is_finite:
         raise RuntimeError(
             f"The gradients' total norm of order {norm_type} is {norm.item()}, so they cannot be clipped, and were "
             "left as they are. Pass `error_if_nonfinite=False` to go on all the same."
         )
+    if is_whole:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for gradient in gradients:
         part = local_part(gradient)
@@ -140,7 +144,7 @@ def _largest(tensors: Sequence[Tensor]) -> Tensor:
 def _over_ranks(collective: Collective, norm: Tensor, norm_type: float) -> Tensor:
     """The norm over ranks that hold different parameters. In float64, because their dtypes may differ."""
     largest = math.isinf(norm_type)
-    local = norm.to("cpu", torch.float64)
+    local = norm.to(device=collective.device, dtype=torch.float64)
     reduced = collective.all_reduce(local if largest else local**norm_type, "max" if largest else "sum")
     return (reduced if largest else reduced.pow(1 / norm_type)).to(norm.device, norm.dtype)
 
@@ -153,7 +157,7 @@ def _over_mesh(norm: Tensor, norm_type: float, mesh: DeviceMesh, placements: tup
     partial = Partial("max" if largest else "sum")
     # Not `is_shard()`: it is False for torch's placement of strided shards (`fully_shard` after tensor parallel).
     over = [Replicate() if placement.is_replicate() else partial for placement in placements]
-    local = (norm if largest else norm**norm_type).to(mesh.device_type)
+    local = on_mesh(norm if largest else norm**norm_type, mesh)
     reduced = put_together(DTensor.from_local(local, mesh, over, run_check=False))
     return reduced if largest else reduced.pow(1 / norm_type)
 

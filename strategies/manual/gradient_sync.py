@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,7 @@ class ManualGradientSync(GradientSync):
         self.sharded = [part for part in parts if isinstance(part, FSDPModule)]
         self.num_holds = 0
         self.expected = False
+        self.compared: WeakSet[Optimizer] = WeakSet()
         self.names: dict[Tensor, str] = {each: name for name, each in own_parameters(parallel.module).items()}
         theirs = {tensor for replica in self.replicas for tensor in _tensors_of(replica)}
         modules = parallel.averaged_modules
@@ -111,10 +113,16 @@ class ManualGradientSync(GradientSync):
             yield
 
     def refuse_unequal(self, optimizer: Optimizer) -> None:
-        """Raise RuntimeError if ranks would clip by different norms. Ranks: all call it."""
+        """Raise RuntimeError if ranks would clip by different norms. Ranks: all call it.
+
+        Compared until an optimizer's gradients were equal once: what is averaged does not change later.
+        """
+        if optimizer in self.compared:
+            return
         plain = [parameter for parameter in parameters_of(optimizer) if as_sharded(parameter) is None]
         names = [self.names.get(parameter, f"parameter {index}") for index, parameter in enumerate(plain)]
         refuse_unequal_gradients(self.context.collective, dict(zip(names, plain, strict=True)))
+        self.compared.add(optimizer)
 
     def parameters_held(self) -> Iterable[Tensor]:
         return self.parallel.module.parameters()

@@ -83,14 +83,14 @@ class BareParameters(GradientSync):
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
         for members in by_dtype.values():
             gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in members]
-            present = [members[0].new_tensor([each.grad is not None for each in members])]
-            flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), *present])
+            present = torch.stack([each.new_full((), each.grad is not None) for each in members])
+            flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), present])
             mean = self._runtime.collective.for_gradients().all_reduce(flat, "mean")
             *means, anywhere = mean.split_with_sizes([each.numel() for each in members] + [len(members)])
-            for parameter, average, share in zip(members, means, anywhere.abs().tolist(), strict=True):
+            for parameter, average, share in zip(members, means, anywhere, strict=True):
                 if parameter.grad is not None:
                     parameter.grad.copy_(average.view_as(parameter))
-                elif share:
+                elif share != 0:  # waits for the device
                     parameter.grad = average.view_as(parameter).clone()
 
 

@@ -62,7 +62,12 @@ def whole(tensor: Tensor) -> Tensor:
     if sharded is None:
         return tensor
     # A shard that was offloaded to the CPU is sent over the devices' own network.
-    return put_together(cast("DTensor", sharded.detach().to(sharded.device_mesh.device_type)))
+    return put_together(cast("DTensor", on_mesh(sharded.detach(), sharded.device_mesh)))
+
+
+def on_mesh(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The tensor on the mesh's kind of device. One that is there stays: in a thread, the current device is another."""
+    return tensor if tensor.device.type == mesh.device_type else tensor.to(mesh.device_type)
 
 
 def put_together(sharded: DTensor) -> Tensor:

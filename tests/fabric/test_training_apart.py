@@ -1,4 +1,4 @@
-"""Programs whose ranks train apart: `check_replicas` finds them where ranks hold the same weights, nothing else does."""
+"""Programs whose ranks train apart: found by `check_replicas` where ranks hold the same weights, else by nothing."""
 
 from __future__ import annotations
 

@@ -109,6 +109,16 @@ def test_owners_that_are_not_ranks_raise(owner: Tensor, sentence: str) -> None:
         Route(SingleDeviceCollective(), owner)
 
 
+def test_an_owner_that_is_no_rank_raises_on_all_ranks() -> None:
+    def route_past_the_end(collective: Collective) -> str:
+        with pytest.raises(ValueError, match="the collective has ranks from 0 to 2") as raised:
+            Route(collective, torch.tensor([0, 2 + collective.rank % 2]))
+        return str(raised.value)
+
+    words = run_threads(3, route_past_the_end)
+    assert ["from 0 to 3:" in words[1], "on rank 1:" in words[0], "on rank 1:" in words[2]] == [True] * 3
+
+
 def test_a_route_raises_for_another_number_of_rows() -> None:
     route = Route(SingleDeviceCollective(), torch.tensor([0, 0]))
     with pytest.raises(ValueError, match=r"`Route.send` of a tensor of shape \(3,\): this rank has 2 rows to send\."):
