@@ -906,8 +906,8 @@ class Fabric:
         Save after a step, not within a window of micro-batches: gradients are not saved.
         `blocking=False`: returns once everything is copied; a thread on each rank writes the copies. `wait()` of the
         result, the next `save` or `load`, and `close` wait for it and raise its error. The copies take as many bytes as
-        the rank writes, and their memory is kept for the next save. `after_commit`: called on rank 0 once the
-        checkpoint is complete, in that thread if there is one.
+        the rank writes, and their memory is kept for the next save; from an accelerator, a blocking save copies, too.
+        `after_commit`: called on rank 0 once the checkpoint is complete, in that thread if there is one.
         Ranks: all; each receives about 10 KB of generator states from every other.
         Raises: CheckpointError: on every rank, if any rank could not write, or if the previous save failed and this was
         not raised before. TypeError: a value has a type that could not be read back without running code.

@@ -16,6 +16,14 @@ import torch
 
 from fabric.strategies.accelerators.accelerator import Accelerator
 
+
+def has_streams(device: torch.device) -> bool:
+    """Whether torch drives the device, with streams, pinned memory, and random generators by index. On MPS copies and
+    computations share one queue."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == device.type != "mps"
+
+
 _ADDED_BY = {"hpu": "habana-torch-plugin", "npu": "torch-npu"}
 """Devices that another distribution adds to torch; torch imports it if it is installed."""
 

@@ -7,7 +7,8 @@ has written, rank 0 commits and publishes the outcome, and all ranks return that
 ranks, and each rank may call it at any time. If a rank dies, the counter stays incomplete: the launcher ends the other
 ranks, and without a launcher that does, they raise after the timeout of the collectives.
 
-Memory: a buffer of the size of what this rank writes, reused by every save; pinned if the tensors are on CUDA.
+Memory: a buffer of the size of what this rank writes, reused by every save; pinned if tensors are on an accelerator,
+from which a blocking save copies in the same way.
 One save at a time: the next one waits for the previous one.
 """
 
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
+from fabric.strategies.accelerators.torch_accelerator import has_streams
 from fabric.strategies.checkpoint.errors import CheckpointError
 from fabric.strategies.checkpoint.manifest import ALIGNMENT_BYTES
 from fabric.strategies.checkpoint.saving import Failure, Plan, attempt, finish, memory_of, plan, refuse_together, write
@@ -127,7 +129,7 @@ class BackgroundSaves:
         def stage() -> None:
             if collective.size > 1:
                 agreements.append(Agreement.of(collective, token, storage.path))
-            staged.append(self._staging.copy(plan(state, collective.rank, token)))
+            staged.append(self._staging.copy(plan(state, collective.rank, token), lambda part: True))
             if collective.rank == 0:
                 locked.callback(storage.lock())
 
@@ -155,6 +157,10 @@ class BackgroundSaves:
                     agreements[0].abandon(error)
             raise
         return pending
+
+    def off_device(self, plan: Plan) -> Plan:
+        """The same plan, with copies of the tensors that are on a device: one wait for all, and not one for each."""
+        return self._staging.copy(plan, lambda part: has_streams(part.device))
 
     def finish(self) -> None:
         """Wait for the save that is running, if any. Raises: CheckpointError: it failed, and no `wait` has raised."""
@@ -186,18 +192,20 @@ class Staging:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def copy(self, plan: Plan) -> Plan:
-        """The same plan, with copies of the tensors, which are valid until the next call."""
-        parts = {memory_of(part): part for sharded in plan.tensors.values() for _, part in sharded.shards}
+    def copy(self, plan: Plan, needs: Callable[[Tensor], bool]) -> Plan:
+        """The same plan, with copies of the tensors that need one, which are valid until the next call."""
+        shards = (part for sharded in plan.tensors.values() for _, part in sharded.shards)
+        parts = {memory_of(part): part for part in shards if needs(part)}
         sizes = {key: -(-part.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for key, part in parts.items()}
-        self._reserve(sum(sizes.values()), pinned=any(part.is_cuda for part in parts.values()))
+        devices = {part.device for part in parts.values() if has_streams(part.device)}
+        self._reserve(sum(sizes.values()), pinned=bool(devices))
         copies, start = dict[Any, Tensor](), 0
         for key, part in parts.items():
             copies[key] = self._memory[start : start + part.nbytes].view(part.dtype).view(part.shape)
-            copies[key].copy_(part, non_blocking=self._memory.is_pinned() if part.is_cuda else False)
+            copies[key].copy_(part, non_blocking=part.device in devices)
             start += sizes[key]
-        for device in {part.device for part in parts.values() if part.is_cuda}:
-            torch.cuda.synchronize(device)
+        for device in devices:
+            torch.accelerator.current_stream(device).synchronize()
         tensors = {pointer: _of_copies(sharded, copies) for pointer, sharded in plan.tensors.items()}
         return replace(plan, tensors=tensors)
 
@@ -209,7 +217,7 @@ class Staging:
 
 
 def _of_copies(sharded: TensorShards, copies: dict[Any, Tensor]) -> TensorShards:
-    shards = tuple((chunk, copies[memory_of(part)]) for chunk, part in sharded.shards)
+    shards = tuple((chunk, copies.get(memory_of(part), part)) for chunk, part in sharded.shards)
     return replace(sharded, shards=shards)
 
 

@@ -57,12 +57,13 @@ def save(
     state: Any,
     after_commit: Callable[[], object] | None = None,
     advance: Advance | None = None,
+    off_device: Callable[[Plan], Plan] = lambda plan: plan,
 ) -> None:
     """Save `state`, a nest of plain values, tensors and `TensorShards`, replacing the checkpoint at the path.
 
     Plain values and tensors are those of rank 0, which calls `after_commit` once the checkpoint is complete. `advance`
-    receives the progress of this rank. Ranks: all call it; it returns on all once the checkpoint is complete and on
-    disk.
+    receives the progress of this rank. `off_device`: returns the plan with tensors that can be read by the host; the
+    default waits for each. Ranks: all call it; it returns on all once the checkpoint is complete and on disk.
     Raises: TypeError: rank 0's state has a value that cannot be saved. CheckpointError: on every rank, if any rank
     could not write; the previous checkpoint is untouched.
     """
@@ -70,7 +71,7 @@ def save(
     with contextlib.ExitStack() as locked:
 
         def write_part() -> None:
-            planned = plan(state, collective.rank, token)
+            planned = off_device(plan(state, collective.rank, token))
             if collective.rank == 0:
                 locked.callback(storage.lock())
             write(storage, planned, advance)

@@ -21,8 +21,8 @@ class Route:
 
     `owner`: `(N,)` integers, the rank that each row goes to. N may differ between ranks, and be 0.
     Ranks: all of the collective create it, and call its methods, in the same order.
-    Cost: `(W + 2,)` integers are gathered here, and read, for which the host waits once; then each exchange sends W times
-    the rows of the largest pair. Evenly distributed rows need little padding.
+    Cost: `(W + 2,)` integers are gathered here, and read: one wait for the device. Then each exchange sends W times the
+    rows of the largest pair; evenly distributed rows need little padding.
     Raises: ValueError: on all ranks, if the owner of a row is no rank.
     """
 

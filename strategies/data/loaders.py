@@ -35,7 +35,7 @@ from fabric.strategies.data.seeded_dataset import SeededDataset
 from fabric.strategies.data.share import Share, Uneven, Use
 from fabric.strategies.data.split import pipe_error, split_of
 from fabric.strategies.data.take import length_of
-from fabric.strategies.data.transfer import Carry, has_streams, one_ahead, one_by_one
+from fabric.strategies.data.transfer import Carry, one_ahead, one_by_one
 from fabric.strategies.data.uneven import Agreement
 from fabric.strategies.data.workers import WorkerStart
 
@@ -123,7 +123,7 @@ def process_dataloader(
     reading = replace(
         reading,
         device=device if accelerated else None,
-        carry=carry or (one_ahead if ahead and has_streams(device) else one_by_one),
+        carry=carry or (one_ahead if ahead else one_by_one),
         report=report,
         numbers=numbers,
         trains=use == "train",

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fabric.strategies.accelerators.torch_accelerator import has_streams
+
 _NUM_STEPS = 3
 _RATE = 0.1
 _SHAPES = ((6, 4), (5,))
@@ -61,7 +63,7 @@ def is_independent(optimizer: Optimizer, *, flat: bool) -> bool | None:
     device = next((each.device for group in groups.values() for each in group["params"]), torch.device("cpu"))
     if device.type == "meta":  # not filled yet
         device = torch.device("cpu")
-    with torch.random.fork_rng([device.index] if device.type == "cuda" else []):
+    with torch.random.fork_rng([device] if has_streams(device) else [], device_type=device.type):
         found = [_tried(optimizer, group, device, flat) for group in groups.values()]
     return False if False in found else None if None in found else True
 

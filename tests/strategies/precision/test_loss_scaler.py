@@ -110,7 +110,7 @@ def test_without_a_scaler_a_norm_that_is_not_finite_raises() -> None:
     model, data = model_and_data()
     optimizer = SGD(model.parameters(), lr=0.1)
     (loss_of(model, data, 0) * float("inf")).backward()
-    with pytest.raises(RuntimeError, match="total norm of order 2.0 is nan, so they cannot be clipped"):
+    with pytest.raises(RuntimeError, match=r"total norm of order 2.0 is nan, so they cannot be clipped"):
         clip_norm(optimizer, 1.0, 2.0, True, None)
 
 
