@@ -12,7 +12,8 @@ Kind: TypeAlias = Literal["collective", "loader", "python", "silent", "ended"]
 WORLD = "of all ranks"
 """How the process group of all ranks is named here."""
 GRADIENTS = "gradients"
-"""The description of another one of all ranks, see `process_group.py`."""
+CALLS = "calls of fabric"
+"""The descriptions of others of all ranks, see `process_group.py`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

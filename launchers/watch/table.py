@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from fabric.launchers.watch.activity import GRADIENTS, WORLD, Activity, Call
+from fabric.launchers.watch.activity import CALLS, GRADIENTS, WORLD, Activity, Call
 
 SAME_SHAPES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier")
 """Operations whose tensors have the same shapes on all ranks."""
@@ -148,7 +148,7 @@ def _have_crossed(activities: Sequence[Activity]) -> bool:
     """Whether two ranks wait in calls of two groups of all ranks, of which neither has made the other's."""
     recorded = {each.rank: [call for call in each.calls if call.in_order] for each in activities}
     groups = [{call.group for call in calls} for calls in recorded.values()]
-    of_all = {name for name in set.union(*groups) if name.startswith(WORLD) or name.endswith(f"({GRADIENTS})")}
+    of_all = {name for name in set.union(*groups) if any(word in name for word in (WORLD, GRADIENTS, CALLS))}
     of_all |= set.intersection(*groups)
     waiting = {}
     for each in activities:

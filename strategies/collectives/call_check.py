@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import inspect
 import threading
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -60,9 +61,25 @@ def check_call_and_sum(collective: Collective, call: str, number: float = 0.0, *
     return total
 
 
-def difference(collective: Collective, call: str, advice: str = "") -> CollectiveError:
-    """The error for ranks whose hashes differ. Ranks: all, each with its own call."""
-    line = users_line(frames_of(inspect.currentframe()))
+def check_call_later(collective: Collective, call: str, *, advice: str = "") -> None:
+    """`check_call` for data on an accelerator: nobody waits for the message, and the error comes in the next call that
+    the ranks compare, on all of them. It names the line of this one."""
+    if collective.size == 1:
+        return
+    mine, frames = hash_of(call), frames_of(inspect.currentframe())
+
+    def judge(hashes: float, _: float) -> None:
+        if hashes != mine * collective.size:
+            raise difference(collective, call, advice, frames)
+
+    collective.add_numbers_later(mine, 0.0, judge)
+
+
+def difference(
+    collective: Collective, call: str, advice: str = "", frames: Sequence[tuple[str, int, str]] | None = None
+) -> CollectiveError:
+    """The error for ranks whose hashes differ. Ranks: all, each with its own call, and the frames that made it."""
+    line = users_line(frames or frames_of(inspect.currentframe()))
     _this_thread.is_comparing = True
     try:
         everyones = all_gather_bytes(collective, f"{line}\n{call}".encode())

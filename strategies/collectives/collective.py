@@ -145,6 +145,11 @@ class Collective(ABC):
         sums = self.all_reduce(torch.tensor((first, second), dtype=torch.float64, device="cpu")).tolist()
         return sums[0], sums[1]
 
+    def add_numbers_later(self, first: float, second: float, then: Callable[[float, float], None]) -> None:
+        """`add_numbers`, for which no rank waits, if the backend can: `then` gets the sums before the next message
+        between hosts at the latest."""
+        then(*self.add_numbers(first, second))
+
     def start_add_numbers(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
         """Asynchronous sums, in float64, of all ranks' numbers. The returned function is as that of
         `start_all_reduce`."""

@@ -3,12 +3,14 @@
 Small tensors are packed into few messages (100 of 1 KB over gloo, 2 ranks: 1.2-1.7 ms; one message each takes 40-100
 ms), large ones are sent alone and uncopied. Before data is sent, the ranks compare their calls, also for a single
 tensor: gloo aborts the process on sizes that differ, and reinterprets bytes of another dtype. The comparison is one
-message of two numbers; a sum or mean of one number is part of it.
+message of two numbers; a sum or mean of one number is part of it. Where the data is on an accelerator no rank waits for
+that message: hosts would meet at each metric. Ranks whose calls differ then raise one call later; until then devices
+may hang, which the report of hangs shows, or have garbage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar, final
@@ -16,8 +18,8 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor
 
-from fabric.strategies.collectives.call_check import check_call, check_call_and_sum
-from fabric.strategies.collectives.collective import Collective, ReduceOp, check_reduce_op
+from fabric.strategies.collectives.call_check import check_call, check_call_and_sum, check_call_later
+from fabric.strategies.collectives.collective import HOST_DEVICES, Collective, ReduceOp, check_reduce_op
 from fabric.strategies.collectives.dtypes import from_number, is_added_as_number, reduction_dtype, to_number
 from fabric.strategies.collectives.packing import Packing, Spec, check_dense, groups, split_copies
 from fabric.strategies.collectives.tensor_paths import map_tensors
@@ -41,10 +43,10 @@ def all_gather(collective: Collective, data: Any, *, sync_grads: bool = False) -
     tensor, with its path.
     """
     if type(data) is Tensor and not sync_grads and (lone := _lone("all_gather", data)):
-        check_call_and_sum(collective, lone.call, advice=_PADDING)
+        _compare(collective, lone.call, [lone.spec], advice=_PADDING)
         return collective.all_gather(data)
     tensors, specs, call = _described(collective, "all_gather", data, sync_grads=sync_grads)
-    check_call(collective, call, advice=_PADDING)
+    _compare(collective, call, specs, advice=_PADDING)
     gathered: dict[int, Tensor] = {}
     if sync_grads:
         traced = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
@@ -77,7 +79,7 @@ def all_reduce(collective: Collective, data: Any, op: ReduceOp = "mean") -> Any:
     if len(specs) == 1:
         alone_in_nest = _Lone(call, specs[0], is_added_as_number(specs[0], op))
         return _put_back(data, {0: _reduce_lone(collective, tensors[0], op, alone_in_nest)})
-    check_call(collective, call)
+    _compare(collective, call, specs)
     reduced: dict[int, Tensor] = {}
     together, alone = groups((each.num_bytes for each in specs), ((each.dtype, each.device_type) for each in specs))
     for indices in together:
@@ -137,7 +139,7 @@ def _reduction(op: object) -> str:
 def _reduce_lone(collective: Collective, tensor: Tensor, op: ReduceOp, lone: _Lone) -> Tensor:
     """The reduction of one tensor, within the comparison where it can be."""
     if not lone.is_added:
-        check_call_and_sum(collective, lone.call)
+        _compare(collective, lone.call, [lone.spec])
         return collective.all_reduce(tensor, op)
     total = check_call_and_sum(collective, lone.call, to_number(tensor, collective.size))
     result = from_number(total, op, lone.spec, collective.size)
@@ -176,6 +178,12 @@ def _described(
     if data is None:
         lines.append("data: None")
     return tensors, specs, "\n".join(lines)
+
+
+def _compare(collective: Collective, call: str, specs: Sequence[Spec], *, advice: str = "") -> None:
+    """Compare a call over the ranks: before its data is sent from the hosts, or while it is sent between devices."""
+    on_host = not specs or any(spec.device_type in HOST_DEVICES for spec in specs)
+    (check_call if on_host else check_call_later)(collective, call, advice=advice)
 
 
 def _put_back(data: Any, results: dict[int, Tensor]) -> Any:

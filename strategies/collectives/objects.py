@@ -108,10 +108,11 @@ def _receive(collective: Collective, specs: Sequence[Spec], src: int) -> list[Te
     received: dict[int, Tensor] = {}
     for indices in together:
         packing = Packing([specs[i] for i in indices])
-        row = collective.broadcast(Spec(torch.uint8, (packing.num_bytes,), specs[indices[0]].device_type).like(), src)
+        spec = Spec(torch.uint8, (packing.num_bytes,), specs[indices[0]].device_type)
+        row = collective.broadcast(spec.like(collective.device), src)
         received.update(zip(indices, (rows[0] for rows in packing.unpack(row[None])), strict=True))
     for index in alone:
-        received[index] = collective.broadcast(specs[index].like(), src)
+        received[index] = collective.broadcast(specs[index].like(collective.device), src)
     return [received[index] for index in range(len(specs))]
 
 

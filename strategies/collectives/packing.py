@@ -75,9 +75,10 @@ class Spec:
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} {self.shape} on {self.device_type}"
 
-    def like(self) -> Tensor:
-        """A tensor of this dtype and shape on this process's device of that type, without memory of its own."""
-        return torch.empty((), dtype=self.dtype, device=self.device_type).expand(self.shape)
+    def like(self, device: torch.device | None) -> Tensor:
+        """A tensor of this dtype and shape, without memory of its own, on this rank's `device` if that has its type."""
+        own = device if device is not None and device.type == self.device_type else self.device_type
+        return torch.empty((), dtype=self.dtype, device=own).expand(self.shape)
 
 
 def groups(sizes: Iterable[int], keys: Iterable[Hashable]) -> tuple[list[list[int]], list[int]]:

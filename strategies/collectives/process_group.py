@@ -10,6 +10,8 @@ A call that only some ranks make, such as a metric on rank 0, is matched with wh
 process group. Mostly these are gradients, of another size: gloo aborts. If they are sent on another group, both wait,
 and the table of the hang shows it (`launchers/watch`). Torch connects the ranks of that group when they first send to
 each other, so it costs little: 1 ms for 64 ranks, where it took 290 ms to connect all pairs (two cores, torch 2.13).
+On an accelerator it is the other way round: the process group of all ranks, on which FSDP's meshes and FairScale send,
+is that of gradients, and the calls of this class have the other one. NCCL splits it off with a communicator of its own.
 
 # Note [Groups while forked processes run]
 A worker of a DataLoader is forked and holds copies of gloo's sockets. If gloo destroys a group while another rank does,
@@ -37,7 +39,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _world
 
 from fabric.launchers.environments.defaults import default
 from fabric.launchers.rendezvous.join import join
-from fabric.launchers.watch.activity import GRADIENTS
+from fabric.launchers.watch.activity import CALLS, GRADIENTS
 from fabric.launchers.world import World
 from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import (
@@ -92,6 +94,7 @@ class TorchCollective(CarriesObjects):
         timeout_seconds: float = 1800.0,
     ) -> None:
         self._world = world
+        self.device = device
         self._backends = f"cpu:gloo,{device.type}:{backend}" if device.type != "cpu" and ":" not in backend else backend
         self._timeout_seconds = timeout_seconds
         self._store: Store | None = None
@@ -103,6 +106,8 @@ class TorchCollective(CarriesObjects):
         self._is_gloo = _by_device(self._backends).get("cpu") == "gloo"
         self._buffers: list[tuple[bytearray, Tensor]] = []
         self._is_in_a_fork = False
+        self._unread: Callable[[], None] | None = None
+        """Receives the sums of `add_numbers_later`."""
         forget_in_forks(self)
 
     @classmethod
@@ -140,9 +145,14 @@ class TorchCollective(CarriesObjects):
             self._make_group(store)
             self._owns_group = True
         self._group = dist.group.WORLD
-        if self._size > 1 and _by_device(self._backends) == {"cpu": "gloo"}:  # NCCL's calls never meet those of gloo
+        if self._size > 1:  # see Note [Gradients have a group of their own]
+            is_host = self.device.type == "cpu"
             with default(os.environ, "TORCH_GLOO_LAZY_INIT", "1"):
-                self._for_gradients = self._part(tuple(range(self._size)), GRADIENTS)
+                other = self._for_gradients = self._part(tuple(range(self._size)), GRADIENTS if is_host else CALLS)
+            if not is_host:
+                assert other is not None
+                other._group, self._group = self._group, other._group
+                other._owns_group, self._owns_group = self._owns_group, True
 
     def teardown(self) -> None:
         if not self._is_part:  # a part is torn down with its whole
@@ -168,7 +178,7 @@ class TorchCollective(CarriesObjects):
             self._group, self._store, self._is_in_a_fork = None, None, True
 
     def barrier(self) -> None:
-        self._run("barrier", None, dist.barrier)
+        self._run("barrier", None, _barrier)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         check_peer("broadcast", "src", src, self._size)
@@ -214,6 +224,7 @@ class TorchCollective(CarriesObjects):
     def add_numbers(self, first: float, second: float) -> tuple[float, float]:
         # See Note [Cold Python]. A call that fails keeps its buffer: gloo may still write there.
         group = self._joined("all_reduce")
+        self._read_last()
         content, message = self._buffers.pop() if self._buffers else _new_buffer()
         _TWO_NUMBERS.pack_into(content, 0, first, second)
         try:
@@ -224,9 +235,19 @@ class TorchCollective(CarriesObjects):
         self._buffers.append((content, message))
         return sums
 
+    def add_numbers_later(self, first: float, second: float, then: Callable[[float, float], None]) -> None:
+        finish = self.start_add_numbers((first, second))
+        self._unread = lambda: then(*finish())
+
+    def _read_last(self) -> None:
+        if self._unread is not None:
+            read, self._unread = self._unread, None
+            read()
+
     def start_add_numbers(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
         # See Note [Cold Python].
         group = self._joined("all_reduce")
+        self._read_last()
         content = array("d", numbers)
         message = torch.frombuffer(content, dtype=torch.float64)
         try:
@@ -305,9 +326,16 @@ class TorchCollective(CarriesObjects):
     def _make_group(self, store: Store) -> None:
         timeout = timedelta(seconds=self._timeout_seconds)
         hook = sys.excepthook
+        # NCCL then connects at once, by the device, and splits groups off this connection.
+        connects = self._size > 1 and _by_device(self._backends).get(self.device.type) == "nccl"
         try:
             dist.init_process_group(
-                self._backends, store=store, rank=self._rank, world_size=self._size, timeout=timeout
+                self._backends,
+                store=store,
+                rank=self._rank,
+                world_size=self._size,
+                timeout=timeout,
+                device_id=self.device if connects else None,
             )
         except (AssertionError, RuntimeError, ValueError) as error:  # torch asserts that the backend is known
             raise self._failure(f"init_process_group({self._backends!r})", None, error) from error
@@ -334,9 +362,7 @@ class TorchCollective(CarriesObjects):
             raise self._failure("split", None, error) from error
         if self._rank not in ranks:
             return None
-        part = TorchCollective(
-            self._world, self._backends, device=torch.device("cpu"), timeout_seconds=self._timeout_seconds
-        )
+        part = TorchCollective(self._world, self._backends, device=self.device, timeout_seconds=self._timeout_seconds)
         part._rank, part._size = ranks.index(self._rank), len(ranks)
         part._group = group
         if self._store is not None and part._size > 1:
@@ -362,6 +388,8 @@ class TorchCollective(CarriesObjects):
 
     def _run(self, operation: str, tensor: Tensor | None, function: Callable[..., Any], *args: Any, **to: int) -> Any:
         group = self._joined(operation)
+        if tensor is None or tensor.device.type == "cpu":
+            self._read_last()
         try:
             return function(*args, group=group, **to)
         except CollectiveError:  # of `debug.py`
@@ -422,6 +450,13 @@ def _exchange(own: Tensor, received: Tensor, copied: Tensor | None = None, *, gr
         copied.copy_(own)
     for work in under_way:
         work.wait()
+
+
+def _barrier(group: ProcessGroup) -> None:
+    """`dist.barrier`, always over the hosts: torch's own goes to the device that the group is bound to."""
+    options = dist.BarrierOptions()
+    options.device = torch.device("cpu")
+    group.barrier(options).wait()
 
 
 def _options(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
