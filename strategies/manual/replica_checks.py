@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.collectives.packing import Spec, as_bytes
+from fabric.strategies.digest import numbers_of
 
 _TOLERANCE = 1e-3
 """Relative, of norms. Ranks may sum equal gradients in another order; those of other samples differ by more."""
@@ -18,14 +18,11 @@ _TOLERANCE = 1e-3
 def refuse_differing(collective: Collective, tensors: Mapping[str, Tensor]) -> None:
     """Raise RuntimeError, on every rank, unless the ranks have the same plain tensors, bit for bit.
 
-    Ranks: all call it. Cost: one broadcast of all tensors.
+    Ranks: all call it. Cost: reads each tensor once; one wait for the device, and one gather of a number for each.
     """
-    specs = collective.all_gather_object({name: str(Spec.of(tensor)) for name, tensor in tensors.items()})
-    names = list(dict.fromkeys(name for of_rank in specs for name in of_rank))
-    differing = [name for name in names if any(of_rank.get(name) != specs[0].get(name) for of_rank in specs)]
-    if not differing:
-        mine = [name for name in names if not _same(collective.broadcast(tensors[name].detach()), tensors[name])]
-        differing = [name for of_rank in collective.all_gather_object(mine) for name in of_rank]
+    digests = collective.all_gather_object(dict(zip(tensors, numbers_of(tensors.values()), strict=True)))
+    names = list(dict.fromkeys(name for of_rank in digests for name in of_rank))
+    differing = [name for name in names if any(of_rank.get(name) != digests[0].get(name) for of_rank in digests)]
     if differing:
         raise RuntimeError(
             f"{differing[0]} differs between the ranks, and is no DTensor: a checkpoint would hold only rank 0's. "
@@ -55,10 +52,6 @@ def refuse_unequal_gradients(collective: Collective, parameters: Mapping[str, Te
         "shard, make it a DTensor (`context.shard`, or your own). If it is a replica, average the gradients "
         "(`Parallelized(averaged=...)`)."
     )
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(as_bytes(one), as_bytes(other))
 
 
 def _norm(parameter: Tensor) -> Tensor:
