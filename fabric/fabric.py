@@ -805,7 +805,8 @@ class Fabric:
         `sync_grads`: backward sends each rank the sum over the group of the gradients of its tensor. Ranks: all of the
         group (None: all ranks); with `sync_grads` each must have samples of its own.
         Raises: CollectiveError on every rank: the ranks' data differs in paths, dtypes or shapes; the message has what
-        each rank passed. ValueError: `sync_grads` without a group, if some ranks read the same samples.
+        each rank passed. Tensors on an accelerator are not waited for: they raise in the next call. ValueError:
+        `sync_grads` without a group, if some ranks read the same samples.
         For the values of an evaluation: `gather_for_metrics`.
         """
         check_group("all_gather", group)
@@ -833,7 +834,7 @@ class Fabric:
         mean of integers is a float tensor. Ranks: all of the group.
 
         Raises: CollectiveError on every rank: the ranks' data differs in paths, dtypes or shapes; the message has what
-        each rank passed.
+        each rank passed. Tensors on an accelerator are not waited for: they raise in the next call.
         """
         check_group("all_reduce", group)
         return nested.all_reduce(group or self._connected.collective, data, reduce_op)
