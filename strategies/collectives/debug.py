@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fabric.launchers.watch.activity import GRADIENTS
+from fabric.launchers.watch.activity import CALLS, GRADIENTS
 from fabric.launchers.watch.stack import frames_of, users_line
 from fabric.strategies.collectives.call_check import difference, hash_of, is_comparing
 from fabric.strategies.collectives.process_group import TorchCollective
@@ -120,7 +120,7 @@ def _compare(group: ProcessGroup, shown: _Operator, given: Mapping[str, Any], ca
     line = os.path.basename(users_line(frames_of(caller)))  # nodes may have the program in different folders
     # Gradients are compared with the program's own calls, so that both raise where one meets the other.
     whole = dist.group.WORLD
-    compared = whole if whole is not None and group.group_desc == GRADIENTS else group
+    compared = whole if whole is not None and group.group_desc in (CALLS, GRADIENTS) else group
     collective, mine = TorchCollective.over(compared), hash_of(f"{call}\n{line}")
     hashes, _ = collective.add_numbers(mine, 0.0)
     if hashes != mine * group.size():

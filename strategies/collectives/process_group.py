@@ -94,7 +94,7 @@ class TorchCollective(CarriesObjects):
         timeout_seconds: float = 1800.0,
     ) -> None:
         self._world = world
-        self.device = device
+        self.device: torch.device = device
         self._backends = f"cpu:gloo,{device.type}:{backend}" if device.type != "cpu" and ":" not in backend else backend
         self._timeout_seconds = timeout_seconds
         self._store: Store | None = None

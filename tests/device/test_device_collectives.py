@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD
 from waits import counting
@@ -44,6 +45,25 @@ def test_a_metric_on_one_rank_alone_is_not_matched_with_gradients(strategy: str)
     assert "call 2, rank 1: has not made it" in calls
 
 
+@pytest.mark.slow
+def test_with_debug_a_metric_on_one_rank_alone_raises_where_it_meets_gradients() -> None:
+    with pytest.raises(WorkerError, match="CollectiveError: The 2 ranks did not make the same call:"):
+        launch(train_after_a_metric_on_rank_zero, debug="collectives")
+
+
+def split_off(fabric: Fabric) -> list[int]:
+    connection: Any = dist.group.WORLD._get_backend(fabric.device)  # type: ignore[union-attr]
+    numbers = [connection.comm_split_count()]
+    for rank in range(2):
+        fabric.collective.split([rank])
+    return [*numbers, connection.comm_split_count()]
+
+
+@pytest.mark.slow
+def test_groups_are_split_off_the_connection_that_all_ranks_have_from_the_start() -> None:
+    assert launch(split_off) == [1, 3]
+
+
 def make_calls_that_differ(fabric: Fabric) -> None:
     fabric.all_reduce(torch.ones(2 + fabric.global_rank, device=fabric.device), reduce_op="sum")
     fabric.barrier()
@@ -53,8 +73,11 @@ def make_calls_that_differ(fabric: Fabric) -> None:
 def test_calls_that_differ_over_ranks_raise_in_the_next_call_with_the_lines_that_made_them() -> None:
     with pytest.raises(WorkerError, match="CollectiveError: The 2 ranks did not make the same call:") as raised:
         launch(make_calls_that_differ)
+    line = make_calls_that_differ.__code__.co_firstlineno + 1
     for rank in range(2):
-        made = f"  rank {rank}: all_reduce with op='sum', at tests/device/test_device_collectives.py:48 in make_calls"
+        made = (
+            f"  rank {rank}: all_reduce with op='sum', at tests/device/test_device_collectives.py:{line} in make_calls"
+        )
         _, _, call = str(raised.value).partition(made)
         assert f"data: float32 ({2 + rank},) on cuda" in call
 
