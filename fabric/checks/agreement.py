@@ -101,7 +101,7 @@ def _first_difference(collective: Collective, facts: Facts, when: str, since: st
                     f" ({other.text or 'a value'} on rank {others[0]}, {usual.text or 'a value'} on rank {those[0]})"
                 )
             return _DIFFER.format(
-                when=when,
+                when=f"{when[0].upper()}{when[1:]}",
                 name=fact.name,
                 others=_ranks(others),
                 those=_ranks(those),

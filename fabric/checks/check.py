@@ -6,6 +6,7 @@ Arithmetic (weights, loss scaling, gradient synchronisation) is no check.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -73,6 +74,13 @@ class Check:
 class Moments:
     """The checks of one fabric, by the moments that they override."""
 
+    changed: Callable[[], None] = lambda: None
+    """Called when checks come or go."""
+    num_backwards: int = 0
+    """Synchronised backwards of the loop, which all ranks run alike."""
+    due_at: int = sys.maxsize
+    """The number of these after which `due` is called."""
+    due: Callable[[], None] = lambda: None
     checks: tuple[Check, ...] = ()
     connected: tuple[Callable[[Runtime], None], ...] = ()
     before_setup: tuple[Callable[[nn.Module, Sequence[Optimizer]], None], ...] = ()
@@ -102,6 +110,11 @@ class Moments:
             overriding = (each for each in checks if getattr(type(each), name) is not getattr(Check, name))
             setattr(self, name, tuple(getattr(each, name) for each in overriding))
         self._hook_before_steps()
+        self.changed()
+
+    def clear(self) -> None:
+        """Call none any more."""
+        self._collect(())
 
     def follow(self, optimizer: Optimizer) -> Callable[[], None]:
         """Call `before_step` for this optimizer. Returns what undoes it."""

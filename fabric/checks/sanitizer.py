@@ -1,20 +1,21 @@
 """The sanitizer: in the steps that it watches, everything that ranks should agree on is compared, exactly.
 
-    Fabric(sanitize="start")   steps 1 to 3 of each optimizer, then 4, 8, 16, ... (the default)
+    Fabric(sanitize="start")   steps 1 to 3, then 4, 8, 16, ... (the default)
     Fabric(sanitize="always")  every step
     Fabric(sanitize=100)       those of "start", and every hundredth
     Fabric(sanitize=False)     none
 
-A step is compared when the ranks meet next: after the next synchronised backward, or in `fabric.close`. A rank that
-left a step out comes there, too, so that it is found and not waited for. One all-reduce of five numbers compares
-everything (`agreement.py`); the ranks gather what they have only to write the error. In steps that are not watched
-nothing is attached: a counted step compares two integers.
+Steps are counted by their synchronised backward, which all ranks run, also one that leaves a step of its optimizer out;
+from 1 again where an optimizer is set up. A watch is attached from the end of the backward before a watched step to the
+end of the next one, and compares after each backward: one all-reduce of five numbers (`agreement.py`). What ranks have
+is gathered only to write the error. In other steps nothing is attached: `fabric.backward` compares two integers.
 
 Knows what was set up, and no strategy: which ranks hold the same part of a tensor, the strategy's `StateAccess` knows.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -55,9 +56,10 @@ class WatchedSteps:
 
 @final
 class Sanitizer(Check):
-    """Plans which steps are watched, and attaches the watch to them.
+    """Attaches the watch to the steps that are watched.
 
-    `steps`: the counters of all prepared optimizers. `has_whole_gradients(model)`: whether every rank has the averaged
+    `steps`: the counters of all prepared optimizers. `is_comparable(model)`: whether all ranks set it up, and call
+    `fabric.backward` together. `has_whole_gradients(model)`: whether every rank has the averaged
     gradients of all of the model when its optimizer steps. `sees_collectives`: whether they are torch.distributed's.
     """
 
@@ -66,34 +68,37 @@ class Sanitizer(Check):
         sanitize: Sanitize,
         moments: Moments,
         steps: Mapping[Optimizer, StepCounter],
+        *,
+        is_comparable: Callable[[Prepared], bool],
         has_whole_gradients: Callable[[Prepared], bool],
         sees_collectives: bool,
     ) -> None:
         self._watched, self._moments, self._steps = WatchedSteps(sanitize), moments, steps
+        self._is_comparable = is_comparable
         self._has_whole_gradients, self._sees_collectives = has_whole_gradients, sees_collectives
         self._watch: _Watch | None = None
+        self._first = 0
+        """Synchronised backwards before the step that counts as 1."""
 
     def connected(self, runtime: Runtime) -> None:
-        self._watch = _Watch(runtime, self._steps, self._sees_collectives, self._end)
+        self._watch = _Watch(runtime, self._moments, self._steps, self._sees_collectives, self._is_over)
+        self._moments.due = self._begin
 
     def model_set_up(self, model: Prepared) -> None:
-        self.watch.add_model(model, has_whole_gradients=self._has_whole_gradients(model))
-        self._begin()
+        if self._is_comparable(model):
+            self.watch.add_model(model, has_whole_gradients=self._has_whole_gradients(model))
+            if self._watched.sanitize == "always":  # also what is trained without an optimizer
+                self._begin()
 
     def optimizers_set_up(self, optimizers: Mapping[Optimizer, StateAccess]) -> None:
         self.watch.access.update(optimizers)
-        for optimizer in optimizers:
-            self._plan(optimizer)
+        if self.watch.has_models:
+            self._first = self._moments.num_backwards
+            self._begin()
 
     def loader_set_up(self, loader: Iterable[Any], is_split: bool) -> None:
         if not is_split:
             self.watch.reads_same_data = True
-
-    def loading(self) -> None:
-        self.watch.is_due = True
-
-    def closing(self) -> None:
-        self.watch.finish()
 
     @property
     def watch(self) -> _Watch:
@@ -101,56 +106,52 @@ class Sanitizer(Check):
         assert self._watch is not None, "connected"
         return self._watch
 
-    def _plan(self, optimizer: Optimizer) -> None:
-        """Watch the next step if it is one of those; be called again before the next watched one."""
-        counter = self._steps[optimizer]
-        following = self._watched.after(counter.num_steps)
-        counter.due, counter.due_at = self._plan, max(following - 1, counter.num_steps + 1)
-        if following == counter.num_steps + 1:
-            self.watch.coming.add(optimizer)
-            self._begin()
-
     def _begin(self) -> None:
+        self._moments.due_at = sys.maxsize
         if self.watch not in self._moments.checks:
-            self.watch.is_due = True
             self._moments.add(self.watch)
 
-    def _end(self) -> None:
-        self._moments.remove(self.watch)
+    def _is_over(self) -> bool:
+        """Whether neither the step of the last backward nor the next one is watched; then plans the next watch."""
+        number = self._moments.num_backwards - self._first
+        if number in self._watched or number + 1 in self._watched:
+            return False
+        self._moments.due_at = self._first + self._watched.after(number) - 1
+        return True
 
 
 @final
 class _Watch(Check):
-    """Compares one step after the other, while it is attached. `end`: detaches it."""
+    """Compares after each synchronised backward, while it is attached. `is_over`: whether it is to be detached."""
 
     def __init__(
         self,
         runtime: Runtime,
+        moments: Moments,
         steps: Mapping[Optimizer, StepCounter],
         sees_collectives: bool,
-        end: Callable[[], None],
+        is_over: Callable[[], bool],
     ) -> None:
-        self._runtime, self._steps, self._end = runtime, steps, end
+        self._runtime, self._moments, self._steps, self._is_over = runtime, moments, steps, is_over
         self._sees_collectives = sees_collectives
         self._everyone = tuple(range(runtime.world.size))
         self._models: list[Prepared] = []
         self._whole: list[Prepared] = []
         self.access: dict[Optimizer, StateAccess] = {}
-        self.coming: set[Optimizer] = set()
-        """Optimizers whose next step is watched."""
         self.reads_same_data = runtime.share.count != runtime.world.size
-        self.is_due = False
-        """Whether something has happened that was not compared."""
-        self._collectives = ExitStack()
-        self._is_comparing_collectives = False
+        self._collectives: ExitStack | None = None
         self._stepped: dict[Optimizer, int] = {}
         """Optimizers that have stepped since the last comparison, and how many steps each has taken."""
         self._gradients: dict[Fact, Value] = {}
         self._has_met = False
         """Whether a synchronised backward has ended since the last step."""
         self._equal_after = ""
-        self._loss = 0.0
         self._equal_losses: set[float] | None = set()
+
+    @property
+    def has_models(self) -> bool:
+        """Whether there is anything to compare."""
+        return bool(self._models)
 
     def add_model(self, model: Prepared, *, has_whole_gradients: bool) -> None:
         """Compare this model, too."""
@@ -159,62 +160,59 @@ class _Watch(Check):
             self._whole.append(model)
 
     def before_backward(self, loss: Tensor, is_synchronised: bool) -> None:
-        if self._sees_collectives and not self._is_comparing_collectives:
+        if self._sees_collectives and self._collectives is None:
+            self._collectives = ExitStack()
             self._collectives.enter_context(compare_collectives())
-            self._is_comparing_collectives = True
 
     def after_backward(self, loss: Tensor, is_synchronised: bool) -> None:
-        if not is_synchronised:
-            return
-        self._has_met = True
-        if self.is_due:
-            self._loss = float(loss.detach().sum())
-            self._compare()
+        if is_synchronised:
+            self._has_met = True
+            self._judge(self._compare(float(loss.detach().sum())), float(loss.detach().sum()))
+            if self._is_over():
+                self._detach()
 
     def before_step(self, optimizer: Optimizer) -> None:
-        if self.is_due and self._stepped and not self._has_met:  # the loop calls no `fabric.backward`
+        if not self._has_met:  # the loop calls no `fabric.backward`
+            self._moments.num_backwards += 1
             self._compare()
+            if self._is_over():
+                self._detach()
+                return
         models = [model for model in self._whole if model.holds(optimizer)]
-        if optimizer in self.coming and models:
+        if models:
             self._gradients.update(gradients_of(optimizer, names_in(models), self._everyone))
 
     def after_step(self, optimizer: Optimizer) -> None:
-        self._has_met, self.is_due = False, True
+        self._has_met = False
         self._stepped[optimizer] = self._steps[optimizer].num_steps
-        self.coming.discard(optimizer)
 
-    def finish(self) -> None:
-        """Compare what has not been compared. Ranks: all."""
-        if self.is_due:
-            self._compare()
-        self._leave()
+    def closing(self) -> None:
+        self._compare()
+        self._detach()
 
-    def _compare(self) -> None:
+    def _compare(self, loss: float = 0.0) -> Losses:
         """Raises: RanksDifferError, on every rank. Ranks: all."""
-        stepped, self._stepped, self.is_due = self._stepped, {}, False
-        gradients, self._gradients = self._gradients, {}
-        facts = dict(
-            fact
-            for optimizer in self.access
-            for fact in options_of(optimizer, self._steps[optimizer].num_steps, self._everyone).items()
-        )
-        facts |= gradients | weights_and_states(self._models, self.access, len(self._everyone))
+        stepped, self._stepped = self._stepped, {}
+        facts: dict[Fact, Value] = {}
+        for optimizer in self.access:
+            facts |= options_of(optimizer, self._steps[optimizer].num_steps, self._everyone)
+        facts |= self._gradients
+        self._gradients = {}
+        facts |= weights_and_states(self._models, self.access, len(self._everyone))
         when = ", ".join(f"step {number} of `{type(optimizer).__name__}`" for optimizer, number in stepped.items())
+        when = f"after {when}" if when else "in a backward"
         since = f"They were equal {self._equal_after}." if self._equal_after else "It is the first comparison."
-        losses = compare(
-            self._runtime.collective, facts, self._loss, f"After {when}" if when else "Before a first step", since
-        )
-        self._equal_after = f"after {when}" if when else "before the first step"
-        self._judge(losses)
-        if stepped and not self.coming.intersection(stepped):
-            self._leave()
+        losses = compare(self._runtime.collective, facts, loss, when, since)
+        self._equal_after = when
+        return losses
 
-    def _leave(self) -> None:
-        self._collectives.close()
-        self._is_comparing_collectives = False
-        self._end()
+    def _detach(self) -> None:
+        if self._collectives is not None:
+            self._collectives.close()
+            self._collectives = None
+        self._moments.remove(self)
 
-    def _judge(self, losses: Losses) -> None:
+    def _judge(self, losses: Losses, loss: float) -> None:
         """Report losses that are not finite, and equal losses of ranks that read different data."""
         if losses.num_nonfinite:
             self._runtime.report(_NOT_FINITE.format(number=losses.num_nonfinite, size=len(self._everyone)))
@@ -223,7 +221,7 @@ class _Watch(Check):
         if not losses.are_equal:
             self._equal_losses = None
             return
-        self._equal_losses.add(self._loss)
+        self._equal_losses.add(loss)
         if len(self._equal_losses) == _NUM_LOSSES:  # a constant says nothing about the data
             self._runtime.report(_SAME_DATA.format(size=len(self._everyone)))
             self._equal_losses = None

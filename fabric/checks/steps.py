@@ -1,8 +1,7 @@
-"""Counts the steps of one optimizer. The number is saved in checkpoints, and the sanitizer is called by it."""
+"""Counts the steps of one optimizer; the number is saved in checkpoints."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, final
 
@@ -18,9 +17,6 @@ class StepCounter:
 
     def __init__(self) -> None:
         self.num_steps = 0
-        self.due_at = sys.maxsize
-        """The number of steps after which `due` is called."""
-        self.due: Callable[[Optimizer], None] = lambda optimizer: None
 
     def attach(self, optimizer: Optimizer, loaders: LoaderNumbers, moments: Moments) -> Callable[[], None]:
         """Count from now on, for `loaders` too, and call `after_step` of the checks. Returns a function to stop."""
@@ -31,8 +27,6 @@ class StepCounter:
             loaders.num_steps += 1
             for moment in moments.after_step:
                 moment(stepped)
-            if self.num_steps >= self.due_at:
-                self.due(stepped)
 
         return optimizer.register_step_post_hook(count).remove
 
