@@ -68,6 +68,9 @@ class Check:
     def closing(self) -> None:
         """`fabric.close` was called, and no exception has ended the loop."""
 
+    def removed(self) -> None:
+        """The check is called no more: restore what it has changed."""
+
 
 @final
 @dataclass(slots=True)
@@ -103,6 +106,7 @@ class Moments:
     def remove(self, check: Check) -> None:
         """Call this one no more."""
         self._collect(tuple(each for each in self.checks if each is not check))
+        check.removed()
 
     def _collect(self, checks: tuple[Check, ...]) -> None:
         self.checks = checks
@@ -114,7 +118,10 @@ class Moments:
 
     def clear(self) -> None:
         """Call none any more."""
+        checks = self.checks
         self._collect(())
+        for check in checks:
+            check.removed()
 
     def follow(self, optimizer: Optimizer) -> Callable[[], None]:
         """Call `before_step` for this optimizer. Returns what undoes it."""
@@ -144,4 +151,4 @@ class Moments:
             moment(optimizer)
 
 
-MOMENTS = tuple(name for name in vars(Check) if not name.startswith("_"))
+MOMENTS = tuple(name for name in vars(Check) if not name.startswith("_") and name != "removed")

@@ -29,7 +29,7 @@ from fabric.checks.check import Check, Moments
 from fabric.checks.facts import gradients_of, names_in, options_of, weights_and_states
 from fabric.checks.steps import StepCounter
 from fabric.strategies.checkpoint.state import StateAccess
-from fabric.strategies.collectives.debug import compare_collectives
+from fabric.strategies.collectives.comparing import compare_collectives
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 
@@ -83,12 +83,13 @@ class Sanitizer(Check):
     def connected(self, runtime: Runtime) -> None:
         self._watch = _Watch(runtime, self._moments, self._steps, self._sees_collectives, self._is_over)
         self._moments.due = self._begin
+        if self._watched.sanitize == "always":
+            self._begin()
+            self.watch.compare_collectives()
 
     def model_set_up(self, model: Prepared) -> None:
         if self._is_comparable(model):
             self.watch.add_model(model, has_whole_gradients=self._has_whole_gradients(model))
-            if self._watched.sanitize == "always":  # also what is trained without an optimizer
-                self._begin()
 
     def optimizers_set_up(self, optimizers: Mapping[Optimizer, StateAccess]) -> None:
         self.watch.access.update(optimizers)
@@ -160,6 +161,10 @@ class _Watch(Check):
             self._whole.append(model)
 
     def before_backward(self, loss: Tensor, is_synchronised: bool) -> None:
+        self.compare_collectives()
+
+    def compare_collectives(self) -> None:
+        """Compare each collective before it runs, until the watch is detached."""
         if self._sees_collectives and self._collectives is None:
             self._collectives = ExitStack()
             self._collectives.enter_context(compare_collectives())
@@ -167,16 +172,17 @@ class _Watch(Check):
     def after_backward(self, loss: Tensor, is_synchronised: bool) -> None:
         if is_synchronised:
             self._has_met = True
-            self._judge(self._compare(float(loss.detach().sum())), float(loss.detach().sum()))
+            number = float(loss.detach().sum())
+            self._judge(self._compare(number), number)
             if self._is_over():
-                self._detach()
+                self._moments.remove(self)
 
     def before_step(self, optimizer: Optimizer) -> None:
         if not self._has_met:  # the loop calls no `fabric.backward`
             self._moments.num_backwards += 1
             self._compare()
             if self._is_over():
-                self._detach()
+                self._moments.remove(self)
                 return
         models = [model for model in self._whole if model.holds(optimizer)]
         if models:
@@ -188,10 +194,16 @@ class _Watch(Check):
 
     def closing(self) -> None:
         self._compare()
-        self._detach()
+
+    def removed(self) -> None:
+        if self._collectives is not None:
+            self._collectives.close()
+            self._collectives = None
 
     def _compare(self, loss: float = 0.0) -> Losses:
         """Raises: RanksDifferError, on every rank. Ranks: all."""
+        if not self._models:
+            return Losses(are_equal=False, num_nonfinite=0)
         stepped, self._stepped = self._stepped, {}
         facts: dict[Fact, Value] = {}
         for optimizer in self.access:
@@ -200,17 +212,11 @@ class _Watch(Check):
         self._gradients = {}
         facts |= weights_and_states(self._models, self.access, len(self._everyone))
         when = ", ".join(f"step {number} of `{type(optimizer).__name__}`" for optimizer, number in stepped.items())
-        when = f"after {when}" if when else "in a backward"
+        when = f"after {when}" if when else "in a backward" if self._equal_after else "in a first backward"
         since = f"They were equal {self._equal_after}." if self._equal_after else "It is the first comparison."
         losses = compare(self._runtime.collective, facts, loss, when, since)
         self._equal_after = when
         return losses
-
-    def _detach(self) -> None:
-        if self._collectives is not None:
-            self._collectives.close()
-            self._collectives = None
-        self._moments.remove(self)
 
     def _judge(self, losses: Losses, loss: float) -> None:
         """Report losses that are not finite, and equal losses of ranks that read different data."""

@@ -364,7 +364,7 @@ class TorchCollective(CarriesObjects):
         group = self._joined(operation)
         try:
             return function(*args, group=group, **to)
-        except CollectiveError:  # of `debug.py`
+        except CollectiveError:  # of `comparing.py`
             raise
         except (RuntimeError, ValueError) as error:
             raise self._failure(operation, tensor, error) from error

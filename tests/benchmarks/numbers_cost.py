@@ -26,7 +26,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from fabric import Fabric
 from fabric.replica_check import ReplicaCheck
-from fabric.strategies.collectives.debug import compare_collectives
+from fabric.strategies.collectives.comparing import compare_collectives
 
 BATCH, WIDTH, LAYERS = 32, 64, 4
 STEPS, WINDOW = 8, 4
