@@ -72,16 +72,19 @@ def _held(
 ) -> Iterator[tuple[Kind, str, TensorShards]]:
     everyone, names = range(size), names_in(models)
     for model in models:
-        if not _tells_holders(model.state):
+        how = PlainState(size) if model.sync.is_replicated else model.state
+        if not _tells_holders(how):
             continue
-        state = _local(model.state, size).read_module_shards(model.module)
+        state = _local(how, size).read_module_shards(model.module)
         for name, parameter in model.module.named_parameters(remove_duplicate=False):
             value = state.get(name)
             if isinstance(value, Tensor):  # not sharded
                 value = replicated(value, everyone)
             if isinstance(value, TensorShards):
-                yield "weights", names[id(parameter)], value
+                yield "weights", names.get(id(parameter), f"`{name}`"), value
     for optimizer, how in access.items():
+        if any(model.sync.is_replicated and model.holds(optimizer) for model in models):
+            how = PlainState(size)
         if not optimizer.state or not _tells_holders(how):
             continue
         parameters = parameters_of(optimizer)

@@ -23,8 +23,10 @@ from typing import Any, Literal, TypeAlias, final
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
-from fabric.checks.agreement import Fact, Losses, Value, compare
+from fabric.checks.agreement import Fact, Losses, RanksDifferError, Value, compare
 from fabric.checks.check import Check, Moments
 from fabric.checks.facts import gradients_of, names_in, options_of, weights_and_states
 from fabric.checks.steps import StepCounter
@@ -110,6 +112,7 @@ class Sanitizer(Check):
     def _begin(self) -> None:
         self._moments.due_at = sys.maxsize
         if self.watch not in self._moments.checks:
+            self.watch.attach()
             self._moments.add(self.watch)
 
     def _is_over(self) -> bool:
@@ -141,6 +144,7 @@ class _Watch(Check):
         self.access: dict[Optimizer, StateAccess] = {}
         self.reads_same_data = runtime.share.count != runtime.world.size
         self._collectives: ExitStack | None = None
+        self._hook: RemovableHandle | None = None
         self._stepped: dict[Optimizer, int] = {}
         """Optimizers that have stepped since the last comparison, and how many steps each has taken."""
         self._gradients: dict[Fact, Value] = {}
@@ -159,6 +163,10 @@ class _Watch(Check):
         self._models.append(model)
         if has_whole_gradients:
             self._whole.append(model)
+
+    def attach(self) -> None:
+        """Look at the steps of all optimizers, also of those that were not set up."""
+        self._hook = register_optimizer_step_pre_hook(self._refuse_within_backward)
 
     def before_backward(self, loss: Tensor, is_synchronised: bool) -> None:
         self.compare_collectives()
@@ -199,6 +207,18 @@ class _Watch(Check):
         if self._collectives is not None:
             self._collectives.close()
             self._collectives = None
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _refuse_within_backward(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Raise RanksDifferError if gradients are averaged after the optimizer has stepped with them."""
+        if self._runtime.backward.is_running:
+            for model in self._models:
+                if not model.sync.averages_before_hooks and model.holds(optimizer):
+                    raise RanksDifferError(
+                        _WITHIN.format(optimizer=type(optimizer).__name__, model=type(model.module).__name__)
+                    )
 
     def _compare(self, loss: float = 0.0) -> Losses:
         """Raises: RanksDifferError, on every rank. Ranks: all."""
@@ -233,6 +253,11 @@ class _Watch(Check):
             self._equal_losses = None
 
 
+_WITHIN = (
+    "`{optimizer}.step()` within a backward, in a hook of a parameter of `{model}`: its gradient is averaged over the "
+    "ranks later, so replicas would drift apart. Step after `fabric.backward(loss)`; or pass `strategy='fsdp'`, where "
+    "a hook on a parameter gets averaged gradients."
+)
 _NUM_LOSSES = 3  # a head that starts from zeros gives one loss for all data, but not after a step
 _NOT_FINITE = "The loss is not finite on {number} of {size} ranks."
 _SAME_DATA = (

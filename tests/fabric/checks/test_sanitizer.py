@@ -187,7 +187,7 @@ def train_act_norm(fabric: Fabric) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_sharded"])
 def test_weights_that_a_rank_takes_from_its_first_batch_raise(strategy: str) -> None:
     fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, launcher="forkserver")
-    with pytest.raises(WorkerError, match="In a first backward, `1.shift` on rank 1 differs from that on rank 0"):
+    with pytest.raises(WorkerError, match=r"In a first backward, `1\.shift` on rank 1 differs from that on rank 0"):
         fabric.launch(train_act_norm)
 
 
