@@ -129,7 +129,7 @@ def test_in_a_watched_step_different_calls_raise_at_once(tmp_path: Path) -> None
         output = read_until(program, "rank 1: broadcast, at")
         assert program.process.wait(30) == 1
     assert "CollectiveError: The 2 ranks did not make the same call:" in output
-    assert f"rank 0: all_reduce, {line('fabric.backward')} in <module>" in output
+    assert f"rank 0: all_reduce, at {line('fabric.backward')} in <module>" in output
 
 
 @pytest.mark.thorough

@@ -1,4 +1,4 @@
-"""In steps that the sanitizer watches, every collective of torch.distributed is compared over the ranks before it runs."""
+"""In watched steps, every collective of torch.distributed is compared over the ranks before it runs."""
 
 from __future__ import annotations
 
