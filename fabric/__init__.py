@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     __version__: str
     from fabric.checkpoint_directory import CheckpointDirectory as CheckpointDirectory
-    from fabric.checks.agreement import RanksDifferError as RanksDifferError
+    from fabric.checks.agreement import SanitizerError as SanitizerError
     from fabric.checks.check import Check as Check
     from fabric.fabric import Fabric as Fabric
     from fabric.gradient_guard import NonFiniteGradientsError as NonFiniteGradientsError
@@ -36,7 +36,7 @@ _HOME = {
     "Check": "fabric.checks.check",
     "Fabric": "fabric.fabric",
     "NonFiniteGradientsError": "fabric.gradient_guard",
-    "RanksDifferError": "fabric.checks.agreement",
+    "SanitizerError": "fabric.checks.agreement",
     "TensorBoardLogger": "fabric.loggers.tensorboard",
     "WorkerError": "fabric.launchers",
     "World": "fabric.launchers",
@@ -53,7 +53,7 @@ __all__ = [
     "CollectiveError",
     "Fabric",
     "NonFiniteGradientsError",
-    "RanksDifferError",
+    "SanitizerError",
     "TensorBoardLogger",
     "WorkerError",
     "World",

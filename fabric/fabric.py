@@ -131,7 +131,7 @@ class Fabric:
     `sanitize`: in which steps of each optimizer the ranks compare, exactly, what they should have in common: weights,
     optimizer states, gradients, hyperparameters, and every collective before it runs. "start": steps 1 to 3, then 4, 8,
     16, ...; "always": every step; a number N: those of "start", and every N-th; False: none. Ranks that differ raise
-    RanksDifferError, or CollectiveError for a collective. Other steps cost nothing more.
+    SanitizerError, or CollectiveError for a collective. Other steps cost nothing more.
     `log_dir`: a folder with one file for each rank, to which its stdout and stderr are copied, and the traceback with
     which it fails. `prefix_output`: show the rank before each line that it prints. Both need ranks that fabric starts.
     """

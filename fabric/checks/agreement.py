@@ -21,8 +21,8 @@ from fabric.strategies.collectives.collective import Collective
 Kind: TypeAlias = Literal["steps", "options", "gradients", "weights", "states"]
 
 
-class RanksDifferError(RuntimeError):
-    """Ranks differ in something that they should have in common. Raised on every rank."""
+class SanitizerError(RuntimeError):
+    """A watched step is wrong: ranks differ in something that they should have in common. Raised on every rank."""
 
 
 @final
@@ -60,7 +60,7 @@ class Losses:
 
 
 def compare(collective: Collective, facts: Facts, loss: float, when: str, since: str) -> Losses:
-    """Raise RanksDifferError on every rank unless all agree. Ranks: all. Cost: an all-reduce of five numbers."""
+    """Raise SanitizerError on every rank unless all agree. Ranks: all. Cost: an all-reduce of five numbers."""
     rank = collective.rank
     everyone = tuple(range(collective.size))
     total = sum(_coefficient(fact.holders, rank) * value.digest for fact, value in facts.items()) % 2**64
@@ -69,7 +69,7 @@ def compare(collective: Collective, facts: Facts, loss: float, when: str, since:
     sums = collective.all_reduce(torch.tensor(numbers, dtype=torch.float64), "sum").tolist()
     differing, differing_losses = ((int(sums[i]) + (int(sums[i + 1]) << 32)) % 2**64 for i in (0, 2))
     if differing:
-        raise RanksDifferError(_first_difference(collective, facts, when, since))
+        raise SanitizerError(_first_difference(collective, facts, when, since))
     return Losses(are_equal=not differing_losses, num_nonfinite=int(sums[4]))
 
 

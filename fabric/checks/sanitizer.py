@@ -21,16 +21,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, final
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from fabric.checks.agreement import Fact, Losses, RanksDifferError, Value, compare
+from fabric.checks.agreement import Fact, Losses, SanitizerError, Value, compare
 from fabric.checks.check import Check, Moments
 from fabric.checks.facts import gradients_of, names_in, options_of, weights_and_states
 from fabric.checks.steps import StepCounter
-from fabric.strategies.checkpoint.state import StateAccess
+from fabric.strategies.checkpoint.state import StateAccess, uncompiled
 from fabric.strategies.collectives.comparing import compare_collectives
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
@@ -141,6 +141,8 @@ class _Watch(Check):
         self._everyone = tuple(range(runtime.world.size))
         self._models: list[Prepared] = []
         self._whole: list[Prepared] = []
+        self._sharded: dict[nn.Module, dict[str, nn.Parameter]] = {}
+        """The parameters of other models as they were set up."""
         self.access: dict[Optimizer, StateAccess] = {}
         self.reads_same_data = runtime.share.count != runtime.world.size
         self._collectives: ExitStack | None = None
@@ -163,6 +165,8 @@ class _Watch(Check):
         self._models.append(model)
         if has_whole_gradients:
             self._whole.append(model)
+        else:
+            self._sharded[model.module] = dict(uncompiled(model.module).named_parameters())
 
     def attach(self) -> None:
         """Look at the steps of all optimizers, also of those that were not set up."""
@@ -211,19 +215,30 @@ class _Watch(Check):
             self._hook.remove()
             self._hook = None
 
+    def _refuse_replaced(self) -> None:
+        """Raise SanitizerError if a parameter is another object than that which the strategy has sharded."""
+        for module, before in self._sharded.items():
+            now = dict(uncompiled(module).named_parameters())
+            names = [name for name, parameter in before.items() if now.get(name, parameter) is not parameter]
+            if names:
+                raise SanitizerError(
+                    _REPLACED.format(model=type(module).__name__, names=", ".join(map(repr, names[:5])))
+                )
+
     def _refuse_within_backward(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Raise RanksDifferError if gradients are averaged after the optimizer has stepped with them."""
+        """Raise SanitizerError if gradients are averaged after the optimizer has stepped with them."""
         if self._runtime.backward.is_running:
             for model in self._models:
                 if not model.sync.averages_before_hooks and model.holds(optimizer):
-                    raise RanksDifferError(
+                    raise SanitizerError(
                         _WITHIN.format(optimizer=type(optimizer).__name__, model=type(model.module).__name__)
                     )
 
     def _compare(self, loss: float = 0.0) -> Losses:
-        """Raises: RanksDifferError, on every rank. Ranks: all."""
+        """Raises: SanitizerError, on every rank. Ranks: all."""
         if not self._models:
             return Losses(are_equal=False, num_nonfinite=0)
+        self._refuse_replaced()
         stepped, self._stepped = self._stepped, {}
         facts: dict[Fact, Value] = {}
         for optimizer in self.access:
@@ -257,6 +272,10 @@ _WITHIN = (
     "`{optimizer}.step()` within a backward, in a hook of a parameter of `{model}`: its gradient is averaged over the "
     "ranks later, so replicas would drift apart. Step after `fabric.backward(loss)`; or pass `strategy='fsdp'`, where "
     "a hook on a parameter gets averaged gradients."
+)
+_REPLACED = (
+    "Parameters of `{model}` were replaced after `fabric.setup`, and the strategy trains those that it has sharded: "
+    "{names}. Replace and parametrize before `setup`, or change the values in place: `parameter.copy_(...)`."
 )
 _NUM_LOSSES = 3  # a head that starts from zeros gives one loss for all data, but not after a step
 _NOT_FINITE = "The loss is not finite on {number} of {size} ranks."

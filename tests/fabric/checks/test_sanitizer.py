@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from fabric import Fabric, RanksDifferError, WorkerError
+from fabric import Fabric, SanitizerError, WorkerError
 from fabric.checks.sanitizer import WatchedSteps
 from fabric.strategies import FSDPStrategy, Strategy
 from fabric.strategies.sharding.dtensor import local_part
@@ -53,7 +53,7 @@ def differences(fabric: Fabric) -> list[str]:
             tensor_of().data += 1
         try:
             step()
-        except RanksDifferError as error:
+        except SanitizerError as error:
             sentences.append(str(error))
         dist.barrier()
         tensor_of().data.copy_(own)
