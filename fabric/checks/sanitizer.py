@@ -53,7 +53,7 @@ class WatchedSteps:
 
     def after(self, number: int) -> int:
         """The first that comes after this one."""
-        return next(each for each in range(number + 1, 2 * number + 5) if each in self)
+        return next((each for each in range(number + 1, 2 * number + 5) if each in self), sys.maxsize)
 
 
 @final
