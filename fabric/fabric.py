@@ -1102,7 +1102,9 @@ class Fabric:
                 self._moments,
                 self._steps,
                 is_comparable=lambda model: strategy.sets_up_one_model or model.sync.is_replicated,
-                has_whole_gradients=lambda model: model.sync.is_replicated or not strategy.in_shards,
+                has_whole_gradients=lambda model: (
+                    model.trained is None and (model.sync.is_replicated or not strategy.in_shards)
+                ),
                 sees_collectives=strategy.uses_process_groups,
             )
         ]

@@ -5,10 +5,10 @@ A checkpoint knows of each tensor which part a rank holds, and which ranks hold 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.checks.agreement import Fact, Kind, Value, digest_of_text
@@ -18,6 +18,9 @@ from fabric.strategies.digest import numbers_of
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.prepared import Prepared
 
+Parameters: TypeAlias = Mapping[str, nn.Parameter]
+"""By their names."""
+
 
 def options_of(optimizer: Optimizer, num_steps: int, everyone: tuple[int, ...]) -> dict[Fact, Value]:
     """The steps and hyperparameters of one optimizer. Numbers are rounded: libraries of mathematics differ. Tensors
@@ -26,7 +29,6 @@ def options_of(optimizer: Optimizer, num_steps: int, everyone: tuple[int, ...]) 
     texts: dict[tuple[Kind, str], str] = {("steps", f"the number of steps of `{name}`"): str(num_steps)}
     for number, group in enumerate(optimizer.param_groups):
         of = f"of parameter group {number} of `{name}`"
-        texts["options", f"the number of parameters {of}"] = str(len(group["params"]))
         texts.update(
             {("options", f"`{key}` {of}"): text for key in optimizer.defaults if (text := _text(group.get(key)))}
         )
@@ -46,11 +48,14 @@ def gradients_of(optimizer: Optimizer, names: Mapping[int, str], everyone: tuple
 
 
 def weights_and_states(
-    models: Iterable[Prepared], access: Mapping[Optimizer, StateAccess], size: int
+    models: Sequence[tuple[Prepared, Parameters]], access: Mapping[Optimizer, StateAccess], size: int
 ) -> dict[Fact, Value]:
-    """What this rank holds of parameters and optimizer states that other ranks hold, too. Ranks: all."""
+    """What this rank holds of parameters and optimizer states that other ranks hold, too. Ranks: all.
+
+    `models`: each with its parameters as they were set up. Those added later may differ until they are trained.
+    """
     parts: dict[Fact, Tensor] = {}
-    for kind, name, held in _held(list(models), access, size):
+    for kind, name, held in _held(models, access, size):
         if len(held.holders) > 1:
             for number, (chunk, part) in enumerate(held.shards):
                 parts[Fact(kind, f"{name}{chunk.offsets if number else ''}", held.holders)] = part
@@ -68,26 +73,28 @@ def names_in(models: Iterable[Prepared]) -> dict[int, str]:
 
 
 def _held(
-    models: list[Prepared], access: Mapping[Optimizer, StateAccess], size: int
+    models: Sequence[tuple[Prepared, Parameters]], access: Mapping[Optimizer, StateAccess], size: int
 ) -> Iterator[tuple[Kind, str, TensorShards]]:
-    everyone, names = range(size), names_in(models)
-    for model in models:
+    everyone, names = range(size), names_in(model for model, _ in models)
+    for model, known in models:
         how = PlainState(size) if model.sync.is_replicated else model.state
         if not _tells_holders(how):
             continue
         state = _local(how, size).read_module_shards(model.module)
         for name, parameter in model.module.named_parameters(remove_duplicate=False):
-            value = state.get(name)
+            value = state.get(name) if known.get(name) is parameter else None
             if isinstance(value, Tensor):  # not sharded
                 value = replicated(value, everyone)
             if isinstance(value, TensorShards):
                 yield "weights", names.get(id(parameter), f"`{name}`"), value
     for optimizer, how in access.items():
-        if any(model.sync.is_replicated and model.holds(optimizer) for model in models):
+        if any(model.sync.is_replicated and model.holds(optimizer) for model, _ in models):
             how = PlainState(size)
-        if not optimizer.state or not _tells_holders(how):
+        if not _tells_holders(how):
             continue
         parameters = parameters_of(optimizer)
+        if set(optimizer.state).difference(parameters):  # of parameters that the program took out of its groups
+            continue
         states = _local(how, size).read_optimizer_shards(optimizer).get("state", {})
         for index, entries in states.items():
             of = _named(parameters[index], index, names) if index < len(parameters) else f"parameter {index}"

@@ -21,16 +21,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, final
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from fabric.checks.agreement import Fact, Losses, SanitizerError, Value, compare
 from fabric.checks.check import Check, Moments
-from fabric.checks.facts import gradients_of, names_in, options_of, weights_and_states
+from fabric.checks.facts import Parameters, gradients_of, names_in, options_of, weights_and_states
 from fabric.checks.steps import StepCounter
-from fabric.strategies.checkpoint.state import StateAccess, uncompiled
+from fabric.strategies.checkpoint.state import StateAccess
 from fabric.strategies.collectives.comparing import compare_collectives
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
@@ -139,19 +139,19 @@ class _Watch(Check):
         self._runtime, self._moments, self._steps, self._is_over = runtime, moments, steps, is_over
         self._sees_collectives = sees_collectives
         self._everyone = tuple(range(runtime.world.size))
-        self._models: list[Prepared] = []
+        self._models: list[tuple[Prepared, Parameters]] = []
+        """Each with its parameters as they were set up."""
         self._whole: list[Prepared] = []
-        self._sharded: dict[nn.Module, dict[str, nn.Parameter]] = {}
-        """The parameters of other models as they were set up."""
+        """Those of which each rank has all gradients."""
         self.access: dict[Optimizer, StateAccess] = {}
         self.reads_same_data = runtime.share.count != runtime.world.size
         self._collectives: ExitStack | None = None
         self._hook: RemovableHandle | None = None
         self._stepped: dict[Optimizer, int] = {}
         """Optimizers that have stepped since the last comparison, and how many steps each has taken."""
+        self._known: set[Optimizer] = set()
+        """Optimizers that were there at an earlier comparison, and so may have states."""
         self._gradients: dict[Fact, Value] = {}
-        self._has_met = False
-        """Whether a synchronised backward has ended since the last step."""
         self._equal_after = ""
         self._equal_losses: set[float] | None = set()
 
@@ -162,15 +162,13 @@ class _Watch(Check):
 
     def add_model(self, model: Prepared, *, has_whole_gradients: bool) -> None:
         """Compare this model, too."""
-        self._models.append(model)
+        self._models.append((model, dict(model.module.named_parameters(remove_duplicate=False))))
         if has_whole_gradients:
             self._whole.append(model)
-        else:
-            self._sharded[model.module] = dict(uncompiled(model.module).named_parameters())
 
     def attach(self) -> None:
         """Look at the steps of all optimizers, also of those that were not set up."""
-        self._hook = register_optimizer_step_pre_hook(self._refuse_within_backward)
+        self._hook = register_optimizer_step_pre_hook(self._stepping)
 
     def before_backward(self, loss: Tensor, is_synchronised: bool) -> None:
         self.compare_collectives()
@@ -183,25 +181,12 @@ class _Watch(Check):
 
     def after_backward(self, loss: Tensor, is_synchronised: bool) -> None:
         if is_synchronised:
-            self._has_met = True
             number = float(loss.detach().sum())
             self._judge(self._compare(number), number)
             if self._is_over():
                 self._moments.remove(self)
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        if not self._has_met:  # the loop calls no `fabric.backward`
-            self._moments.num_backwards += 1
-            self._compare()
-            if self._is_over():
-                self._moments.remove(self)
-                return
-        models = [model for model in self._whole if model.holds(optimizer)]
-        if models:
-            self._gradients.update(gradients_of(optimizer, names_in(models), self._everyone))
-
     def after_step(self, optimizer: Optimizer) -> None:
-        self._has_met = False
         self._stepped[optimizer] = self._steps[optimizer].num_steps
 
     def closing(self) -> None:
@@ -215,37 +200,56 @@ class _Watch(Check):
             self._hook.remove()
             self._hook = None
 
-    def _refuse_replaced(self) -> None:
+    def _refuse_replaced(self, optimizer: Optimizer) -> None:
         """Raise SanitizerError if a parameter is another object than that which the strategy has sharded."""
-        for module, before in self._sharded.items():
-            now = dict(uncompiled(module).named_parameters())
+        for model, before in self._models:
+            if any(model is each for each in self._whole) or not model.holds(optimizer):
+                continue
+            now = dict(model.module.named_parameters(remove_duplicate=False))
             names = [name for name, parameter in before.items() if now.get(name, parameter) is not parameter]
             if names:
                 raise SanitizerError(
-                    _REPLACED.format(model=type(module).__name__, names=", ".join(map(repr, names[:5])))
+                    _REPLACED.format(model=type(model.module).__name__, names=", ".join(map(repr, names[:5])))
                 )
 
-    def _refuse_within_backward(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Raise SanitizerError if gradients are averaged after the optimizer has stepped with them."""
+    def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Called before the hooks of the optimizer, which may remove gradients that other ranks own."""
         if self._runtime.backward.is_running:
-            for model in self._models:
-                if not model.sync.averages_before_hooks and model.holds(optimizer):
-                    raise SanitizerError(
-                        _WITHIN.format(optimizer=type(optimizer).__name__, model=type(model.module).__name__)
-                    )
+            self._refuse_within_backward(optimizer)
+        if optimizer not in self.access:
+            return
+        if optimizer in self._stepped:  # no synchronised `fabric.backward` since its last step
+            self._moments.num_backwards += 1
+            self._compare()
+            if self._is_over():
+                self._moments.remove(self)
+                return
+        self._refuse_replaced(optimizer)
+        models = [model for model in self._whole if model.holds(optimizer)]
+        if models:
+            self._gradients.update(gradients_of(optimizer, names_in(models), self._everyone))
+
+    def _refuse_within_backward(self, optimizer: Optimizer) -> None:
+        """Raise SanitizerError if gradients are averaged after the optimizer has stepped with them."""
+        for model, _ in self._models:
+            if not model.sync.averages_before_hooks and model.holds(optimizer):
+                raise SanitizerError(
+                    _WITHIN.format(optimizer=type(optimizer).__name__, model=type(model.module).__name__)
+                )
 
     def _compare(self, loss: float = 0.0) -> Losses:
         """Raises: SanitizerError, on every rank. Ranks: all."""
         if not self._models:
             return Losses(are_equal=False, num_nonfinite=0)
-        self._refuse_replaced()
         stepped, self._stepped = self._stepped, {}
         facts: dict[Fact, Value] = {}
         for optimizer in self.access:
             facts |= options_of(optimizer, self._steps[optimizer].num_steps, self._everyone)
         facts |= self._gradients
         self._gradients = {}
-        facts |= weights_and_states(self._models, self.access, len(self._everyone))
+        stateful = {optimizer: access for optimizer, access in self.access.items() if optimizer in self._known}
+        facts |= weights_and_states(self._models, stateful, len(self._everyone))
+        self._known.update(self.access)
         when = ", ".join(f"step {number} of `{type(optimizer).__name__}`" for optimizer, number in stepped.items())
         when = f"after {when}" if when else "in a backward" if self._equal_after else "in a first backward"
         since = f"They were equal {self._equal_after}." if self._equal_after else "It is the first comparison."
