@@ -70,7 +70,7 @@ def read_seconds(value: object, written: str) -> float:
 def read_sanitize(value: object, written: str) -> Literal["start", "always", False] | int:
     """Parse which steps the ranks compare: 'start', 'always', False, or a number from 1."""
     if value in ("start", "always"):
-        return value  # type: ignore[return-value]
+        return value
     if value is False or value == "False":
         return False
     if (isinstance(value, str) and value.isdigit()) or (isinstance(value, int) and not isinstance(value, bool)):
