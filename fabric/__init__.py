@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     __version__: str
     from fabric.checkpoint_directory import CheckpointDirectory as CheckpointDirectory
+    from fabric.checks.agreement import SanitizerError as SanitizerError
+    from fabric.checks.check import Check as Check
     from fabric.fabric import Fabric as Fabric
     from fabric.gradient_guard import NonFiniteGradientsError as NonFiniteGradientsError
     from fabric.launchers import WorkerError as WorkerError
     from fabric.launchers import World as World
     from fabric.loggers.csv_file import CSVLogger as CSVLogger
     from fabric.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
-    from fabric.replica_check import ReplicasDifferError as ReplicasDifferError
     from fabric.seed import seed_everything as seed_everything
     from fabric.strategies.checkpoint.consolidate import consolidate as consolidate
     from fabric.strategies.checkpoint.errors import CheckpointError as CheckpointError
@@ -32,9 +33,10 @@ _HOME = {
     "CheckpointDirectory": "fabric.checkpoint_directory",
     "CheckpointError": "fabric.strategies.checkpoint.errors",
     "CollectiveError": "fabric.strategies.collectives.collective",
+    "Check": "fabric.checks.check",
     "Fabric": "fabric.fabric",
     "NonFiniteGradientsError": "fabric.gradient_guard",
-    "ReplicasDifferError": "fabric.replica_check",
+    "SanitizerError": "fabric.checks.agreement",
     "TensorBoardLogger": "fabric.loggers.tensorboard",
     "WorkerError": "fabric.launchers",
     "World": "fabric.launchers",
@@ -45,12 +47,13 @@ _HOME = {
 
 __all__ = [
     "CSVLogger",
+    "Check",
     "CheckpointDirectory",
     "CheckpointError",
     "CollectiveError",
     "Fabric",
     "NonFiniteGradientsError",
-    "ReplicasDifferError",
+    "SanitizerError",
     "TensorBoardLogger",
     "WorkerError",
     "World",

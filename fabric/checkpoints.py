@@ -59,10 +59,10 @@ class Checkpoints:
         schedulers: Sequence[Stateful],
         steps: Mapping[Optimizer, Stateful],
         loaders: Sequence[weakref.ref[DeviceLoader]],
-        collective_load: Callable[[], AbstractContextManager[None]],
+        loading: Callable[[], None],
     ) -> None:
         self._runtime, self._collective = runtime, runtime.collective
-        self._access, self._collective_load = access, collective_load
+        self._access, self._loading = access, loading
         self._scalers, self._schedulers, self._steps, self._loaders = scalers, schedulers, steps, loaders
         self._left_out: set[str] = set()
         """What was reported to be left out of checkpoints: names of loaders without a state, and messages."""
@@ -114,7 +114,8 @@ class Checkpoints:
             "load", path, found, content, lambda: elsewhere.in_checkpoint(found, content, self._access), strict=strict
         )
         # What an optimizer keeps would not be trained on if it were made within `torch.inference_mode`.
-        with torch.inference_mode(False), self._collective_load():
+        self._loading()
+        with torch.inference_mode(False):
             rest = restore(found, content, strict=strict, access=self._access, loaders=self._loader_states)
         if is_run(dict(found)):
             self._run_state(found).write(run, resume_loaders=resume_loaders)
@@ -135,7 +136,8 @@ class Checkpoints:
             lambda: elsewhere.in_file(obj, content, self._access) if isinstance(obj, nn.Module) else "",
             strict=strict,
         )
-        with torch.inference_mode(False), self._collective_load():
+        self._loading()
+        with torch.inference_mode(False):
             load_into(obj, content, strict=strict, access=self._access)
 
     def state_dict(self, *objects: nn.Module | Optimizer, all_ranks: bool) -> list[dict[str, Any]]:

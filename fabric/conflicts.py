@@ -211,13 +211,13 @@ def strategy_against_the_launcher(strategy: Strategy, word: str, request: Reques
     return None
 
 
-def debug_against_the_strategy(strategy: Strategy, word: str, request: Request) -> str | None:
-    """Collectives that torch.distributed does not see cannot be compared. One process has none."""
-    if request.debug is None or strategy.uses_process_groups or strategy.launchers == ("inline",):
+def sanitize_against_the_strategy(strategy: Strategy, word: str, request: Request) -> str | None:
+    """Steps that a device records are not compared: reading a number would end the graph."""
+    if request.sanitize in ("start", False) or not strategy.marks_steps:
         return None
     return (
-        f"`debug={request.debug!r}` compares the calls of torch.distributed, and `strategy={word}` communicates "
-        "otherwise. Leave `debug` out, or write a strategy over torch.distributed, such as 'ddp' on CPU or CUDA."
+        f"`sanitize={request.sanitize!r}` reads weights and gradients in a step, and `strategy={word}` records steps "
+        "and runs each as one graph. Leave `sanitize` out, or write a strategy on CPU or CUDA, such as 'ddp'."
     )
 
 

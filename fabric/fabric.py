@@ -35,6 +35,9 @@ from fabric.arguments import (
     check_use,
 )
 from fabric.callbacks import call
+from fabric.checks.check import Moments
+from fabric.checks.sanitizer import Sanitize, Sanitizer
+from fabric.checks.steps import StepCounter
 from fabric.closure_loss import ClosureLoss
 from fabric.console import print_rank_zero
 from fabric.determinism import determinism
@@ -48,26 +51,20 @@ from fabric.machine import Machine
 from fabric.moving_average import MovingAverage, check_decay
 from fabric.option_parsing import DEFAULT_REPORT_AFTER_SECONDS
 from fabric.progress.iteration import progress
-from fabric.replica_check import ReplicaCheck
-from fabric.replica_guard import ReplicaGuard
 from fabric.request import Request
 from fabric.resolve import resolve
 from fabric.seed import seed_everything
-from fabric.step_checks import StepChecks
-from fabric.step_counter import StepCounter
 from fabric.stop import StopRequest
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint.state import PLAIN, Filter, StateAccess, Stateful, is_stateful, uncompiled
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import Collective, ReduceOp
-from fabric.strategies.collectives.debug import compare_collectives
 from fabric.strategies.collectives.flight_recorder import FlightRecorder
 from fabric.strategies.collectives.padding import pad_across_ranks
 from fabric.strategies.collectives.rank_zero_first import rank_zero_first
 from fabric.strategies.data.share import Uneven, Use
 from fabric.strategies.data.transfer import move
-from fabric.strategies.gradients.by_hand import refuse_updates_by_hand
 from fabric.strategies.gradients.clipping import gradients_are_finite
 from fabric.strategies.gradients.scaling import scale_gradients
 from fabric.strategies.gradients.sync import backward_through
@@ -131,12 +128,10 @@ class Fabric:
     `timeout_seconds`: how long a collective waits for the other ranks before it raises; None: the strategy's own value,
     half an hour by default.
     `report_after_seconds`: if a rank waits in one collective for longer, the job prints what each rank does.
-    `check_replicas`: after how many steps of an optimizer the ranks compare the weights and optimizer states that they
-    should have in common, bit for bit: after its first step, every so many, and in `close`, to which all ranks then
-    come. Where they differ, every rank raises ReplicasDifferError, which names the first difference. None: never.
-    `debug`: "collectives" compares each collective over the ranks before it runs, also those of DDP, FSDP and
-    DeepSpeed, and one that is started with `async_op=True`. Ranks that differ in operation, shapes, dtypes or line of
-    the program raise CollectiveError. Each call then waits for all ranks, and costs an all-reduce of two numbers more.
+    `sanitize`: in which steps of each optimizer the ranks compare, exactly, what they should have in common: weights,
+    optimizer states, gradients, hyperparameters, and every collective before it runs. "start": steps 1 to 3, then 4, 8,
+    16, ...; "always": every step; a number N: those of "start", and every N-th; False: none. Ranks that differ raise
+    SanitizerError, or CollectiveError for a collective. Other steps cost nothing more.
     `log_dir`: a folder with one file for each rank, to which its stdout and stderr are copied, and the traceback with
     which it fails. `prefix_output`: show the rank before each line that it prints. Both need ranks that fabric starts.
     """
@@ -156,8 +151,7 @@ class Fabric:
         deterministic: Any = False,
         timeout_seconds: float | None = None,
         report_after_seconds: float = DEFAULT_REPORT_AFTER_SECONDS,
-        check_replicas: int | None = None,
-        debug: str | None = None,
+        sanitize: Sanitize = "start",
         log_dir: str | os.PathLike[str] | None = None,
         prefix_output: bool = False,
     ) -> None:
@@ -167,8 +161,8 @@ class Fabric:
         self._callbacks, self._loggers = request.callbacks, list(request.loggers)
         self._writers: list[tuple[object, MetricWriter]] = [(one, metric_writer(one)) for one in self._loggers]
         self._deterministic = request.deterministic
-        self._report_after_seconds, self._check_replicas_every = request.report_after_seconds, request.check_replicas
-        self._debug = request.debug
+        self._report_after_seconds, self._sanitize = request.report_after_seconds, request.sanitize
+        self._checks, self._moments = request.checks, Moments()
         self._place: World | None = self._configuration.world  # set once this process is a rank, and kept after `close`
         self._runtime: Runtime | None = None
         self._open = ExitStack()
@@ -185,9 +179,6 @@ class Fabric:
         self._stop: StopRequest | None = None
         self._unprepared: UnpreparedOptimizers | None = None
         self._unaveraged: UnaveragedOptimizers | None = None
-        self._step_checks: StepChecks | None = None
-        self._replica_guard: ReplicaGuard | None = None
-        self._replica_check: ReplicaCheck | None = None
         self._opened_checkpoints: Checkpoints | None = None
 
     # Who and where
@@ -294,16 +285,17 @@ class Fabric:
     def close(self) -> None:
         """Destroy the process group, and restore the environment and the user's objects. A second call does nothing.
 
-        Ranks: each calls it when it is done; it waits for a save with `blocking=False`, but not for other ranks, unless
-        replicas are checked.
+        Ranks: all call it when they are done; it waits for a save with `blocking=False`, and for the other ranks where
+        a last step is compared (`sanitize`).
         Raises: CheckpointError: that save failed, and this was not raised before.
         """
         if self._runtime is not None:
             try:
                 with self._open:
                     # After an exception the other ranks may not come.
-                    if self._replica_check is not None and sys.exc_info()[1] is None and not hasattr(sys, "last_value"):
-                        self._replica_check.finish()
+                    if sys.exc_info()[1] is None and not hasattr(sys, "last_value"):
+                        for moment in self._moments.closing:
+                            moment()
             finally:
                 self._runtime = self._stop = self._opened_checkpoints = None
 
@@ -324,7 +316,7 @@ class Fabric:
 
     def __exit__(self, kind: object, exception: object, traceback: object) -> None:
         if exception is not None:
-            self._replica_check = None
+            self._moments.clear()
         self.close()
 
     # Preparing
@@ -370,6 +362,8 @@ class Fabric:
         check_optimizers(*optimizers)
         runtime = self._connected
         self._refuse_twice(module, *optimizers)
+        for moment in self._moments.before_setup:
+            moment(module, optimizers)
         bare = self._outside(optimizers, module)
         refuse_renormalized(runtime, module)
         if self.strategy.sets_up_one_model:
@@ -385,15 +379,13 @@ class Fabric:
         if self._unprepared is None:
             self._unprepared = UnpreparedOptimizers(self._optimizers)
         self._unprepared.add(uncompiled(prepared.module), before, self._open, self._later_optimizers)
-        if self._replica_guard is not None and optimizers:
-            self._open.callback(self._replica_guard.count_loads(uncompiled(prepared.module)))
         self._models[prepared.module] = prepared
-        self._check_steps(prepared)
+        self._watch_unaveraged()
+        for added in self._moments.model_set_up:
+            added(prepared)
         runtime.rank_rng.has_model = True
         self._optimizers.update(dict.fromkeys(prepared.optimizers, prepared.state))
         self._take_in(bare, prepared.optimizers, move=move_to_device)
-        if self._replica_check is not None:
-            self._replica_check.add(prepared)
         self._follow_steps(prepared.optimizers)
         self._schedulers += [scheduler] if is_stateful(scheduler) else []
         results = (prepared.module, *prepared.optimizers, *(() if scheduler is None else (scheduler,)))
@@ -501,8 +493,6 @@ class Fabric:
         if uneven == "repeat" and use in (None, "train"):
             self._accumulation.repeated = runtime.loader_numbers.repeated
             self._accumulation.guard(self._optimizers)
-        if self._replica_guard is not None and not use_distributed_sampler:
-            self._replica_guard.expect_same_data()
         prepared = tuple(
             self.strategy.process_dataloader(
                 runtime, loader, use or "train", distribute=use_distributed_sampler, move=move_to_device
@@ -512,6 +502,9 @@ class Fabric:
         from fabric.strategies.data.device_loader import DeviceLoader  # which this call has imported, if it needed it
 
         self._loaders += [weakref.ref(each) for each in prepared if isinstance(each, DeviceLoader)]
+        for moment in self._moments.loader_set_up:
+            for each in prepared:
+                moment(each, use_distributed_sampler)
         return prepared[0] if len(prepared) == 1 else prepared
 
     def is_wrapped(self, obj: object) -> bool:
@@ -569,11 +562,9 @@ class Fabric:
         runtime = self._runtime
         assert runtime is not None, "a model is set up"
         runtime.loader_numbers.num_backwards += 1
-        replicas = None if self._accumulation.held else self._replica_guard
-        if replicas is not None:
-            replicas.before_backward()
-        if self._guard is not None:
-            self._guard.note_backward(loss)
+        is_synchronised = not self._accumulation.held
+        for moment in self._moments.before_backward:
+            moment(loss, is_synchronised)
         factor = runtime.loader_numbers.repeated.factor()
         counted = loss if factor == 1 or (weight is not None and factor) else loss * factor
         runtime.backward.is_running = True
@@ -584,7 +575,7 @@ class Fabric:
             else:
                 runtime.loader_numbers.num_unweighted += 1
                 if self._weighting is not None:
-                    self._weighting.note_unweighted(is_synchronised=not self._accumulation.held)
+                    self._weighting.note_unweighted(is_synchronised=is_synchronised)
                 backward(counted, *args, **kwargs)
         finally:
             runtime.backward.is_running = False
@@ -596,8 +587,12 @@ class Fabric:
             reached = [self._models[each] for each in named] if named else list(self._models.values())
             if named or len(reached) == 1:  # which models an unnamed loss of several reaches is not known
                 accumulation.note_backward(reached)
-        if replicas is not None:
-            replicas.after_backward(loss)
+        moments = self._moments
+        moments.num_backwards += is_synchronised
+        for moment in moments.after_backward:
+            moment(loss, is_synchronised)
+        if moments.num_backwards >= moments.due_at:
+            moments.due()
 
     def accumulate(self, batches: Iterable[T], num_batches: int, *models: nn.Module) -> Iterator[Window[T]]:
         """Yield windows of `num_batches` micro-batches, one optimizer step each; the last one may be shorter.
@@ -750,9 +745,8 @@ class Fabric:
             return
         replays = None if keep_in is None else self._replays(keep_in)
         self._guard = GradientGuard(on_nonfinite, runtime.collective, runtime.report, self._checks_of, replays)
-        self._guard_steps(self._optimizers)
-        if replays is not None:
-            self._accumulation.note_batch = runtime.loader_numbers.note_batch = self._guard.note_batch
+        self._moments.add(self._guard)
+        self._guard.optimizers_set_up(self._optimizers)
 
     def replay(self, path: str | os.PathLike[str], rank: int | None = None) -> Iterator[Any]:
         """Repeat a step that `guard_gradients(keep_in=...)` kept: load its weights; returns an iterator of its batches.
@@ -1067,23 +1061,21 @@ class Fabric:
                 journal = FlightRecorder()
             runtime = chosen.strategy.connect(world, chosen.accelerator, chosen.devices, chosen.precision)
             stack.callback(runtime.collective.teardown)
-            if self._debug == "collectives" and world.size > 1:
-                stack.enter_context(compare_collectives())
             store = runtime.collective.store()
             if store is not None:
                 from fabric.launchers.watch.watcher import Watcher
 
                 stack.callback(Watcher(world, store, journal, self._report_after_seconds).close)
-                if runtime.device.type != "xla":  # there, reading a number ends a graph
-                    self._replica_guard = ReplicaGuard(runtime, store)
             stack.callback(self._forget)  # before the teardown: models hold on to the process group
             atexit.register(self._close_at_exit)
             stack.callback(atexit.unregister, self._close_at_exit)
             self._open = stack.pop_all()
         self._runtime = runtime
-        if self._check_replicas_every is not None:
-            self._replica_check = ReplicaCheck(runtime.collective, self._check_replicas_every)
         self._place = world if world.size > 1 else None
+        self._moments = Moments(changed=self._follow_batches)
+        self._moments.add(*self._checks, *self._sanitizer(world))
+        for moment in self._moments.connected:
+            moment(runtime)
 
     def _close_at_exit(self) -> None:
         try:
@@ -1103,39 +1095,53 @@ class Fabric:
         for known in (self._models, self._optimizers, self._schedulers, self._loaders, self._steps):
             known.clear()  # others have them too
         self._backward = None
-        self._unprepared = self._step_checks = self._replica_guard = self._replica_check = self._unaveraged = None
+        self._unprepared = self._unaveraged = None
         self._bare = self._weighting = None
+        self._moments.clear()
 
-    def _collective_load(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._replica_guard is None else self._replica_guard.collective_load()
+    def _sanitizer(self, world: World) -> list[Sanitizer]:
+        """What compares the ranks. Not on devices that record a step: reading a number would end its graph there."""
+        strategy = self.strategy
+        if self._sanitize is False or world.size == 1 or strategy.marks_steps:
+            return []
+        return [
+            Sanitizer(
+                self._sanitize,
+                self._moments,
+                self._steps,
+                is_comparable=lambda model: strategy.sets_up_one_model or model.sync.is_replicated,
+                has_whole_gradients=lambda model: (
+                    model.trained is None and (model.sync.is_replicated or not strategy.in_shards)
+                ),
+                sees_collectives=strategy.uses_process_groups,
+            )
+        ]
+
+    def _follow_batches(self) -> None:
+        """Have loaders call checks only while one wants their batches."""
+        if self._runtime is not None:
+            note = self._receive if self._moments.batch_received else None
+            self._accumulation.note_batch = self._runtime.loader_numbers.note_batch = note
+
+    def _receive(self, batch: Any, source: object) -> None:
+        for moment in self._moments.batch_received:
+            moment(batch, source)
+
+    def _loading(self) -> None:
+        for moment in self._moments.loading:
+            moment()
 
     def _unguard(self) -> None:
         if self._guard is not None:
             self._guard.release()
-            self._guard = self._accumulation.note_batch = self._connected.loader_numbers.note_batch = None
+            self._moments.remove(self._guard)
+            self._guard = None
 
-    def _guard_steps(self, optimizers: Iterable[Optimizer]) -> None:
-        if self._accumulation.repeated is not None:
-            self._accumulation.guard(optimizers)
-        if self._guard is not None:
-            for optimizer in optimizers:
-                self._guard.attach(optimizer)
-
-    def _check_steps(self, model: Prepared) -> None:
-        """Raise for steps with gradients that are not averaged, where the strategy knows what is averaged."""
-        runtime, strategy = self._connected, self.strategy
-        if runtime.world.size == 1 or not strategy.uses_process_groups:
-            return
-        if self._unaveraged is None:
+    def _watch_unaveraged(self) -> None:
+        """Report optimizers that train on each rank alone."""
+        runtime = self._connected
+        if self._unaveraged is None and runtime.world.size > 1 and self.strategy.uses_process_groups:
             self._unaveraged = UnaveragedOptimizers(runtime, self._optimizers, self._models, self._open)
-        is_replicated = model.sync.is_replicated
-        if not strategy.sets_up_one_model and not is_replicated:
-            return
-        if self._step_checks is None:
-            self._step_checks = StepChecks(runtime, self._optimizers, self._open)
-        self._step_checks.add(model, whole=is_replicated or not strategy.in_shards)
-        if is_replicated or not strategy.in_shards:
-            self._open.callback(refuse_updates_by_hand(runtime, uncompiled(model.module)))
 
     def _checks_of(self, optimizer: Optimizer) -> Checks:
         """How the guard checks the gradients of an optimizer."""
@@ -1238,7 +1244,7 @@ class Fabric:
                 self._schedulers,
                 self._steps,
                 self._loaders,
-                self._collective_load,
+                self._loading,
             )
             self._open.callback(self._opened_checkpoints.close)
         return self._opened_checkpoints
@@ -1310,11 +1316,13 @@ class Fabric:
             undo.callback(vars(optimizer).pop, "step_was_skipped", None)
             undo.callback(losses.attach(optimizer))
             self._steps[optimizer] = StepCounter()
-            undo.callback(self._steps[optimizer].attach(optimizer, runtime.loader_numbers.note_step))
-        self._guard_steps(optimizers)
-        if self._replica_check is not None:
-            for optimizer in optimizers:
-                undo.callback(self._replica_check.attach(optimizer, self._optimizers[optimizer]))
+            undo.callback(self._steps[optimizer].attach(optimizer, runtime.loader_numbers, self._moments))
+            undo.callback(self._moments.follow(optimizer))
+        if self._accumulation.repeated is not None:
+            self._accumulation.guard(optimizers)
+        access = {optimizer: self._optimizers[optimizer] for optimizer in optimizers}
+        for moment in self._moments.optimizers_set_up:
+            moment(access)
 
     def _unknown(self, optimizer: Optimizer) -> list[Tensor]:
         """The parameters of an optimizer that nothing averages."""

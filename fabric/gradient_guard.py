@@ -12,7 +12,7 @@ scale, and the guard does nothing. At a scale of 1 or less the gradients themsel
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from fabric.checks.check import Check
 from fabric.strategies.checkpoint.errors import CheckpointError
 from fabric.strategies.collectives.collective import Collective
 
@@ -46,7 +47,7 @@ class Checks:
 
 
 @final
-class GradientGuard:
+class GradientGuard(Check):
     """The guard that `fabric.guard_gradients` installs. `checks_of`: returns the `Checks` of an optimizer."""
 
     def __init__(
@@ -69,7 +70,24 @@ class GradientGuard:
         self.num_steps = 0
         """Number of steps of all optimizers."""
 
-    def attach(self, optimizer: Optimizer) -> None:
+    def optimizers_set_up(self, optimizers: Iterable[Optimizer]) -> None:
+        for optimizer in optimizers:
+            self._attach(optimizer)
+
+    def batch_received(self, batch: Any, source: object) -> None:
+        if self._replays is not None and torch.is_grad_enabled():  # no evaluation
+            self._replays.note(batch, source)
+
+    def before_backward(self, loss: Tensor, is_synchronised: bool) -> None:
+        if self._has_stepped:
+            self._losses.clear()
+            self._has_stepped = False
+        self._losses.append(loss.detach())
+        self._norms.clear()
+        if self._replays is not None:
+            self._replays.note_backward()
+
+    def _attach(self, optimizer: Optimizer) -> None:
         """Check gradients before each step from now on."""
         check = optimizer.register_step_pre_hook(self._before_step)
         # Strategies' hooks remove gradients: of a step that overflowed, or of other ranks' parameters.
@@ -83,21 +101,6 @@ class GradientGuard:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-    def note_batch(self, batch: Any, source: object) -> None:
-        """Called when the loop receives a batch of `source`. Ignored while gradients are disabled (evaluation)."""
-        if self._replays is not None and torch.is_grad_enabled():
-            self._replays.note(batch, source)
-
-    def note_backward(self, loss: Tensor) -> None:
-        """Called at each backward of the loop."""
-        if self._has_stepped:
-            self._losses.clear()
-            self._has_stepped = False
-        self._losses.append(loss.detach())
-        self._norms.clear()
-        if self._replays is not None:
-            self._replays.note_backward()
 
     def note_norm(self, optimizer: Optimizer, norm: Tensor) -> None:
         """Called when clipping has computed the norm of the current gradients over all ranks."""

@@ -23,8 +23,6 @@ DEFAULT_REPORT_AFTER_SECONDS = 30.0
 """The default of `Fabric(report_after_seconds=...)`."""
 DEFAULT_MAX_RESTARTS = 3
 """The default of `launcher='elastic'`, as in torch's `LaunchConfig`. Not measured."""
-DEBUG_MODES = ("collectives",)
-"""The values of `Fabric(debug=...)`."""
 PRECISIONS = ("64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed", "64", "32", "16", "bf16")
 """The names that `Precision.parse` knows; a test compares the two. Copied, because `Precision` imports torch."""
 
@@ -67,6 +65,17 @@ def read_seconds(value: object, written: str) -> float:
     if not 0 < seconds < math.inf:
         raise ValueError(f"`{written}` is out of range. Write a number of seconds above 0.")
     return seconds
+
+
+def read_sanitize(value: object, written: str) -> Literal["start", "always", False] | int:
+    """Parse which steps the ranks compare: 'start', 'always', False, or a number from 1."""
+    if value in ("start", "always"):
+        return value
+    if value is False or value == "False":
+        return False
+    if (isinstance(value, str) and value.isdigit()) or (isinstance(value, int) and not isinstance(value, bool)):
+        return read_count(value, written)
+    raise ValueError(f"`{written}` is not known. Write 'start', 'always', a number of steps, or False.")
 
 
 def read_port(value: object, written: str) -> int:
@@ -128,8 +137,7 @@ OPTIONS: Mapping[str, Read] = {
     "max_restarts": read_rank,
     "timeout_seconds": read_seconds,
     "report_after_seconds": read_seconds,
-    "check_replicas": read_count,
-    "debug": _one_of(DEBUG_MODES),
+    "sanitize": read_sanitize,
     "log_dir": read_folder,
     "prefix_output": read_flag,
 }

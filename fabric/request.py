@@ -7,10 +7,11 @@ give different values, because neither may override the other silently.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from fabric.checks.check import Check
 from fabric.launchers.environments.environment import Environment
 from fabric.launchers.environments.ours import OursEnvironment
 from fabric.launchers.world import World
@@ -43,15 +44,15 @@ class Request:
     timeout_seconds: float | None = None
     """None: the strategy's own."""
     report_after_seconds: float = DEFAULT_REPORT_AFTER_SECONDS
-    check_replicas: int | None = None
-    """None: replicas are not compared."""
-    debug: str | None = None
-    """None: nothing more than always is compared."""
+    sanitize: Literal["start", "always", False] | int = "start"
+    """Which steps the ranks compare."""
     log_dir: str | None = None
     """None: no files for the output of the ranks."""
     prefix_output: bool = False
     environment: Environment | None = None
     """A custom cluster environment, from `plugins`."""
+    checks: tuple[Check, ...] = ()
+    """The user's own, from `plugins`."""
     callbacks: tuple[Any, ...] = ()
     loggers: tuple[Any, ...] = ()
 
@@ -66,12 +67,15 @@ class Request:
         typed = {name: _READ[name](value, f"{_option(name)} {value}") for name, value in options_in(environ).items()}
         if _is_one_within_ours(cls(**written), environ):
             typed = {name: word for name, word in typed.items() if name in ("accelerator", "precision")}
-        precision, environment = _split_plugins(each(arguments.get("plugins"), "plugins"))
+        plugins = each(arguments.get("plugins"), "plugins")
+        checks = tuple(plugin for plugin in plugins if isinstance(plugin, Check))
+        precision, environment = _split_plugins([plugin for plugin in plugins if not isinstance(plugin, Check)])
         if precision is not None:
             _add_precision(written, arguments, precision)
         return cls(
             **_merge(written, typed),
             environment=environment,
+            checks=checks,
             callbacks=each(arguments.get("callbacks"), "callbacks"),
             loggers=each(arguments.get("loggers"), "loggers"),
         )
@@ -135,14 +139,14 @@ def _shown(value: Any) -> Any:
     return value.name if isinstance(value, Precision) else value
 
 
-def _split_plugins(plugins: tuple[Any, ...]) -> tuple[Precision | None, Environment | None]:
+def _split_plugins(plugins: Sequence[Any]) -> tuple[Precision | None, Environment | None]:
     kinds: dict[type, Any] = {}
     for plugin in plugins:
         kind = next((role for role in (Precision, Environment) if isinstance(plugin, role)), None)
         if kind is None:
             raise TypeError(
-                f"`plugins` holds {plugin!r}, a `{type(plugin).__name__}`. Pass a `Precision` or an `Environment`; "
-                f"accelerators, strategies, loggers and callbacks have arguments of their own."
+                f"`plugins` holds {plugin!r}, a `{type(plugin).__name__}`. Pass a `Precision`, an `Environment` or a "
+                f"`Check`; accelerators, strategies, loggers and callbacks have arguments of their own."
             )
         if kind in kinds:
             raise ValueError(f"`plugins` holds two of the same kind: {kinds[kind]!r} and {plugin!r}. Pass one.")
@@ -188,7 +192,7 @@ def _or_none(name: str) -> Read:
 
 _READ: Mapping[str, Read] = {
     **OPTIONS,
-    **{name: _or_none(name) for name in ("timeout_seconds", "check_replicas", "debug", "log_dir")},
+    **{name: _or_none(name) for name in ("timeout_seconds", "log_dir")},
     "accelerator": _read_accelerator,
     "strategy": _read_strategy,
     "precision": lambda value, written: Precision.parse(value),

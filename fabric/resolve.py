@@ -21,8 +21,8 @@ from fabric.conflicts import (
     CONFLICTS,
     accelerator_against_the_precision,
     accelerator_against_the_strategy,
-    debug_against_the_strategy,
     describe_world,
+    sanitize_against_the_strategy,
     strategy_against_the_launcher,
 )
 from fabric.devices import choose_devices, requested_devices
@@ -79,7 +79,7 @@ def resolve(request: Request, machine: Machine) -> Resolved:
     strategy = variant_for(strategy, found.accelerator.name, word=word)
     strategy = _with_timeout(strategy, word, request)
     _refuse(strategy_against_the_launcher(strategy, word, request, machine))
-    _refuse(debug_against_the_strategy(strategy, word, request))
+    _refuse(sanitize_against_the_strategy(strategy, word, request))
     _refuse(accelerator_against_the_precision(found.accelerator, request.precision))
     _refuse(accelerator_against_the_strategy(found.accelerator, strategy, word))
     devices = choose_devices(request, machine, found, strategy)

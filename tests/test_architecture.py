@@ -49,13 +49,12 @@ PART_IMPORTS = {
         "strategies/collectives/process_group.py",
         "fabric.launchers.watch.activity",
     ): "the name by which a group is known",
-    ("strategies/collectives/debug.py", "fabric.launchers.watch.activity"): "the name by which a group is known",
+    ("strategies/collectives/comparing.py", "fabric.launchers.watch.activity"): "the name by which a group is known",
     (
         "strategies/collectives/flight_recorder.py",
         "fabric.launchers.watch.activity",
     ): "a call in words, as the watcher takes it",
     ("strategies/collectives/call_check.py", "fabric.launchers.watch.stack"): "the user's line in a stack",
-    ("strategies/collectives/debug.py", "fabric.launchers.watch.stack"): "the user's line in a stack",
     ("strategies/collectives/flight_recorder.py", "fabric.launchers.watch.stack"): "the user's line in a stack",
 }
 COLLECTIVES_OUTSIDE = {

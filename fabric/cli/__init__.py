@@ -104,8 +104,7 @@ def _add_run(command: argparse.ArgumentParser) -> None:
         ("max-restarts", "N", "after a failure, restart all ranks, at most N times"),
         ("timeout-seconds", "S", "how long a collective waits for the other ranks before it raises"),
         ("report-after-seconds", "S", "after how long in one collective to print what each rank does"),
-        ("check-replicas", "N", "after how many steps to compare the weights that ranks have in common"),
-        ("debug", "MODE", "collectives: compare each collective over the ranks before it runs"),
+        ("sanitize", "STEPS", "the steps in which ranks compare what they share: start, always, a number, False"),
         ("log-dir", "DIR", "copy the output of each rank to a file of its own there"),
     ):
         command.add_argument(f"--{option}", metavar=metavar, help=help_text)

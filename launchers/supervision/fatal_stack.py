@@ -17,7 +17,7 @@ LIBRARY = sysconfig.get_path("stdlib")
 EXTENSIONS = "Extension modules: "
 FROM_A_LIBRARY = (
     "It came from a thread that runs no Python: one of gloo, NCCL, OpenMP or another library. gloo aborts if the ranks "
-    "make different calls, on tensors of different sizes: `fabric run --debug collectives` compares them before."
+    "make different calls, on tensors of different sizes: `fabric run --sanitize always` compares them before."
 )
 
 

@@ -378,8 +378,8 @@ def _lost(words: str) -> ConnectionError:
 def _diverged(words: str) -> RuntimeError:
     return RuntimeError(
         f"The ranks did not make the same call, and would wait for each other forever.\n{words}\n"
-        'Make all ranks call the same operations, in the same order. With `debug="collectives"`, or `fabric run '
-        "--debug collectives`, each call is compared before it runs."
+        'Make all ranks call the same operations, in the same order. With `sanitize="always"`, or `fabric run '
+        "--sanitize always`, each call is compared before it runs."
     )
 
 

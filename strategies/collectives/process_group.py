@@ -392,7 +392,7 @@ class TorchCollective(CarriesObjects):
             self._read_last()
         try:
             return function(*args, group=group, **to)
-        except CollectiveError:  # of `debug.py`
+        except CollectiveError:  # of `comparing.py`
             raise
         except (RuntimeError, ValueError) as error:
             raise self._failure(operation, tensor, error) from error

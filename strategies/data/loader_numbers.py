@@ -41,10 +41,6 @@ class LoaderNumbers:
         """Backward passes and optimizer steps."""
         return self.num_backwards + self.num_steps
 
-    def note_step(self) -> None:
-        """Count a step of an optimizer."""
-        self.num_steps += 1
-
     def next(self) -> int:
         """The number of the loader that is being set up."""
         state = digest(torch.default_generator.get_state())

@@ -93,6 +93,6 @@ class DDPStrategy(ProcessGroupStrategy):
 
 _DETAIL = (
     "TORCH_DISTRIBUTED_DEBUG=DETAIL: with it torch's DistributedDataParallel ends the process by SIGSEGV on the CPU "
-    "(torch 2.9 to 2.13). Write INFO. `Fabric(debug='collectives')` compares every collective over the ranks, as "
+    "(torch 2.9 to 2.13). Write INFO. `Fabric(sanitize='always')` compares every collective over the ranks, as "
     "DETAIL is to do."
 )

@@ -25,8 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from fabric import Fabric
-from fabric.replica_check import ReplicaCheck
-from fabric.strategies.collectives.debug import compare_collectives
+from fabric.checks.sanitizer import Sanitizer, WatchedSteps
 
 BATCH, WIDTH, LAYERS = 32, 64, 4
 STEPS, WINDOW = 8, 4
@@ -99,16 +98,11 @@ def numbers(ours: Fabric) -> list[Row]:
             ours.backward(model(inputs).square().mean())
             optimizer.step()
 
-    def compared(batches: Iterable[Any]) -> None:
-        check = ReplicaCheck(ours.collective, every=1)
-        check.add(ours._models[model])
-        detach = check.attach(optimizer, ours._models[model].state)
+    def watched(batches: Iterable[Any]) -> None:
+        sanitizer = next(check for check in ours._moments.checks if isinstance(check, Sanitizer))
+        sanitizer._watched, ours._moments.due_at = WatchedSteps("always"), 0
         steps(batches)
-        detach()
-
-    def debugged(batches: Iterable[Any]) -> None:
-        with compare_collectives():
-            steps(batches)
+        sanitizer._watched = WatchedSteps(False)
 
     by_itself: Any = DataLoader(Endless(), batch_size=None)  # what a loop may depend on is not read ahead
     ahead: Any = DataLoader(Endless(), batch_size=1, collate_fn=lambda batches: batches[0])
@@ -146,8 +140,7 @@ def numbers(ours: Fabric) -> list[Row]:
                 partial(steps, stateful_agreed),
             ),
             "loader with a state": (partial(steps, plain), partial(steps, prepared)),
-            "check_replicas=1": (partial(steps, prepared), partial(compared, prepared)),
-            "debug='collectives'": (partial(steps, prepared), partial(debugged, prepared)),
+            "sanitize='always'": (partial(steps, prepared), partial(watched, prepared)),
             "guard_gradients": (partial(steps, prepared), partial(guarded, prepared, None)),
             "guard_gradients(keep_in=)": (partial(steps, prepared), partial(guarded, prepared, folder)),
         }

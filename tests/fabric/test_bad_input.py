@@ -38,12 +38,16 @@ CONSTRUCTORS: dict[str, Row] = {
     # Options that strategies share
     "launcher": (lambda: two(DDPStrategy(launcher="thread")), ValueError, "Write one of 'auto', 'script', 'fork'"),
     "backend": (lambda: two(FSDPStrategy(backend="glo")), ValueError, "torch.distributed has no backend 'glo'"),
-    "check_replicas": (
-        lambda: Fabric(accelerator=ACCELERATOR, devices=1, check_replicas=0),
+    "sanitize, a number": (
+        lambda: Fabric(accelerator=ACCELERATOR, devices=1, sanitize=0),
         ValueError,
-        "`check_replicas=0` is out of range. Write a whole number from 1.",
+        "`sanitize=0` is out of range. Write a whole number from 1.",
     ),
-    "debug": (lambda: two("ddp", debug=True), ValueError, "`debug=True` is not known. Write 'collectives'."),
+    "sanitize": (
+        lambda: two("ddp", sanitize=True),
+        ValueError,
+        "`sanitize=True` is not known. Write 'start', 'always', a number of steps, or False.",
+    ),
     "log_dir": (lambda: two("ddp", log_dir=__file__), ValueError, "is a file. Write the path of a folder"),
     "log_dir number": (lambda: two("ddp", log_dir=3), TypeError, "`log_dir=3` is a `int`. Write the path of a folder."),
     "prefix_output": (lambda: two("ddp", prefix_output="no"), TypeError, "`prefix_output='no'` is a `str`."),

@@ -55,6 +55,11 @@ def end(fabric: Fabric, place: str) -> int:
 def test_no_rank_aborts_where_another_one_ends_earlier_or_later(strategy: str) -> None:
     for place in ("closes late", "stopped while rank 0 closes", "a collective under way", "a thread in a collective"):
         fabric = Fabric(
-            accelerator=ACCELERATOR, devices=2, strategy=strategy, launcher="forkserver", timeout_seconds=20
+            accelerator=ACCELERATOR,
+            devices=2,
+            strategy=strategy,
+            launcher="forkserver",
+            timeout_seconds=20,
+            sanitize=False,  # which compares a watched step in `close`, to which all ranks then come
         )
         assert fabric.launch(end, place) == 1, place

@@ -38,7 +38,10 @@ launcher = "external" if "TORCHELASTIC_RUN_ID" in os.environ else "fork"
 os.chdir(os.path.dirname(__file__))
 if strategy == "short":
     strategy = DDPStrategy(timeout_seconds=6)
-fabric = Fabric(accelerator="cpu", strategy=strategy, devices=2, report_after_seconds=0.3, launcher=launcher)
+options = dict(sanitize="start" if len(sys.argv) > 3 else False)  # in a watched step calls are compared before they run
+fabric = Fabric(
+    accelerator="cpu", strategy=strategy, devices=2, report_after_seconds=0.3, launcher=launcher, **options
+)
 fabric.launch()
 model = torch.nn.Linear(4, 1)
 model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -121,6 +124,14 @@ def test_a_metric_of_one_rank_raises_on_all(tmp_path: Path, strategy: str) -> No
     assert f"rank 1: all_reduce of float64 (2,), {line('fabric.all_gather(')} in be_late" in output
 
 
+def test_in_a_watched_step_different_calls_raise_at_once(tmp_path: Path) -> None:
+    with running([*hanging(tmp_path, "elsewhere", "ddp"), "sanitized"]) as program:
+        output = read_until(program, "rank 1: broadcast, at")
+        assert program.process.wait(30) == 1
+    assert "CollectiveError: The 2 ranks did not make the same call:" in output
+    assert f"rank 0: all_reduce, at {line('fabric.backward')} in <module>" in output
+
+
 @pytest.mark.thorough
 def test_the_timeout_error_names_the_call_that_a_rank_has_not_made(tmp_path: Path) -> None:
     with running(hanging(tmp_path, "python", "short")) as program:
@@ -169,7 +180,9 @@ PARTED = """
 import torch
 from fabric import Fabric
 
-fabric = Fabric(accelerator="cpu", strategy="ddp", devices=2, launcher="fork", report_after_seconds=0.3)
+fabric = Fabric(
+    accelerator="cpu", strategy="ddp", devices=2, launcher="fork", report_after_seconds=0.3, sanitize=False
+)
 fabric.launch()
 model = fabric.setup(torch.nn.Linear(64, 1))
 for step in range(3):

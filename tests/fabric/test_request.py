@@ -88,7 +88,7 @@ def test_every_form_of_devices_is_read(written: object, read: object) -> None:
         ("callbacks", [dict], TypeError, "`callbacks` holds the class `dict`. Pass an instance, `dict(...)`."),
         ("loggers", "csv", TypeError, "`loggers` holds the string 'csv'. Pass the object itself."),
         ("plugins", ["bf16"], TypeError, "`plugins` holds the string 'bf16'. Pass the object itself."),
-        ("plugins", 7, TypeError, "`plugins` holds 7, a `int`. Pass a `Precision` or an `Environment`; accelerators, "),
+        ("plugins", 7, TypeError, "`plugins` holds 7, a `int`. Pass a `Precision`, an `Environment` or a `Check`; "),
     ],
 )
 def test_an_invalid_word_raises_with_what_to_write(

@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,11 +19,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import LBFGS, SGD, Optimizer
+from worlds import run_world
 
-from fabric import Fabric, replica_guard
+from fabric import Fabric, World
 from fabric.strategies.collectives.collective import CollectiveError
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.registry import make_strategy
+from fabric.strategies.strategy import Strategy
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
 from rows import WITH_A_FUNCTION
@@ -653,8 +654,9 @@ PLAIN: dict[str, Callable[[], nn.Module]] = {
 """Where the program in one process is another than that of `steps`."""
 
 
-def run_all(fabric: Fabric, strategy: str) -> dict[str, str]:
-    """What becomes of each program on rank 0: right, wrong by how much, or the sentence that it raises."""
+def run_all(world: World, strategy: str) -> dict[str, str]:
+    """What becomes of each program on this rank: right, wrong by how much, or the sentence that it raises. Each has a
+    fabric of its own, with which the last step is compared when it is closed."""
     found = {}
     probe = torch.linspace(-1, 1, 8).view(2, 4)
     for name, (program, changes) in PROGRAMS.items():
@@ -664,18 +666,21 @@ def run_all(fabric: Fabric, strategy: str) -> dict[str, str]:
         plain = PLAIN.get(name) or partial(steps, net, make_optimizer(net), lambda loss: loss.backward(), **changes)
         expected = plain()(probe)
         try:
-            model = program(fabric)
-            with torch.no_grad():
-                error = float((model(probe) - expected).abs().max())
-            word = "right" if error < 1e-5 else f"wrong by {error:.2g}"
+            with Fabric(
+                accelerator=ACCELERATOR, strategy=of_name(strategy), launcher="external", sanitize="always"
+            ) as fabric:
+                fabric.launch()
+                model = program(fabric)
+                with torch.no_grad():
+                    error = float((model(probe) - expected).abs().max())
+            found[name] = "right" if error < 1e-5 else f"wrong by {error:.2g}"
         except (RuntimeError, ValueError, AssertionError) as raised:
-            word = str(raised)
-        for prepared in fabric._models:  # a program that raised leaves gradients
-            for parameter in prepared.parameters():
-                parameter.grad = None
-        words = fabric.collective.all_gather_object(word)
-        found[name] = word if len({one.startswith(("right", "wrong")) for one in words}) == 1 else f"wrong: {words}"
+            found[name] = str(raised)
     return found
+
+
+def of_name(name: str) -> Strategy:
+    return (WITH_A_FUNCTION.get((name, 2)) or partial(make_strategy, name))()
 
 
 def in_another_order(rank: int) -> nn.Module:
@@ -818,14 +823,14 @@ SENTENCES = {
     (
         "ddp",
         "gradients of its own",
-    ): "`SGD.step()` with gradients that no `fabric.backward` has computed since its last",
-    ("ddp", "updates of its own"): "`torch.autograd.grad` or a plain backward computed of this rank's loss alone",
+    ): "After step 1 of `SGD`, the gradient of `0.weight` on rank 1 differs from that on rank 0. They were",
+    ("ddp", "updates of its own"): "`0.weight` on rank 1 differs from that on rank 0. It is the first comparison",
     (
         "manual",
         "gradients of its own",
-    ): "`SGD.step()` with gradients that no `fabric.backward` has computed since its last",
-    ("manual", "updates of its own"): "`torch.autograd.grad` or a plain backward computed of this rank's loss alone",
-    ("ddp_sharded", "updates of its own"): "a plain backward computed of this rank's loss alone",
+    ): "After step 1 of `SGD`, the gradient of `0.weight` on rank 1 differs from that on rank 0. They were",
+    ("manual", "updates of its own"): "`0.weight` on rank 1 differs from that on rank 0. It is the first comparison",
+    ("ddp_sharded", "updates of its own"): "`0.weight` on rank 1 differs from that on rank 0. It is the first",
     ("manual", "steps within backward"): "`SGD.step()` within a backward, in a hook of a parameter of `Sequential`",
     ("ddp", "steps within backward"): "`SGD.step()` within a backward, in a hook of a parameter of `Sequential`",
     ("ddp_fully_sharded", "steps within backward"): "its gradient is averaged over the ranks later",
@@ -860,7 +865,7 @@ SENTENCES = {
     ("ddp_fully_sharded", "clip_grad_norm_ of torch"): "call `fabric.clip_gradients(model, optimizer, max_norm=...)`",
     ("deepspeed_stage_2", "plain backward"): "`loss.backward()` was called on a loss of `Sequential`, but DeepSpeed",
     ("deepspeed_stage_2", "submodules called by themselves"): "a submodule was called directly",
-    ("deepspeed_stage_2", "optimizer that was not set up"): "of an optimizer of `Sequential` that was not set up",
+    ("deepspeed_stage_2", "optimizer that was not set up"): "`Sequential` was set up without an optimizer, for",
     ("deepspeed_stage_3", "parameter replaced after setup"): "`Sequential` ('2.weight') were added or unfrozen after",
     ("deepspeed_stage_3", "weights changed in place"): "the step would undo the change",
     ("deepspeed_stage_3", "weights clamped through .data"): "the step would undo the change",
@@ -880,11 +885,13 @@ NAMES = ("ddp", "fsdp", "model_parallel", "manual", "ddp_sharded", "ddp_fully_sh
     ],
 )
 def test_a_program_with_a_mistake_raises_or_trains_as_it_would_in_one_process(name: str) -> None:
-    strategy = (WITH_A_FUNCTION.get((name, 2)) or (lambda: make_strategy(name)))()
-    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, check_replicas=1)
-    found, differing = fabric.launch(
-        lambda fabric: (run_all(fabric, name), name != "manual" and set_up_different(fabric))
-    )
+    of_ranks = run_world(2, run_all, name)
+    found = {
+        program: word if word.startswith(("right", "wrong")) == other.startswith(("right", "wrong")) else "wrong alone"
+        for (program, word), other in zip(of_ranks[0].items(), of_ranks[1].values(), strict=True)
+    }
+    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy=of_name(name))
+    differing = {} if name == "manual" else fabric.launch(set_up_different)
     right = [program for program, names in RIGHT.items() if name in names]
     followed = FOLLOWED[: 3 if name == "ddp_sharded" else 4]  # FairScale broadcasts the memory that it knows
     for program in ("no mistake", *CORRECT, *right, *(followed if name in KEEPS_WHOLE_WEIGHTS else ())):
@@ -893,9 +900,9 @@ def test_a_program_with_a_mistake_raises_or_trains_as_it_would_in_one_process(na
     for (strategy_name, program), sentence in SENTENCES.items():
         if strategy_name == name:
             assert sentence in found[program]
-    for kind, of_ranks in (differing or {}).items():
-        for rank, words in enumerate(of_ranks):
-            assert words == of_ranks[0], "each rank's line of the program is in the error of every rank"
+    for kind, sentences in differing.items():
+        for rank, words in enumerate(sentences):
+            assert words == sentences[0], "each rank's line of the program is in the error of every rank"
             assert re.search("rank 1: (setup|construction) of `", words), kind
             assert DIFFERENT[kind][1].format(rank) in words, kind
 
@@ -903,42 +910,8 @@ def test_a_program_with_a_mistake_raises_or_trains_as_it_would_in_one_process(na
 @pytest.mark.slow
 def test_values_on_rank_zero_alone_are_those_of_all_shards_or_raise() -> None:
     for name, word in (("fsdp", "right"), ("model_parallel", META), ("ddp", META), ("ddp_sharded", META)):
-        strategy = (WITH_A_FUNCTION.get((name, 2)) or (lambda name=name: make_strategy(name)))()
-        with Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, launcher="forkserver") as fabric:
+        with Fabric(accelerator=ACCELERATOR, devices=2, strategy=of_name(name), launcher="forkserver") as fabric:
             assert word in fabric.launch(set_up_with_values_on_rank_zero)
-
-
-def read_the_same(fabric: Fabric, reported: bool) -> tuple[list[str], str]:
-    """Train on a loader that was not set up; then load weights on rank 0 alone. `reported`: about equal data."""
-    replica_guard._GRACE = timedelta(0)  # no other rank will load
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("fabric").addHandler(handler)
-    net = make_net()
-    model, optimizer = fabric.setup(net, make_optimizer(net))
-    if reported:
-        fabric.setup_dataloaders([1, 2], use_distributed_sampler=False)
-    for step in range(6):
-        if fabric.global_rank == 0 and step == 4:
-            load(model)
-        try:
-            fabric.backward(loss_of(model, step))
-        except RuntimeError as error:
-            return heard, str(error)
-        optimizer.step()
-        optimizer.zero_grad()
-    return heard, ""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reported", [False, True])
-def test_reading_the_same_samples_is_reported_once_and_a_load_on_one_rank_raises_there(reported: bool) -> None:
-    heard, error = Fabric(accelerator=ACCELERATOR, devices=2, strategy="ddp").launch(read_the_same, reported)
-    told = [sentence for sentence in heard if "they read the same samples" in sentence]
-    assert len(told) == (0 if reported else 1)
-    assert reported or "test_wrong_programs.py" in told[0]
-    assert "`load_state_dict` was called on 1 of 2 ranks, at" in error
 
 
 def train_a_second_model(fabric: Fabric, average: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""Compares every collective of torch.distributed over the ranks before it runs: `Fabric(debug="collectives")`.
+"""Compares every collective of torch.distributed over the ranks before it runs, in steps that the sanitizer watches.
 
 All calls on process groups go through torch's dispatcher, also those that DDP's reducer makes in C++. So one kernel for
 each operator of `c10d` sees them all, on every group and in every thread, and while none is registered they cost
@@ -6,18 +6,16 @@ nothing. The ranks of the group compare what they are about to call as `call_che
 numbers; the calls themselves are sent only for the error. So each call waits until all ranks of its group make it, also
 one that was started with `async_op=True`.
 
-Unlike `TORCH_DISTRIBUTED_DEBUG=DETAIL`, it needs no second process group, compares the line of the program, and works
-for groups that exist already.
+Unlike `TORCH_DISTRIBUTED_DEBUG=DETAIL`, it needs no second process group, and works for groups that exist already. The
+line of the program is shown, and not compared: ranks may make one call on different lines.
 """
 
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, final
 
 import torch
@@ -26,14 +24,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fabric.launchers.watch.activity import CALLS, GRADIENTS
-from fabric.launchers.watch.stack import frames_of, users_line
 from fabric.strategies.collectives.call_check import difference, hash_of, is_comparing
 from fabric.strategies.collectives.process_group import TorchCollective
-
-_ADVICE = (
-    "`Fabric(debug='collectives')` compares the line of the program, too. If the ranks are meant to make this call on "
-    "different lines, move it to a line that all of them reach."
-)
 
 
 @final
@@ -75,8 +67,8 @@ NOT_COMPARED = ("send", "recv_", "recv_any_source_", "monitored_barrier_", "chec
 def compare_collectives() -> Iterator[None]:
     """Context in which all collectives of this process are compared. Ranks: all; process groups may exist already.
 
-    A collective that differs from the other ranks' in operation, shapes, dtypes, source or line of the program raises
-    CollectiveError on all ranks of its group, before it runs. Not compared: the operator of a reduction, and calls on
+    A collective that differs from the other ranks' in operation, shapes, dtypes or source raises CollectiveError on all
+    ranks of its group, before it runs. Not compared: the operator of a reduction, and calls on
     groups without a backend for the CPU, which fabric does not create.
     """
     library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
@@ -102,7 +94,7 @@ def _kernel(operator: Any, shown: _Operator) -> Callable[..., Any]:
         caller = here.f_back if here is not None else None  # None if C++ calls in a thread of its own
         if caller is None or caller.f_code is not _MESSAGE:
             given = {**dict(zip(names, args, strict=False)), **kwargs}
-            _compare(ProcessGroup.unbox(given["process_group"]), shown, given, caller)
+            _compare(ProcessGroup.unbox(given["process_group"]), shown, given)
         return operator.redispatch(keyset.remove(torch._C.DispatchKey.BackendSelect), *args, **kwargs)
 
     return compare
@@ -112,19 +104,18 @@ _MESSAGE = TorchCollective.add_numbers.__code__
 """Sends the message of a comparison, which is a collective, too."""
 
 
-def _compare(group: ProcessGroup, shown: _Operator, given: Mapping[str, Any], caller: FrameType | None) -> None:
+def _compare(group: ProcessGroup, shown: _Operator, given: Mapping[str, Any]) -> None:
     if group.size() == 1 or is_comparing() or "cpu:" not in dist.get_backend_config(group):
         return
     operands = [words for name in shown.arguments for words in _operands(name, given[name], shown)]
     call = "\n".join([shown.words, *operands])
-    line = os.path.basename(users_line(frames_of(caller)))  # nodes may have the program in different folders
     # Gradients are compared with the program's own calls, so that both raise where one meets the other.
     whole = dist.group.WORLD
     compared = whole if whole is not None and group.group_desc in (CALLS, GRADIENTS) else group
-    collective, mine = TorchCollective.over(compared), hash_of(f"{call}\n{line}")
+    collective, mine = TorchCollective.over(compared), hash_of(call)
     hashes, _ = collective.add_numbers(mine, 0.0)
     if hashes != mine * group.size():
-        raise difference(collective, call, _ADVICE)
+        raise difference(collective, call)
 
 
 def _operands(name: str, value: Any, shown: _Operator) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""`Fabric(debug="collectives")`: every collective of torch.distributed is compared over the ranks before it runs."""
+"""In watched steps, every collective of torch.distributed is compared over the ranks before it runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from fabric import Fabric
 from fabric.strategies.collectives.collective import CollectiveError
-from fabric.strategies.collectives.debug import NOT_COMPARED, OPERATORS
+from fabric.strategies.collectives.comparing import NOT_COMPARED, OPERATORS
 
 
 def test_every_operator_of_torch_s_process_groups_is_known() -> None:
@@ -43,13 +43,13 @@ def calls_that_differ(fabric: Fabric) -> list[str]:
         "shape": lambda: dist.all_reduce(one if first else two, group=pair),
         "dtype": lambda: dist.all_reduce(one if first else one.int(), async_op=True),
         "source": lambda: dist.broadcast(one, src=0 if first else 1),
-        "line": from_two_lines,
         "gathered": lambda: gathered(one if first else two),
         "of fabric": lambda: fabric.all_reduce(one) if first else fabric.barrier(),
         "of fabric and of torch": lambda: fabric.all_reduce(one) if first else dist.all_reduce(one),
         "objects": lambda: dist.all_gather_object([None, None], 1) if first else dist.all_reduce(one),
         "without autograd": torch.inference_mode()(lambda: dist.all_reduce(torch.ones(3 if first else 4))),
     }
+    from_two_lines()  # right
     messages = []
     for name, call in calls.items():
         with pytest.raises(CollectiveError, match="The 2 ranks did not make the same call") as caught:
@@ -80,15 +80,13 @@ def calls_of_the_backends_that_differ(fabric: Fabric) -> list[str]:
 
 
 def test_calls_that_differ_in_anything_raise_on_all_ranks_before_they_run() -> None:
-    messages = Fabric(accelerator=ACCELERATOR, devices=2, debug="collectives").launch(calls_that_differ)
+    messages = Fabric(accelerator=ACCELERATOR, devices=2, sanitize="always").launch(calls_that_differ)
     found = dict(message.split(": ", 1) for message in messages)
     assert "rank 0: all_reduce, at " in found["operation"]
     assert "rank 1: barrier, at " in found["operation"]
     assert "      tensors: float32 (3, 2)" in found["shape"]
     assert "      tensors: int32 (2, 3)" in found["dtype"]
     assert "      root_rank: 1" in found["source"]
-    assert "compares the line of the program, too" in found["line"]
-    assert "in from_two_lines" in found["line"]
     assert "rank 0: all_reduce with op='mean', at " in found["of fabric"]
     assert "rank 1: all_reduce, at " in found["of fabric and of torch"]
 
@@ -99,9 +97,9 @@ def test_calls_that_differ_in_anything_raise_on_all_ranks_before_they_run() -> N
     [("ddp", "broadcast"), ("fsdp", "all_gather_into_tensor"), ("ddp_sharded", "reduce"), ("deepspeed_stage_2", "all")],
 )
 def test_the_collectives_of_backends_are_compared(strategy: str, call: str) -> None:
-    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, debug="collectives")
+    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, sanitize="always")
     for message in fabric.launch(calls_of_the_backends_that_differ):
-        assert "test_debug.py" in message
+        assert "test_comparing.py" in message
         assert f"rank 0: {call}" in message
         assert "rank 1: all_reduce" in message
 
@@ -112,17 +110,12 @@ def is_compared() -> bool:
 
 def compare_twice(fabric: Fabric) -> list[bool]:
     seen = [is_compared()]
-    with Fabric(accelerator=ACCELERATOR, devices=2, debug="collectives") as second:
+    with Fabric(accelerator=ACCELERATOR, devices=2, sanitize="always") as second:
         second.launch()
         second.barrier()
         seen.append(is_compared())
     return [*seen, is_compared()]
 
 
-def test_without_the_option_and_after_close_nothing_is_compared() -> None:
-    assert Fabric(accelerator=ACCELERATOR, devices=2).launch(compare_twice) == [False, True, False]
-
-
-def test_horovod_is_refused_because_it_does_not_use_process_groups() -> None:
-    with pytest.raises(ValueError, match=r"`debug='collectives'` compares the calls of torch\.distributed"):
-        Fabric(accelerator=ACCELERATOR, devices=2, strategy="horovod", debug="collectives")
+def test_without_the_sanitizer_and_after_close_nothing_is_compared() -> None:
+    assert Fabric(accelerator=ACCELERATOR, devices=2, sanitize=False).launch(compare_twice) == [False, True, False]

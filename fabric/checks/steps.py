@@ -7,6 +7,9 @@ from typing import Any, final
 
 from torch.optim import Optimizer
 
+from fabric.checks.check import Moments
+from fabric.strategies.data.loader_numbers import LoaderNumbers
+
 
 @final
 class StepCounter:
@@ -15,13 +18,15 @@ class StepCounter:
     def __init__(self) -> None:
         self.num_steps = 0
 
-    def attach(self, optimizer: Optimizer, note: Callable[[], None] = lambda: None) -> Callable[[], None]:
-        """Count from now on, and call `note` at each step. Returns a function to stop."""
+    def attach(self, optimizer: Optimizer, loaders: LoaderNumbers, moments: Moments) -> Callable[[], None]:
+        """Count from now on, for `loaders` too, and call `after_step` of the checks. Returns a function to stop."""
 
         def count(stepped: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not stepped.step_was_skipped:  # type: ignore[attr-defined]  # every optimizer that was set up has it
                 self.num_steps += 1
-            note()
+            loaders.num_steps += 1
+            for moment in moments.after_step:
+                moment(stepped)
 
         return optimizer.register_step_post_hook(count).remove
 

@@ -1,0 +1,135 @@
+"""Whether ranks agree on facts, in one all-reduce; the facts are gathered only for the error.
+
+Each rank multiplies the digest of a fact by a coefficient of its own; the coefficients of the ranks that should agree
+on it add up to zero modulo 2**64, so the sum over all ranks and facts is zero where they agree, whatever groups the
+ranks form.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, final
+
+import torch
+
+from fabric.strategies.collectives.collective import Collective
+
+Kind: TypeAlias = Literal["steps", "options", "gradients", "weights", "states"]
+
+
+class SanitizerError(RuntimeError):
+    """A watched step is wrong: ranks differ in something that they should have in common. Raised on every rank."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """Something that some ranks should have in common."""
+
+    kind: Kind
+    name: str
+    """For the error: "`0.weight`"."""
+    holders: tuple[int, ...]
+    """The ranks that should agree, in ascending order."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What this rank has."""
+
+    digest: int
+    text: str | None = None
+    """The value in words, where it is short."""
+
+
+Facts: TypeAlias = Mapping[Fact, Value]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """What is known of the losses of all ranks."""
+
+    are_equal: bool
+    num_nonfinite: int
+
+
+def compare(collective: Collective, facts: Facts, loss: float, when: str, since: str) -> Losses:
+    """Raise SanitizerError on every rank unless all agree. Ranks: all. Cost: an all-reduce of five numbers."""
+    rank = collective.rank
+    everyone = tuple(range(collective.size))
+    total = sum(_coefficient(fact.holders, rank) * value.digest for fact, value in facts.items()) % 2**64
+    losses = _coefficient(everyone, rank) * digest_of_text(loss.hex()) % 2**64
+    numbers = [total % 2**32, total >> 32, losses % 2**32, losses >> 32, not math.isfinite(loss)]
+    sums = collective.all_reduce(torch.tensor(numbers, dtype=torch.float64), "sum").tolist()
+    differing, differing_losses = ((int(sums[i]) + (int(sums[i + 1]) << 32)) % 2**64 for i in (0, 2))
+    if differing:
+        raise SanitizerError(_first_difference(collective, facts, when, since))
+    return Losses(are_equal=not differing_losses, num_nonfinite=int(sums[4]))
+
+
+def digest_of_text(text: str) -> int:
+    """A 64-bit digest."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _coefficient(ranks: tuple[int, ...], rank: int) -> int:
+    """Odd but for the last rank's, and zero modulo 2**64 over all of `ranks`."""
+    if rank != ranks[-1]:
+        return digest_of_text(str(rank)) | 1
+    return -sum(_coefficient(ranks, each) for each in ranks[:-1])
+
+
+def _first_difference(collective: Collective, facts: Facts, when: str, since: str) -> str:
+    of_ranks: list[dict[Fact, Value]] = collective.all_gather_object(dict(facts))
+    missing = Value(0, "nothing")
+    for fact in dict.fromkeys(fact for of_rank in of_ranks for fact in of_rank):
+        found = {rank: of_ranks[rank].get(fact, missing) for rank in fact.holders}
+        if len(set(found.values())) > 1:
+            usual = Counter(found.values()).most_common(1)[0][0]
+            others = [rank for rank, value in found.items() if value != usual]
+            those = [rank for rank, value in found.items() if value == usual]
+            other = found[others[0]]
+            values = ""
+            if usual.text != other.text:
+                values = (
+                    f" ({other.text or 'a value'} on rank {others[0]}, {usual.text or 'a value'} on rank {those[0]})"
+                )
+            return _DIFFER.format(
+                when=f"{when[0].upper()}{when[1:]}",
+                name=fact.name,
+                others=_ranks(others),
+                those=_ranks(those),
+                values=values,
+                since=since,
+                advice=_ADVICE[fact.kind],
+            )
+    raise AssertionError("nothing differs")
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+_DIFFER = "{when}, {name} on {others} differs from that on {those}{values}. {since} {advice}"
+_ADVICE: Mapping[Kind, str] = {
+    "steps": "Step each optimizer on all ranks or on none, and decide by values that are the same on all: "
+    "`fabric.all_reduce(loss)`.",
+    "options": "Step each scheduler on all ranks, with a value that is the same on all: "
+    "`scheduler.step(fabric.all_reduce(loss))`. If each rank steps a part of the parameters, as with "
+    "`deepspeed_stage_1` or `ddp_sharded`, an optimizer that estimates a value from all of them (Prodigy) needs "
+    "`strategy='ddp'` or 'fsdp'.",
+    "gradients": "Gradients that `fabric.backward` did not compute are this rank's own: those of "
+    "`torch.autograd.grad`, of a copy of the model, or changed on some ranks. Compute them by `fabric.backward(loss)`, "
+    "or average them: `parameter.grad = fabric.all_reduce(gradient)`.",
+    "weights": "Ranks train apart if weights are loaded, drawn or changed on some ranks alone, with gradients that "
+    "were not averaged, or by a step within backward. Change weights on all ranks alike: load by `fabric.load` or "
+    "`fabric.load_raw` on all ranks, and send what one rank draws: `fabric.broadcast(noise)`.",
+    "states": "Load the state of an optimizer on all ranks: `fabric.load(path, state)`.",
+}

@@ -1,0 +1,154 @@
+"""`Check`: the role of everything that watches a training loop, and the moments at which it is called.
+
+A check overrides the moments that it needs. `Moments` looks once which those are, so that the others cost no call.
+Arithmetic (weights, loss scaling, gradient synchronisation) is no check.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from fabric.strategies.checkpoint.state import StateAccess
+from fabric.strategies.prepared import Prepared
+from fabric.strategies.runtime import Runtime
+
+
+class Check:
+    """Watches the loop of one `Fabric`: `Fabric(plugins=[MyCheck()])`.
+
+        class LossIsPositive(Check):
+            def before_backward(self, loss, is_synchronised):
+                if loss.item() < 0:
+                    raise ValueError(f"the loss is {loss.item()}")
+
+    Moments are called on every rank. What a moment raises, the line of the program that led to it raises.
+    """
+
+    def connected(self, runtime: Runtime) -> None:
+        """This process is a rank now."""
+
+    def before_setup(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """`fabric.setup` is called, before the strategy sees the model."""
+
+    def model_set_up(self, model: Prepared) -> None:
+        """A model was set up."""
+
+    def optimizers_set_up(self, optimizers: Mapping[Optimizer, StateAccess]) -> None:
+        """Optimizers were set up, each with the access to its state; after `model_set_up` of a model set up with
+        them."""
+
+    def loader_set_up(self, loader: Iterable[Any], is_split: bool) -> None:
+        """A loader was set up. `is_split`: whether each rank reads a share of it."""
+
+    def batch_received(self, batch: Any, source: object) -> None:
+        """The loop receives a batch of a prepared loader, or a micro-batch of a window."""
+
+    def before_backward(self, loss: Tensor, is_synchronised: bool) -> None:
+        """`fabric.backward` is called. `is_synchronised`: whether it synchronises gradients."""
+
+    def after_backward(self, loss: Tensor, is_synchronised: bool) -> None:
+        """`fabric.backward` has computed gradients."""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """A prepared optimizer is about to step with the gradients that it has now."""
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """A prepared optimizer has stepped. `optimizer.step_was_skipped`: whether it changed nothing."""
+
+    def loading(self) -> None:
+        """A checkpoint is about to be loaded, by all ranks together."""
+
+    def closing(self) -> None:
+        """`fabric.close` was called, and no exception has ended the loop."""
+
+    def removed(self) -> None:
+        """The check is called no more: restore what it has changed."""
+
+
+@final
+@dataclass(slots=True)
+class Moments:
+    """The checks of one fabric, by the moments that they override."""
+
+    changed: Callable[[], None] = lambda: None
+    """Called when checks come or go."""
+    num_backwards: int = 0
+    """Synchronised backwards of the loop, which all ranks run alike."""
+    due_at: int = sys.maxsize
+    """The number of these after which `due` is called."""
+    due: Callable[[], None] = lambda: None
+    checks: tuple[Check, ...] = ()
+    connected: tuple[Callable[[Runtime], None], ...] = ()
+    before_setup: tuple[Callable[[nn.Module, Sequence[Optimizer]], None], ...] = ()
+    model_set_up: tuple[Callable[[Prepared], None], ...] = ()
+    optimizers_set_up: tuple[Callable[[Mapping[Optimizer, StateAccess]], None], ...] = ()
+    loader_set_up: tuple[Callable[[Iterable[Any], bool], None], ...] = ()
+    batch_received: tuple[Callable[[Any, object], None], ...] = ()
+    before_backward: tuple[Callable[[Tensor, bool], None], ...] = ()
+    after_backward: tuple[Callable[[Tensor, bool], None], ...] = ()
+    before_step: tuple[Callable[[Optimizer], None], ...] = ()
+    after_step: tuple[Callable[[Optimizer], None], ...] = ()
+    loading: tuple[Callable[[], None], ...] = ()
+    closing: tuple[Callable[[], None], ...] = ()
+    _before_step_hooks: dict[Optimizer, RemovableHandle | None] | None = None
+
+    def add(self, *checks: Check) -> None:
+        """Call these from now on, after those that are there."""
+        self._collect((*self.checks, *checks))
+
+    def remove(self, check: Check) -> None:
+        """Call this one no more."""
+        self._collect(tuple(each for each in self.checks if each is not check))
+        check.removed()
+
+    def _collect(self, checks: tuple[Check, ...]) -> None:
+        self.checks = checks
+        for name in MOMENTS:
+            overriding = (each for each in checks if getattr(type(each), name) is not getattr(Check, name))
+            setattr(self, name, tuple(getattr(each, name) for each in overriding))
+        self._hook_before_steps()
+        self.changed()
+
+    def clear(self) -> None:
+        """Call none any more."""
+        checks = self.checks
+        self._collect(())
+        for check in checks:
+            check.removed()
+
+    def follow(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Call `before_step` for this optimizer. Returns what undoes it."""
+        if self._before_step_hooks is None:
+            self._before_step_hooks = {}
+        hooks = self._before_step_hooks
+        hooks[optimizer] = None
+        self._hook_before_steps()
+
+        def undo() -> None:
+            if (hook := hooks.pop(optimizer, None)) is not None:
+                hook.remove()
+
+        return undo
+
+    def _hook_before_steps(self) -> None:
+        """A hook on each optimizer, behind those of the strategy, exactly while some check overrides `before_step`."""
+        for optimizer, hook in (self._before_step_hooks or {}).items():
+            if hook is None and self.before_step:
+                self._before_step_hooks[optimizer] = optimizer.register_step_pre_hook(self._step)  # type: ignore[index]
+            elif hook is not None and not self.before_step:
+                hook.remove()
+                self._before_step_hooks[optimizer] = None  # type: ignore[index]
+
+    def _step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for moment in self.before_step:
+            moment(optimizer)
+
+
+MOMENTS = tuple(name for name in vars(Check) if not name.startswith("_") and name != "removed")

@@ -1,0 +1,126 @@
+"""What ranks should have in common, as facts with digests: optimizers' options, gradients, weights and states.
+
+A checkpoint knows of each tensor which part a rank holds, and which ranks hold the same: `StateAccess` tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabric.checks.agreement import Fact, Kind, Value, digest_of_text
+from fabric.strategies.checkpoint.state import PlainState, StateAccess
+from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
+from fabric.strategies.digest import numbers_of
+from fabric.strategies.gradients.clipping import parameters_of
+from fabric.strategies.prepared import Prepared
+
+Parameters: TypeAlias = Mapping[str, nn.Parameter]
+"""By their names."""
+
+
+def options_of(optimizer: Optimizer, num_steps: int, everyone: tuple[int, ...]) -> dict[Fact, Value]:
+    """The steps and hyperparameters of one optimizer. Numbers are rounded: libraries of mathematics differ. Tensors
+    are left out: those that learn are states."""
+    name = type(optimizer).__name__
+    texts: dict[tuple[Kind, str], str] = {("steps", f"the number of steps of `{name}`"): str(num_steps)}
+    for number, group in enumerate(optimizer.param_groups):
+        of = f"of parameter group {number} of `{name}`"
+        texts.update(
+            {("options", f"`{key}` {of}"): text for key in optimizer.defaults if (text := _text(group.get(key)))}
+        )
+    return {Fact(*of, everyone): Value(digest_of_text(text), text) for of, text in texts.items()}
+
+
+def gradients_of(optimizer: Optimizer, names: Mapping[int, str], everyone: tuple[int, ...]) -> dict[Fact, Value]:
+    """The gradients with which an optimizer is about to step, where all ranks have them whole."""
+    parameters = parameters_of(optimizer)
+    digests = iter(numbers_of(each.grad for each in parameters if each.grad is not None))
+    return {
+        Fact("gradients", f"the gradient of {_named(each, index, names)}", everyone): (
+            Value(0, "no gradient") if each.grad is None else Value(next(digests) % 2**64)
+        )
+        for index, each in enumerate(parameters)
+    }
+
+
+def weights_and_states(
+    models: Sequence[tuple[Prepared, Parameters]], access: Mapping[Optimizer, StateAccess], size: int
+) -> dict[Fact, Value]:
+    """What this rank holds of parameters and optimizer states that other ranks hold, too. Ranks: all.
+
+    `models`: each with its parameters as they were set up. Those added later may differ until they are trained.
+    """
+    parts: dict[Fact, Tensor] = {}
+    for kind, name, held in _held(models, access, size):
+        if len(held.holders) > 1:
+            for number, (chunk, part) in enumerate(held.shards):
+                parts[Fact(kind, f"{name}{chunk.offsets if number else ''}", held.holders)] = part
+    return {fact: Value(digest % 2**64) for fact, digest in zip(parts, numbers_of(parts.values()), strict=True)}
+
+
+def names_in(models: Iterable[Prepared]) -> dict[int, str]:
+    """The name of each parameter, by its id."""
+    several = list(models)
+    return {
+        id(parameter): f"`{name}`" if len(several) == 1 else f"`{name}` of `{type(model.module).__name__}`"
+        for model in several
+        for name, parameter in model.module.named_parameters(remove_duplicate=False)
+    }
+
+
+def _held(
+    models: Sequence[tuple[Prepared, Parameters]], access: Mapping[Optimizer, StateAccess], size: int
+) -> Iterator[tuple[Kind, str, TensorShards]]:
+    everyone, names = range(size), names_in(model for model, _ in models)
+    for model, known in models:
+        how = PlainState(size) if model.sync.is_replicated else model.state
+        if not _tells_holders(how):
+            continue
+        state = _local(how, size).read_module_shards(model.module)
+        for name, parameter in model.module.named_parameters(remove_duplicate=False):
+            value = state.get(name) if known.get(name) is parameter else None
+            if isinstance(value, Tensor):  # not sharded
+                value = replicated(value, everyone)
+            if isinstance(value, TensorShards):
+                yield "weights", names.get(id(parameter), f"`{name}`"), value
+    for optimizer, how in access.items():
+        if any(model.sync.is_replicated and model.holds(optimizer) for model, _ in models):
+            how = PlainState(size)
+        if not _tells_holders(how):
+            continue
+        parameters = parameters_of(optimizer)
+        if set(optimizer.state).difference(parameters):  # of parameters that the program took out of its groups
+            continue
+        states = _local(how, size).read_optimizer_shards(optimizer).get("state", {})
+        for index, entries in states.items():
+            of = _named(parameters[index], index, names) if index < len(parameters) else f"parameter {index}"
+            for name, value in entries.items():
+                if isinstance(value, TensorShards):
+                    yield "states", f"`{name}` of {of} in `{type(optimizer).__name__}`", value
+
+
+def _named(parameter: Tensor, index: int, names: Mapping[int, str]) -> str:
+    return names.get(id(parameter), f"parameter {index}")
+
+
+def _local(access: StateAccess, size: int) -> StateAccess:
+    return PlainState(size) if isinstance(access, PlainState) else access
+
+
+def _tells_holders(access: StateAccess) -> bool:
+    return type(access).read_module_shards is not StateAccess.read_module_shards
+
+
+def _text(value: Any) -> str | None:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if value is None or isinstance(value, bool | int | str):
+        return repr(value)
+    if isinstance(value, tuple | list):
+        texts = [_text(each) for each in value]
+        return None if None in texts else f"({', '.join(map(str, texts))})"
+    return None
