@@ -135,34 +135,6 @@ def test_losses_norms_weights_and_moments_equal_those_of_one_process(name: str, 
         close(run.moments, expected.moments)
 
 
-def assign_other_data(fabric: Fabric) -> tuple[str, bool]:
-    """What the forward after `parameter.data = other` raises; and whether a change in place is in the weights."""
-    prepared, _ = fabric.setup(*make(Recipe()))
-    inputs = batches(Recipe())[0][0]
-    prepared(inputs)
-    for parameter in prepared.parameters():
-        parameter.data.mul_(0.5)
-    halved = prepared(inputs)
-    for parameter in prepared.parameters():
-        parameter.data.mul_(2)
-    changed = not torch.equal(prepared(inputs), halved)
-    for parameter in prepared.parameters():
-        parameter.data = parameter.data * 0.5
-    try:
-        prepared(inputs)
-    except RuntimeError as error:
-        return str(error), changed
-    return "", changed
-
-
-@pytest.mark.slow
-def test_other_data_of_tensor_parallel_parameters_raises_in_the_next_forward() -> None:
-    sentence, changed = fabric_with(MESHES["tensor"][1], 2).launch(assign_other_data)
-    assert "`nn.init.eye_(parameter)` after `fabric.setup` do not change a parameter that is sharded" in sentence
-    assert "`Net`" in sentence
-    assert changed
-
-
 @pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("other", [DDPStrategy(), FSDPStrategy(auto_wrap_policy=Block)], ids=["ddp", "fsdp"])
