@@ -318,6 +318,42 @@ def run_empty(fabric: Fabric) -> None:
     model(batches(Recipe())[0][0])
 
 
+def shard_layers(model: nn.Module, mesh: Any) -> None:
+    """Each by itself, and not the model."""
+    from torch.distributed.fsdp import fully_shard
+
+    for part in model.children():
+        fully_shard(part, mesh=mesh["shard"])
+
+
+def train_empty(fabric: Fabric) -> tuple[list[float], list[float]]:
+    """The losses of a model that was made on the meta device, and those of one process from the same weights."""
+    with fabric.init_module(empty_init=True):
+        net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    net, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    plain.load_state_dict(fabric.state_dict(net, all_ranks=True))
+    alone = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    losses: tuple[list[float], list[float]] = ([], [])
+    for _ in range(3):
+        for kept, model, stepped, backward in zip(
+            losses, (net, plain), (optimizer, alone), (fabric.backward, Tensor.backward), strict=True
+        ):
+            loss = model(torch.ones(2, 4)).square().mean()
+            backward(loss)
+            stepped.step()
+            stepped.zero_grad()
+            kept.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+def test_a_model_on_the_meta_device_that_the_function_shards_trains_as_in_one_process() -> None:
+    strategy = ModelParallelStrategy(parallelize_fn=shard_layers, shard=2)
+    losses, expected = fabric_with(strategy, 2).launch(train_empty)
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
 def backward_by_hand(fabric: Fabric) -> None:
     model, _ = fabric.setup(*make(Recipe()))
     tokens, _ = batches(Recipe())[0]
