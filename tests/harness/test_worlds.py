@@ -39,9 +39,7 @@ def kernels_of_a_step(world: World) -> str | None:
     with profile() as profiled:
         optimizer.step()
     operators = " ".join(event.key for event in profiled.key_averages())
-    return next(
-        (kind for kind in ("fused", "foreach") if f"aten::_{kind}_" in operators), None
-    )
+    return next((kind for kind in ("fused", "foreach") if f"aten::_{kind}_" in operators), None)
 
 
 def test_ranks_step_with_the_kernels_that_were_chosen() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from fabric import Fabric
 from fabric.strategies import FSDPStrategy, ManualContext, ManualStrategy, ModelParallelStrategy, Parallelized, Strategy
@@ -212,6 +212,33 @@ def test_gradients_of_a_window_that_was_given_up_are_dropped_and_parameters_are_
     assert kinds == ["DTensor"]
     assert to_none < 1e-5
     assert to_zero < 1e-5
+
+
+def weigh(fabric: Fabric) -> list[float]:
+    """Errors after steps of windows with weights, each after one that was given up."""
+    place, errors = (fabric.global_rank, fabric.world_size), []
+    for foreach in (False, True):
+        for set_to_none in (False, True):
+            model, _ = make_models()
+            plain = copy.deepcopy(model)
+            model, optimizer = fabric.setup(model, SGD(model.parameters(), lr=0.05, foreach=foreach))
+            with fabric.no_backward_sync(model):
+                fabric.backward(model(batch(10, *place)).square().sum(), weight=7, model=model)
+            optimizer.zero_grad(set_to_none)
+            with fabric.no_backward_sync(model):
+                fabric.backward(model(batch(1, *place)).square().sum(), weight=2, model=model)
+            fabric.backward(model(batch(2, *place)).square().sum(), weight=2, model=model)
+            optimizer.step()
+            ((plain(batch(1)).square().sum() + plain(batch(2)).square().sum()) / 8).backward()
+            SGD(plain.parameters(), lr=0.05).step()
+            errors.append(_error(model, plain))
+    return errors
+
+
+@pytest.mark.slow
+def test_weights_of_a_window_that_was_given_up_count_in_no_later_one() -> None:
+    errors = Fabric(accelerator="cpu", devices=2, strategy="fsdp").launch(weigh)
+    assert max(errors) < 1e-5, errors
 
 
 def grad_of_parameters(fabric: Fabric) -> str:
