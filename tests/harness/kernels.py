@@ -35,6 +35,9 @@ def _fused(step: Callable[..., None]) -> Callable[..., None]:
     def fused(params: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
         is_left = kwargs.get("foreach") is None and kwargs.get("fused") is None and not kwargs.get("differentiable")
         can = all(map(torch.is_floating_point, params)) and not kwargs.get("has_sparse_grad")
+        if step.__name__ == "sgd":  # torch 2.13's has no rule for DTensors, and none for momenta that some lack
+            can &= all(type(each) is torch.nn.Parameter for each in params)
+            can &= len({momentum is None for momentum in args[1]}) == 1
         step(params, *args, **{**kwargs, "fused": True} if is_left and can else kwargs)
 
     return fused
