@@ -108,7 +108,7 @@ class Reductions:
         """After a backward that reduces gradients. `before`: those of the shards; `num_kept`: of `_used`."""
         for send in self._zeros:
             send(False, recurse=False)
-        if any(copy.grad is not None for copy in self._used[num_kept:]):
+        if not {None}.issuperset(map(_gradient, self._used[num_kept:])):
             raise RuntimeError(_LOST.format(model=user_class(self._module).__name__))
         if num_kept and any(map(_is_unreduced, self._params)):  # the loss is one of other models
             self._hold()
