@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -28,12 +29,13 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def train(model: nn.Module, optimizer: Optimizer, backward: Any, num_steps: int = 3) -> list[Tensor]:
+    device = next(model.parameters()).device
     for step in range(num_steps):
         optimizer.zero_grad()
-        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-        backward((model(inputs) * torch.arange(8.0)).square().mean())
+        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).to(device)
+        backward((model(inputs) * torch.arange(8.0, device=device)).square().mean())
         optimizer.step()
-    return [whole(parameter).detach() for parameter in model.parameters()]
+    return [whole(parameter).detach().cpu() for parameter in model.parameters()]
 
 
 def run(fabric: Fabric) -> list[Any]:
@@ -57,7 +59,7 @@ def run(fabric: Fabric) -> list[Any]:
 @pytest.mark.slow
 def test_a_group_of_dtensors_and_plain_parameters_is_stepped_one_by_one_unless_the_user_wrote_otherwise() -> None:
     strategy = ModelParallelStrategy(parallelize_fn=parallelize, tensor=2)
-    weights, foreach, by_foreach, by_fused = Fabric(accelerator="cpu", devices=2, strategy=strategy).launch(run)
+    weights, foreach, by_foreach, by_fused = Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy).launch(run)
     torch.testing.assert_close(weights, train(*make(), Tensor.backward), rtol=1e-5, atol=1e-6)
     assert foreach == [False, False, False]
     for message, word in ((by_foreach, "foreach"), (by_fused, "fused")):

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -48,6 +49,7 @@ def at_once(model: nn.Module, mesh: DeviceMesh) -> None:
 def by_hand(model: nn.Module, context: ManualContext) -> Parallelized:
     from torch.distributed.fsdp import fully_shard
 
+    model.to(context.device)
     for parameter in model.parameters():
         torch.distributed.broadcast(parameter.data, 0)
     fully_shard(model, mesh=context.mesh)
@@ -165,7 +167,7 @@ def run_all(fabric: Fabric) -> list[str]:
 
 def _error(model: nn.Module, plain: nn.Module) -> float:
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    return max(float((whole(one) - other).detach().abs().max()) for one, other in pairs)
+    return max(float((whole(one).cpu() - other).detach().abs().max()) for one, other in pairs)
 
 
 @pytest.mark.slow
@@ -174,7 +176,7 @@ def _error(model: nn.Module, plain: nn.Module) -> float:
 )
 def test_every_order_of_forward_backward_and_step_trains_as_one_process_does(name: str) -> None:
     strategy, size = STRATEGIES[name]
-    assert Fabric(accelerator="cpu", devices=size, strategy=strategy).launch(run_all) == []
+    assert Fabric(accelerator=ACCELERATOR, devices=size, strategy=strategy).launch(run_all) == []
 
 
 def kinds_and_windows(fabric: Fabric) -> tuple[list[str], float, float]:
@@ -208,7 +210,7 @@ def kinds_and_windows(fabric: Fabric) -> tuple[list[str], float, float]:
 @pytest.mark.parametrize("name", ["fsdp", "model_parallel"])
 def test_gradients_of_a_window_that_was_given_up_are_dropped_and_parameters_are_shards(name: str) -> None:
     strategy, size = STRATEGIES[name]
-    kinds, to_none, to_zero = Fabric(accelerator="cpu", devices=size, strategy=strategy).launch(kinds_and_windows)
+    kinds, to_none, to_zero = Fabric(accelerator=ACCELERATOR, devices=size, strategy=strategy).launch(kinds_and_windows)
     assert kinds == ["DTensor"]
     assert to_none < 1e-5
     assert to_zero < 1e-5
@@ -237,7 +239,7 @@ def weigh(fabric: Fabric) -> list[float]:
 
 @pytest.mark.slow
 def test_weights_of_a_window_that_was_given_up_count_in_no_later_one() -> None:
-    errors = Fabric(accelerator="cpu", devices=2, strategy="fsdp").launch(weigh)
+    errors = Fabric(accelerator=ACCELERATOR, devices=2, strategy="fsdp").launch(weigh)
     assert max(errors) < 1e-5, errors
 
 
@@ -250,7 +252,7 @@ def grad_of_parameters(fabric: Fabric) -> str:
 
 @pytest.mark.slow
 def test_gradients_of_autograd_grad_with_respect_to_shards_are_refused_by_torch() -> None:
-    message = Fabric(accelerator="cpu", devices=2, strategy="fsdp").launch(grad_of_parameters)
+    message = Fabric(accelerator=ACCELERATOR, devices=2, strategy="fsdp").launch(grad_of_parameters)
     assert re.search("appears to not have been used in the graph", message)
 
 
@@ -273,4 +275,4 @@ def is_gathered(fabric: Fabric) -> bool:
     ids=["fsdp-none", "fsdp-false", "model_parallel", "manual"],
 )
 def test_torch_s_own_default_is_there_for_those_who_write_it(strategy: Strategy) -> None:
-    assert Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver").launch(is_gathered)
+    assert Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, launcher="forkserver").launch(is_gathered)
