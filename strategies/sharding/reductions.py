@@ -91,7 +91,7 @@ class Reductions:
         for each, placeholder, gradient in held:
             shard = each.sharded_param
             is_discarded = shard.grad is not placeholder or placeholder.is_zeroed
-            if is_discarded:
+            if is_discarded and _is_unreduced(each):
                 each.unsharded_accumulated_grad = each._unsharded_param.grad = None
             if shard.grad is placeholder:
                 shard.grad = gradient if gradient is None or not is_discarded else gradient.zero_()
