@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 def roots_of(module: nn.Module) -> list[FSDPModule]:
     """The modules that `fully_shard` was called on, and that are within no other of them."""
-    units = fsdp_modules(module)
-    inner = {part for unit in units for part in cast(nn.Module, unit).modules() if part is not unit}
+    units: list[Any] = fsdp_modules(module)
+    inner = {part for unit in units for part in unit.modules() if part is not unit}
     return [unit for unit in units if unit not in inner]
 
 

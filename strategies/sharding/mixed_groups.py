@@ -21,16 +21,20 @@ def step_mixed_groups(optimizers: Iterable[Optimizer]) -> Callable[[], None]:
 
     Raises: ValueError: the user wrote `foreach=True` or `fused=True`.
     """
-    chosen = [optimizer for optimizer in optimizers if _set(optimizer)]
+    chosen = [optimizer for optimizer in optimizers if _mixed_groups(optimizer)]
+    for optimizer in chosen:
+        _set(optimizer)
     return undo_all([optimizer.register_load_state_dict_post_hook(_set).remove for optimizer in chosen])
 
 
-def _set(optimizer: Optimizer) -> bool:
-    """Returns whether there are such groups."""
-    mixed = [
+def _mixed_groups(optimizer: Optimizer) -> list[tuple[int, dict[str, Any]]]:
+    return [
         (index, group) for index, group in enumerate(optimizer.param_groups) if "foreach" in group and _is_mixed(group)
     ]
-    for index, group in mixed:
+
+
+def _set(optimizer: Optimizer) -> None:
+    for index, group in _mixed_groups(optimizer):
         written = next((word for word in ("foreach", "fused") if group.get(word)), None)
         if written is not None:
             raise ValueError(
@@ -39,7 +43,6 @@ def _set(optimizer: Optimizer) -> bool:
                 "pass two parameter groups, the sharded parameters in one of them."
             )
         group["foreach"] = False
-    return bool(mixed)
 
 
 def _is_mixed(group: dict[str, Any]) -> bool:
