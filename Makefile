@@ -29,7 +29,7 @@ AT_A_TIME := --numprocesses $(WORKERS) --dist worksteal
 # Installing this package writes beside its sources: of targets that run at a time, one after the other does.
 ALONE := $(if $(shell command -v flock),flock .venv)
 
-.PHONY: demo environment slurm test test-thorough test-examples test-clients test-clusters test-device test-on-device test-horovod test-xla lint check bench numbers clean
+.PHONY: demo environment slurm test test-thorough test-optimizers test-examples test-clients test-clusters test-device test-on-device test-horovod test-xla lint check bench numbers clean
 
 demo: $(RUN)/demo.done  ## A CNN on handwritten digits, in two processes
 	$(RUN)/bin/python examples/digits.py --accelerator cpu --devices 2
@@ -43,6 +43,12 @@ test: environment  ## All tests but the thorough ones; PYTEST_ARGS='-k seed' for
 
 test-thorough: environment  ## All tests that need no environment of their own
 	$(RUN)/bin/python -m pytest $(AT_A_TIME) $(APART) $(PYTEST_ARGS)
+
+# On accelerators foreach is torch's default, and fused is what users write.
+STEPS := $(addprefix tests/strategies/,ddp fairscale fsdp gradients manual model_parallel module precision sharding) tests/conformance
+test-optimizers: environment  ## What steps optimizers, once with foreach and once with fused as their default
+	$(RUN)/bin/python -m pytest $(AT_A_TIME) -m 'not thorough' --optimizers foreach $(STEPS) $(PYTEST_ARGS)
+	$(RUN)/bin/python -m pytest $(AT_A_TIME) -m 'not thorough' --optimizers fused $(STEPS) $(PYTEST_ARGS)
 
 test-examples: environment  ## The programs of examples/
 	$(RUN)/bin/python -m pytest tests/test_examples.py $(PYTEST_ARGS)
@@ -74,7 +80,7 @@ test-device:  ## Tests on CUDA and NCCL as tests/device/README.md pretends them;
 test-on-device: $(DEVICE)/test.done
 	timeout 480 $(DEVICE)/bin/python -m pytest tests/device $(AT_A_TIME) --durations 10 $(PYTEST_ARGS)
 
-others: test-examples test-clients test-xla test-device test-horovod test-clusters lint  ## What has an environment of its own, or needs root
+others: test-optimizers test-examples test-clients test-xla test-device test-horovod test-clusters lint  ## What has an environment of its own, or needs root
 
 check: test-thorough others  ## All of these; --jobs 2 runs two of them at a time
 

@@ -12,6 +12,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from fabric.strategies.checkpoint.state import ShardedStateful, uncompiled
@@ -59,25 +60,20 @@ class MovingAverage(ShardedStateful):
         For evaluation, and to save the averaged model. Copies the weights, without communication (under DeepSpeed the
         model's weights are all-gathered, as after a step). Ranks: all call it.
 
-        Raises: RuntimeError: the weights were changed within the context, which would be lost.
+        Raises: RuntimeError: in a step of these weights within the context. It would be lost, as whatever else changes
+            them there.
         """
         self._refuse_applied("applied")
         own = self._copies()
         self._is_applied = True
-        versions: list[int] = []
+        refusal = register_optimizer_step_pre_hook(self._refuse_step)
         try:
             self._write(self._averages)
-            versions = [weight._version for weight in self._weights()]
             yield
         finally:
-            changed = versions and versions != [weight._version for weight in self._weights()]
+            refusal.remove()
             self._write(own)
             self._is_applied = False
-        if changed:
-            raise RuntimeError(
-                "Weights were changed within `average.applied()`, which restores the former ones. Step and load "
-                "outside of it."
-            )
 
     def state_dict(self) -> dict[str, Any]:
         """The unsharded averages, on rank 0. Ranks: all call it."""
@@ -127,6 +123,13 @@ class MovingAverage(ShardedStateful):
             weight.copy_(value)
         if self._prepared.trained is not None:
             self._prepared.trained.written()
+
+    def _refuse_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer in self._prepared.optimizers or self._prepared.holds(optimizer):
+            raise RuntimeError(
+                f"`{type(optimizer).__name__}.step()` within `average.applied()`, which restores the former weights. "
+                "Step and load outside of it."
+            )
 
     def _refuse_applied(self, method: str) -> None:
         if self._is_applied:

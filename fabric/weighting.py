@@ -133,7 +133,8 @@ class _Unsynced:
         """Whether the gradients were set to None or to zero since."""
         gradient = _first_gradient(self.sync)
         then = None if self.gradient is None else self.gradient()
-        if gradient is not None and gradient is then and _version(gradient) == self.version:
+        is_same = gradient is not None and gradient is then and _version(gradient) == self.version
+        if is_same and not isinstance(gradient, InShards):  # whose zeroing counts no version
             return False
         return not any(_is_nonzero(parameter.grad) for parameter in self.sync.parameters_held())
 

@@ -21,7 +21,7 @@ from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.data.share import Use
 from fabric.strategies.module.initialization import new_tensors
-from fabric.strategies.module.prepare import attach_scaler
+from fabric.strategies.module.prepare import attach_to_steps
 from fabric.strategies.module.wrap_policy import Policy
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
@@ -108,9 +108,9 @@ class Strategy(ABC):
     def setup_optimizers(self, runtime: Runtime, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
         """Prepare optimizers of a model that is already set up. Returns a function that undoes it.
 
-        Overridden if attaching the loss scaler is not enough.
+        Overridden if attaching what every strategy does is not enough.
         """
-        return attach_scaler(runtime.loss_scaler, optimizers)
+        return attach_to_steps(runtime.loss_scaler, optimizers)
 
     def process_dataloader(
         self, runtime: Runtime, loader: Iterable[Any], use: Use, *, distribute: bool, move: bool

@@ -27,7 +27,6 @@ ALWAYS: Names = {
     },
     "torch._C": {
         "_functorch": "`maybe_current_level`: whether a transform of torch.func is running",
-        "_will_engine_execute_node": "whether `torch.autograd.grad` computes a gradient, or a backward accumulates it",
         "_current_graph_task_id": "whether a backward is running; no public function says so",
         "_disabled_torch_function_impl": "a subclass of Tensor without `__torch_function__`, as torch writes its own",
         "_storage_Use_Count": "whether other tensors use the memory of a parameter that is given other memory",
@@ -83,14 +82,10 @@ FULLY_SHARD: Names = {
         "_fsdp_param_group|_fsdp_param_groups": "the parameters of one unit: one group before torch 2.12, then several",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": {
-        "fsdp_params is_sharded reduce_grads": "see Note [Gathered after forward]",
-        "reshard_after_backward": "see Note [torch.autograd.grad of gathered copies]",
+        "fsdp_params": "see Note [Gradients not reduced yet]",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": {
-        "_unsharded_param unsharded_param sharded_param unsharded_accumulated_grad": (
-            "see Note [Gradients not reduced yet]"
-        ),
-        "_module_info": "which parameter of which module it is: one that was replaced is found",
+        "_unsharded_param sharded_param unsharded_accumulated_grad": "see Note [Gradients not reduced yet]",
     },
     "torch.distributed.fsdp.wrap:ModuleWrapPolicy": {"_module_classes": "the classes that it wraps"},
     "torch.distributed.tensor:DTensor": {
@@ -140,20 +135,6 @@ def disable_dynamo(function: Function, *, recursive: bool = True) -> Function:
 def after_backward(callback: Callable[[], None]) -> None:
     """Call this within a backward: runs `callback` when the backward has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def node_of(parameter: torch.Tensor) -> Any:
-    """The node of the graph that accumulates the gradient of a parameter."""
-    return torch.autograd.graph.get_gradient_edge(parameter).node
-
-
-def is_result_of_grad(node: Any) -> bool:
-    """Within a backward that has reached this node: whether `torch.autograd.grad` was asked for its gradient."""
-    try:
-        torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # torch cannot say so of a leaf that `grad` returns the gradient of
-        return True
-    return False
 
 
 @cache

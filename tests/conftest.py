@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import kernels
 import pytest
 import template
 
@@ -32,11 +33,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     they train on is chosen here as well (`devices.py`)."""
     parser.addoption("--seed", default="1", help="from which tests draw: 1 by default; 'new' for another one")
     parser.addoption("--accelerator", default="cpu", help="what tests train on that are not about the CPU: cpu, cuda")
+    parser.addoption("--optimizers", choices=kernels.CHOICES, help="kernels of optimizers, where a test names none")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
     """The line that repeats a run."""
-    return f"draws: --seed {config.stash[SEED]}, on: --accelerator {config.getoption('--accelerator')}"
+    words = [f"{name} {config.getoption(name)}" for name in ("--accelerator", "--optimizers") if config.getoption(name)]
+    return f"draws: --seed {config.stash[SEED]}, on: {', '.join(words)}"
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -63,6 +66,9 @@ def pytest_configure(config: pytest.Config) -> None:
     what `--accelerator` says."""
     os.environ["TESTS_ACCELERATOR"] = config.getoption("--accelerator")
     config.stash[LEFT] = []
+    if chosen := config.getoption("--optimizers"):
+        os.environ[kernels.VARIABLE] = chosen
+        kernels.use_chosen()
     seed = getattr(config, "workerinput", {}).get("seed", config.getoption("--seed"))
     config.stash[SEED] = str(random.randrange(2**31)) if seed == "new" else seed
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

@@ -38,7 +38,6 @@ from fabric.strategies.module.naming import name_some
 from fabric.strategies.module.outputs import outputs_in
 from fabric.strategies.module.transforms import refuse_transforms
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.changed_in_forward import CHANGED, Calls, differ
 from fabric.strategies.sharding.execution_order import ExecutionOrder
 from fabric.strategies.sharding.flat_shards import forget, hide, show
 from fabric.strategies.sharding.freed import explain_freed
@@ -53,13 +52,10 @@ UNCOMPILABLE = (
 
 @final
 class _Call:
-    """A call of a user's method through FairScale, which would copy its result. `check`: called before parameters are
-    freed."""
+    """A call of a user's method through FairScale, which would copy its result."""
 
-    def __init__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], None]
-    ) -> None:
-        self.function, self.args, self.kwargs, self.check = function, args, kwargs, check
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.function, self.args, self.kwargs = function, args, kwargs
         self.output: Any = None
 
 
@@ -74,7 +70,6 @@ class _Unit(nn.Module):
 
     def forward(self, call: _Call) -> list[Tensor]:
         call.output = call.function(*call.args, **call.kwargs)
-        call.check()
         return outputs_in(call.output)
 
 
@@ -115,7 +110,6 @@ class FairScaleFSDPGradientSync(GradientSync):
                     if getattr(part, name) is not buffer:
                         setattr(part, name, buffer)
         self.names = {parameter: name for name, parameter in module.named_parameters()}
-        self.calls = Calls()
         self.num_running = 0
         """Number of running forwards that have gathered parameters."""
         self.has_output = True
@@ -148,11 +142,10 @@ class FairScaleFSDPGradientSync(GradientSync):
     def _through(
         self, wrapper: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        call = _Call(function, args, kwargs, partial(self._refuse_changed, wrapper))
+        call = _Call(function, args, kwargs)
         if not self.num_running:
             refuse_transforms(self.module)
             hide(self.names)
-            self.calls.next()
         self.num_running += 1
         try:
             self.has_output = bool(wrapper(call))
@@ -161,14 +154,6 @@ class FairScaleFSDPGradientSync(GradientSync):
             if not self.num_running and current_graph_task_id() == -1:
                 self._show()
         return call.output
-
-    def _refuse_changed(self, wrapper: Any) -> None:
-        """Raise RuntimeError if a gathered parameter of a wrapper that ends its forward was changed."""
-        if not self.calls.is_checked or current_graph_task_id() != -1:  # recomputed in backward
-            return
-        changed = [self.names[each] for each in wrapper.params if _is_changed(each, wrapper.rank)]
-        if changed:
-            raise RuntimeError(CHANGED.format(names=name_some(changed), model=type(self.module).__name__))
 
     def _show(self) -> None:
         """Parameters are shards from here on: see Note [Classes of shards]."""
@@ -354,13 +339,6 @@ def _has_moved(parameter: Any) -> bool:
     """Whether a parameter has other memory than its shard, or what was gathered."""
     known = (parameter._fp32_shard, vars(parameter).get("_full_param_padded"), vars(parameter).get("_fp16_shard"))
     return parameter.data_ptr() not in [each.data_ptr() for each in known if each is not None]
-
-
-def _is_changed(parameter: Any, rank: int) -> bool:
-    """Whether a gathered parameter has other values than its shard, where that is this rank's."""
-    shard = parameter._fp32_shard
-    part = parameter.data.flatten()[rank * shard.numel() : (rank + 1) * shard.numel()]  # the last shards are padded
-    return differ(part, shard[: part.numel()])
 
 
 def _return_to_frozen(parameters: Sequence[Any]) -> None:

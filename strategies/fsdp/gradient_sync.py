@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from fabric.strategies.gradients.sync import Finish, GradientSync, all_of
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
-from fabric.strategies.module.changes import Additions, GatheredFlags
+from fabric.strategies.module.changes import Additions
 from fabric.strategies.module.deferred_init import Unfilled
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
 from fabric.strategies.sharding.freed import explain_freed
-from fabric.strategies.sharding.gathered import Gathered, mark_gathering, take_as_root
-from fabric.strategies.sharding.layout import fsdp_modules
-from fabric.strategies.sharding.same_gradients import SameGradients
+from fabric.strategies.sharding.fully_sharded import expose_outputs, mark_gathering, take_as_roots
+from fabric.strategies.sharding.layout import fsdp_modules, write_slices
+from fabric.strategies.sharding.reductions import Reductions
 
 
 @final
@@ -39,12 +39,12 @@ class FSDPGradientSync(GradientSync):
         self.collective, self.module, self.unfilled = runtime.collective, module, unfilled
         self.buffered = list(module.modules()) if broadcast_buffers and runtime.world.size > 1 else []
         self.additions = Additions(module, by_name=True)
-        self.flags = GatheredFlags(module)
         self.sharded = fsdp_modules(module)
-        self.gathered = Gathered(module, self.sharded)
+        write_slices(module)
+        self.restore = expose_outputs(self.sharded)
         self.order = ExecutionOrder(runtime, module, units)
-        take_as_root(module, self.sharded)
-        self.same = SameGradients(runtime, module, self.gathered)
+        take_as_roots(module)
+        self.reductions = Reductions(runtime, module, self.sharded)
         self.parameters = list(module.parameters())  # the shards; `fully_shard` may replace them by gathered parameters
         self._ordered = self.order.around(self._forward)
 
@@ -53,15 +53,14 @@ class FSDPGradientSync(GradientSync):
 
     def mark(self, method: str) -> None:
         """Make parameters available in another method."""
-        mark_gathering(self.module, method, self.gathered)
+        mark_gathering(self.module, method)
 
     def set_synced(self, synced: bool) -> None:
         self.synced = synced
         cast(Any, self.module).set_requires_gradient_sync(synced)
 
     def watch(self) -> Finish | None:
-        find_unreduced = self.gathered.watch()  # first: it may clear gradients
-        return all_of(self.order.watch(), self.same.watch(), find_unreduced)
+        return all_of(self.order.watch(), self.reductions.watch(synced=self.synced))
 
     def explain(self, error: RuntimeError) -> str | None:
         return explain_freed(error, self.module)
@@ -70,15 +69,13 @@ class FSDPGradientSync(GradientSync):
         return self.parameters
 
     def release(self) -> None:
-        self.gathered.release()
-        self.same.release()
+        self.reductions.release()
+        self.restore()
         self.order.release()
 
     def _forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.gathered.refuse_bypassed(function)
         self.unfilled.check(self.collective)
         self.additions.refuse()
-        self.flags.update()
         output = function(*args, **kwargs)
         if self.synced and torch.is_grad_enabled():
             broadcast_from_rank_zero(self.collective, buffers_of(self.buffered))

@@ -57,9 +57,12 @@ class FSDPStrategy(ProcessGroupStrategy):
     """The submodules whose parameters are all-gathered together and freed again: classes, or a function of a module.
     Other parameters are gathered with the root. None: the model is gathered all at once, which saves no memory in
     forward; name the class of its blocks. A tied weight must be in one such submodule with all its uses."""
-    reshard_after_forward: bool | int | None = None
+    reshard_after_forward: bool | int | None = True
     """Whether gathered parameters are freed after forward (True: less memory; False: no second all-gather in backward),
-    or over how many ranks they stay sharded until backward. None: freed, except for those of the root."""
+    or over how many ranks they stay sharded until backward. None is torch's default: freed, except for those of the
+    root. Where they are not freed, `parameters()` between forward and backward returns gathered copies, as torch's
+    `fully_shard` documents: `zero_grad` does not clear the gradients of the shards then, a forward after a step uses
+    the weights from before it, and what is written to a copy is lost."""
     device_mesh: tuple[int, int] | Literal["nodes"] | None = None
     """(replicas, shards), whose product is the number of ranks: shards are on adjacent ranks, and replicas average
     gradients. "nodes": a replica on each node. None: one replica, over all ranks."""
@@ -137,7 +140,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         undo_draws = draw_whole(inner, runtime.device, runtime.collective)
         sync = FSDPGradientSync(runtime, inner, units, unfilled, broadcast_buffers=self.broadcast_buffers)
         path = ForwardPath(inner, with_precision(runtime, sync.forward), sync.mark)
-        alone = enter_alone(path, sync.sharded, sync.gathered, path.around)
+        alone = enter_alone(path, sync.sharded, path.around)
         ends = (alone, undo_draws, refuse_copies(inner, IN_SHARDS))
         made = prepared(runtime, module, optimizers, sync, path, *ends)
         return replace(made, state=ShardedState(runtime.world.rank))

@@ -30,8 +30,8 @@ from fabric.strategies.manual.state import own_parameters
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.changes import ADDED, Additions, Contents
 from fabric.strategies.sharding.dtensor import as_sharded
+from fabric.strategies.sharding.layout import write_slices
 from fabric.strategies.sharding.mesh import along, axes_of, degree
-from fabric.strategies.sharding.other_data import OtherData
 
 
 @final
@@ -69,7 +69,7 @@ class ManualGradientSync(GradientSync):
             self._arrange(parameter)
         self.along = {axes: along(context.collective, context.mesh, axes).for_gradients() for axes in self.averaged}
         self.additions = Additions(parallel.module, by_name=bool(self.sharded))
-        self.other_data = OtherData(parallel.module)
+        write_slices(parallel.module)
         self.taken_in: set[Tensor] = set()
         self.flags = [(replica, contents := Contents(replica.module), contents.flags()) for replica in self.replicas]
 
@@ -79,7 +79,6 @@ class ManualGradientSync(GradientSync):
             if added := self.additions.found():
                 self._take_in({parameter: name for name, parameter in added if parameter not in self.taken_in})
             self._refuse_unfrozen()
-        self.other_data.refuse()
         return function(*args, **kwargs)
 
     @property

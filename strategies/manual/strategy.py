@@ -31,6 +31,7 @@ from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.fully_sharded import reshard_roots
 from fabric.strategies.sharding.layout import fsdp_modules
 from fabric.strategies.sharding.mesh import COPIES, check_degrees
 from fabric.strategies.target import Target
@@ -55,6 +56,11 @@ class ManualStrategy(ProcessGroupStrategy):
     data_axes: tuple[str, ...] | None = None
     """The axes along which ranks read different samples: data is distributed along them, and gradients averaged
     (`Parallelized(averaged=...)`). None: all axes."""
+
+    reshard_roots: bool = True
+    """Whether parameters of the outermost modules that the function calls `fully_shard` on are freed after forward, as
+    those of inner ones (`set_reshard_after_forward(True)`). False: as the function wrote it; by torch's default they
+    stay gathered until backward. See `FSDPStrategy.reshard_after_forward` for what that means."""
 
     def __post_init__(self) -> None:
         check_function(self, "parallelize", "parallelize(module, context)")
@@ -94,6 +100,8 @@ class ManualStrategy(ProcessGroupStrategy):
         given = uncompiled(module)
         before = own_parameters(given)
         parallel = self._parallelized(module, context)
+        if self.reshard_roots:
+            reshard_roots(parallel.module)
         after = own_parameters(given)
         if runtime.share.count > 1 and fsdp_modules(parallel.module):
             runtime.loader_numbers.forward_communicates = True

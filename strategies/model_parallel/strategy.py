@@ -45,6 +45,7 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.dtensor import ShardedState, as_sharded
+from fabric.strategies.sharding.fully_sharded import reshard_roots
 from fabric.strategies.sharding.layout import Parallelize, parallelize, refuse_cut
 from fabric.strategies.sharding.mesh import COPIES, Degree, check_written, complete
 from fabric.strategies.sharding.submodules import enter_alone
@@ -83,6 +84,10 @@ class ModelParallelStrategy(ProcessGroupStrategy):
     """Number of ranks that compute a part of each layer, on the same data: for `parallelize_module`."""
     pipeline: Pipeline | None = None
     """The stages of pipeline parallelism, and their schedule."""
+    reshard_roots: bool = True
+    """Whether parameters of the outermost modules that the function calls `fully_shard` on are freed after forward, as
+    those of inner ones (`set_reshard_after_forward(True)`). False: as the function wrote it; by torch's default they
+    stay gathered until backward. See `FSDPStrategy.reshard_after_forward` for what that means."""
     broadcast_buffers: bool = True
     """Broadcast buffers (BatchNorm statistics) from the first data rank after each forward that computes gradients."""
 
@@ -140,7 +145,7 @@ class ModelParallelStrategy(ProcessGroupStrategy):
         undo_draws = draw_whole(inner, runtime.device, runtime.collective)
         sync = ModelParallelGradientSync(runtime, inner, unfilled, broadcast_buffers=self.broadcast_buffers)
         path = ForwardPath(inner, with_precision(runtime, sync.forward), sync.mark)
-        ends = [enter_alone(path, sync.averaging.sharded, sync.gathered, path.around), undo_draws]
+        ends = [enter_alone(path, sync.averaging.sharded, path.around), undo_draws]
         if any(as_sharded(parameter) is not None for parameter in inner.parameters()):
             ends.append(refuse_copies(inner, IN_SHARDS))
         made = prepared(runtime, module if result is inner else result, optimizers, sync, path, *ends)
@@ -149,7 +154,10 @@ class ModelParallelStrategy(ProcessGroupStrategy):
     def _parallelize(self, runtime: Runtime, module: nn.Module) -> nn.Module:
         if self.parallelize_fn is None:
             return module
-        return parallelize(module, mesh_of(runtime), self.parallelize_fn)
+        result = parallelize(module, mesh_of(runtime), self.parallelize_fn)
+        if self.reshard_roots:
+            reshard_roots(module)
+        return result
 
     def _written(self) -> dict[str, Degree]:
         return {"data": self.data, "shard": self.shard, "context": self.context, "tensor": self.tensor}

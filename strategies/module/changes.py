@@ -115,41 +115,6 @@ class Additions:
         }
 
 
-@final
-class GatheredFlags:
-    """`requires_grad` of sharded parameters, which `fully_shard` replaces by unsharded ones while they are used.
-
-    Those of the root stay unsharded from forward to backward, or from an evaluation to the next training step. A call
-    of `requires_grad_` meanwhile changes the unsharded parameters, while torch 2.13 uses the flag of the shards.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        """Call it before the first forward, when all parameters are sharded."""
-        parts = [part for part in module.modules() if part._parameters]
-        self._own: list[dict[str, Any]] = [part._parameters for part in parts]
-        self._shards = self._now()
-        self._flags = self._of(self._shards)
-
-    def update(self) -> None:
-        """Give sharded and unsharded parameters the flag that was last set on either."""
-        now = self._now()
-        whole, shards = self._of(now), self._of(self._shards)
-        if (whole == self._flags and shards == self._flags) or len(now) != len(self._shards):
-            return
-        for index, before in enumerate(self._flags):
-            flag = whole[index] if whole[index] != before else shards[index]
-            if flag != before:
-                now[index].requires_grad_(flag)
-                self._shards[index].requires_grad_(flag)
-                self._flags[index] = flag
-
-    def _now(self) -> list[nn.Parameter]:
-        return [each for each in chain.from_iterable(map(dict.values, self._own)) if each is not None]
-
-    def _of(self, parameters: list[nn.Parameter]) -> list[bool]:
-        return list(map(_requires_grad, parameters))
-
-
 ADDED = (
     "Parameters were added to `{model}` after `fabric.setup`, and their gradients would not be averaged over the "
     "ranks: {names}. Add and replace layers before `setup`; the layers that it has then may be frozen and unfrozen at "

@@ -18,6 +18,7 @@ from fabric.strategies.precision.forward_precision import autocast, cast_inputs,
 from fabric.strategies.precision.loss_scaler import LossScaler
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.mixed_groups import step_mixed_groups
 from fabric.strategies.undo import undo_all
 
 
@@ -73,8 +74,13 @@ def prepared(
         clip_norm=partial(clip_norm, scaler=scaler),
         clip_value=partial(clip_value, scaler=scaler),
         is_finite=partial(gradients_are_finite, scaler=scaler, any_rank=runtime.any_rank),
-        release=undo_all((path.release, attach_scaler(scaler, optimizers), sync.release, *ends)),
+        release=undo_all((path.release, attach_to_steps(scaler, optimizers), sync.release, *ends)),
     )
+
+
+def attach_to_steps(scaler: LossScaler | None, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+    """Attach what optimizers need whose models are set up. Returns a function that undoes it."""
+    return undo_all((attach_scaler(scaler, optimizers), step_mixed_groups(optimizers)))
 
 
 def attach_scaler(scaler: LossScaler | None, optimizers: Sequence[Optimizer]) -> Callable[[], None]:

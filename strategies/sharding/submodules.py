@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fabric.strategies.module.forward import Around, ForwardPath, leave_uncompiled
-from fabric.strategies.sharding.gathered import Gathered, mark_gathering
+from fabric.strategies.sharding.fully_sharded import mark_gathering
 from fabric.strategies.torch_internals import current_graph_task_id
 from fabric.strategies.undo import replace_attributes, undo_all
 
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
-def enter_alone(
-    path: ForwardPath, units: Sequence[FSDPModule], gathered: Gathered, around: Around | None
-) -> Callable[[], None]:
+def enter_alone(path: ForwardPath, units: Sequence[FSDPModule], around: Around | None) -> Callable[[], None]:
     """Make submodules of the units callable by themselves. Returns a function that undoes it.
 
     `around`: wraps their forward. Ranks: all call the same submodules, in the same order.
@@ -35,7 +33,7 @@ def enter_alone(
         if unit is not path.module:  # gathers by itself
             undo.append(replace_attributes(unit, forward=_Entry(path, unit, unit.forward, around)))
         for part in dict.fromkeys(_own_parts(unit, inner)):
-            entry = _Entry(path, part, _gathering(unit, part, gathered), around)
+            entry = _Entry(path, part, _gathering(unit, part), around)
             undo.append(replace_attributes(part, forward=entry))
     return undo_all(reversed(undo))
 
@@ -74,10 +72,10 @@ class _Entry:
 leave_uncompiled(_Entry.__call__)
 
 
-def _gathering(unit: nn.Module, part: nn.Module, gathered: Gathered) -> Callable[..., Any]:
+def _gathering(unit: nn.Module, part: nn.Module) -> Callable[..., Any]:
     """`part.forward`, after gathering the parameters of `unit`."""
     object.__setattr__(unit, _NAME, part.forward)
-    mark_gathering(unit, _NAME, gathered)
+    mark_gathering(unit, _NAME)
     gathering: Callable[..., Any] = vars(unit).pop(_NAME)
     return gathering
 

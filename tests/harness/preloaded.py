@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+import kernels
 import pytest  # which the modules of tests import
 import torch._dynamo.backends.registry
 import torch.utils.data
@@ -21,6 +22,7 @@ import fabric.testing
 from fabric.launchers.world import World
 
 torch._dynamo.backends.registry.list_backends()
+kernels.use_chosen()
 
 if find_spec("deepspeed"):
     import fabric.strategies.deepspeed.strategy

@@ -135,34 +135,6 @@ def test_losses_norms_weights_and_moments_equal_those_of_one_process(name: str, 
         close(run.moments, expected.moments)
 
 
-def assign_other_data(fabric: Fabric) -> tuple[str, bool]:
-    """What the forward after `parameter.data = other` raises; and whether a change in place is in the weights."""
-    prepared, _ = fabric.setup(*make(Recipe()))
-    inputs = batches(Recipe())[0][0]
-    prepared(inputs)
-    for parameter in prepared.parameters():
-        parameter.data.mul_(0.5)
-    halved = prepared(inputs)
-    for parameter in prepared.parameters():
-        parameter.data.mul_(2)
-    changed = not torch.equal(prepared(inputs), halved)
-    for parameter in prepared.parameters():
-        parameter.data = parameter.data * 0.5
-    try:
-        prepared(inputs)
-    except RuntimeError as error:
-        return str(error), changed
-    return "", changed
-
-
-@pytest.mark.slow
-def test_other_data_of_tensor_parallel_parameters_raises_in_the_next_forward() -> None:
-    sentence, changed = fabric_with(MESHES["tensor"][1], 2).launch(assign_other_data)
-    assert "`nn.init.eye_(parameter)` after `fabric.setup` do not change a parameter that is sharded" in sentence
-    assert "`Net`" in sentence
-    assert changed
-
-
 @pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("other", [DDPStrategy(), FSDPStrategy(auto_wrap_policy=Block)], ids=["ddp", "fsdp"])
@@ -344,6 +316,42 @@ def run_empty(fabric: Fabric) -> None:
     assert all(parameter.is_meta for parameter in net.parameters())
     model = fabric.setup_module(net)
     model(batches(Recipe())[0][0])
+
+
+def shard_layers(model: nn.Module, mesh: Any) -> None:
+    """Each by itself, and not the model."""
+    from torch.distributed.fsdp import fully_shard
+
+    for part in model.children():
+        fully_shard(part, mesh=mesh["shard"])
+
+
+def train_empty(fabric: Fabric) -> tuple[list[float], list[float]]:
+    """The losses of a model that was made on the meta device, and those of one process from the same weights."""
+    with fabric.init_module(empty_init=True):
+        net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    net, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    plain.load_state_dict(fabric.state_dict(net, all_ranks=True))
+    alone = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    losses: tuple[list[float], list[float]] = ([], [])
+    for _ in range(3):
+        for kept, model, stepped, backward in zip(
+            losses, (net, plain), (optimizer, alone), (fabric.backward, Tensor.backward), strict=True
+        ):
+            loss = model(torch.ones(2, 4)).square().mean()
+            backward(loss)
+            stepped.step()
+            stepped.zero_grad()
+            kept.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+def test_a_model_on_the_meta_device_that_the_function_shards_trains_as_in_one_process() -> None:
+    strategy = ModelParallelStrategy(parallelize_fn=shard_layers, shard=2)
+    losses, expected = fabric_with(strategy, 2).launch(train_empty)
+    assert losses == pytest.approx(expected, rel=1e-5)
 
 
 def backward_by_hand(fabric: Fabric) -> None:

@@ -1,0 +1,69 @@
+"""Optimizers whose groups have both DTensors and plain parameters: by foreach, which accelerators default to, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from devices import ACCELERATOR
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim import AdamW, Optimizer
+
+from fabric import Fabric
+from fabric.strategies import ModelParallelStrategy
+from fabric.strategies.sharding.dtensor import whole
+
+
+def make(**options: Any) -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.LayerNorm(8))
+    return model, AdamW(model.parameters(), lr=0.05, **options)
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
+    """All but the norm."""
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def train(model: nn.Module, optimizer: Optimizer, backward: Any, num_steps: int = 3) -> list[Tensor]:
+    device = next(model.parameters()).device
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).to(device)
+        backward((model(inputs) * torch.arange(8.0, device=device)).square().mean())
+        optimizer.step()
+    return [whole(parameter).detach().cpu() for parameter in model.parameters()]
+
+
+def run(fabric: Fabric) -> list[Any]:
+    """The weights; what `foreach` is in the group, after setup and after a load; what is raised otherwise."""
+    model, optimizer = fabric.setup(*make())
+    foreach = [optimizer.param_groups[0]["foreach"]]
+    found: list[Any] = [train(model, optimizer, fabric.backward)]
+    state = optimizer.state_dict()
+    state["param_groups"][0]["foreach"] = None  # as in a checkpoint of one process
+    optimizer.load_state_dict(state)
+    foreach.append(optimizer.param_groups[0]["foreach"])
+    later = fabric.setup_optimizers(AdamW(fabric.setup(make()[0]).parameters()))
+    found.append([*foreach, later.param_groups[0]["foreach"]])
+    for written in ("foreach", "fused"):
+        with pytest.raises(ValueError, match="DTensors") as raised:
+            fabric.setup(*make(**{written: True}))
+        found.append(str(raised.value))
+    return found
+
+
+@pytest.mark.slow
+def test_a_group_of_dtensors_and_plain_parameters_is_stepped_one_by_one_unless_the_user_wrote_otherwise() -> None:
+    strategy = ModelParallelStrategy(parallelize_fn=parallelize, tensor=2)
+    weights, foreach, by_foreach, by_fused = Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy).launch(run)
+    torch.testing.assert_close(weights, train(*make(), Tensor.backward), rtol=1e-5, atol=1e-6)
+    assert foreach == [False, False, False]
+    for message, word in ((by_foreach, "foreach"), (by_fused, "fused")):
+        assert (
+            f"`AdamW({word}=True)`: parameter group 0 has both sharded parameters (DTensors) and plain ones" in message
+        )
+        assert "pass two parameter groups, the sharded parameters in one of them" in message
