@@ -31,7 +31,6 @@ from fabric.strategies.deepspeed.engine import NOT_GATHERED, UNUSED, Engine, clo
 from fabric.strategies.deepspeed.gradient_sync import DeepSpeedGradientSync, UntrainedGradientSync
 from fabric.strategies.deepspeed.library import join, local_rank, why_not, with_environment
 from fabric.strategies.deepspeed.loss_scale import LossScale
-from fabric.strategies.deepspeed.own_code import own_code
 from fabric.strategies.deepspeed.state import ZeroState, is_sharded
 from fabric.strategies.gradients.sync import GradientSync, LocalGradientSync
 from fabric.strategies.module.bare_parameters import IN_MODULE
@@ -179,8 +178,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             stack.callback(_restore, optimizer, state.groups, forget)
         sync = DeepSpeedGradientSync(pieces)
         stack.callback(sync.release)
-        if self._stage == 3:
-            stack.callback(own_code(module))
         stack.callback(pieces.drive(optimizer, state.groups))
         path = ForwardPath(module, refuse_empty(module, with_precision(runtime, sync.forward)))
         stack.callback(path.release)
@@ -259,7 +256,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         if self._stage == 3:
             stack.callback(close, self._initialize(runtime, module, None, move))
             sync = UntrainedGradientSync(runtime, module, compare_weights=self.compare_weights)
-            stack.callback(own_code(module))
         else:
             place(runtime, module, (), move=move)
         stack.callback(sync.release)
