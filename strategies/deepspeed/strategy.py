@@ -225,7 +225,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             place(runtime, module, (), move=move)
         with (
             with_environment(runtime.world, runtime.device.type) as deepspeed,
-            own_hooks(module),
+            own_hooks(module, are_copied=self._stage != 3),
             _scalars_broadcast(runtime, module, self._stage),
         ):
             engine, *_ = deepspeed.initialize(
