@@ -588,7 +588,7 @@ class Fabric:
             else:
                 runtime.loader_numbers.num_unweighted += 1
                 if self._weighting is not None:
-                    self._weighting.note_unweighted(is_synchronised=not self._accumulation.held)
+                    self._weighting.note_unweighted()
                 backward(counted, *args, **kwargs)
         finally:
             runtime.backward.is_running = False
