@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
@@ -94,9 +95,9 @@ def train(fabric: Fabric, recomputed: str) -> tuple[dict[str, Tensor], int]:
 def test_repeated_forwards_add_up_to_the_numbers_of_one_process_and_leave_one_hook(
     recomputed: str, precision: Any, tolerance: float
 ) -> None:
-    alone = Fabric(accelerator="cpu", strategy="single_device", precision=precision).launch(train, recomputed)
+    alone = Fabric(accelerator=ACCELERATOR, strategy="single_device", precision=precision).launch(train, recomputed)
     strategy = FairScaleFSDPStrategy(launcher="forkserver", wrap=Block)
-    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=SIZE, precision=precision)
+    fabric = Fabric(accelerator=ACCELERATOR, strategy=strategy, devices=SIZE, precision=precision)
     weights, num_hooks = fabric.launch(train, recomputed)
     torch.testing.assert_close(weights, alone[0], rtol=tolerance, atol=tolerance)
     assert num_hooks == 1
