@@ -32,7 +32,6 @@ PART_IMPORTS = {
     ("strategies/checkpoint/loading.py", "fabric.strategies.collectives.collective"): "the role, no member of it",
     ("strategies/checkpoint/background.py", "fabric.strategies.collectives.collective"): "the role, no member of it",
     ("strategies/checkpoint/foreign.py", "fabric.strategies.collectives.collective"): "the role, no member of it",
-    ("strategies/checkpoint/stored.py", "fabric.strategies.torch_internals"): "the one list of torch's private names",
     ("strategies/accelerators/xla.py", "fabric.launchers.environments.xla"): "PJRT's devices are what variables say",
     ("strategies/accelerators/xla.py", "fabric.launchers.xla_internals"): "the one list of torch_xla's private names",
     (
