@@ -575,7 +575,7 @@ class Fabric:
             else:
                 runtime.loader_numbers.num_unweighted += 1
                 if self._weighting is not None:
-                    self._weighting.note_unweighted(is_synchronised=is_synchronised)
+                    self._weighting.note_unweighted()
                 backward(counted, *args, **kwargs)
         finally:
             runtime.backward.is_running = False
@@ -941,8 +941,8 @@ class Fabric:
         `mmap=True`, for evaluation: tensors on the CPU share the memory of the checkpoint's files, with all processes
         of the machine, instead of being read. Whoever writes to one gets a copy of its pages, so no file changes and
         training goes on as it would, but its first step takes longer than reading. Leave the files as they are while
-        they are used: to shorten one ends the process (SIGBUS). Read anyway are tensors of which a view exists, or that
-        the strategy keeps as parts of a larger one, and those that several files have parts of.
+        they are used: to shorten one ends the process (SIGBUS). A view of a weight that was taken before keeps the old
+        values. Read anyway are parts of a larger tensor, and those that several files have parts of.
         Ranks: all. Raises: CheckpointError on every rank: a rank could not read, found damaged bytes, or names or
         shapes differ; the message has a table of them, and nothing was changed.
         """

@@ -2,7 +2,7 @@
 
 Both sums are over all ranks and micro-batches, so padding, shorter batches and ranks with fewer samples do not change
 the result. Strategies average gradients over ranks; weighting then divides the averages by the mean weight of the
-ranks. On one machine that is computed in shared memory, otherwise by a scalar all-reduce that overlaps with backward.
+ranks, which a scalar all-reduce computes that overlaps with backward.
 Ranks that hold parts of one model have the same loss and the same weight, so the mean over all ranks equals the mean
 over those with data of their own.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias, final
 
@@ -23,7 +22,6 @@ from torch.utils.weak import TensorWeakRef
 
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.collective import HOST_DEVICES, Collective
-from fabric.strategies.collectives.shared_sums import StartFloatSum, shared_float_sum
 from fabric.strategies.gradients.averaging import average
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.gradients.in_shards import InShards
@@ -45,17 +43,13 @@ class Weighting:
     def __init__(self, collective: Collective, device: torch.device) -> None:
         """`device`: of this rank."""
         self._collective, self._device = collective, device
-        self._shared = _shared_sum(collective, device)
-        self._num_unweighted = 0
-        """Synchronised backwards without a weight since the first with one."""
         self._kept_back: dict[nn.Module, _Unsynced] = {}
 
-    def note_unweighted(self, *, is_synchronised: bool) -> None:
+    def note_unweighted(self) -> None:
         """Called before a backward without a weight.
 
         Raises: RuntimeError: its gradients would be added to others that are not divided yet.
         """
-        self._num_unweighted += is_synchronised
         if any(not kept.is_discarded() for kept in self._kept_back.values()):
             raise RuntimeError(_MIXED)
 
@@ -82,7 +76,7 @@ class Weighting:
         Raises: RuntimeError: it would divide gradients that have no weight, or are divided already.
         """
         weights = [self._before(model, optimizers) + weight for model in models]
-        factors_of = _start_factors(self._collective, self._device, weights, self._shared, self._num_unweighted)
+        factors_of = _start_factors(self._collective, self._device, weights)
         run()
         factors = factors_of()
         for model, factor in zip(models, factors, strict=True):
@@ -146,7 +140,7 @@ def average_over_ranks(
     if weight is None:
         average(collective, parameters)
         return
-    factors_of = _start_factors(collective, device, [weight], _shared_sum(collective, device))
+    factors_of = _start_factors(collective, device, [weight])
     average(collective, parameters)
     scale_gradients(parameters, factors_of()[0])
 
@@ -171,35 +165,21 @@ def check_weight(weight: Any) -> Weight:
     return number
 
 
-def _shared_sum(collective: Collective, device: torch.device) -> StartFloatSum | None:
-    return shared_float_sum(collective) if device.type in HOST_DEVICES else None
-
-
 def _start_factors(
-    collective: Collective,
-    device: torch.device,
-    weights: Sequence[Weight],
-    shared: StartFloatSum | None,
-    place: int = 0,
+    collective: Collective, device: torch.device, weights: Sequence[Weight]
 ) -> Callable[[], Sequence[Factor]]:
     """Start to average the weights over the ranks. Returns a function that waits, and returns the factors of the
-    gradients. `place`: the same on all ranks, or it raises RuntimeError, where that costs nothing."""
-    if len(weights) == 1 and shared is not None and not isinstance(weights[0], Tensor):
-        return partial(_factor_of, shared(weights[0], place), collective.size)
+    gradients."""
     numbers = [weight for weight in weights if not isinstance(weight, Tensor)]
     if collective.size == 1 and len(numbers) == len(weights):
         return lambda: [_inverse(number) for number in numbers]
+    if len(numbers) == len(weights) and device.type in HOST_DEVICES:
+        sums = collective.start_add_numbers(numbers)
+        return lambda: [_inverse(total / collective.size) for total in sums()]
     if device.type not in HOST_DEVICES:  # one rank may have `mask.sum()`, and another 0
         weights = [each if isinstance(each, Tensor) else _on(device, each) for each in weights]
     means = collective.start_all_reduce(_stacked(weights), "mean")
     return lambda: [_inverse(mean) for mean in _numbers(means())]
-
-
-def _factor_of(finish: Callable[[], tuple[float, bool]], size: int) -> Sequence[Factor]:
-    total, is_same = finish()
-    if not is_same:
-        raise RuntimeError(_ON_SOME_RANKS)
-    return [_inverse(total / size)]
 
 
 def _on(device: torch.device, number: float) -> Tensor:
@@ -247,10 +227,6 @@ def _is_nonzero(gradient: Tensor | None) -> bool:
     return bool(local_part(gradient).count_nonzero())
 
 
-_ON_SOME_RANKS = (
-    "`fabric.backward(loss, weight=...)` on some ranks, and `fabric.backward(loss)` on others in the same step. Pass a "
-    "weight on every rank, zero where there is no data."
-)
 _MIXED = (
     "`fabric.backward(loss)` without `weight=` after one with a weight, whose gradients are not divided yet. Give each "
     "backward of a window a weight (of a mean over a batch: `weight=1`), or none."

@@ -6,7 +6,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 
 from fabric.strategies.collectives.call_check import all_equal
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.collectives.shared_sums import shared_sums
 from fabric.strategies.data.device_loader import DeviceLoader
 from fabric.strategies.data.dispatch import Channel
 from fabric.strategies.data.loader_check import Ranks
@@ -60,26 +59,16 @@ def share_loader(
     )
 
 
-def votes_over(collective: Collective, at_once: bool = False) -> Votes:
-    """The `Votes` of the ranks of a collective, over a new process group. Ranks: all call it.
-
-    `at_once`: each all-reduce is awaited before the next batch. On one machine `shared_sums` does it, within `start`.
-    """
+def votes_over(collective: Collective) -> Votes:
+    """The `Votes` of the ranks of a collective, over a new process group. Ranks: all call it."""
     apart = collective.split(list(range(collective.size)))
     assert apart is not None
-    add = shared_sums(apart) if at_once else None
-
-    def start(numbers: list[int]) -> Callable[[], Sequence[float]]:
-        if add is None:
-            return apart.start_add_numbers(numbers)
-        sums = add(numbers)
-        return lambda: sums
 
     def gather(numbers: list[int]) -> list[list[int]]:
         gathered: list[list[int]] = apart.all_gather(torch.tensor(numbers, device="cpu")).tolist()
         return gathered
 
-    return Votes(size=collective.size, start=start, gather=gather, waits=add is not None)
+    return Votes(size=collective.size, start=apart.start_add_numbers, gather=gather)
 
 
 def channel_over(collective: Collective, share: int) -> Channel:

@@ -29,7 +29,6 @@ ALWAYS: Names = {
         "_functorch": "`maybe_current_level`: whether a transform of torch.func is running",
         "_current_graph_task_id": "whether a backward is running; no public function says so",
         "_disabled_torch_function_impl": "a subclass of Tensor without `__torch_function__`, as torch writes its own",
-        "_storage_Use_Count": "whether other tensors use the memory of a parameter that is given other memory",
         "DisableTorchFunctionSubclass": "what a `__torch_function__` runs is not sent to it again; documented",
     },
     "torch._C._functorch": {"maybe_current_level": "whether a transform of torch.func is running"},
@@ -47,7 +46,6 @@ ALWAYS: Names = {
         "_is_view": "whether a gradient shares memory with another",
         "_make_wrapper_subclass _make_subclass": "how torch's own subclasses of Tensor are made",
     },
-    "torch:UntypedStorage": {"_cdata": "by which the name above finds a storage"},
     "torch.autograd:Variable": {"_execution_engine": "`queue_callback`: what runs when a backward ends; no hook does"},
     "torch.nn:Module": {
         "_load_state_dict_pre_hooks _load_from_state_dict": "whether a part of a module converts what it loads",
@@ -119,12 +117,6 @@ transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_le
 disabled_torch_function_impl: Any = torch._C._disabled_torch_function_impl
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 """Within this context `__torch_function__` of subclasses is not called."""
-
-
-def storage_use_count(storage: torch.UntypedStorage) -> int:
-    """The number of tensors that use the memory, and Python's object for it."""
-    count: int = torch._C._storage_Use_Count(storage._cdata)
-    return count
 
 
 def disable_dynamo(function: Function, *, recursive: bool = True) -> Function:

@@ -33,10 +33,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 from fabric.strategies.accelerators.torch_accelerator import has_streams
 from fabric.strategies.checkpoint.errors import CheckpointError
 from fabric.strategies.checkpoint.manifest import ALIGNMENT_BYTES
+from fabric.strategies.checkpoint.pace import Pace
 from fabric.strategies.checkpoint.saving import Failure, Plan, attempt, finish, memory_of, plan, refuse_together, write
 from fabric.strategies.checkpoint.storage import Storage
 from fabric.strategies.checkpoint.tensor_shards import TensorShards
-from fabric.strategies.checkpoint.writers import PAGE_BYTES, Pace
 from fabric.strategies.collectives.collective import Collective
 
 if TYPE_CHECKING:
@@ -184,10 +184,7 @@ class BackgroundSaves:
 
 @final
 class Staging:
-    """A buffer for copies of what this rank writes, reused by every save.
-
-    Each tensor is as many bytes from a page of memory as it will be from the start of the file: see `writers`.
-    """
+    """A buffer for copies of what this rank writes, reused by every save."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -212,8 +209,7 @@ class Staging:
     def _reserve(self, num_bytes: int, *, pinned: bool) -> None:
         if self._memory.nbytes < num_bytes or (pinned and not self._memory.is_pinned()):
             self._memory = torch.empty(0, dtype=torch.uint8)  # frees the old buffer first
-            memory = torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=pinned)
-            self._memory = memory[-memory.data_ptr() % PAGE_BYTES :]
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
 
 
 def _of_copies(sharded: TensorShards, copies: dict[Any, Tensor]) -> TensorShards:

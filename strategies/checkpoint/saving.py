@@ -40,10 +40,10 @@ from fabric.strategies.checkpoint.manifest import (
     refuse_gaps,
 )
 from fabric.strategies.checkpoint.memory import buffer_of
+from fabric.strategies.checkpoint.pace import Pace
 from fabric.strategies.checkpoint.storage import Storage
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
 from fabric.strategies.checkpoint.values import Json, encode
-from fabric.strategies.checkpoint.writers import Pace
 from fabric.strategies.collectives.collective import Collective
 
 Part = tuple[Chunk, Tensor]

@@ -13,6 +13,7 @@ import mmap
 import os
 import shutil
 import sys
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fabric.strategies.checkpoint.memory import buffer_of
-from fabric.strategies.checkpoint.writers import CachedWriter, DirectWriter, Pace
+from fabric.strategies.checkpoint.pace import Pace
 
 Buffer: TypeAlias = "bytes | memoryview"
 MAPPED = "is_mapped_checkpoint"
@@ -42,7 +43,7 @@ class Storage(ABC):
     def write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True, pace: Pace | None = None) -> None:
         """Write a new file. `is_flushed=False`: it is needed only during the save, so it is not flushed to disk.
 
-        `pace`: write so that the rest of the machine is slowed down little, see `writers`.
+        `pace`: rests after each write, so that the rest of the machine is slowed down little.
         """
 
     @abstractmethod
@@ -172,10 +173,8 @@ class Folder(Storage):
         self._make()
         try:
             with (self._folder / name).open("xb", buffering=0) as file:
-                writer = CachedWriter(file.fileno()) if pace is None else DirectWriter(file.fileno(), pace)
                 for block in blocks:
-                    writer.write(memoryview(block))
-                writer.end()
+                    _write_all(file.fileno(), memoryview(block), pace)
                 if is_flushed:
                     os.fsync(file.fileno())
         except BaseException as error:
@@ -333,6 +332,15 @@ class Remote(Storage):
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}"
+
+
+def _write_all(handle: int, block: memoryview, pace: Pace | None) -> None:
+    """Write the next bytes of a file, of which the system may take a part at a time."""
+    while block.nbytes:
+        begun = time.monotonic()
+        block = block[os.write(handle, block) :]
+        if pace is not None:
+            pace.rest(time.monotonic() - begun)
 
 
 _FULL = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG") if name in dir(errno)}

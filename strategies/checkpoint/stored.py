@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from fabric.strategies.checkpoint.chunk import Chunk, Shape, whole
 from fabric.strategies.checkpoint.storage import MAPPED
 from fabric.strategies.checkpoint.values import DTYPES, are_integers
-from fabric.strategies.torch_internals import storage_use_count
 
 if TYPE_CHECKING:
     from fabric.strategies.checkpoint.manifest import Entry, Piece
@@ -53,7 +52,7 @@ class Stored:
 
     def fill(self, target: Tensor, chunk: Chunk) -> None:
         """Give `target`, a tensor on its own and not a view, the elements of a chunk: by `copy_to`, or mapped."""
-        fits = self.maps and _is_as_stored(target, self.dtype) and is_alone(target)
+        fits = self.maps and _is_as_stored(target, self.dtype) and _may_move(target)
         mapped = self._mapped(chunk) if fits else None
         if mapped is None:
             self.copy_to(target.detach(), chunk)
@@ -139,22 +138,18 @@ def _is_as_stored(tensor: Tensor, dtype: torch.dtype) -> bool:
     )
 
 
-def is_alone(tensor: Tensor) -> bool:
-    """Whether nothing else uses the memory of a plain tensor, so that it may be given other memory."""
+def _may_move(tensor: Tensor) -> bool:
+    """Whether a plain tensor may be given other memory: its own is no part of a larger one, of no array of NumPy, and
+    not shared with other processes."""
     storage = tensor.untyped_storage()
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.grad_fn is None
         and storage.nbytes() == tensor.nbytes
-        and storage_use_count(storage) == _ALONE
-        and (storage.resizable() or hasattr(storage, MAPPED))  # not of an array of NumPy, which stays with its memory
+        and (storage.resizable() or hasattr(storage, MAPPED))
         and not storage.is_shared()
         and not tensor.is_pinned()
     )
-
-
-_ALONE = 2
-"""The tensor, and Python's object for its storage."""
 
 
 def unmapped(content: Any) -> Any:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import chain
+from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar, final
 
 from torch.utils.data import DataLoader, SequentialSampler
@@ -154,7 +155,7 @@ class Epoch:
         """Called with parts that are about to be loaded."""
         self._pass()
         self._fetched += parts
-        self.has_unequal = self.has_unequal or any(part.is_unequal for part in parts)
+        self.has_unequal = self.has_unequal or any(map(attrgetter("is_unequal"), parts))
 
     def _pass(self) -> Part:
         """The part that the loop received last; only its end is known if no sampler was read.

@@ -32,9 +32,8 @@ class Ranks:
     """Returns the objects of all ranks, in rank order, on every rank."""
     same: Callable[[str], bool]
     """Whether all ranks passed the same string: one all-reduce of one number."""
-    votes: Callable[[bool], Votes] | None = None
-    """Makes the `Votes` by which a loader agrees on its number of batches, given whether each all-reduce is awaited
-    before the next batch. None: not supported."""
+    votes: Callable[[], Votes] | None = None
+    """Makes the `Votes` by which a loader agrees on its number of batches. None: not supported."""
     channel: Callable[[int], Channel] | None = None
     """Makes the `Channel` of a loader that rank 0 reads, given the share of this rank. None: not supported."""
 

@@ -371,7 +371,7 @@ def _agreement(loader: Iterable[Any], words: str, setup: _Setup, *, exact: bool)
     elif isinstance(loader, DataLoader):
         ahead = loader.num_workers > 0 or (loader.batch_size is not None and not exact)
     when_ended = setup.when_ended or ("error" if setup.uneven else "stop")
-    votes = setup.ranks.votes(not ahead)
+    votes = setup.ranks.votes()
     return Agreement(when_ended, votes, words, setup.report, ahead=ahead, trains=not setup.uneven)
 
 

@@ -102,9 +102,9 @@ class SampleCut(Cut):
         return self.step + self.ahead, self.step
 
     def __call__(self, items: Iterator[Any], leave_out: LeaveOut) -> Iterator[Part]:
-        if self.share.count == 1:
-            yield from self._alone(items)
-            return
+        return self._alone(items) if self.share.count == 1 else self._shared(items, leave_out)
+
+    def _shared(self, items: Iterator[Any], leave_out: LeaveOut) -> Iterator[Part]:
         held: list[Any] = []
         end, step, needed = 0, self.step, self.step + self.ahead
         mine = slice(self.share.index * self.batch_size, (self.share.index + 1) * self.batch_size)

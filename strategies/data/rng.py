@@ -1,8 +1,9 @@
 """Random numbers that are equal on every rank, drawn without changing the random state of the process.
 
 A sampler may draw from torch, `random`, numpy, or a generator of its own. So that all ranks draw the same order, the
-states of all of them are replaced during a draw and restored afterwards. Costs about 40 us per draw, most of it of
-`random`, so indices are drawn in chunks. Another thread that draws at the same time sees the replaced states.
+states of all of them are replaced during a draw and restored afterwards. That costs about 40 us per draw, and 0.6 ms
+where numpy is imported; for torch's own samplers, 8 us. So indices are drawn in chunks. Another thread that draws at
+the same time sees the replaced states.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-
-from fabric.strategies.data.numpy_rng import NumpyState
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def torch_rng() -> Rng:
 def process_rngs(*, in_memory: bool = False) -> list[Rng]:
     """The global generators of torch (CPU), of `random`, and of numpy if it is imported.
 
-    `in_memory`: `read` is fast, what it returns cannot be part of a checkpoint, and `write` must follow it.
+    `in_memory`: of numpy, any bit generator is read, as types that a checkpoint does not hold.
     """
     found = [torch_rng(), Rng(random.getstate, random.setstate, random.seed)]
     numpy = sys.modules.get("numpy")
@@ -59,8 +59,7 @@ def process_rngs(*, in_memory: bool = False) -> list[Rng]:
 
     if not in_memory:
         return [*found, _numpys(numpy.random, seed_numpy)]
-    state = NumpyState()
-    return [*found, Rng(state.take, state.put, seed_numpy)]
+    return [*found, Rng(partial(numpy.random.get_state, legacy=False), numpy.random.set_state, seed_numpy)]
 
 
 @contextmanager

@@ -5,13 +5,11 @@ one, over a separate process group, so that this is not matched with collectives
 change what is read, several batches are read ahead, one for each that is yielded, and one all-reduce is for all of
 them: it is started before the last of the previous ones is yielded, and overlaps with that step. Their number doubles
 from one to `_AHEAD`, and to `_MOST_AHEAD` if they are small on every rank, which the same all-reduce tells. Otherwise
-there is one for each batch; ranks of one machine have memory for it (`shared_sums.py`). Every rank must iterate such a
-loader, and equally often.
+there is one for each batch. Every rank must iterate such a loader, and equally often.
 
 A rank whose data has ended, while others go on, gets its last batch again. `RepeatedBatches` makes it count zero. A
-rank that has a batch takes the step in any case. So if batches are not read ahead, and a message is needed, it yields
-the batch at once, and waits for the others where the result is used: for the factor of the loss, or before the next
-all-reduce.
+rank that has a batch takes the step in any case. So if batches are not read ahead, it yields the batch at once, and
+waits for the others where the result is used: for the factor of the loss, or before the next all-reduce.
 """
 
 from __future__ import annotations
@@ -76,12 +74,10 @@ class Votes:
     """The collectives by which ranks agree while they iterate. Every rank calls each of them."""
 
     size: int
-    start: Callable[[list[int]], Callable[[], Sequence[float]]]
+    start: Callable[[Sequence[float]], Callable[[], Sequence[float]]]
     """Starts an all-reduce (sum) of numbers of at most 32 bits. Returns a function that waits, and returns the sums."""
     gather: Callable[[list[int]], list[list[int]]]
     """Returns the numbers of all ranks, in rank order, on every rank."""
-    waits: bool = False
-    """Whether `start` itself waits for the sums."""
 
 
 @final
@@ -163,7 +159,7 @@ class Agreement:
             answer = self._ask([drawn], iteration, step)
             factor: Factor
             # In the first step a rank that has nothing to repeat is an error.
-            if self._votes.waits or step == 0 or drawn.vote != 1 or self._uneven != "repeat":
+            if step == 0 or drawn.vote != 1 or self._uneven != "repeat":
                 (have, *_), _ = answer()
                 if not self._is_taken(have, drawn.vote, supply, step):
                     return

@@ -159,6 +159,7 @@ def engine_config(
         "gradient_clipping": 0.0,  # its default is 1.0
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
+            **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}),  # see `released`
             **config.get("zero_optimization", {}),
             **offload,
             "stage": stage,

@@ -49,7 +49,6 @@ class Engine:
         stage: int,
         *,
         broadcast_buffers: bool,
-        compare_weights: bool,
     ) -> None:
         if stage == 3:
             look_up(STAGE_3)
@@ -88,9 +87,7 @@ class Engine:
             for group, parameters in enumerate(self.zero.params_in_partition):
                 self._places.update({parameter: (group, place) for place, parameter in enumerate(parameters)})
         self.discard()
-        self.released = (
-            Released(module.named_parameters(), runtime.world.rank, compare=compare_weights) if stage == 3 else None
-        )
+        self.released = Released(module.named_parameters()) if stage == 3 else None
         self.remember_weights()
 
     # Forward and backward
@@ -128,8 +125,6 @@ class Engine:
             if check is not None:
                 check()
             self._set_placeholders()
-            if self.released is not None:
-                self.released.put()
 
         return finish
 
@@ -346,8 +341,9 @@ class Engine:
     def remember_weights(self) -> None:
         """Record the current weights as those that DeepSpeed trains."""
         if self.released is not None:
-            self.released.remember()
-        self._addresses_then = self._addresses()
+            self.released.put()
+        else:
+            self._addresses_then = self._addresses()
 
     def _addresses(self) -> list[int]:
         """What `parameter.data = other` changes."""
@@ -362,12 +358,12 @@ class Engine:
 
         At stage 1 they are moved out here until the next backward or step: they are those of this rank alone.
         """
+        if self.released is not None:
+            self.released.put()  # before gradients, which have the shapes of their parameters
         if not self._has_gradients:
             return
         if self._are_in_parameters():
             self._unreduced = {each: each.grad for each in self._reached if each.grad is not None}
-        if self.released is not None:
-            self.released.put()  # a gradient has the shape of its parameter
         self.placeholders.set(self._reached)
 
     def _zero(self, parameter: Tensor) -> None:

@@ -48,10 +48,10 @@ class DeepSpeedGradientSync(GradientSync):
 class UntrainedGradientSync(GradientSync):
     """One model in shards without an optimizer: parameters are all-gathered, gradients are not reduced."""
 
-    def __init__(self, runtime: Runtime, module: nn.Module, *, compare_weights: bool) -> None:
+    def __init__(self, runtime: Runtime, module: nn.Module) -> None:
         self.order = ExecutionOrder(runtime, module, gathered_parts(module))
         self._ordered = self.order.around(lambda function, args, kwargs: function(*args, **kwargs))
-        self.released = Released(module.named_parameters(), runtime.world.rank, compare=compare_weights)
+        self.released = Released(module.named_parameters())
         self._hooks = [
             module.register_forward_pre_hook(Hook(self._enter), prepend=True),
             module.register_forward_hook(Hook(self._leave)),  # after DeepSpeed's, which releases weights

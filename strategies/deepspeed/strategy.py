@@ -31,7 +31,6 @@ from fabric.strategies.deepspeed.engine import NOT_GATHERED, UNUSED, Engine, clo
 from fabric.strategies.deepspeed.gradient_sync import DeepSpeedGradientSync, UntrainedGradientSync
 from fabric.strategies.deepspeed.library import join, local_rank, why_not, with_environment
 from fabric.strategies.deepspeed.loss_scale import LossScale
-from fabric.strategies.deepspeed.own_code import own_code
 from fabric.strategies.deepspeed.state import ZeroState, is_sharded
 from fabric.strategies.gradients.sync import GradientSync, LocalGradientSync
 from fabric.strategies.module.bare_parameters import IN_MODULE
@@ -68,9 +67,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     """DeepSpeed's configuration: a dictionary, or a JSON file, read when the strategy is created. Keys are checked."""
     broadcast_buffers: bool = True
     """Broadcast buffers (BatchNorm statistics) from rank 0 after each forward that computes gradients."""
-    compare_weights: bool = True
-    """At stage 3: before each step, compare weights that DeepSpeed keeps gathered with those of the last step, since it
-    would undo a change by hand. Takes 2 to 3 % of a step of small layers (width 64), 0.2 % at width 512."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "config", read_config(self.config))
@@ -170,7 +166,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             engine,
             self._stage,
             broadcast_buffers=self.broadcast_buffers,
-            compare_weights=self.compare_weights,
         )
         state = ZeroState(
             runtime.world, self._stage, engine.optimizer, groups or [pieces.trained], pieces.remember_weights
@@ -179,8 +174,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             stack.callback(_restore, optimizer, state.groups, forget)
         sync = DeepSpeedGradientSync(pieces)
         stack.callback(sync.release)
-        if self._stage == 3:
-            stack.callback(own_code(module))
         stack.callback(pieces.drive(optimizer, state.groups))
         path = ForwardPath(module, refuse_empty(module, with_precision(runtime, sync.forward)))
         stack.callback(path.release)
@@ -232,7 +225,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             place(runtime, module, (), move=move)
         with (
             with_environment(runtime.world, runtime.device.type) as deepspeed,
-            own_hooks(module),
+            own_hooks(module, are_copied=self._stage != 3),
             _scalars_broadcast(runtime, module, self._stage),
         ):
             engine, *_ = deepspeed.initialize(
@@ -258,8 +251,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         sync: GradientSync = LocalGradientSync(module)
         if self._stage == 3:
             stack.callback(close, self._initialize(runtime, module, None, move))
-            sync = UntrainedGradientSync(runtime, module, compare_weights=self.compare_weights)
-            stack.callback(own_code(module))
+            sync = UntrainedGradientSync(runtime, module)
         else:
             place(runtime, module, (), move=move)
         stack.callback(sync.release)

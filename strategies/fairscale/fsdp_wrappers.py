@@ -13,6 +13,7 @@ Note [Traps of FairScale closed here]
 - An averaged gradient is stored elsewhere while others accumulate without synchronisation, and `zero_grad` would miss
   it: it is added to those.
 - In a second backward after one forward, or from a second output, parameters are freed: they are gathered again.
+- Each forward adds a hook to each parameter's gradient node, and none is removed: that of the forward before is.
 - Outputs are copied into plain containers: the user's own object is returned.
 - A process group is cached after it was destroyed: the current one is passed.
 """
@@ -278,6 +279,17 @@ def _wrapper(
         fully_sharded = FullyShardedDataParallel
 
     class Sharded(fully_sharded):  # type: ignore[misc, valid-type]
+        def _register_post_backward_hooks(self) -> None:
+            """Before a forward, which adds a hook to each parameter's gradient node: remove that of the forward before.
+
+            A parameter keeps its node, since it is gathered in its own dtype. Hooks of one node run one after the
+            other, so that all but the first find nothing to do.
+            """
+            for param in self.params if torch.is_grad_enabled() else ():
+                if param.requires_grad and "_shard_bwd_hook" in vars(param):
+                    param._shard_bwd_hook[1].remove()
+            super()._register_post_backward_hooks()
+
         def _post_backward_hook(self, param: Any, *unused: Any) -> None:
             super()._post_backward_hook(param, *unused)
             if not self._require_backward_grad_sync:

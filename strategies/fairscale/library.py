@@ -47,6 +47,7 @@ FULLY_SHARDED: Names = {
         "_free_full_params _use_fp32_param_shard": "parameters that were changed are gathered anew",
         "_rebuild_full_params _prep_grads_for_backward _use_full_params": "before each backward, of which any may come",
         "_post_backward_hook _post_reduction_hook _wait_for_post_backward": "which parameters a backward reduced",
+        "_register_post_backward_hooks _shard_bwd_hook": "removes the hooks of the forward before",
         "_require_backward_grad_sync": "holds synchronisation back; `no_sync` is not for one backward of several",
         "_fp32_shard _fp16_shard _full_param_padded _orig_size _saved_grad_shard": "parts and whole of a parameter",
         "_reducer _streams": "the end of a backward, on a CPU",

@@ -49,7 +49,7 @@ class FairScaleShardedGradientSync(GradientSync):
         from fairscale.nn.data_parallel import ShardedDataParallel
         from fairscale.optim import OSS
 
-        self.collective, self.module = collective, module
+        self.collective, self.rank, self.module = collective, collective.rank, module
         self.buffered = list(module.modules()) if broadcast_buffers else []
         with root_logger_untouched():
             self.shards = {
@@ -127,9 +127,11 @@ class FairScaleShardedGradientSync(GradientSync):
         self.parallel._consume_work_handles()
         for parameter, average in aside:
             parameter.grad = average if parameter.grad is None else parameter.grad.add_(average)
-        self.averages.update(parameter for parameter in reduced if self.owner[parameter] == self.collective.rank)
-        for parameter in () if self.is_stepping else reduced:
-            if parameter.grad is None and (owner := self.owner[parameter]) != self.collective.rank:
+        for parameter in reduced:
+            owner = self.owner[parameter]
+            if owner == self.rank:
+                self.averages.add(parameter)
+            elif not self.is_stepping and parameter.grad is None:
                 parameter.grad = InShards(parameter, _ELSEWHERE.format(owner=owner))
         note(self.owner)
 
@@ -163,11 +165,12 @@ class FairScaleShardedGradientSync(GradientSync):
 
     def owned(self, optimizer: Optimizer) -> list[Tensor]:
         """The parameters of an optimizer that this rank owns. Raises RuntimeError if a gradient was not averaged."""
-        parameters = parameters_of(optimizer)
-        mine = [parameter for parameter in parameters if self.owner.get(parameter) == self.collective.rank]
-        others = (p.grad for p in parameters if self.owner.get(p) != self.collective.rank)
-        if any(gradient is not None and not isinstance(gradient, InShards) for gradient in others):
-            raise RuntimeError(NOT_AVERAGED.format(optimizer=type(optimizer).__name__))
+        mine = []
+        for parameter in parameters_of(optimizer):
+            if self.owner.get(parameter) == self.rank:
+                mine.append(parameter)
+            elif parameter.grad is not None and not isinstance(parameter.grad, InShards):
+                raise RuntimeError(NOT_AVERAGED.format(optimizer=type(optimizer).__name__))
         return mine
 
     def _attach(self, optimizer: Optimizer) -> list[Callable[[], None]]:
@@ -183,7 +186,7 @@ class FairScaleShardedGradientSync(GradientSync):
         ]
 
     def _drop_others(self, optimizer: Optimizer) -> None:
-        for parameter in [each for each in optimizer.state if self.owner[each] != self.collective.rank]:
+        for parameter in [each for each in optimizer.state if self.owner[each] != self.rank]:
             del optimizer.state[parameter]
 
     def _after_mode(self, optimizer: Optimizer) -> None:
@@ -192,7 +195,8 @@ class FairScaleShardedGradientSync(GradientSync):
         self.shards[optimizer]._broadcast_params()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        strangers = [parameter for parameter in parameters_of(optimizer) if parameter not in self.owner]
+        parameters = parameters_of(optimizer)
+        strangers = [parameter for parameter in parameters if parameter not in self.owner]
         if strangers:
             raise RuntimeError(
                 f"`{type(optimizer).__name__}` was given {len(strangers)} parameters after `fabric.setup`, which no "
@@ -200,7 +204,7 @@ class FairScaleShardedGradientSync(GradientSync):
             )
         self._hide_others()
         self.is_stepping = True
-        frozen = [self.names[p] for p in parameters_of(optimizer) if p.grad is not None and not p.requires_grad]
+        frozen = [self.names[p] for p in parameters if p.grad is not None and not p.requires_grad]
         if frozen:
             raise RuntimeError(
                 f"{len(frozen)} parameters of `{type(self.module).__name__}` ({name_some(frozen)}) have gradients and "
@@ -234,7 +238,7 @@ class FairScaleShardedGradientSync(GradientSync):
         """The state of all ranks in torch's own format, as copies on the CPU. Ranks: all call it."""
         own = map_only_tensors(lambda tensor: tensor.to("cpu", copy=True), state_dict["state"])
         parts = [
-            self.collective.broadcast_object(own if rank == self.collective.rank else None, src=rank)
+            self.collective.broadcast_object(own if rank == self.rank else None, src=rank)
             for rank in range(self.collective.size)
         ]
         whole = {index: state for part in parts for index, state in part.items()}
@@ -247,9 +251,7 @@ class FairScaleShardedGradientSync(GradientSync):
         `load_state_dict` calls that of torch would read the whole of it afterwards."""
         indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         owners = {index: self.owner[p] for index, p in zip(indices, parameters_of(optimizer), strict=False)}
-        own = {
-            index: state for index, state in state_dict["state"].items() if owners.get(index) == self.collective.rank
-        }
+        own = {index: state for index, state in state_dict["state"].items() if owners.get(index) == self.rank}
         load({**state_dict, "state": own})
 
     def parameters_held(self) -> Iterable[Tensor]:

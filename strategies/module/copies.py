@@ -43,12 +43,16 @@ class _CopiedHook:
 
 
 @contextmanager
-def own_hooks(module: nn.Module) -> Iterator[None]:
-    """Turn the forward hooks that a backend registers within the context into `Hook`s."""
+def own_hooks(module: nn.Module, *, are_copied: bool) -> Iterator[None]:
+    """Turn the forward hooks that a backend registers within the context into `Hook`s.
+
+    `are_copied`: False for a module that cannot be copied: it is enough that its hooks are never compiled.
+    """
     before = {key for hooks in _hooks_of(module) for key in hooks}  # torch numbers hooks of all modules
     yield
+    own: Callable[[Callable[..., Any]], Callable[..., Any]] = Hook if are_copied else disable_dynamo
     for hooks in _hooks_of(module):
-        hooks.update({key: Hook(hook) for key, hook in hooks.items() if key not in before})
+        hooks.update({key: own(hook) for key, hook in hooks.items() if key not in before})
 
 
 def forget_copied_hooks(module: nn.Module) -> None:

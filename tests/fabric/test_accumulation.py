@@ -19,7 +19,6 @@ from fabric import Fabric
 from fabric.launchers.launcher import WorkerError
 from fabric.launchers.world import World
 from fabric.strategies import DDPStrategy
-from fabric.strategies.collectives import shared_sums
 from fabric.strategies.gradients.scaling import scale_gradients
 
 PRESENT = "which has gradients already"
@@ -334,10 +333,8 @@ def count_buckets(state: Any, bucket: Any) -> Any:
     return work.get_future().then(lambda done: done.value()[0])
 
 
-def count_messages(world: World, weighted: bool, one_machine: bool) -> list[tuple[int, int]]:
+def count_messages(world: World, weighted: bool) -> list[tuple[int, int]]:
     """After each window: how often gradients were sent by our hook, and how many all-reduces there were besides."""
-    if not one_machine:
-        shared_sums._create = lambda num_ranks: None  # this process is a rank, and ends with it
     fabric = ranks(world, DDPStrategy(comm_hook=count_buckets))
     model, optimizer = fabric.setup(*parts())
     given, others = torch.distributed.all_reduce, []
@@ -369,25 +366,17 @@ def count_messages(world: World, weighted: bool, one_machine: bool) -> list[tupl
 @pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True])
 def test_gradients_are_reduced_once_per_window_and_weights_add_one_number(weighted: bool) -> None:
-    for found in run_world(2, count_messages, weighted, False):
+    for found in run_world(2, count_messages, weighted):
         assert found == [(1, int(weighted))] * 3
-
-
-@pytest.mark.slow
-def test_weights_send_nothing_on_one_machine_once_ranks_share_memory() -> None:
-    for found in run_world(2, count_messages, True, True):
-        assert [others for _, others in found] == [1, 0, 0]
 
 
 def fail(gradient: Tensor) -> None:
     raise ArithmeticError("in the backward of a loss")
 
 
-def mix_weights(world: World, one_machine: bool) -> list[list[float]]:
+def mix_weights(world: World) -> list[list[float]]:
     """The gradients of windows with and without weights, of layers frozen and unfrozen; then after two backwards that
     raise, and of a backward of torch."""
-    if not one_machine:
-        shared_sums._create = lambda num_ranks: None  # this process is a rank, and ends with it
     fabric = ranks(world)
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
@@ -427,16 +416,15 @@ def mix_weights(world: World, one_machine: bool) -> list[list[float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("one_machine", [True, False])
-def test_weights_are_exact_beside_other_backwards_and_after_one_that_raised(one_machine: bool) -> None:
-    (alone,) = run_world(1, mix_weights, one_machine)
-    for found in run_world(2, mix_weights, one_machine):
+def test_weights_are_exact_beside_other_backwards_and_after_one_that_raised() -> None:
+    (alone,) = run_world(1, mix_weights)
+    for found in run_world(2, mix_weights):
         for one, other in zip(found, alone, strict=True):
             assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
 
 
 def weigh_on_some_ranks(world: World) -> None:
-    fabric = ranks(world, sanitize=False)  # in a watched step the calls differ
+    fabric = ranks(world, sanitize="always")
     model, optimizer = fabric.setup(*parts())
     for step, batch in enumerate(SAMPLES[:16].split(4)):
         fabric.backward(model(batch).sum(), weight=None if step == 1 and world.rank == 1 else 4)
@@ -445,8 +433,8 @@ def weigh_on_some_ranks(world: World) -> None:
 
 
 @pytest.mark.slow
-def test_a_weight_on_some_ranks_raises_instead_of_meeting_that_of_the_next_step() -> None:
-    with pytest.raises(WorkerError, match="Pass a weight on every rank, zero where there is no data"):
+def test_a_weight_on_some_ranks_raises_in_a_watched_step() -> None:
+    with pytest.raises(WorkerError, match="The 2 ranks did not make the same call"):
         run_world(2, weigh_on_some_ranks)
 
 

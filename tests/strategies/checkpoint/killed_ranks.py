@@ -24,7 +24,6 @@ from fabric.strategies.checkpoint.manifest import NAME
 from fabric.strategies.checkpoint.saving import save
 from fabric.strategies.checkpoint.storage import Buffer, Folder, Storage
 from fabric.strategies.checkpoint.tensor_shards import replicated
-from fabric.strategies.checkpoint.writers import PAGE_BYTES
 from fabric.strategies.collectives.store import StoreCollective
 
 NUM_ELEMENTS = 600_000
@@ -132,7 +131,7 @@ def main(folder: Path, num_kills: int, seed: int) -> None:
             "signals": signals,
             "found": content["step"],
             "whole": bool(content["x"].eq(content["step"]).all()),
-            "num_bytes": num_bytes if blocking else num_bytes // PAGE_BYTES * PAGE_BYTES,
+            "num_bytes": num_bytes,
             "full_bytes": FULL_BYTES,
             "written": next((size for name, size in new.items() if name.endswith(f".{killer}.bin")), None),
         }
