@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import importlib
 import importlib.machinery
 import importlib.util
 import sys
@@ -73,12 +74,20 @@ def install_kernels(torch: Any) -> None:
     _kernels = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(_kernels)
     _kernels.install()
+    importlib.import_module("pretended_cuda.cuda_only").implement()
     atexit.register(_kernels.listen, None)
     # Layers compose other operators where these are not to be had.
     torch.backends.cudnn.enabled = False
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch._TorchCompileInductorWrapper.__call__ = compile_eagerly
+    torch._TorchCompileInductorWrapper.get_compiler_config = lambda _: {}
+
+
+def compile_eagerly(_: Any, model: Any, inputs: Any) -> Any:
+    """In place of inductor, which writes kernels for Triton: traced and differentiated as by it, then run as it is."""
+    return importlib.import_module("torch._dynamo.backends.debugging").aot_eager(model, inputs)
 
 
 if "torch" not in sys.modules:

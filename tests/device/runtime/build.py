@@ -57,6 +57,7 @@ def main() -> None:
         torch = [f"-L{TORCH / 'lib'}", "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
         run("g++", "-shared", *kernels, *libraries.glob("libcudart.*"), *torch, "-o", PACKAGE / "kernels.so")
     shutil.copy(HERE / "boot.py", PACKAGE / "__init__.py")
+    shutil.copy(HERE / "cuda_only.py", PACKAGE)
     (SITE / "pretended_cuda.pth").write_text("import pretended_cuda\n")
 
 

@@ -31,7 +31,7 @@ at::Tensor host_view(const at::Tensor& tensor) {
 
 at::Tensor device_view(const at::Tensor& tensor, const at::Tensor& view) {
     auto result = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(tensor.storage()),
-                                                           c10::DispatchKeySet(c10::DispatchKey::CUDA), view.dtype());
+                                                           tensor.key_set(), view.dtype());
     result.unsafeGetTensorImpl()->set_sizes_and_strides(view.sizes(), view.strides(), view.storage_offset());
     copy_bits(view, result);
     return result;

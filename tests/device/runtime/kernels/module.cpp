@@ -8,7 +8,7 @@
 
 #include "../runtime.h"
 #include "call.h"
-#include "cuda_only.h"
+#include "own_operators.h"
 #include "host_views.h"
 
 namespace pretended {
@@ -32,7 +32,7 @@ void install() {
     QuietWarnings quiet;  // each operator would be said to be overridden
     c10::WarningUtils::WarningHandlerGuard guard(&quiet);
     auto* library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
-    auto own = implement_cuda_only(*library);
+    auto own = implement_own(*library);
     own.insert(kKept.begin(), kKept.end());
     std::set<std::string> names{"convolution", "convolution_backward"};
     for (const auto& name : c10::Dispatcher::singleton().getRegistrationsForDispatchKey(c10::DispatchKey::CUDA)) {
