@@ -23,6 +23,18 @@ EXPORTED int nvmlDeviceGetHandleByIndex_v2(unsigned device, void** handle) {
     return 0;
 }
 
+// Bus numbers begin at 1.
+EXPORTED int nvmlDeviceGetHandleByPciBusId_v2(const char* bus, void** handle) {
+    unsigned domain = 0, number = 0;
+    if (sscanf(bus, "%x:%x", &domain, &number) != 2) return 2;  // invalid argument
+    return nvmlDeviceGetHandleByIndex_v2(number - 1, handle);
+}
+
+EXPORTED int nvmlDeviceGetComputeRunningProcesses(void*, unsigned* count, void*) {
+    *count = 0;
+    return 0;
+}
+
 EXPORTED int nvmlDeviceGetUUID(void* handle, char* text, unsigned size) {
     const auto device = reinterpret_cast<uintptr_t>(handle) - 1;
     snprintf(text, size, "%s", pretended::uuid(static_cast<int>(device)).c_str());
