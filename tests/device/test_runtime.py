@@ -18,9 +18,9 @@ import pretended_cuda
 import pytest
 import torch
 import torch.distributed as dist
+from processes import run
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from processes import run
 from torch.nn.parallel import DistributedDataParallel
 from waits import counting
 from worlds import run_world
@@ -169,7 +169,7 @@ def used_on_another_stream(world: World, to_host: bool, waits: bool) -> list[flo
 @pytest.mark.parametrize("to_host", [False, True])
 def test_using_memory_of_a_copy_on_another_stream_without_waiting_is_a_race(to_host: bool) -> None:
     assert alone(used_on_another_stream, to_host, True) == ([1] * 4 if to_host else [2] * 4)
-    with pytest.raises(WorkerError, match="race: argument self of .* for which the current stream has not waited"):
+    with pytest.raises(WorkerError, match=r"race: argument self of .* for which the current stream has not waited"):
         alone(used_on_another_stream, to_host, False)
 
 
@@ -216,7 +216,7 @@ def filled(world: World) -> None:
     pretended_cuda.limit_memory(1, 64 * 2**20)
     assert torch.cuda.mem_get_info(1)[1] == 64 * 2**20
     kept = torch.zeros(8 * 2**20, device="cuda:1")
-    with pytest.raises(torch.OutOfMemoryError, match="GPU 1 has a total capacity of 64.00 MiB"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"GPU 1 has a total capacity of 64.00 MiB"):
         torch.zeros(16 * 2**20, device="cuda:1")
     torch.zeros(16 * 2**20, device="cuda:0")
     del kept
@@ -412,7 +412,7 @@ def one_device_for_two(world: World) -> None:
 
 
 def test_two_ranks_cannot_have_one_device() -> None:
-    with pytest.raises(WorkerError, match="Duplicate GPU detected : rank 0 and rank 1 both on .* device 3"):
+    with pytest.raises(WorkerError, match=r"Duplicate GPU detected : rank 0 and rank 1 both on .* device 3"):
         run_world(2, one_device_for_two)
 
 

@@ -3,8 +3,8 @@
     pretended_cuda.limit_memory(1, 64 * 2**20)   # device 1 has 64 MiB
     pretended_cuda.listen(function)              # function(kind, detail), whenever the host waits for a device
 
-A program sets nothing. `PRETENDED_DEVICES=2` gives the machine two devices instead of four, `PRETENDED_BYTES=1000000000`
-gives each of them so much memory instead of 4 GiB; `CUDA_VISIBLE_DEVICES` means what it means.
+A program sets nothing. `PRETENDED_DEVICES=2` gives the machine two devices instead of four, and
+`PRETENDED_BYTES=1000000000` each of them so much memory instead of 4 GiB; `CUDA_VISIBLE_DEVICES` means what it means.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Finder(MetaPathFinder):
 
 
 def load_libraries() -> None:
-    """Before torch asks for them by their names: those that are loaded are the ones it gets, whatever the machine has."""
+    """Before torch asks for them by name: it gets those that are loaded, whatever else the machine has."""
     others = sorted((HERE / "lib").iterdir(), key=lambda path: not path.name.startswith("libcudart"))
     for path in others:
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

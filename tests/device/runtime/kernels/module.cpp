@@ -18,9 +18,25 @@ namespace py = pybind11;
 
 // Torch's own for CUDA are right here: they look at no memory, or reach the runtime, or compose others.
 const std::set<std::string> kKept = {
-    "_cudnn_init_dropout_state", "_fused_sdp_choice", "_local_scalar_dense", "_pin_memory", "_reshape_alias", "as_strided",
-    "empty.memory_format", "empty_strided", "is_pinned", "is_set_to", "record_stream", "resize_", "set_",
-    "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor", "unfold", "view", "view.dtype",
+    "_cudnn_init_dropout_state",
+    "_fused_sdp_choice",
+    "_local_scalar_dense",
+    "_pin_memory",
+    "_reshape_alias",
+    "as_strided",
+    "empty.memory_format",
+    "empty_strided",
+    "is_pinned",
+    "is_set_to",
+    "record_stream",
+    "resize_",
+    "set_",
+    "set_.source_Storage",
+    "set_.source_Storage_storage_offset",
+    "set_.source_Tensor",
+    "unfold",
+    "view",
+    "view.dtype",
 };
 
 struct QuietWarnings : c10::WarningHandler {

@@ -13,8 +13,8 @@ namespace {
 
 using at::Tensor;
 
-// Between a device and the host it is torch's own, whose copies and waits reach the runtime. Between devices, or on one,
-// that would be a kernel.
+// Between a device and the host it is torch's own, whose copies and waits reach the runtime. Between devices, or on
+// one, that would be a kernel.
 Tensor& copy(Tensor& self, const Tensor& source, bool non_blocking) {
     const at::AutoDispatchBelowADInplaceOrView below;
     if (!on_device(self) || !on_device(source)) return at::native::copy_(self, source, non_blocking);

@@ -1,5 +1,5 @@
-// NVIDIA's management library, of which torch asks how many devices there are, and what they are called: a process that
-// asks it stays one that may be forked.
+// NVIDIA's management library, of which torch asks how many devices there are, and what they are called: a process
+// that asks it stays one that may be forked.
 #include <cstdio>
 #include <cstdint>
 
