@@ -249,6 +249,8 @@ def waited(world: World) -> None:
         (lambda: torch.ones(4).pin_memory().cuda(), ["cudaStreamSynchronize"]),
         (lambda: there.nonzero(), ["aten::nonzero"]),
         (lambda: there[there > 0], ["aten::index.Tensor with a mask"]),
+        (lambda: there.masked_fill(there > 0, 1.0), []),
+        (lambda: there.masked_fill(there > 0, there[0]), ["aten::masked_fill_.Tensor"]),
         (lambda: torch.cuda.synchronize(), ["cudaDeviceSynchronize"]),
         (lambda: torch.cuda.current_stream().synchronize(), ["cudaStreamSynchronize"]),
     ]

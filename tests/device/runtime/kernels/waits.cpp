@@ -30,6 +30,7 @@ std::string why_host_waits(const std::string& name, const c10::IValue* arguments
         const bool is_fill = arguments[2].toTensor().numel() == 1 && !arguments[3].toBool();
         return is_fill ? "" : name + " with a mask";
     }
+    if (name == "aten::masked_fill_.Tensor" && arguments[2].toTensor().is_cuda()) return name;
     return "";
 }
 
