@@ -3,14 +3,15 @@
     pretended_cuda.limit_memory(1, 64 * 2**20)   # device 1 has 64 MiB
     pretended_cuda.listen(function)              # function(kind, detail), whenever the host waits for a device
 
-A program sets nothing. `PRETENDED_DEVICES=2` gives the machine two devices instead of four, `PRETENDED_BYTES=1000000000`
-gives each of them so much memory instead of 4 GiB; `CUDA_VISIBLE_DEVICES` means what it means.
+A program sets nothing. `PRETENDED_DEVICES=2` gives the machine two devices instead of four, and
+`PRETENDED_BYTES=1000000000` each of them so much memory instead of 4 GiB; `CUDA_VISIBLE_DEVICES` means what it means.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import importlib
 import importlib.machinery
 import importlib.util
 import sys
@@ -58,7 +59,7 @@ class Finder(MetaPathFinder):
 
 
 def load_libraries() -> None:
-    """Before torch asks for them by their names: those that are loaded are the ones it gets, whatever the machine has."""
+    """Before torch asks for them by name: it gets those that are loaded, whatever else the machine has."""
     others = sorted((HERE / "lib").iterdir(), key=lambda path: not path.name.startswith("libcudart"))
     for path in others:
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
@@ -73,12 +74,20 @@ def install_kernels(torch: Any) -> None:
     _kernels = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(_kernels)
     _kernels.install()
+    importlib.import_module("pretended_cuda.cuda_only").implement()
     atexit.register(_kernels.listen, None)
     # Layers compose other operators where these are not to be had.
     torch.backends.cudnn.enabled = False
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch._TorchCompileInductorWrapper.__call__ = compile_eagerly
+    torch._TorchCompileInductorWrapper.get_compiler_config = lambda _: {}
+
+
+def compile_eagerly(_: Any, model: Any, inputs: Any) -> Any:
+    """In place of inductor, which writes kernels for Triton: traced and differentiated as by it, then run as it is."""
+    return importlib.import_module("torch._dynamo.backends.debugging").aot_eager(model, inputs)
 
 
 if "torch" not in sys.modules:

@@ -31,7 +31,8 @@ VALUES = {"cudnnGetVersion": 92000, "cudnnGetCudartVersion": 13000}
 """What functions return that torch asks at its import. All others return 801, which is CUDA's `not supported`."""
 FOLDERS = {"libcudart": "cuda", "libnccl": "nccl", "libcuda": "driver", "libnvidia-ml": "management"}
 """Where the sources of a library are, by the beginning of its name."""
-OPENED = {"libcuda.so.1", "libnvidia-ml.so.1"}
+MANAGEMENT = "libnvidia-ml.so.1"
+OPENED = {"libcuda.so.1", MANAGEMENT}
 """Which torch opens by name, and is not linked to."""
 ANY_OTHER = "libpretended_others.so"
 """Has the functions that may be in any library, because torch asks for no version of them."""
@@ -53,12 +54,13 @@ def main() -> None:
             written = [
                 made for path, made in objects.items() if path.parent == HERE / FOLDERS.get(name.split(".")[0], "-")
             ]
-            link(libraries / name, written, needed.versions.get(name, {}), work, libraries)
+            link(libraries / name, written, needed.versions.get(name, {}) | asked_of(name), work, libraries)
         link(libraries / ANY_OTHER, [], dict.fromkeys(refused, ""), work, libraries)
         kernels = [made for path, made in objects.items() if path.parent == HERE / "kernels"]
         torch = [f"-L{TORCH / 'lib'}", "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
         run("g++", "-shared", *kernels, *libraries.glob("libcudart.*"), *torch, "-o", PACKAGE / "kernels.so")
     shutil.copy(HERE / "boot.py", PACKAGE / "__init__.py")
+    shutil.copy(HERE / "cuda_only.py", PACKAGE)
     (SITE / "pretended_cuda.pth").write_text("import pretended_cuda\n")
 
 
@@ -107,6 +109,14 @@ class Needed:
             elif (version := re.search(r"Name: (\S+)\s+Flags", line)) and OF_NVIDIA.fullmatch(home):
                 homes[version[1]] = home
         return homes
+
+
+def asked_of(name: str) -> dict[str, str]:
+    """The functions that torch looks up in the management library; it ends where one is missing."""
+    if name != MANAGEMENT:
+        return {}
+    found = re.findall(rb"\0(nvml[A-Z]\w+)(?=\0)", (TORCH / "lib/libc10_cuda.so").read_bytes())
+    return {function.decode(): "" for function in found}
 
 
 def compiled(work: Path, nvidia: Path) -> dict[Path, Path]:

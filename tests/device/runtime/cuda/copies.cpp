@@ -1,10 +1,11 @@
 // Copies. One between pinned memory and a device goes on until the host has waited for it:
 // - to the host: the bytes are taken at once, and arrive at the end; until then a pattern is there.
-// - to the device: the bytes are taken at once, and compared at the end with what is there then. Where they differ, the
+// - to the device: the bytes are taken at once, and compared at the end with what is there then. Where they differ,
+// the
 //   host has written to memory that was being read, and a GPU would have computed with either.
 // A copy of pageable memory keeps the host waiting, whatever was asked for. See Note [Who knows what].
-// What a kernel or a message uses on another stream, which has not waited for the copy, must not be what the copy writes,
-// nor may it write what the copy reads.
+// What a kernel or a message uses on another stream, which has not waited for the copy, must not be what the copy
+// writes, nor may it write what the copy reads.
 #include "copies.h"
 
 #include <algorithm>
@@ -27,8 +28,8 @@ struct Copy {
     const Stream* stream;
     uint64_t number;
     bool to_host;
-    char* address;         // on the host
-    const char* device;    // on the device
+    char* address;       // on the host
+    const char* device;  // on the device
     std::vector<char> bytes;
 };
 
@@ -95,7 +96,8 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t handle) 
         if (from_device) memset(to, kPattern, bytes);
         return cudaSuccess;
     }
-    pretended_tell(to_device ? "copy from pageable memory" : "copy to pageable memory", std::to_string(bytes).c_str());
+    pretended_tell(to_device ? "copy from pageable memory" : "copy to pageable memory",
+                   std::to_string(bytes).c_str());
     memcpy(host(to), host(from), bytes);
     t_has_waited = stream;
     return cudaSuccess;
@@ -162,7 +164,9 @@ EXPORTED cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMe
     return cudaStreamSynchronize(nullptr);
 }
 
-EXPORTED cudaError_t cudaMemset(void* address, int value, size_t bytes) { return fill(address, value, bytes, nullptr); }
+EXPORTED cudaError_t cudaMemset(void* address, int value, size_t bytes) {
+    return fill(address, value, bytes, nullptr);
+}
 
 EXPORTED cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaStream_t stream) {
     return fill(address, value, bytes, stream);

@@ -153,7 +153,9 @@ EXPORTED cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int dev
 }
 
 EXPORTED cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-    *value = attribute == cudaDevAttrComputeCapabilityMajor ? 9 : attribute == cudaDevAttrMultiProcessorCount ? 132 : 0;
+    *value = attribute == cudaDevAttrComputeCapabilityMajor ? 9
+             : attribute == cudaDevAttrMultiProcessorCount  ? 132
+                                                            : 0;
     return cudaSuccess;
 }
 
@@ -205,8 +207,8 @@ static int context_state(int, unsigned* flags, int* active) {
 
 static int no_driver() { return cudaErrorNotSupported; }
 
-EXPORTED cudaError_t cudaGetDriverEntryPointByVersion(
-    const char* name, void** function, unsigned, unsigned long long, cudaDriverEntryPointQueryResult* result) {
+EXPORTED cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
+                                                      cudaDriverEntryPointQueryResult* result) {
     const bool known = !strcmp(name, "cuDevicePrimaryCtxGetState");
     *function = known ? reinterpret_cast<void*>(context_state) : reinterpret_cast<void*>(no_driver);
     if (result) *result = cudaDriverEntryPointSuccess;

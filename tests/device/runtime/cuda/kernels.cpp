@@ -43,8 +43,8 @@ EXPORTED void __cudaUnregisterFatBinary(void**) {}
 
 EXPORTED char __cudaInitModule(void**) { return 1; }
 
-EXPORTED void __cudaRegisterFunction(
-    void**, const char* kernel, char*, const char* name, int, uint3*, uint3*, dim3*, dim3*, int*) {
+EXPORTED void __cudaRegisterFunction(void**, const char* kernel, char*, const char* name, int, uint3*, uint3*, dim3*,
+                                     dim3*, int*) {
     std::lock_guard<std::mutex> lock(kernels().mutex);
     kernels().names[kernel] = name;
 }
@@ -87,8 +87,8 @@ EXPORTED cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const
 
 EXPORTED cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
 
-EXPORTED cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(
-    int* blocks, const void*, int, size_t, unsigned) {
+EXPORTED cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int, size_t,
+                                                                            unsigned) {
     *blocks = 1;
     return cudaSuccess;
 }

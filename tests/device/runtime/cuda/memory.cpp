@@ -1,6 +1,6 @@
-// Memory of a device is a file without a name that is mapped twice: once with no access, at the addresses that torch is
-// given, so that a host that reads or writes there ends with a segmentation fault; and once for the kernels.
-// New memory is filled with a pattern. Freed memory goes back to the machine.
+// Memory of a device is a file without a name that is mapped twice: once with no access, at the addresses that torch
+// is given, so that a host that reads or writes there ends with a segmentation fault; and once for the kernels. New
+// memory is filled with a pattern. Freed memory goes back to the machine.
 #include "memory.h"
 
 #include <fcntl.h>
@@ -27,10 +27,10 @@ constexpr unsigned char kPattern = 0xCD;
 
 struct Memory {
     int file = -1;
-    char* device = nullptr;                         // as torch knows it
-    char* host = nullptr;                           // as the kernels know it
-    size_t limit = 0, allocated = 0;                // bytes
-    std::map<size_t, size_t> free_blocks, blocks;   // offset -> bytes
+    char* device = nullptr;                        // as torch knows it
+    char* host = nullptr;                          // as the kernels know it
+    size_t limit = 0, allocated = 0;               // bytes
+    std::map<size_t, size_t> free_blocks, blocks;  // offset -> bytes
 };
 
 struct Pinned {

@@ -40,9 +40,7 @@ Clock clock_of(const Clock& clock) {
     return clock;
 }
 
-cudaError_t arrived(const Clock& clock) {
-    return finish_copies(clock) ? cudaSuccess : failed(cudaErrorUnknown);
-}
+cudaError_t arrived(const Clock& clock) { return finish_copies(clock) ? cudaSuccess : failed(cudaErrorUnknown); }
 
 }  // namespace
 
@@ -232,9 +230,9 @@ EXPORTED cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus
     return cudaSuccess;
 }
 
-EXPORTED cudaError_t cudaStreamGetCaptureInfo(
-    cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t*, const cudaGraphNode_t**,
-    const cudaGraphEdgeData**, size_t*) {
+EXPORTED cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id,
+                                              cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**,
+                                              size_t*) {
     *status = cudaStreamCaptureStatusNone;
     if (id) *id = 0;
     return cudaSuccess;

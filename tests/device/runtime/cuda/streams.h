@@ -1,12 +1,12 @@
 // Streams, and what the host knows of their progress.
 //
 // Note [Who knows what]
-// Kernels run at once, in the thread that launches them. What a stream does later are the messages of NCCL, the events
-// and waits between them, and callbacks: tasks, which a thread of the stream runs in order. A kernel or a copy first
-// waits until its stream has none.
-// A copy between the host and a device is done for the host only when the host has waited for it: for its stream, or for
-// an event that was recorded after it, or for a stream or an event that had waited for one of these. So a stream and an
-// event each carry a `Clock`: for each stream, the number of its last copy that happened before.
+// Kernels run at once, in the thread that launches them. What a stream does later are the messages of NCCL, the
+// events and waits between them, and callbacks: tasks, which a thread of the stream runs in order. A kernel or a copy
+// first waits until its stream has none. A copy between the host and a device is done for the host only when the host
+// has waited for it: for its stream, or for an event that was recorded after it, or for a stream or an event that had
+// waited for one of these. So a stream and an event each carry a `Clock`: for each stream, the number of its last
+// copy that happened before.
 #pragma once
 
 #include <cuda_runtime_api.h>

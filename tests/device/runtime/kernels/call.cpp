@@ -1,5 +1,6 @@
-// A call's arguments become tensors of the CPU over the same memory, the CPU's kernel runs, and what it returns becomes
-// tensors of the device again. Before: the devices are compared as torch compares them, and the stream is drained.
+// A call's arguments become tensors of the CPU over the same memory, the CPU's kernel runs, and what it returns
+// becomes tensors of the device again. Before: the devices are compared as torch compares them, and the stream is
+// drained.
 #include "call.h"
 
 #include <ATen/ATen.h>
@@ -83,8 +84,8 @@ class Call {
         const void* data;  // of the view before the call
     };
 
-    // That of the tensors, which is one, or the one that an argument names. A tensor of the CPU may be among the others if
-    // it is a number, or if it is an index, which is then copied.
+    // That of the tensors, which is one, or the one that an argument names. A tensor of the CPU may be among the
+    // others if it is a number, or if it is an index, which is then copied.
     c10::Device chosen_device() {
         std::optional<c10::Device> device;
         std::string on_host;
@@ -95,20 +96,23 @@ class Call {
                 if (tensor.is_cuda()) {
                     if (!device) device = tensor.device();
                     TORCH_CHECK(*device == tensor.device(),
-                                "Expected all tensors to be on the same device, but found at least two devices, ", *device,
-                                " and ", tensor.device(), "! (when checking argument for argument ", name, " in ", name_,
-                                ")");
+                                "Expected all tensors to be on the same device, but found at least two devices, ",
+                                *device, " and ", tensor.device(), "! (when checking argument for argument ", name,
+                                " in ", name_, ")");
                 } else if (tensor.is_cpu() && tensor.dim()) {
-                    if (name == "indices") pretended_tell("copy from pageable memory", "an index");
-                    else on_host = name;
+                    if (name == "indices")
+                        pretended_tell("copy from pageable memory", "an index");
+                    else
+                        on_host = name;
                 }
             });
             if (!device && value.isDevice() && value.toDevice().is_cuda()) device = value.toDevice();
         }
         const c10::impl::VirtualGuardImpl devices(c10::kCUDA);
         if (!device || !device->has_index()) device = devices.getDevice();
-        TORCH_CHECK(on_host.empty(), "Expected all tensors to be on the same device, but found at least two devices, ",
-                    *device, " and cpu! (when checking argument for argument ", on_host, " in ", name_, ")");
+        TORCH_CHECK(on_host.empty(),
+                    "Expected all tensors to be on the same device, but found at least two devices, ", *device,
+                    " and cpu! (when checking argument for argument ", on_host, " in ", name_, ")");
         TORCH_CHECK(pretended_usable(), "CUDA error: initialization error");
         return *device;
     }

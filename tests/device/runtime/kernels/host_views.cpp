@@ -31,7 +31,7 @@ at::Tensor host_view(const at::Tensor& tensor) {
 
 at::Tensor device_view(const at::Tensor& tensor, const at::Tensor& view) {
     auto result = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(tensor.storage()),
-                                                           c10::DispatchKeySet(c10::DispatchKey::CUDA), view.dtype());
+                                                           tensor.key_set(), view.dtype());
     result.unsafeGetTensorImpl()->set_sizes_and_strides(view.sizes(), view.strides(), view.storage_offset());
     copy_bits(view, result);
     return result;
@@ -43,7 +43,8 @@ at::Tensor to_device(const at::Tensor& tensor, c10::Device device) {
     auto result = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(device));
     const auto has = tensor.storage().nbytes() - static_cast<size_t>(tensor.storage_offset()) * tensor.itemsize();
     if (tensor.numel()) {
-        memcpy(pretended_host(result.storage().data()), tensor.const_data_ptr(), std::min(has, result.storage().nbytes()));
+        memcpy(pretended_host(result.storage().data()), tensor.const_data_ptr(),
+               std::min(has, result.storage().nbytes()));
     }
     copy_bits(tensor, result);
     return result;
@@ -61,8 +62,9 @@ void use(const at::Tensor& tensor, const std::string& op, const std::string& arg
     auto* stream = static_cast<CUstream_st*>(devices.getStreamNativeHandle(devices.getStream(tensor.device())));
     pretended_drain(stream);
     if (!tensor.numel()) return;
-    TORCH_CHECK(pretended_use(stream, tensor.const_data_ptr(), extent(tensor), writes), "race: argument ", argument, " of ",
-                op, " is memory that a copy on another stream uses, for which the current stream has not waited");
+    TORCH_CHECK(pretended_use(stream, tensor.const_data_ptr(), extent(tensor), writes), "race: argument ", argument,
+                " of ", op,
+                " is memory that a copy on another stream uses, for which the current stream has not waited");
 }
 
 }  // namespace pretended

@@ -18,8 +18,8 @@ at::Tensor device_view(const at::Tensor& tensor, const at::Tensor& view);
 // A new tensor on a device, with the values of one of the CPU.
 at::Tensor to_device(const at::Tensor& tensor, c10::Device device);
 
-// Wait until the current stream of the tensor's device has done its tasks. Raises where a copy on another stream uses the
-// memory, too.
+// Wait until the current stream of the tensor's device has done its tasks. Raises where a copy on another stream uses
+// the memory, too.
 void use(const at::Tensor& tensor, const std::string& op, const std::string& argument, bool writes);
 
 }  // namespace pretended

@@ -8,7 +8,7 @@
 
 #include "../runtime.h"
 #include "call.h"
-#include "cuda_only.h"
+#include "own_operators.h"
 #include "host_views.h"
 
 namespace pretended {
@@ -18,9 +18,25 @@ namespace py = pybind11;
 
 // Torch's own for CUDA are right here: they look at no memory, or reach the runtime, or compose others.
 const std::set<std::string> kKept = {
-    "_cudnn_init_dropout_state", "_fused_sdp_choice", "_local_scalar_dense", "_pin_memory", "_reshape_alias", "as_strided",
-    "empty.memory_format", "empty_strided", "is_pinned", "is_set_to", "record_stream", "resize_", "set_",
-    "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor", "unfold", "view", "view.dtype",
+    "_cudnn_init_dropout_state",
+    "_fused_sdp_choice",
+    "_local_scalar_dense",
+    "_pin_memory",
+    "_reshape_alias",
+    "as_strided",
+    "empty.memory_format",
+    "empty_strided",
+    "is_pinned",
+    "is_set_to",
+    "record_stream",
+    "resize_",
+    "set_",
+    "set_.source_Storage",
+    "set_.source_Storage_storage_offset",
+    "set_.source_Tensor",
+    "unfold",
+    "view",
+    "view.dtype",
 };
 
 struct QuietWarnings : c10::WarningHandler {
@@ -32,7 +48,7 @@ void install() {
     QuietWarnings quiet;  // each operator would be said to be overridden
     c10::WarningUtils::WarningHandlerGuard guard(&quiet);
     auto* library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
-    auto own = implement_cuda_only(*library);
+    auto own = implement_own(*library);
     own.insert(kKept.begin(), kKept.end());
     std::set<std::string> names{"convolution", "convolution_backward"};
     for (const auto& name : c10::Dispatcher::singleton().getRegistrationsForDispatchKey(c10::DispatchKey::CUDA)) {

@@ -17,9 +17,9 @@ static bool has_mask(const c10::IValue& indices) {
 
 std::string why_host_waits(const std::string& name, const c10::IValue* arguments) {
     static const std::set<std::string> always = {
-        "aten::_unique", "aten::_unique2", "aten::bincount", "aten::equal", "aten::histc", "aten::masked_select",
-        "aten::masked_select.out", "aten::nonzero", "aten::nonzero.out", "aten::unique_consecutive", "aten::unique_dim",
-        "aten::unique_dim_consecutive",
+        "aten::_unique",     "aten::_unique2",           "aten::bincount",          "aten::equal",
+        "aten::histc",       "aten::masked_select",      "aten::masked_select.out", "aten::nonzero",
+        "aten::nonzero.out", "aten::unique_consecutive", "aten::unique_dim",        "aten::unique_dim_consecutive",
     };
     if (always.count(name)) return name;
     if (name == "aten::repeat_interleave.Tensor" && arguments[1].isNone()) return name;
@@ -30,6 +30,7 @@ std::string why_host_waits(const std::string& name, const c10::IValue* arguments
         const bool is_fill = arguments[2].toTensor().numel() == 1 && !arguments[3].toBool();
         return is_fill ? "" : name + " with a mask";
     }
+    if (name == "aten::masked_fill_.Tensor" && arguments[2].toTensor().is_cuda()) return name;
     return "";
 }
 

@@ -1,5 +1,5 @@
-// NVIDIA's management library, of which torch asks how many devices there are, and what they are called: a process that
-// asks it stays one that may be forked.
+// NVIDIA's management library, of which torch asks how many devices there are, and what they are called: a process
+// that asks it stays one that may be forked.
 #include <cstdio>
 #include <cstdint>
 
@@ -20,6 +20,18 @@ EXPORTED int nvmlDeviceGetCount_v2(int* count) {
 
 EXPORTED int nvmlDeviceGetHandleByIndex_v2(unsigned device, void** handle) {
     *handle = reinterpret_cast<void*>(static_cast<uintptr_t>(device) + 1);
+    return 0;
+}
+
+// Bus numbers begin at 1.
+EXPORTED int nvmlDeviceGetHandleByPciBusId_v2(const char* bus, void** handle) {
+    unsigned domain = 0, number = 0;
+    if (sscanf(bus, "%x:%x", &domain, &number) != 2) return 2;  // invalid argument
+    return nvmlDeviceGetHandleByIndex_v2(number - 1, handle);
+}
+
+EXPORTED int nvmlDeviceGetComputeRunningProcesses(void*, unsigned* count, void*) {
+    *count = 0;
     return 0;
 }
 

@@ -93,9 +93,7 @@ void launch(std::vector<Call> calls) {
     }
 }
 
-bool reduces(Kind kind) {
-    return kind == Kind::kAllReduce || kind == Kind::kReduce || kind == Kind::kReduceScatter;
-}
+bool reduces(Kind kind) { return kind == Kind::kAllReduce || kind == Kind::kReduce || kind == Kind::kReduceScatter; }
 
 ncclResult_t submit(Kind kind, ncclComm_t communicator, const void* from, void* to, size_t count, ncclDataType_t type,
                     ncclRedOp_t operation, int peer, cudaStream_t stream) {
@@ -115,7 +113,8 @@ ncclResult_t submit(Kind kind, ncclComm_t communicator, const void* from, void* 
         const int device = pretended_device_of(address);
         if (device == communicator->device) continue;
         const std::string where = device < 0 ? "memory of the host" : "memory of device " + std::to_string(device);
-        return failed(ncclInvalidArgument, where + "; the communicator has device " + std::to_string(communicator->device));
+        return failed(ncclInvalidArgument,
+                      where + "; the communicator has device " + std::to_string(communicator->device));
     }
     if ((from && !pretended_use(stream, from, read, false)) || (to && !pretended_use(stream, to, written, true))) {
         return failed(ncclUnhandledCudaError, "race: a copy uses the memory; stderr says more");
@@ -146,8 +145,8 @@ ncclResult_t meet(ncclComm_t* communicator, const std::string& name, int rank, i
         if (!made->mailbox.take(Channel::kMeeting, peer, &message)) return ncclInternalError;
         const auto [other, is_new] = seen.insert({message.title, peer});
         if (!is_new) {
-            return failed(ncclInvalidUsage, "Duplicate GPU detected : rank " + std::to_string(other->second) + " and rank " +
-                                                std::to_string(peer) + " both on " + message.title);
+            return failed(ncclInvalidUsage, "Duplicate GPU detected : rank " + std::to_string(other->second) +
+                                                " and rank " + std::to_string(peer) + " both on " + message.title);
         }
     }
     *communicator = made;
@@ -195,12 +194,13 @@ EXPORTED ncclResult_t ncclCommInitRank(ncclComm_t* communicator, int size, ncclU
     return meet(communicator, id.internal, rank, size);
 }
 
-EXPORTED ncclResult_t ncclCommInitRankConfig(ncclComm_t* communicator, int size, ncclUniqueId id, int rank, ncclConfig_t*) {
+EXPORTED ncclResult_t ncclCommInitRankConfig(ncclComm_t* communicator, int size, ncclUniqueId id, int rank,
+                                             ncclConfig_t*) {
     return meet(communicator, id.internal, rank, size);
 }
 
-EXPORTED ncclResult_t ncclCommInitRankScalable(
-    ncclComm_t* communicator, int size, int rank, int, ncclUniqueId* ids, ncclConfig_t*) {
+EXPORTED ncclResult_t ncclCommInitRankScalable(ncclComm_t* communicator, int size, int rank, int, ncclUniqueId* ids,
+                                               ncclConfig_t*) {
     return meet(communicator, ids[0].internal, rank, size);
 }
 
@@ -280,8 +280,8 @@ EXPORTED ncclResult_t ncclGroupEnd() {
     return ncclSuccess;
 }
 
-EXPORTED ncclResult_t ncclAllReduce(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t operation,
-                                    ncclComm_t communicator, cudaStream_t stream) {
+EXPORTED ncclResult_t ncclAllReduce(const void* from, void* to, size_t count, ncclDataType_t type,
+                                    ncclRedOp_t operation, ncclComm_t communicator, cudaStream_t stream) {
     return submit(Kind::kAllReduce, communicator, from, to, count, type, operation, 0, stream);
 }
 
@@ -301,8 +301,8 @@ EXPORTED ncclResult_t ncclBcast(void* buffer, size_t count, ncclDataType_t type,
     return submit(Kind::kBroadcast, communicator, buffer, buffer, count, type, ncclSum, root, stream);
 }
 
-EXPORTED ncclResult_t ncclAllGather(const void* from, void* to, size_t count, ncclDataType_t type, ncclComm_t communicator,
-                                    cudaStream_t stream) {
+EXPORTED ncclResult_t ncclAllGather(const void* from, void* to, size_t count, ncclDataType_t type,
+                                    ncclComm_t communicator, cudaStream_t stream) {
     return submit(Kind::kAllGather, communicator, from, to, count, type, ncclSum, 0, stream);
 }
 
@@ -311,8 +311,8 @@ EXPORTED ncclResult_t ncclReduceScatter(const void* from, void* to, size_t count
     return submit(Kind::kReduceScatter, communicator, from, to, count, type, operation, 0, stream);
 }
 
-EXPORTED ncclResult_t ncclAlltoAll(const void* from, void* to, size_t count, ncclDataType_t type, ncclComm_t communicator,
-                                   cudaStream_t stream) {
+EXPORTED ncclResult_t ncclAlltoAll(const void* from, void* to, size_t count, ncclDataType_t type,
+                                   ncclComm_t communicator, cudaStream_t stream) {
     return submit(Kind::kAllToAll, communicator, from, to, count, type, ncclSum, 0, stream);
 }
 

@@ -19,10 +19,18 @@ namespace pretended {
 // Bytes of an element.
 inline size_t width(ncclDataType_t type) {
     switch (type) {
-        case ncclInt8: case ncclUint8: case ncclFloat8e4m3: case ncclFloat8e5m2: return 1;
-        case ncclFloat16: case ncclBfloat16: return 2;
-        case ncclInt32: case ncclUint32: case ncclFloat32: return 4;
-        case ncclInt64: case ncclUint64: case ncclFloat64: return 8;
+        case ncclInt8:
+        case ncclUint8:
+        case ncclFloat8e4m3:
+        case ncclFloat8e5m2: return 1;
+        case ncclFloat16:
+        case ncclBfloat16: return 2;
+        case ncclInt32:
+        case ncclUint32:
+        case ncclFloat32: return 4;
+        case ncclInt64:
+        case ncclUint64:
+        case ncclFloat64: return 8;
     }
     return 0;
 }
@@ -39,11 +47,15 @@ T combined(T a, T b, ncclRedOp_t operation) {
     switch (operation) {
         case ncclProd: return static_cast<T>(a * b);
         case ncclMax:
-            if constexpr (exact) return b > a ? b : a;
-            else return std::is_same_v<T, double> ? T(std::fmax(a, b)) : T(std::fmax(float(a), float(b)));
+            if constexpr (exact)
+                return b > a ? b : a;
+            else
+                return std::is_same_v<T, double> ? T(std::fmax(a, b)) : T(std::fmax(float(a), float(b)));
         case ncclMin:
-            if constexpr (exact) return b < a ? b : a;
-            else return std::is_same_v<T, double> ? T(std::fmin(a, b)) : T(std::fmin(float(a), float(b)));
+            if constexpr (exact)
+                return b < a ? b : a;
+            else
+                return std::is_same_v<T, double> ? T(std::fmin(a, b)) : T(std::fmin(float(a), float(b)));
         default: return static_cast<T>(a + b);
     }
 }

@@ -8,8 +8,8 @@
 namespace pretended {
 namespace {
 
-const char* const kNames[] = {"all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send",
-                              "recv"};
+const char* const kNames[] = {"all_reduce",     "reduce",     "broadcast", "all_gather",
+                              "reduce_scatter", "all_to_all", "send",      "recv"};
 
 bool has_root(Kind kind) { return kind == Kind::kBroadcast || kind == Kind::kReduce; }
 
@@ -43,8 +43,8 @@ void post(const Call& call) {
 }
 
 void hang(const Call& call, int peer, const std::string& own, const std::string& theirs) {
-    fprintf(stderr, "pretended NCCL: rank %d calls %s, rank %d %s: they hang\n", call.communicator->rank, own.c_str(), peer,
-            theirs.c_str());
+    fprintf(stderr, "pretended NCCL: rank %d calls %s, rank %d %s: they hang\n", call.communicator->rank, own.c_str(),
+            peer, theirs.c_str());
     call.communicator->mailbox.wait_for_abort();
 }
 
@@ -76,12 +76,8 @@ void finish(const Call& call) {
             if (communicator->rank != call.peer) break;
             [[fallthrough]];
         case Kind::kAllReduce:
-        case Kind::kReduceScatter:
-            reduce(contributions, to, call.count, call.type, call.reduction);
-            break;
-        case Kind::kBroadcast:
-            memcpy(to, contributions[static_cast<size_t>(call.peer)].data(), size);
-            break;
+        case Kind::kReduceScatter: reduce(contributions, to, call.count, call.type, call.reduction); break;
+        case Kind::kBroadcast: memcpy(to, contributions[static_cast<size_t>(call.peer)].data(), size); break;
         default:
             for (size_t rank = 0; rank < contributions.size(); rank++) {
                 memcpy(to + rank * size, contributions[rank].data(), size);

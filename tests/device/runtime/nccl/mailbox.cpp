@@ -1,4 +1,5 @@
-// See mailbox.h. One connection for each direction between two ranks, made with the first message; one thread receives.
+// See mailbox.h. One connection for each direction between two ranks, made with the first message; one thread
+// receives.
 #include "mailbox.h"
 
 #include <poll.h>

@@ -1,7 +1,8 @@
 // Messages between the ranks of a communicator.
 //
-// They travel through sockets whose names are no files, so that nothing is left of a process that is killed. A message to
-// a rank that has died is lost, and one from a rank that never comes is waited for until `abort`: a GPU would wait, too.
+// They travel through sockets whose names are no files, so that nothing is left of a process that is killed. A
+// message to a rank that has died is lost, and one from a rank that never comes is waited for until `abort`: a GPU
+// would wait, too.
 #pragma once
 
 #include <atomic>

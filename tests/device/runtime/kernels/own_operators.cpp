@@ -1,4 +1,4 @@
-#include "cuda_only.h"
+#include "own_operators.h"
 
 #include <ATen/ATen.h>
 #include <ATen/ops/copy_native.h>
@@ -13,8 +13,8 @@ namespace {
 
 using at::Tensor;
 
-// Between a device and the host it is torch's own, whose copies and waits reach the runtime. Between devices, or on one,
-// that would be a kernel.
+// Between a device and the host it is torch's own, whose copies and waits reach the runtime. Between devices, or on
+// one, that would be a kernel.
 Tensor& copy(Tensor& self, const Tensor& source, bool non_blocking) {
     const at::AutoDispatchBelowADInplaceOrView below;
     if (!on_device(self) || !on_device(source)) return at::native::copy_(self, source, non_blocking);
@@ -32,7 +32,7 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
 
 }  // namespace
 
-std::set<std::string> implement_cuda_only(torch::Library& library) {
+std::set<std::string> implement_own(torch::Library& library) {
     library.impl("copy_", &copy);
     library.impl("native_dropout", &native_dropout);
     return {"copy_", "native_dropout"};
