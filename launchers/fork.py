@@ -29,14 +29,13 @@ import os
 import random
 import signal
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar, final
 
 from fabric.launchers.cores import num_cores
 from fabric.launchers.launcher import Launcher, Topology
 from fabric.launchers.rank.belongings import Belongings
-from fabric.launchers.rank.fork_safety import fork_can_continue, fork_is_safe
+from fabric.launchers.rank.fork_safety import fork, fork_can_continue, fork_is_safe
 from fabric.launchers.rank.program import is_interactive
 from fabric.launchers.rank.rank import become_rank, run_and_end
 from fabric.launchers.supervision import ending
@@ -109,7 +108,7 @@ def _fork_all(supervisor: Supervisor) -> tuple[World, Reporter] | None:
             # A signal between the fork and the restoration of the handlers would be lost.
             signal.pthread_sigmask(signal.SIG_BLOCK, ENDING + PASSED_ON)
             try:
-                pid = _fork()
+                pid = fork()
                 if pid == 0:
                     os.close(reader)
                     random.setstate(numbers)  # Python reseeds a forked process, but the user's seed is for the ranks
@@ -130,10 +129,3 @@ def child_of(rank: int, pid: int, report_fd: int) -> Child:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
     return Child(rank=rank, pid=pid, exit_fd=exit_fd(pid), reap=reap, report_fd=report_fd)
-
-
-def _fork() -> int:
-    with warnings.catch_warnings():
-        # Since 3.12, Python warns of every thread, also those of OpenBLAS, which are safe (`fork_safety.py`).
-        warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
-        return os.fork()

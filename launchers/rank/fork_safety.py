@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,9 +33,6 @@ def fork_is_safe() -> str | None:
     """None if a fork is safe now; otherwise the reason why it is not."""
     if not hasattr(os, "fork") or sys.platform != "linux":
         return f"on {sys.platform} a forked process may not use the system's own libraries"
-    device = _initialized_accelerator()
-    if device is not None:
-        return f"the accelerator {device} is initialised in this process, and a forked process cannot use it"
     threads = [thread.name for thread in threading.enumerate() if not _belongs_here(thread)]
     if threads:
         return f"this process runs other Python threads ({', '.join(threads)}), whose locks a fork would copy"
@@ -43,6 +41,12 @@ def fork_is_safe() -> str | None:
         return (
             f"this process has {num_native} native thread(s), which tensor operations have left behind, "
             "and a forked process would wait for them for ever"
+        )
+    accelerator = _accelerator_lost_in_a_fork()
+    if accelerator is not None:
+        return (
+            f"a forked process cannot use {accelerator}, which this process has initialised: a tensor on it does so, "
+            "`is_available()`, and a `DataLoader` with `pin_memory=True`"
         )
     return None
 
@@ -66,17 +70,30 @@ def _belongs_here(thread: threading.Thread) -> bool:
     return any(owner.partition(".")[0] in NOTEBOOK for owner in owners)
 
 
-def _initialized_accelerator() -> str | None:
-    """The accelerator that torch has initialised in this process. Initialises and imports nothing."""
+def _accelerator_lost_in_a_fork() -> str | None:
+    """The accelerator that torch refuses to use in processes forked from this one. Initialises and imports nothing.
+
+    `is_initialized` is False after a query, such as `torch.cuda.is_available()`, which initialises the driver. Only a
+    forked process knows: torch notes the fork there, for `_is_in_bad_fork`, which is documented for the module of a
+    device that another package adds (`torch.utils.rename_privateuse1_backend`). Cost: one more fork.
+    """
     torch = sys.modules.get("torch")
-    if torch is None:
+    accelerator = torch.accelerator.current_accelerator(check_available=False) if torch is not None else None
+    if torch is None or accelerator is None:
         return None
-    for name in ("cuda", "xpu", "mtia", "npu", "hpu"):
-        module = sys.modules.get(f"torch.{name}")
-        asked = getattr(module, "is_initialized", None)
-        if asked is not None and asked():
-            return name
-    return None
+    module = torch.get_device_module(accelerator)
+    is_lost = getattr(module, "_is_in_bad_fork", module.is_initialized)
+    pid = fork()
+    if pid == 0:
+        os._exit(bool(is_lost()))
+    return accelerator.type if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) else None
+
+
+def fork() -> int:
+    """`os.fork`, without Python's warning of threads: since 3.12 of each, also those of OpenBLAS, which are safe."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
+        return os.fork()
 
 
 def _native_threads() -> int:
