@@ -66,11 +66,11 @@ def _automatic(topology: Topology, function: Callable[..., Any] | None) -> Launc
     program = this_program()
     unsafe = fork_can_continue() if function is None else fork_is_safe()
     if function is not None:
-        return Fork(topology) if unsafe is None else forkserver(topology)
+        return Fork(topology, is_known_safe=True) if unsafe is None else forkserver(topology)
     if program.is_interactive:
         raise ValueError(NO_NEXT_LINE)
     if unsafe is None:
-        return Fork(topology)
+        return Fork(topology, is_known_safe=True)
     if program.can_run_again:
         return Script(topology)
     raise ValueError(

@@ -55,10 +55,10 @@ NO_NEXT_LINE = (
 
 @final
 class Fork(Launcher):
-    """Ranks as copies of this process."""
+    """Ranks as copies of this process. `is_known_safe`: whether the caller has asked `fork_safety.py`."""
 
-    def __init__(self, topology: Topology) -> None:
-        self.topology = topology
+    def __init__(self, topology: Topology, is_known_safe: bool = False) -> None:
+        self.topology, self.is_known_safe = topology, is_known_safe
 
     def launch(self, worker: Callable[..., R], *args: Any) -> R:
         self._prepare(fork_is_safe)
@@ -89,11 +89,11 @@ class Fork(Launcher):
         # so at the same time; 32 ranks on two cores took 35 s to their first step, and take 5 s.
         if "torch" in sys.modules and self.topology.num_processes > num_cores():
             importlib.import_module("torch._dynamo")
-        unsafe = why_unsafe()
+        unsafe = None if self.is_known_safe else why_unsafe()
         if unsafe is not None:
             raise ValueError(
-                f"`launcher='fork'`: {unsafe}. Call `launch` before that, or pass `launcher='forkserver'` and a "
-                "function."
+                f"`launcher='fork'`: {unsafe}. Call `launch` before that, or pass `launcher='auto'`, which then starts "
+                "new processes."
             )
 
 

@@ -7,12 +7,14 @@ not answer), which asks every rank once and prints one table. It uses connection
 the process group is what hangs. If the ranks go on waiting, it is notified again after twice the time.
 
 # Note [Slow or lost]
-It ends nothing, with two exceptions. A rank whose process has died is noticed by its supervisor, and the kernel of its
+It ends nothing, with three exceptions. A rank whose process has died is noticed by its supervisor, and the kernel of its
 machine closes its connections. If the machine itself is lost, or the network to it, no rank is notified: the collective
 waits for its timeout. So if the machine of a rank cannot be reached three times in a row, the rank is lost, and the
-ranks that are left fail. One that answers, is stopped or holds the GIL is slow, and is waited for. The other exception
-are ranks that made different calls: a pending all-reduce that is a broadcast on another rank never returns. Under other
-launchers only these end, each by itself: SLURM and torchrun have ways of their own to notice the loss of a node.
+ranks that are left fail. One that answers, is stopped or holds the GIL is slow, and is waited for. The second
+are ranks that made different calls: a pending all-reduce that is a broadcast on another rank never returns. The third is
+the timeout of a call on an accelerator, for which Python does not wait: gloo raises in the thread that waits, but NCCL
+aborts the process a minute later, with the C++ stack of a thread of its own. Under other launchers only the last two
+end, each rank by itself: SLURM and torchrun have ways of their own to notice the loss of a node.
 
 Cost: one request to the store and one open port per rank, and 0.1 ms of the GIL every few seconds.
 """
@@ -48,10 +50,12 @@ ANSWER_SECONDS = 1.5
 LAST_WORDS_SECONDS = 3.0
 """How long before a collective times out the recorded calls are compared: after it, ranks end. A third of the timeout
 if that is less."""
+NOTED_SECONDS = 0.5
+"""How long after its end a call on an accelerator may still be recorded as pending: torch's thread looks every 0.1 s."""
 NUM_MISSED = 3
 """How many times in a row a machine cannot be reached before its ranks are lost: at 30, 60 and 120 s of a wait."""
 DIVERGED_CHARACTERS = 8000
-"""How much of the calls in which ranks differ is sent to each of them."""
+"""How much of the calls in which ranks differ, and of the table, is sent to each of them."""
 LOOK_SECONDS = 5.0
 """The longest interval between two looks at the flight recorder."""
 NUM_SPEAKERS = 4
@@ -89,8 +93,8 @@ class Watcher:
         self._told: tuple[str, float] | None = None
         """The call that was reported, and how long it will have waited when it is reported again."""
         self._asked_at = -_NEVER
-        self._printed_at = {False: -_NEVER, True: -_NEVER}
-        """When this rank printed the table, by whether it was for a timeout."""
+        self._printed_at: dict[str, float] = {}
+        """When this rank has printed the table, by the question: waits, ends or over."""
         self._missed: dict[int, int] = {}
         """Ranks whose machine could not be reached, and how many times in a row."""
         self._store_missed = 0
@@ -177,27 +181,30 @@ class Watcher:
         if waiting is None:
             self._told = None
             return self._pause_seconds
-        name, seconds, timeout_seconds = waiting
+        name, seconds, left, last = waiting
         due = self._told[1] if self._told is not None and self._told[0] == name else self._report_after
-        left = timeout_seconds - min(LAST_WORDS_SECONDS, timeout_seconds / 3) - seconds if timeout_seconds else _NEVER
         ends = left <= 0 and due != _NEVER
         if ends or seconds >= due:
             self._told = name, _NEVER if ends else 2 * due
             if ends or time.monotonic() - self._asked_at > self._report_after / 2:
-                words = "ends" if ends else "waits"
+                words = last if ends else "waits"
                 threading.Thread(target=self._tell, args=(words,), daemon=True, name="fabric-watch-tell").start()
         return min(self._pause_seconds, max(left, 0.05)) if left > 0 else self._pause_seconds
 
-    def _longest_call(self) -> tuple[str, float, float] | None:
-        """The first pending call: its name, how long it has waited, and its timeout; None if no call is pending."""
+    def _longest_call(self) -> tuple[str, float, float, str] | None:
+        """The first pending call: its name, how long it has waited, and after how many more seconds which question is
+        the last one; None if no call is pending."""
         blocked = self._blocked_seconds()
         if self._journal.is_waiting():
             now_ns = time.time_ns()
             for call in self._journal.calls(with_lines=False):
                 if call.pending:
-                    return f"{call.group}/{call.number}", call.seconds(now_ns), call.timeout_seconds
+                    last = "over" if call.is_on_device else "ends"
+                    seconds, timeout = call.seconds(now_ns), call.timeout_seconds or _NEVER
+                    timeout += NOTED_SECONDS if call.is_on_device else -min(LAST_WORDS_SECONDS, timeout / 3)
+                    return f"{call.group}/{call.number}", seconds, timeout - seconds, last
         if self._waits_for_a_peer(frames_of(sys._current_frames().get(self._thread_id))):
-            return f"peer/{self._switches[0]}", blocked, 0.0
+            return f"peer/{self._switches[0]}", blocked, _NEVER, "ends"
         return None
 
     def _tell(self, question: str) -> None:
@@ -209,23 +216,21 @@ class Watcher:
                 rank = place.rank
                 if isinstance(ask_all([place], question, ANSWER_SECONDS)[rank], bytes):
                     return
-            self._print(last_words=question == "ends")
+            self._print(question)
 
     def _answer(self, question: str) -> bytes:
         match question.partition(" ")[0]:
             case "activity" | "journal":
                 self._asked_at = time.monotonic()
                 return self.activity(with_calls=question == "journal").to_bytes()
-            case "waits" | "ends":
-                threading.Thread(
-                    target=self._print, kwargs={"last_words": question == "ends"}, daemon=True, name="fabric-watch-ask"
-                ).start()
+            case "waits" | "ends" | "over":
+                threading.Thread(target=self._print, args=(question,), daemon=True, name="fabric-watch-ask").start()
                 return b"ok"
             case "lost":
                 self._fail(_lost(question.partition(" ")[2]))
                 return b"ok"
-            case "diverged":
-                self._report(_diverged(json.loads(question.partition(" ")[2])))
+            case "failed":
+                self._report(RuntimeError(json.loads(question.partition(" ")[2])))
                 self._leave()
                 return b"ok"
             case "processes":
@@ -242,16 +247,20 @@ class Watcher:
         waited = max((each.seconds or 0.0 for each in activities if each.kind == "collective"), default=-1.0)
         return "" if waited < if_waiting_seconds else who_waits(activities)
 
-    def _print(self, *, last_words: bool) -> None:
+    def _print(self, question: str) -> None:
+        """Print the table for ranks that wait, whose call ends in seconds, or whose call on an accelerator is over."""
         with contextlib.suppress(Exception), self._one_at_a_time:
-            apart = LAST_WORDS_SECONDS if last_words else self._report_after / 2
-            if time.monotonic() - self._printed_at[last_words] < apart:
+            apart = self._report_after / 2 if question == "waits" else LAST_WORDS_SECONDS
+            if time.monotonic() - self._printed_at.get(question, -_NEVER) < apart:
                 return
-            activities = self._all_activities("journal" if last_words else "activity")
-            words = who_waits(activities, are_ending=last_words)
-            if last_words:
+            activities = self._all_activities("activity" if question == "waits" else "journal")
+            self._printed_at[question] = time.monotonic()
+            if question == "over":
+                self._end_all(_timed_out(activities))
+                return
+            words = who_waits(activities, are_ending=question == "ends")
+            if question == "ends":
                 words = "\n".join([words, first_difference(activities)]).rstrip()
-            self._printed_at[last_words] = time.monotonic()
             if self._supervisor is not None:
                 self._supervisor.words(words)
             else:
@@ -259,7 +268,7 @@ class Watcher:
             lost = [rank for rank, times in self._missed.items() if times >= NUM_MISSED]
             if lost:
                 self._end_lost(lost)
-            elif not last_words and (
+            elif question == "waits" and (
                 have_diverged(activities) or all(each.kind == "collective" for each in activities)
             ):
                 self._end_if_diverged()
@@ -288,11 +297,14 @@ class Watcher:
         activities = self._all_activities("journal")
         words = first_difference(activities) if have_diverged(activities) else ""
         if words:
-            others = [place for place in self._places(range(self._world.size)) if place.rank != self._world.rank]
-            error = _diverged(words)
-            self._report(error)  # before the others end: their launcher may then end this rank
-            ask_all(others, f"diverged {json.dumps(words[:DIVERGED_CHARACTERS])}", ANSWER_SECONDS)
-            self._leave()
+            self._end_all(_diverged(words[:DIVERGED_CHARACTERS]))
+
+    def _end_all(self, words: str) -> None:
+        """Fail all ranks, with this message."""
+        others = [place for place in self._places(range(self._world.size)) if place.rank != self._world.rank]
+        self._report(RuntimeError(words))  # before the others end: their launcher may then end this rank
+        ask_all(others, f"failed {json.dumps(words)}", ANSWER_SECONDS)
+        self._leave()
 
     def _fail(self, error: Exception) -> None:
         """Report a failure of this rank to its supervisor, which ends the ranks of this node."""
@@ -375,8 +387,14 @@ def _lost(words: str) -> ConnectionError:
     )
 
 
-def _diverged(words: str) -> RuntimeError:
-    return RuntimeError(
+def _timed_out(activities: Sequence[Activity]) -> str:
+    words = "A collective on the accelerator has waited for all of its `timeout_seconds`."
+    difference, table = first_difference(activities), who_waits(activities)
+    return "\n".join(filter(None, [words, difference[:DIVERGED_CHARACTERS], table[-DIVERGED_CHARACTERS:]]))
+
+
+def _diverged(words: str) -> str:
+    return (
         f"The ranks did not make the same call, and would wait for each other forever.\n{words}\n"
         'Make all ranks call the same operations, in the same order. With `debug="collectives"`, or `fabric run '
         "--debug collectives`, each call is compared before it runs."
