@@ -62,6 +62,12 @@ def have_diverged(activities: Sequence[Activity]) -> bool:
     return any(len(made[each]) > 1 for each in pending) or _have_crossed(activities)
 
 
+def wait_for_ended(activities: Sequence[Activity]) -> bool:
+    """Whether a rank has ended, and others wait in a collective of all ranks. gloo raises there, and NCCL does not."""
+    pending = any(call.pending and _is_of_all(call.group) for each in activities for call in each.calls)
+    return pending and any(each.kind == "ended" for each in activities)
+
+
 def ranks_in_words(ranks: Iterable[int]) -> str:
     """`rank 3`, `ranks 0-2, 5`."""
     runs: list[list[int]] = []
@@ -148,7 +154,7 @@ def _have_crossed(activities: Sequence[Activity]) -> bool:
     """Whether two ranks wait in calls of two groups of all ranks, of which neither has made the other's."""
     recorded = {each.rank: [call for call in each.calls if call.in_order] for each in activities}
     groups = [{call.group for call in calls} for calls in recorded.values()]
-    of_all = {name for name in set.union(*groups) if name.startswith(WORLD) or name.endswith(f"({GRADIENTS})")}
+    of_all = {name for name in set.union(*groups) if _is_of_all(name)}
     of_all |= set.intersection(*groups)
     waiting = {}
     for each in activities:
@@ -159,6 +165,11 @@ def _have_crossed(activities: Sequence[Activity]) -> bool:
         one[0] != other[0] and _lacks(waiting[one], other, waiting[other]) and _lacks(waiting[other], one, waiting[one])
         for one, other in itertools.combinations(list(waiting)[:MOST_COMPARED], 2)
     )
+
+
+def _is_of_all(group: str) -> bool:
+    """Whether all ranks are in this process group."""
+    return group.startswith(WORLD) or f"({GRADIENTS})" in group
 
 
 def _lacks(calls: Sequence[Call], wanted: tuple[str, int], others: Sequence[Call]) -> bool:

@@ -7,14 +7,16 @@ not answer), which asks every rank once and prints one table. It uses connection
 the process group is what hangs. If the ranks go on waiting, it is notified again after twice the time.
 
 # Note [Slow or lost]
-It ends nothing, with three exceptions. A rank whose process has died is noticed by its supervisor, and the kernel of its
+It ends nothing, with four exceptions. A rank whose process has died is noticed by its supervisor, and the kernel of its
 machine closes its connections. If the machine itself is lost, or the network to it, no rank is notified: the collective
 waits for its timeout. So if the machine of a rank cannot be reached three times in a row, the rank is lost, and the
 ranks that are left fail. One that answers, is stopped or holds the GIL is slow, and is waited for. The second
 are ranks that made different calls: a pending all-reduce that is a broadcast on another rank never returns. The third is
 the timeout of a call on an accelerator, for which Python does not wait: gloo raises in the thread that waits, but NCCL
-aborts the process a minute later, with the C++ stack of a thread of its own. Under other launchers only the last two
-end, each rank by itself: SLURM and torchrun have ways of their own to notice the loss of a node.
+aborts the process a minute later, with the C++ stack of a thread of its own. The fourth is a rank that has ended while
+a collective of all ranks waits for it: gloo notices that its connection is closed, and NCCL does not. Under other
+launchers all but the first end each rank by itself: SLURM and torchrun have ways of their own to notice the loss of a
+node.
 
 Cost: one request to the store and one open port per rank, and 0.1 ms of the GIL every few seconds.
 """
@@ -39,7 +41,13 @@ from fabric.launchers.watch import process_state
 from fabric.launchers.watch.activity import Activity, Call, Kind
 from fabric.launchers.watch.questions import Listener, Place, Silence, ask_all, is_reachable
 from fabric.launchers.watch.stack import frames_of, is_within, users_line
-from fabric.launchers.watch.table import first_difference, have_diverged, ranks_in_words, who_waits
+from fabric.launchers.watch.table import (
+    first_difference,
+    have_diverged,
+    ranks_in_words,
+    wait_for_ended,
+    who_waits,
+)
 from fabric.launchers.world import World
 
 if TYPE_CHECKING:
@@ -54,12 +62,16 @@ NOTED_SECONDS = 0.5
 """How long after its end a call on an accelerator may still be recorded as pending: torch's thread looks every 0.1 s."""
 NUM_MISSED = 3
 """How many times in a row a machine cannot be reached before its ranks are lost: at 30, 60 and 120 s of a wait."""
+TIMED_OUT = "A collective on the accelerator has waited for all of its `timeout_seconds`."
+ENDED = "A collective of all ranks waits for a rank that has ended, and will never complete."
 DIVERGED_CHARACTERS = 8000
 """How much of the calls in which ranks differ, and of the table, is sent to each of them."""
 LOOK_SECONDS = 5.0
 """The longest interval between two looks at the flight recorder."""
 NUM_SPEAKERS = 4
 """How many lower ranks a rank tries to notify before it asks all ranks itself."""
+SIGNALLED_SECONDS = 3.0
+"""The `report_after_seconds` of a job that ends by a signal: a rank that waits for one that has ended handles none."""
 LOADER = ("_next_data", "_try_get_data", "_get_data")
 """Functions of torch's `dataloader.py` in which an iterator waits for its workers."""
 
@@ -95,6 +107,8 @@ class Watcher:
         self._asked_at = -_NEVER
         self._printed_at: dict[str, float] = {}
         """When this rank has printed the table, by the question: waits, ends or over."""
+        self._has_time = False
+        """Whether the job ends by a signal, after which its supervisor gives each rank time to save."""
         self._missed: dict[int, int] = {}
         """Ranks whose machine could not be reached, and how many times in a row."""
         self._store_missed = 0
@@ -226,6 +240,10 @@ class Watcher:
             case "waits" | "ends" | "over":
                 threading.Thread(target=self._print, args=(question,), daemon=True, name="fabric-watch-ask").start()
                 return b"ok"
+            case "signalled":
+                self._report_after, self._told = min(self._report_after, SIGNALLED_SECONDS), None
+                self._has_time = True
+                return b"ok"
             case "lost":
                 self._fail(_lost(question.partition(" ")[2]))
                 return b"ok"
@@ -256,7 +274,7 @@ class Watcher:
             activities = self._all_activities("activity" if question == "waits" else "journal")
             self._printed_at[question] = time.monotonic()
             if question == "over":
-                self._end_all(_timed_out(activities))
+                self._end_all(_never_completes(TIMED_OUT, activities))
                 return
             words = who_waits(activities, are_ending=question == "ends")
             if question == "ends":
@@ -268,6 +286,8 @@ class Watcher:
             lost = [rank for rank, times in self._missed.items() if times >= NUM_MISSED]
             if lost:
                 self._end_lost(lost)
+            elif question == "waits" and wait_for_ended(activities):
+                self._end_all(_never_completes(ENDED, activities))
             elif question == "waits" and (
                 have_diverged(activities) or all(each.kind == "collective" for each in activities)
             ):
@@ -318,8 +338,8 @@ class Watcher:
             print(f"rank {self._world.rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
     def _leave(self) -> None:
-        """End this process if no supervisor does: the main thread, in a collective, cannot be woken up."""
-        if self._supervisor is None:
+        """End this process if no supervisor does soon: the main thread, in a collective, cannot be woken up."""
+        if self._supervisor is None or self._has_time:
             os._exit(1)
 
     def _all_activities(self, question: str) -> list[Activity]:
@@ -387,10 +407,9 @@ def _lost(words: str) -> ConnectionError:
     )
 
 
-def _timed_out(activities: Sequence[Activity]) -> str:
-    words = "A collective on the accelerator has waited for all of its `timeout_seconds`."
+def _never_completes(why: str, activities: Sequence[Activity]) -> str:
     difference, table = first_difference(activities), who_waits(activities)
-    return "\n".join(filter(None, [words, difference[:DIVERGED_CHARACTERS], table[-DIVERGED_CHARACTERS:]]))
+    return "\n".join(filter(None, [why, difference[:DIVERGED_CHARACTERS], table[-DIVERGED_CHARACTERS:]]))
 
 
 def _diverged(words: str) -> str:
