@@ -64,8 +64,8 @@ NUM_MISSED = 3
 """How many times in a row a machine cannot be reached before its ranks are lost: at 30, 60 and 120 s of a wait."""
 TIMED_OUT = "A collective on the accelerator has waited for all of its `timeout_seconds`."
 ENDED = "A collective of all ranks waits for a rank that has ended, and will never complete."
-DIVERGED_CHARACTERS = 8000
-"""How much of the calls in which ranks differ, and of the table, is sent to each of them."""
+MOST_CHARACTERS = 16000
+"""How much of the message of a failure is sent to each of the other ranks: its end."""
 LOOK_SECONDS = 5.0
 """The longest interval between two looks at the flight recorder."""
 NUM_SPEAKERS = 4
@@ -244,11 +244,8 @@ class Watcher:
                 self._report_after, self._told = min(self._report_after, SIGNALLED_SECONDS), None
                 self._has_time = True
                 return b"ok"
-            case "lost":
-                self._fail(_lost(question.partition(" ")[2]))
-                return b"ok"
             case "failed":
-                self._report(RuntimeError(json.loads(question.partition(" ")[2])))
+                self._report(json.loads(question.partition(" ")[2]))
                 self._leave()
                 return b"ok"
             case "processes":
@@ -273,25 +270,35 @@ class Watcher:
                 return
             activities = self._all_activities("activity" if question == "waits" else "journal")
             self._printed_at[question] = time.monotonic()
-            if question == "over":
-                self._end_all(_never_completes(TIMED_OUT, activities))
-                return
-            words = who_waits(activities, are_ending=question == "ends")
-            if question == "ends":
-                words = "\n".join([words, first_difference(activities)]).rstrip()
-            if self._supervisor is not None:
-                self._supervisor.words(words)
-            else:
-                print(words, file=sys.stderr, flush=True)
-            lost = [rank for rank, times in self._missed.items() if times >= NUM_MISSED]
-            if lost:
-                self._end_lost(lost)
-            elif question == "waits" and wait_for_ended(activities):
-                self._end_all(_never_completes(ENDED, activities))
-            elif question == "waits" and (
-                have_diverged(activities) or all(each.kind == "collective" for each in activities)
-            ):
-                self._end_if_diverged()
+            why = self._why_end(question, activities)
+            if question != "over":
+                words = who_waits(activities, are_ending=question == "ends")
+                if question == "ends":
+                    words = "\n".join([words, first_difference(activities)]).rstrip()
+                if self._supervisor is not None:
+                    self._supervisor.words(words)
+                else:
+                    print(words, file=sys.stderr, flush=True)
+            if why:
+                self._end_all(why)
+
+    def _why_end(self, question: str, activities: Sequence[Activity]) -> str:
+        """Why no rank can go on; empty if they may. See Note [Slow or lost]."""
+        lost = [rank for rank, times in self._missed.items() if times >= NUM_MISSED]
+        if question == "over":
+            return _never_completes(TIMED_OUT, activities)
+        if lost:
+            hosts = {place.host for place in self._places(lost)}
+            return _lost(f"{ranks_in_words(lost)}, {', '.join(sorted(hosts))}")
+        if question == "ends":
+            return ""
+        if wait_for_ended(activities):
+            return _never_completes(ENDED, activities)
+        if have_diverged(activities) or all(each.kind == "collective" for each in activities):
+            activities = self._all_activities("journal")
+            if have_diverged(activities):
+                return _diverged(first_difference(activities))
+        return ""
 
     def _reaches_store(self) -> bool:
         """Whether the machine with the job's store can be reached; fail this rank if not, for the third time."""
@@ -301,41 +308,23 @@ class Watcher:
             return True
         self._store_missed += 1
         if self._store_missed >= NUM_MISSED:
-            self._fail(_lost(f"node 0, {at.address}"))
+            self._report(_lost(f"node 0, {at.address}"))
+            self._leave()
         return False
-
-    def _end_lost(self, lost: Sequence[int]) -> None:
-        """Fail all ranks that can be reached."""
-        places = {place.rank: place for place in self._places(range(self._world.size))}
-        hosts = sorted({places[rank].host for rank in lost})
-        words = f"{ranks_in_words(lost)}, {', '.join(hosts)}"
-        ask_all([place for rank, place in places.items() if rank not in self._missed], f"lost {words}", ANSWER_SECONDS)
-        self._fail(_lost(words))
-
-    def _end_if_diverged(self) -> None:
-        """Fail all ranks if their recorded calls have diverged, with the first call in which they differ."""
-        activities = self._all_activities("journal")
-        words = first_difference(activities) if have_diverged(activities) else ""
-        if words:
-            self._end_all(_diverged(words[:DIVERGED_CHARACTERS]))
 
     def _end_all(self, words: str) -> None:
         """Fail all ranks, with this message."""
         others = [place for place in self._places(range(self._world.size)) if place.rank != self._world.rank]
-        self._report(RuntimeError(words))  # before the others end: their launcher may then end this rank
-        ask_all(others, f"failed {json.dumps(words)}", ANSWER_SECONDS)
+        self._report(words)  # before the others end: their launcher may then end this rank
+        ask_all(others, f"failed {json.dumps(words[-MOST_CHARACTERS:])}", ANSWER_SECONDS)
         self._leave()
 
-    def _fail(self, error: Exception) -> None:
-        """Report a failure of this rank to its supervisor, which ends the ranks of this node."""
-        if self._supervisor is not None:
-            self._supervisor.failure(error)
-
-    def _report(self, error: Exception) -> None:
+    def _report(self, words: str) -> None:
         """Report a failure of this rank to its supervisor; if another launcher has started it, print the failure."""
-        self._fail(error)
-        if self._supervisor is None:
-            print(f"rank {self._world.rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        if self._supervisor is not None:
+            self._supervisor.failure(RuntimeError(words))
+        else:
+            print(f"rank {self._world.rank}: RuntimeError: {words}", file=sys.stderr, flush=True)
 
     def _leave(self) -> None:
         """End this process if no supervisor does soon: the main thread, in a collective, cannot be woken up."""
@@ -408,8 +397,14 @@ def _lost(words: str) -> ConnectionError:
 
 
 def _never_completes(why: str, activities: Sequence[Activity]) -> str:
-    difference, table = first_difference(activities), who_waits(activities)
-    return "\n".join(filter(None, [why, difference[:DIVERGED_CHARACTERS], table[-DIVERGED_CHARACTERS:]]))
+    return "\n".join(filter(None, [why, first_difference(activities), who_waits(activities)]))
+
+
+def _lost(words: str) -> str:
+    return (
+        f"The machine of {words}, could not be reached {NUM_MISSED} times in a row while other ranks waited in a "
+        "collective: it is down, or the network. Start the job again from its last checkpoint."
+    )
 
 
 def _diverged(words: str) -> str:

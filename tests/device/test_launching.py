@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from processes import run
+from processes import free_port, run, running
 
 PROGRAM = """
 import os, sys
@@ -156,3 +156,59 @@ def test_devices_that_there_are_not_are_refused_before_anything_starts(
     done = run(launching(tmp_path, f"{set_first}Fabric(accelerator='cuda', devices={devices})\nprint('made')"))
     assert words in done.stderr.splitlines()[-1]
     assert "made" not in done.stdout
+
+
+NODE = """
+os.environ["CUDA_VISIBLE_DEVICES"] = sys.argv[1]
+fabric = Fabric(accelerator="cuda", devices=2, num_nodes=2)
+fabric.launch()
+print(work(fabric))
+"""
+
+
+def test_two_nodes_of_two_devices_are_one_world_of_four(tmp_path: Path) -> None:
+    node = launching(tmp_path, NODE.strip())
+    others = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with (
+        running([*node, "0,1"], NODE_RANK="0", **others) as first,
+        running([*node, "2,3"], NODE_RANK="1", **others) as second,
+    ):
+        for program in (first, second):
+            output, errors = program.process.communicate(timeout=60)
+            assert found(output)["physical"] == [0, 1, 2, 3], errors
+            assert found(output)["index"] == [0, 1, 0, 1], errors
+
+
+KERNEL = """
+import sys
+from jupyter_client.manager import start_new_kernel
+
+def show(message):
+    content = message["content"]
+    print(content.get("text") or content.get("evalue", ""), end="", flush=True)
+
+manager, client = start_new_kernel(kernel_name="python3")
+try:
+    for cell in sys.argv[1:]:
+        client.execute_interactive(cell, timeout=60, output_hook=show)
+finally:
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
+"""
+CELL = """
+import torch
+from fabric import Fabric
+
+def index_of_all(fabric):
+    return fabric.all_gather(torch.ones(1, device=fabric.device) * fabric.device.index).flatten().tolist()
+
+fabric = Fabric(accelerator="cuda", devices=2)
+print("first", fabric.launch(index_of_all))
+"""
+
+
+def test_a_notebook_launches_a_function_of_a_cell_before_it_has_used_a_device_and_after(tmp_path: Path) -> None:
+    again = "print('on', torch.ones(1, device='cuda').item())\nprint('second', fabric.launch(index_of_all))"
+    done = run(["-c", KERNEL, CELL, again, "fabric.launch()"])
+    assert "first [0.0, 1.0]\non 1.0\nsecond [0.0, 1.0]\n" in done.stdout, done.stdout + done.stderr
+    assert "Pass what they do as a function" in done.stdout
