@@ -35,7 +35,7 @@ from typing import Any, TypeVar, final
 from fabric.launchers.cores import num_cores
 from fabric.launchers.launcher import Launcher, Topology
 from fabric.launchers.rank.belongings import Belongings
-from fabric.launchers.rank.fork_safety import fork, fork_can_continue, fork_is_safe
+from fabric.launchers.rank.fork_safety import fork
 from fabric.launchers.rank.program import is_interactive
 from fabric.launchers.rank.rank import become_rank, run_and_end
 from fabric.launchers.supervision import ending
@@ -55,13 +55,13 @@ NO_NEXT_LINE = (
 
 @final
 class Fork(Launcher):
-    """Ranks as copies of this process. `is_known_safe`: whether the caller has asked `fork_safety.py`."""
+    """Ranks as copies of this process, of which the caller knows that it is safe to fork (`fork_safety.py`)."""
 
-    def __init__(self, topology: Topology, is_known_safe: bool = False) -> None:
-        self.topology, self.is_known_safe = topology, is_known_safe
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
 
     def launch(self, worker: Callable[..., R], *args: Any) -> R:
-        self._prepare(fork_is_safe)
+        self._prepare()
         with Supervisor(self.topology, "fork", expects_results=True) as supervisor:
             started = _fork_all(supervisor)
             if started is not None:
@@ -74,7 +74,7 @@ class Fork(Launcher):
     def enter(self) -> World:
         if is_interactive():
             raise ValueError(NO_NEXT_LINE)
-        self._prepare(fork_can_continue)
+        self._prepare()
         with Supervisor(self.topology, "fork", expects_results=False) as supervisor:
             started = _fork_all(supervisor)
             if started is None:
@@ -83,18 +83,12 @@ class Fork(Launcher):
             ending.leave(supervisor)
         return started[0]
 
-    def _prepare(self, why_unsafe: Callable[[], str | None]) -> None:
-        """Import what many ranks would import one after the other; raise ValueError if a fork is not safe."""
+    def _prepare(self) -> None:
+        """Import what many ranks would import one after the other."""
         # The first optimizer and DistributedDataParallel import dynamo: 1.5 s in each rank. Ranks with a core each do
         # so at the same time; 32 ranks on two cores took 35 s to their first step, and take 5 s.
         if "torch" in sys.modules and self.topology.num_processes > num_cores():
             importlib.import_module("torch._dynamo")
-        unsafe = None if self.is_known_safe else why_unsafe()
-        if unsafe is not None:
-            raise ValueError(
-                f"`launcher='fork'`: {unsafe}. Call `launch` before that, or pass `launcher='auto'`, which then starts "
-                "new processes."
-            )
 
 
 def _fork_all(supervisor: Supervisor) -> tuple[World, Reporter] | None:

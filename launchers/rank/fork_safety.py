@@ -14,6 +14,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 NOTEBOOK = ("ipykernel", "IPython", "zmq", "tornado")
 """Packages whose threads a notebook's kernel always has. A rank uses none of them."""
@@ -69,20 +70,19 @@ def _lost_in_a_fork() -> str | None:
     """The accelerator that torch refuses to use in a fork of this process. Initialises and imports nothing.
 
     Only a fork knows: a query, such as `torch.cuda.is_available()`, initialises the driver, but `is_initialized` is
-    False after it. In a fork torch notes this for `_is_in_bad_fork`, which is documented for the module of a device that
-    another package adds (`torch.utils.rename_privateuse1_backend`). OpenBLAS has ended its threads afterwards.
+    False after it. In a fork torch notes this for `_is_in_bad_fork`, which is documented for the module of a device
+    that another package adds (`torch.utils.rename_privateuse1_backend`). OpenBLAS has ended its threads afterwards.
     """
-    torch = sys.modules.get("torch")
-    accelerator = torch.accelerator.current_accelerator(check_available=False) if torch is not None else None
+    torch: Any = sys.modules.get("torch")
+    accelerator = torch and torch.accelerator.current_accelerator(check_available=False)
+    module = torch.get_device_module(accelerator) if accelerator else None
+    is_lost = getattr(module, "_is_in_bad_fork", getattr(module, "is_initialized", bool))
     pid = fork()
     if pid == 0:
-        is_lost = torch is not None and accelerator is not None
         try:
-            if torch is not None and accelerator is not None:
-                module = torch.get_device_module(accelerator)
-                is_lost = getattr(module, "_is_in_bad_fork", module.is_initialized)()
+            os._exit(is_lost())
         finally:
-            os._exit(is_lost)
+            os._exit(1)
     return accelerator.type if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) else None
 
 

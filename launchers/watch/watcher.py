@@ -7,16 +7,15 @@ not answer), which asks every rank once and prints one table. It uses connection
 the process group is what hangs. If the ranks go on waiting, it is notified again after twice the time.
 
 # Note [Slow or lost]
-It ends nothing, with four exceptions. A rank whose process has died is noticed by its supervisor, and the kernel of its
-machine closes its connections. If the machine itself is lost, or the network to it, no rank is notified: the collective
-waits for its timeout. So if the machine of a rank cannot be reached three times in a row, the rank is lost, and the
-ranks that are left fail. One that answers, is stopped or holds the GIL is slow, and is waited for. The second
-are ranks that made different calls: a pending all-reduce that is a broadcast on another rank never returns. The third is
-the timeout of a call on an accelerator, for which Python does not wait: gloo raises in the thread that waits, but NCCL
-aborts the process a minute later, with the C++ stack of a thread of its own. The fourth is a rank that has ended while
-a collective of all ranks waits for it: gloo notices that its connection is closed, and NCCL does not. Under other
-launchers all but the first end each rank by itself: SLURM and torchrun have ways of their own to notice the loss of a
-node.
+A rank that is slow, stopped or holds the GIL is waited for. All ranks fail if none of them can go on:
+- A rank has ended, and a collective of all ranks waits for it. gloo notices that its connection is closed, NCCL does
+  not.
+- Ranks made different calls: a pending all-reduce that is a broadcast on another rank never returns.
+- The timeout of a call on an accelerator is over. gloo raises in the thread that waits; NCCL would abort the process a
+  minute later, with the C++ stack of a thread of its own.
+- The machine of a rank is lost, or the network to it: it cannot be reached three times in a row. No rank is notified of
+  that, and the collective would wait for its timeout.
+Under a launcher that is not ours each rank ends itself: its main thread cannot be woken up.
 
 Cost: one request to the store and one open port per rank, and 0.1 ms of the GIL every few seconds.
 """
@@ -41,13 +40,7 @@ from fabric.launchers.watch import process_state
 from fabric.launchers.watch.activity import Activity, Call, Kind
 from fabric.launchers.watch.questions import Listener, Place, Silence, ask_all, is_reachable
 from fabric.launchers.watch.stack import frames_of, is_within, users_line
-from fabric.launchers.watch.table import (
-    first_difference,
-    have_diverged,
-    ranks_in_words,
-    wait_for_ended,
-    who_waits,
-)
+from fabric.launchers.watch.table import first_difference, have_diverged, ranks_in_words, wait_for_ended, who_waits
 from fabric.launchers.world import World
 
 if TYPE_CHECKING:
@@ -59,7 +52,7 @@ LAST_WORDS_SECONDS = 3.0
 """How long before a collective times out the recorded calls are compared: after it, ranks end. A third of the timeout
 if that is less."""
 NOTED_SECONDS = 0.5
-"""How long after its end a call on an accelerator may still be recorded as pending: torch's thread looks every 0.1 s."""
+"""How long a call on an accelerator may still be recorded as pending after it: torch's thread looks every 0.1 s."""
 NUM_MISSED = 3
 """How many times in a row a machine cannot be reached before its ranks are lost: at 30, 60 and 120 s of a wait."""
 TIMED_OUT = "A collective on the accelerator has waited for all of its `timeout_seconds`."

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 

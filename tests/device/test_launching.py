@@ -120,8 +120,8 @@ def test_ranks_of_torchrun_have_a_device_each(tmp_path: Path) -> None:
 def test_ranks_work_on_the_devices_that_are_visible_in_their_order(
     visible: str, devices: str, physical: list[int], tmp_path: Path
 ) -> None:
-    end = f"os.environ['CUDA_VISIBLE_DEVICES'] = '{visible}'\nprint(Fabric(accelerator='cuda', devices={devices}).launch(work))"
-    done = run(launching(tmp_path, end))
+    end = f"print(Fabric(accelerator='cuda', devices={devices}).launch(work))"
+    done = run(launching(tmp_path, f"os.environ['CUDA_VISIBLE_DEVICES'] = '{visible}'\n{end}"))
     assert found(done.stdout)["physical"] == physical, done.stderr
 
 
