@@ -27,13 +27,15 @@ def go_wrong(how):
     if how == "exits":
         sys.exit(3)
     if how == "runs out of memory":
-        torch.empty(2**50, dtype=torch.uint8, device=fabric.device)
+        import pretended_cuda
+        pretended_cuda.limit_memory(fabric.device.index, 2**26)
+        [torch.empty(2**22, device=fabric.device) for _ in range(5)]
 
 os.chdir(os.path.dirname(__file__))
-how, seconds = sys.argv[1], float(sys.argv[2])
+how, seconds, report = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
 launcher = "external" if "TORCHELASTIC_RUN_ID" in os.environ else "fork"
 fabric = Fabric(
-    accelerator="cuda", devices=3, strategy="ddp", launcher=launcher, timeout_seconds=seconds, report_after_seconds=1
+    accelerator="cuda", devices=3, strategy="ddp", launcher=launcher, timeout_seconds=seconds, report_after_seconds=report
 )
 fabric.launch()
 model = torch.nn.Linear(4, 1)
@@ -56,14 +58,14 @@ def line(words: str) -> str:
     return f"program.py:{next(number for number, text in enumerate(PROGRAM.splitlines(), 1) if words in text)}"
 
 
-def going_wrong(folder: Path, how: str, seconds: float = 600.0) -> list[str | Path]:
+def going_wrong(folder: Path, how: str, timeout: float = 600.0, report_after: float = 1.0) -> list[str | Path]:
     (folder / "program.py").write_text(PROGRAM)
-    return [folder / "program.py", how, str(seconds)]
+    return [folder / "program.py", how, str(timeout), str(report_after)]
 
 
 def end_of(program: Program, expect: int) -> str:
     """What the program has written to stderr."""
-    _, output = program.process.communicate(timeout=60)
+    _, output = program.process.communicate(timeout=110)
     assert program.process.returncode == expect, output
     return output
 
@@ -80,7 +82,7 @@ def end_of(program: Program, expect: int) -> str:
 def test_a_rank_that_fails_while_others_wait_for_it_is_the_one_that_is_reported(
     how: str, exit_code: int, words: str, tmp_path: Path
 ) -> None:
-    with running(going_wrong(tmp_path, how)) as program:
+    with running(going_wrong(tmp_path, how, report_after=60.0)) as program:
         program.wait_for("here")
         output = end_of(program, exit_code)
     assert words in output
@@ -120,7 +122,6 @@ def test_a_rank_that_leaves_ends_the_job_long_before_the_timeout(tmp_path: Path)
 def test_ranks_of_torchrun_end_themselves_after_the_timeout(tmp_path: Path) -> None:
     by_torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
     with running([*by_torchrun, *going_wrong(tmp_path, "waits", 8)]) as program:
-        program.wait_for("here")
         output = end_of(program, 1)
     assert "rank 0: RuntimeError: A collective on the accelerator has waited for all of its" in output
     assert "The others wait for rank 1" in output

@@ -21,7 +21,8 @@ def work(fabric):
     own = torch.ones(2, device=fabric.device)
     assert own.device == fabric.device and torch.cuda.current_device() == fabric.device.index
     physical = torch.cuda.get_device_properties(fabric.device).pci_bus_id - 1
-    assert fabric.all_reduce(own * (fabric.global_rank + 1), reduce_op="sum").sum() == fabric.world_size + 1 << 1
+    size, total = fabric.world_size, fabric.all_reduce(own * (fabric.global_rank + 1), reduce_op="sum")
+    assert total.sum() == size * (size + 1)
     found = fabric.all_gather({"index": fabric.device.index, "physical": physical, "forked": len(CREATED)})
     return {name: numbers.int().tolist() for name, numbers in found.items()}
 
@@ -142,9 +143,9 @@ def test_a_list_of_devices_gives_each_rank_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("visible", "devices", "words"),
     [
-        (None, "5", "5"),
-        (None, "[1, 4]", "4"),
-        ("2", "2", "2"),
+        (None, "5", "asks for 5 devices of `accelerator='cuda'`, but this process sees 4 cuda devices"),
+        (None, "[1, 4]", "asks for device 4 of `accelerator='cuda'`, but this process sees 4 cuda devices"),
+        ("2", "2", "asks for 2 devices of `accelerator='cuda'`, but this process sees 1 cuda device."),
         ("", "1", "no such device"),
         ("-1", "1", "no such device"),
     ],
