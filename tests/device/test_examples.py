@@ -15,10 +15,10 @@ WORDS = ("--batch-size", "8", "--context", "32", "--write", "8", "--unseen", "16
 @pytest.mark.parametrize(
     ("example", "options", "said"),
     [
-        ("digits.py", (*TWO, "--epochs", "5"), "of the 359 held-out digits"),
+        ("digits.py", (*TWO, "--epochs", "5"), "of 359 held-out digits"),
         ("gan.py", (*TWO, "--epochs", "1"), "generator loss"),
         ("byte_gpt.py", (*TWO, *WORDS, "--precision", "bf16-mixed"), "nats per unseen byte"),
-        ("tensor_parallel.py", (*TWO, "--batch-size", "8", "--steps", "2", "--tensor", "2"), "nats per byte"),
+        ("tensor_parallel.py", (*TWO, "--batch-size", "8", "--steps", "10", "--tensor", "2"), "nats per byte"),
         ("recommender.py", (*TWO, "--pairs", "2000", "--epochs", "1"), "of 200 pairs"),
         ("finetune_text.py", (*TWO, "--batch-size", "2", "--sentences", "4"), "after: "),
         ("resume.py", ("cuda",), "The losses of all 16 steps equal those of a run that was never stopped."),
