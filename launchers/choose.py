@@ -70,10 +70,7 @@ def _existing(word: str, topology: Topology, world: World) -> Launcher:
 def _without_fork(word: str, topology: Topology, function: Callable[..., Any] | None, unsafe: str) -> Launcher:
     program = this_program()
     if word == "fork":
-        raise ValueError(
-            f"`launcher='fork'`: {unsafe}. Call `launch` before that, or pass `launcher='auto'`, which then starts new "
-            "processes."
-        )
+        raise ValueError(f"`launcher='fork'`: {unsafe}. Call `launch` before that, or pass `launcher='auto'`.")
     if function is not None:
         return forkserver(topology)
     if program.is_interactive:

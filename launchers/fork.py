@@ -61,7 +61,6 @@ class Fork(Launcher):
         self.topology = topology
 
     def launch(self, worker: Callable[..., R], *args: Any) -> R:
-        self._prepare()
         with Supervisor(self.topology, "fork", expects_results=True) as supervisor:
             started = _fork_all(supervisor)
             if started is not None:
@@ -74,7 +73,6 @@ class Fork(Launcher):
     def enter(self) -> World:
         if is_interactive():
             raise ValueError(NO_NEXT_LINE)
-        self._prepare()
         with Supervisor(self.topology, "fork", expects_results=False) as supervisor:
             started = _fork_all(supervisor)
             if started is None:
@@ -83,16 +81,13 @@ class Fork(Launcher):
             ending.leave(supervisor)
         return started[0]
 
-    def _prepare(self) -> None:
-        """Import what many ranks would import one after the other."""
-        # The first optimizer and DistributedDataParallel import dynamo: 1.5 s in each rank. Ranks with a core each do
-        # so at the same time; 32 ranks on two cores took 35 s to their first step, and take 5 s.
-        if "torch" in sys.modules and self.topology.num_processes > num_cores():
-            importlib.import_module("torch._dynamo")
-
 
 def _fork_all(supervisor: Supervisor) -> tuple[World, Reporter] | None:
     """Fork every rank of this node. Returns the world and the reporter in each of them, and None in the supervisor."""
+    # The first optimizer and DistributedDataParallel import dynamo: 1.5 s in each rank. Ranks with a core each do so at
+    # the same time; 32 ranks on two cores took 35 s to their first step, and take 5 s.
+    if "torch" in sys.modules and supervisor.topology.num_processes > num_cores():
+        importlib.import_module("torch._dynamo")
     belongings = Belongings.written_out()
     parent = os.getpid()
     numbers = random.getstate()

@@ -13,17 +13,12 @@ MOST_COMPARED = 16
 """How many of the calls in which ranks wait are compared with each other."""
 
 
-def who_waits(activities: Sequence[Activity], *, are_ending: bool = False) -> str:
-    """One line for all ranks with the same activity, with the longest duration among them.
-
-    `are_ending`: whether the timeout of the collective is over.
-    """
+def who_waits(activities: Sequence[Activity]) -> str:
+    """One line for all ranks with the same activity, with the longest duration among them."""
     waiting = [each for each in activities if each.kind == "collective"]
     longest = max((each.seconds or 0.0 for each in waiting), default=0.0)
     verb = "waits" if len(waiting) == 1 else "wait"
     title = f"{len(waiting)} of {len(activities)} ranks {verb} in a collective, for up to {in_words(longest)}."
-    if are_ending:
-        title += " Their time is over, and they are about to raise."
     groups: dict[tuple[str, str, str], list[Activity]] = {}
     for each in activities:
         groups.setdefault((each.kind, each.words, each.where), []).append(each)

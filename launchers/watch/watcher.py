@@ -220,8 +220,7 @@ class Watcher:
             if not self._reaches_store():
                 return
             for place in self._places(range(min(self._world.rank, NUM_SPEAKERS))):
-                rank = place.rank
-                if isinstance(ask_all([place], question, ANSWER_SECONDS)[rank], bytes):
+                if isinstance(ask_all([place], question, ANSWER_SECONDS)[place.rank], bytes):
                     return
             self._print(question)
 
@@ -232,20 +231,17 @@ class Watcher:
                 return self.activity(with_calls=question == "journal").to_bytes()
             case "waits" | "ends" | "over":
                 threading.Thread(target=self._print, args=(question,), daemon=True, name="fabric-watch-ask").start()
-                return b"ok"
             case "signalled":
                 self._report_after, self._told = min(self._report_after, SIGNALLED_SECONDS), None
                 self._has_time = True
-                return b"ok"
             case "failed":
                 self._report(json.loads(question.partition(" ")[2]))
                 self._leave()
-                return b"ok"
             case "processes":
                 return "\n".join(process_state.describe(int(pid)) for pid in question.split()[1:]).encode()
             case "table":
                 return (self.table(if_waiting_seconds=float(question.split()[1])) or " ").encode()
-        return b"?"
+        return b"ok"
 
     # The whole job
 
@@ -263,22 +259,21 @@ class Watcher:
                 return
             activities = self._all_activities("activity" if question == "waits" else "journal")
             self._printed_at[question] = time.monotonic()
-            why = self._why_end(question, activities)
             if question != "over":
-                words = who_waits(activities, are_ending=question == "ends")
-                if question == "ends":
-                    words = "\n".join([words, first_difference(activities)]).rstrip()
+                difference = first_difference(activities) if question == "ends" else ""
+                words = "\n".join([who_waits(activities), difference]).rstrip()
                 if self._supervisor is not None:
                     self._supervisor.words(words)
                 else:
                     print(words, file=sys.stderr, flush=True)
+            why = self._why_end(question, activities)
             if why:
                 self._end_all(why)
 
     def _why_end(self, question: str, activities: Sequence[Activity]) -> str:
         """Why no rank can go on; empty if they may. See Note [Slow or lost]."""
         lost = [rank for rank, times in self._missed.items() if times >= NUM_MISSED]
-        if question == "over":
+        if question == "over":  # it ends in any case: NCCL's watchdog has marked it
             return _never_completes(TIMED_OUT, activities)
         if lost:
             hosts = {place.host for place in self._places(lost)}

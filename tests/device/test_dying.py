@@ -34,9 +34,8 @@ def go_wrong(how):
 os.chdir(os.path.dirname(__file__))
 how, seconds, report = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
 launcher = "external" if "TORCHELASTIC_RUN_ID" in os.environ else "fork"
-fabric = Fabric(
-    accelerator="cuda", devices=3, strategy="ddp", launcher=launcher, timeout_seconds=seconds, report_after_seconds=report
-)
+times = {"timeout_seconds": seconds, "report_after_seconds": report}
+fabric = Fabric(accelerator="cuda", devices=3, strategy="ddp", launcher=launcher, **times)
 fabric.launch()
 model = torch.nn.Linear(4, 1)
 model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -84,7 +84,7 @@ def test_a_fork_that_was_asked_for_and_could_not_use_the_devices_is_refused(laun
     end = f"torch.cuda.is_available()\nFabric(accelerator='cuda', devices=2, launcher='fork').{launch}"
     done = run(launching(tmp_path, end))
     assert "`launcher='fork'`: a forked process cannot use cuda, which this process has initialised" in done.stderr
-    assert "Call `launch` before that, or pass `launcher='auto'`, which then starts new processes." in done.stderr
+    assert "Call `launch` before that, or pass `launcher='auto'`." in done.stderr
 
 
 def test_code_without_a_file_that_could_not_fork_is_refused_with_what_to_write() -> None:
