@@ -69,12 +69,12 @@ def _existing(word: str, topology: Topology, world: World) -> Launcher:
 
 def _without_fork(word: str, topology: Topology, function: Callable[..., Any] | None, unsafe: str) -> Launcher:
     program = this_program()
+    if function is None and program.is_interactive:
+        raise ValueError(NO_NEXT_LINE)
     if word == "fork":
         raise ValueError(f"`launcher='fork'`: {unsafe}. Call `launch` before that, or pass `launcher='auto'`.")
     if function is not None:
         return forkserver(topology)
-    if program.is_interactive:
-        raise ValueError(NO_NEXT_LINE)
     if program.can_run_again:
         return Script(topology)
     raise ValueError(

@@ -377,13 +377,6 @@ def _latest(calls: Sequence[Call]) -> tuple[Call, ...]:
     return tuple(call for call in calls if call.pending or call is last[call.group])
 
 
-def _lost(words: str) -> ConnectionError:
-    return ConnectionError(
-        f"the machine of {words}, could not be reached {NUM_MISSED} times in a row while other ranks waited in a "
-        "collective: it is down, or the network. Start the job again from its last checkpoint."
-    )
-
-
 def _never_completes(why: str, activities: Sequence[Activity]) -> str:
     return "\n".join(filter(None, [why, first_difference(activities), who_waits(activities)]))
 
