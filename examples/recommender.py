@@ -55,7 +55,7 @@ def split_tables(model: Recommender, context: ManualContext) -> Parallelized:
     """The parallelism of this program. `fabric.setup` calls it on every rank."""
     model.words = SplitEmbedding(context.shard(model.words.weight), context.collective)
     model.proposals = SplitEmbedding(context.shard(model.proposals.weight), context.collective)
-    return Parallelized(module=model, averaged=model)
+    return Parallelized(module=model.to(context.device), averaged=model)
 
 
 def read_library(num_pairs: int) -> list[TensorDataset]:
@@ -90,7 +90,10 @@ def main() -> None:
     fabric.launch()
     fabric.seed_everything(args.seed)
     model = Recommender()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    # Tables become DTensors, and one kernel of an optimizer takes DTensors or plain tensors, not both.
+    tables = [model.words.weight, model.proposals.weight]
+    groups = [{"params": tables}, {"params": list(model.judge.parameters())}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
     model, optimizer = fabric.setup(model, optimizer)
     learn, test = read_library(args.pairs)
     learn_loader = fabric.setup_dataloaders(

@@ -1,4 +1,4 @@
-"""A run that is killed within an epoch resumes with identical losses: `python examples/resume.py`.
+"""A run that is killed within an epoch resumes with identical losses: `python examples/resume.py`, or `resume.py cuda`.
 
 Three runs, each a program of its own: one is never stopped; one kills itself with SIGKILL in the middle of an epoch;
 the last resumes from its checkpoint. Samples are shuffled and augmented by workers, the model has dropout, and the
@@ -36,9 +36,9 @@ class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return point * random.choice([-1, 1]), point.prod().sign()
 
 
-def main(log: Path, checkpoint: Path, kill: bool) -> None:
+def main(accelerator: str, log: Path, checkpoint: Path, kill: bool) -> None:
     """Train; write each loss to `log`, and resume from `checkpoint` if it exists."""
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric = Fabric(accelerator=accelerator, devices=2, strategy="ddp")
     fabric.launch()
     seed_everything(1)
     model = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 1))
@@ -66,21 +66,22 @@ def main(log: Path, checkpoint: Path, kill: bool) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run(log: Path, checkpoint: Path, *, kill: bool = False) -> int:
+def run(accelerator: str, log: Path, checkpoint: Path, *, kill: bool = False) -> int:
     """Run this program again; returns its exit code."""
-    arguments = [sys.executable, __file__, str(log), str(checkpoint), *(["--kill"] if kill else [])]
+    arguments = [sys.executable, __file__, accelerator, str(log), str(checkpoint), *(["--kill"] if kill else [])]
     return subprocess.run(arguments, stderr=subprocess.DEVNULL if kill else None, check=False).returncode
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        main(Path(sys.argv[1]), Path(sys.argv[2]), "--kill" in sys.argv)
+    accelerator = sys.argv[1] if len(sys.argv) > 1 else "cpu"
+    if len(sys.argv) > 2:
+        main(accelerator, Path(sys.argv[2]), Path(sys.argv[3]), "--kill" in sys.argv)
         sys.exit()
     with tempfile.TemporaryDirectory() as folder:
         whole, killed, resumed = (Path(folder) / name for name in ("whole", "killed", "resumed"))
-        assert run(whole, Path(folder) / "none") == 0
-        print(f"killed with exit code {run(killed, Path(folder) / 'checkpoint', kill=True)}")
-        assert run(resumed, Path(folder) / "checkpoint") == 0
+        assert run(accelerator, whole, Path(folder) / "none") == 0
+        print(f"killed with exit code {run(accelerator, killed, Path(folder) / 'checkpoint', kill=True)}")
+        assert run(accelerator, resumed, Path(folder) / "checkpoint") == 0
         first, second = killed.read_text().splitlines()[:SAVED_AFTER], resumed.read_text().splitlines()
         for line in second:
             print(f"step {line.split()[0]}: loss {float.fromhex(line.split()[1]):.4f}")

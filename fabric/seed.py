@@ -86,7 +86,8 @@ def _device_rng(device: torch.device) -> list[Rng]:
 
 
 def _accelerator_rngs() -> list[Rng]:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    # `check_available=True` would initialise CUDA's driver, and no forked process could use it.
+    accelerator = torch.accelerator.current_accelerator(check_available=False)
     if accelerator is None:
         return []
     module = torch.get_device_module(accelerator)

@@ -43,7 +43,12 @@ def choose_launcher(
         return row.make(topology, max_restarts)
     if topology.size == 1 and not topology.redirects_output:
         return Inline()
-    return _automatic(topology, function) if row is None else row.make(topology)
+    if row is not None and word != "fork":
+        return row.make(topology)
+    unsafe = fork_can_continue() if function is None else fork_is_safe()
+    if unsafe is None:
+        return Fork(topology)
+    return _without_fork(word, topology, function, unsafe)
 
 
 def _existing(word: str, topology: Topology, world: World) -> Launcher:
@@ -62,15 +67,14 @@ def _existing(word: str, topology: Topology, world: World) -> Launcher:
     return External(world)
 
 
-def _automatic(topology: Topology, function: Callable[..., Any] | None) -> Launcher:
+def _without_fork(word: str, topology: Topology, function: Callable[..., Any] | None, unsafe: str) -> Launcher:
     program = this_program()
-    unsafe = fork_can_continue() if function is None else fork_is_safe()
-    if function is not None:
-        return Fork(topology) if unsafe is None else forkserver(topology)
-    if program.is_interactive:
+    if function is None and program.is_interactive:
         raise ValueError(NO_NEXT_LINE)
-    if unsafe is None:
-        return Fork(topology)
+    if word == "fork":
+        raise ValueError(f"`launcher='fork'`: {unsafe}. Call `launch` before that, or pass `launcher='auto'`.")
+    if function is not None:
+        return forkserver(topology)
     if program.can_run_again:
         return Script(topology)
     raise ValueError(

@@ -29,14 +29,13 @@ import os
 import random
 import signal
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar, final
 
 from fabric.launchers.cores import num_cores
 from fabric.launchers.launcher import Launcher, Topology
 from fabric.launchers.rank.belongings import Belongings
-from fabric.launchers.rank.fork_safety import fork_can_continue, fork_is_safe
+from fabric.launchers.rank.fork_safety import fork
 from fabric.launchers.rank.program import is_interactive
 from fabric.launchers.rank.rank import become_rank, run_and_end
 from fabric.launchers.supervision import ending
@@ -56,13 +55,12 @@ NO_NEXT_LINE = (
 
 @final
 class Fork(Launcher):
-    """Ranks as copies of this process."""
+    """Ranks as copies of this process, of which the caller knows that it is safe to fork (`fork_safety.py`)."""
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
 
     def launch(self, worker: Callable[..., R], *args: Any) -> R:
-        self._prepare(fork_is_safe)
         with Supervisor(self.topology, "fork", expects_results=True) as supervisor:
             started = _fork_all(supervisor)
             if started is not None:
@@ -75,7 +73,6 @@ class Fork(Launcher):
     def enter(self) -> World:
         if is_interactive():
             raise ValueError(NO_NEXT_LINE)
-        self._prepare(fork_can_continue)
         with Supervisor(self.topology, "fork", expects_results=False) as supervisor:
             started = _fork_all(supervisor)
             if started is None:
@@ -84,22 +81,13 @@ class Fork(Launcher):
             ending.leave(supervisor)
         return started[0]
 
-    def _prepare(self, why_unsafe: Callable[[], str | None]) -> None:
-        """Import what many ranks would import one after the other; raise ValueError if a fork is not safe."""
-        # The first optimizer and DistributedDataParallel import dynamo: 1.5 s in each rank. Ranks with a core each do
-        # so at the same time; 32 ranks on two cores took 35 s to their first step, and take 5 s.
-        if "torch" in sys.modules and self.topology.num_processes > num_cores():
-            importlib.import_module("torch._dynamo")
-        unsafe = why_unsafe()
-        if unsafe is not None:
-            raise ValueError(
-                f"`launcher='fork'`: {unsafe}. Call `launch` before that, or pass `launcher='forkserver'` and a "
-                "function."
-            )
-
 
 def _fork_all(supervisor: Supervisor) -> tuple[World, Reporter] | None:
     """Fork every rank of this node. Returns the world and the reporter in each of them, and None in the supervisor."""
+    # The first optimizer and DistributedDataParallel import dynamo: 1.5 s in each rank. Ranks with a core each do so at
+    # the same time; 32 ranks on two cores took 35 s to their first step, and take 5 s.
+    if "torch" in sys.modules and supervisor.topology.num_processes > num_cores():
+        importlib.import_module("torch._dynamo")
     belongings = Belongings.written_out()
     parent = os.getpid()
     numbers = random.getstate()
@@ -109,7 +97,7 @@ def _fork_all(supervisor: Supervisor) -> tuple[World, Reporter] | None:
             # A signal between the fork and the restoration of the handlers would be lost.
             signal.pthread_sigmask(signal.SIG_BLOCK, ENDING + PASSED_ON)
             try:
-                pid = _fork()
+                pid = fork()
                 if pid == 0:
                     os.close(reader)
                     random.setstate(numbers)  # Python reseeds a forked process, but the user's seed is for the ranks
@@ -130,10 +118,3 @@ def child_of(rank: int, pid: int, report_fd: int) -> Child:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
     return Child(rank=rank, pid=pid, exit_fd=exit_fd(pid), reap=reap, report_fd=report_fd)
-
-
-def _fork() -> int:
-    with warnings.catch_warnings():
-        # Since 3.12, Python warns of every thread, also those of OpenBLAS, which are safe (`fork_safety.py`).
-        warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
-        return os.fork()

@@ -8,17 +8,14 @@ it is imported, and is safe: it ends them before a fork and starts them again af
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import itertools
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import warnings
 from pathlib import Path
+from typing import Any
 
-SUFFIXES = ("", "64_")
-PREFIXES = ("", "scipy_")
 NOTEBOOK = ("ipykernel", "IPython", "zmq", "tornado")
 """Packages whose threads a notebook's kernel always has. A rank uses none of them."""
 SAFE_THREADS = ("ZMQbg", "jemalloc_bg_thd")
@@ -32,12 +29,15 @@ def fork_is_safe() -> str | None:
     """None if a fork is safe now; otherwise the reason why it is not."""
     if not hasattr(os, "fork") or sys.platform != "linux":
         return f"on {sys.platform} a forked process may not use the system's own libraries"
-    device = _initialized_accelerator()
-    if device is not None:
-        return f"the accelerator {device} is initialised in this process, and a forked process cannot use it"
     threads = [thread.name for thread in threading.enumerate() if not _belongs_here(thread)]
     if threads:
         return f"this process runs other Python threads ({', '.join(threads)}), whose locks a fork would copy"
+    accelerator = _lost_in_a_fork()
+    if accelerator is not None:
+        return (
+            f"a forked process cannot use {accelerator}, which this process has initialised: a tensor on it does so, "
+            "`is_available()`, and a `DataLoader` with `pin_memory=True`"
+        )
     num_native = _native_threads()
     if num_native > 0:
         return (
@@ -66,24 +66,37 @@ def _belongs_here(thread: threading.Thread) -> bool:
     return any(owner.partition(".")[0] in NOTEBOOK for owner in owners)
 
 
-def _initialized_accelerator() -> str | None:
-    """The accelerator that torch has initialised in this process. Initialises and imports nothing."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return None
-    for name in ("cuda", "xpu", "mtia", "npu", "hpu"):
-        module = sys.modules.get(f"torch.{name}")
-        asked = getattr(module, "is_initialized", None)
-        if asked is not None and asked():
-            return name
-    return None
+def _lost_in_a_fork() -> str | None:
+    """The accelerator that torch refuses to use in a fork of this process. Initialises and imports nothing.
+
+    Only a fork knows: a query, such as `torch.cuda.is_available()`, initialises the driver, but `is_initialized` is
+    False after it. In a fork torch notes this for `_is_in_bad_fork`, which is documented for the module of a device
+    that another package adds (`torch.utils.rename_privateuse1_backend`). OpenBLAS has ended its threads afterwards.
+    """
+    torch: Any = sys.modules.get("torch")
+    accelerator = torch and torch.accelerator.current_accelerator(check_available=False)
+    module = torch.get_device_module(accelerator) if accelerator else None
+    is_lost = getattr(module, "_is_in_bad_fork", getattr(module, "is_initialized", bool))
+    pid = fork()
+    if pid == 0:
+        try:
+            os._exit(is_lost())
+        finally:
+            os._exit(1)
+    return accelerator.type if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) else None
+
+
+def fork() -> int:
+    """`os.fork`, without Python's warning of threads: since 3.12 of each, also those of OpenBLAS, which are safe."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
+        return os.fork()
 
 
 def _native_threads() -> int:
-    """The number of threads of neither Python, a notebook nor OpenBLAS, without those that are ending."""
-    num_known = threading.active_count() + sum(_openblas_threads())
+    """The number of threads of neither Python nor a notebook, without those that are ending."""
     deadline = time.monotonic() + ENDING_S
-    while (num_native := _num_threads() - num_known) > 0 and time.monotonic() < deadline:
+    while (num_native := _num_threads() - threading.active_count()) > 0 and time.monotonic() < deadline:
         time.sleep(0.005)
     return num_native
 
@@ -95,25 +108,3 @@ def _num_threads() -> int:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since it was listed
             names.append((task / "comm").read_text())
     return sum(not name.startswith(SAFE_THREADS) for name in names)
-
-
-def _openblas_threads() -> Iterator[int]:
-    """For each OpenBLAS in this process, the number of its threads besides the caller's.
-
-    It ends them before every fork, in this process as well, and starts them again when it is next used. Setting the
-    number of threads to the present one starts them now: otherwise a thread that is gone would be subtracted from
-    OpenMP's.
-    """
-    for library in sorted({line.split()[-1] for line in _maps() if "openblas" in line.rpartition("/")[2]}):
-        handle = ctypes.CDLL(library)
-        for prefix, suffix in itertools.product(PREFIXES, SUFFIXES):
-            number = getattr(handle, f"{prefix}openblas_get_num_threads{suffix}", None)
-            if number is not None:
-                count = number()
-                getattr(handle, f"{prefix}openblas_set_num_threads{suffix}")(count)
-                yield max(0, count - 1)
-                break
-
-
-def _maps() -> list[str]:
-    return Path("/proc/self/maps").read_text().splitlines()

@@ -16,8 +16,8 @@ FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<fu
 LIBRARY = sysconfig.get_path("stdlib")
 EXTENSIONS = "Extension modules: "
 FROM_A_LIBRARY = (
-    "It came from a thread that runs no Python: one of gloo, NCCL, OpenMP or another library. gloo aborts if the ranks "
-    "make different calls, on tensors of different sizes: `fabric run --sanitize always` compares them before."
+    "It came from a thread that runs no Python: one of gloo, NCCL, OpenMP or another library, which may have written "
+    "why to stderr. gloo aborts if ranks make different calls: `fabric run --sanitize always` compares them before."
 )
 
 

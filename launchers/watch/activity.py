@@ -33,6 +33,8 @@ class Call:
     timeout_seconds: float = 0.0
     """The timeout of the group; 0: unknown."""
     pending: bool = False
+    is_on_device: bool = False
+    """Whether an accelerator runs it: its timeout raises nothing in the thread that has made it."""
     in_order: bool = True
     """Whether it was made in the order of the program: by the thread that runs the loop, or by autograd for it."""
 

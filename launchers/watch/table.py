@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from fabric.launchers.watch.activity import CALLS, GRADIENTS, WORLD, Activity, Call
+from fabric.launchers.watch.activity import GRADIENTS, WORLD, Activity, Call
 
 SAME_SHAPES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier")
 """Operations whose tensors have the same shapes on all ranks."""
@@ -13,17 +13,12 @@ MOST_COMPARED = 16
 """How many of the calls in which ranks wait are compared with each other."""
 
 
-def who_waits(activities: Sequence[Activity], *, are_ending: bool = False) -> str:
-    """One line for all ranks with the same activity, with the longest duration among them.
-
-    `are_ending`: whether the timeout of the collective is over.
-    """
+def who_waits(activities: Sequence[Activity]) -> str:
+    """One line for all ranks with the same activity, with the longest duration among them."""
     waiting = [each for each in activities if each.kind == "collective"]
     longest = max((each.seconds or 0.0 for each in waiting), default=0.0)
     verb = "waits" if len(waiting) == 1 else "wait"
     title = f"{len(waiting)} of {len(activities)} ranks {verb} in a collective, for up to {in_words(longest)}."
-    if are_ending:
-        title += " Their time is over, and they are about to raise."
     groups: dict[tuple[str, str, str], list[Activity]] = {}
     for each in activities:
         groups.setdefault((each.kind, each.words, each.where), []).append(each)
@@ -60,6 +55,12 @@ def have_diverged(activities: Sequence[Activity]) -> bool:
             if call.pending:
                 pending.add((call.group, call.number))
     return any(len(made[each]) > 1 for each in pending) or _have_crossed(activities)
+
+
+def wait_for_ended(activities: Sequence[Activity]) -> bool:
+    """Whether a rank has ended, and others wait in a collective of all ranks. gloo raises there, and NCCL does not."""
+    pending = any(call.pending and _is_of_all(call.group) for each in activities for call in each.calls)
+    return pending and any(each.kind == "ended" for each in activities)
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
@@ -148,7 +149,7 @@ def _have_crossed(activities: Sequence[Activity]) -> bool:
     """Whether two ranks wait in calls of two groups of all ranks, of which neither has made the other's."""
     recorded = {each.rank: [call for call in each.calls if call.in_order] for each in activities}
     groups = [{call.group for call in calls} for calls in recorded.values()]
-    of_all = {name for name in set.union(*groups) if any(word in name for word in (WORLD, GRADIENTS, CALLS))}
+    of_all = {name for name in set.union(*groups) if _is_of_all(name)}
     of_all |= set.intersection(*groups)
     waiting = {}
     for each in activities:
@@ -159,6 +160,11 @@ def _have_crossed(activities: Sequence[Activity]) -> bool:
         one[0] != other[0] and _lacks(waiting[one], other, waiting[other]) and _lacks(waiting[other], one, waiting[one])
         for one, other in itertools.combinations(list(waiting)[:MOST_COMPARED], 2)
     )
+
+
+def _is_of_all(group: str) -> bool:
+    """Whether all ranks are in this process group."""
+    return any(word in group for word in (WORLD, GRADIENTS, CALLS))
 
 
 def _lacks(calls: Sequence[Call], wanted: tuple[str, int], others: Sequence[Call]) -> bool:

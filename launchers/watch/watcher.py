@@ -7,12 +7,15 @@ not answer), which asks every rank once and prints one table. It uses connection
 the process group is what hangs. If the ranks go on waiting, it is notified again after twice the time.
 
 # Note [Slow or lost]
-It ends nothing, with two exceptions. A rank whose process has died is noticed by its supervisor, and the kernel of its
-machine closes its connections. If the machine itself is lost, or the network to it, no rank is notified: the collective
-waits for its timeout. So if the machine of a rank cannot be reached three times in a row, the rank is lost, and the
-ranks that are left fail. One that answers, is stopped or holds the GIL is slow, and is waited for. The other exception
-are ranks that made different calls: a pending all-reduce that is a broadcast on another rank never returns. Under other
-launchers only these end, each by itself: SLURM and torchrun have ways of their own to notice the loss of a node.
+A rank that is slow, stopped or holds the GIL is waited for. All ranks fail if none of them can go on:
+- A rank has ended, and a collective of all ranks waits for it. gloo notices that its connection is closed, NCCL does
+  not.
+- Ranks made different calls: a pending all-reduce that is a broadcast on another rank never returns.
+- The timeout of a call on an accelerator is over. gloo raises in the thread that waits; NCCL would abort the process a
+  minute later, with the C++ stack of a thread of its own.
+- The machine of a rank is lost, or the network to it: it cannot be reached three times in a row. No rank is notified of
+  that, and the collective would wait for its timeout.
+Under a launcher that is not ours each rank ends itself: its main thread cannot be woken up.
 
 Cost: one request to the store and one open port per rank, and 0.1 ms of the GIL every few seconds.
 """
@@ -37,7 +40,7 @@ from fabric.launchers.watch import process_state
 from fabric.launchers.watch.activity import Activity, Call, Kind
 from fabric.launchers.watch.questions import Listener, Place, Silence, ask_all, is_reachable
 from fabric.launchers.watch.stack import frames_of, is_within, users_line
-from fabric.launchers.watch.table import first_difference, have_diverged, ranks_in_words, who_waits
+from fabric.launchers.watch.table import first_difference, have_diverged, ranks_in_words, wait_for_ended, who_waits
 from fabric.launchers.world import World
 
 if TYPE_CHECKING:
@@ -48,14 +51,20 @@ ANSWER_SECONDS = 1.5
 LAST_WORDS_SECONDS = 3.0
 """How long before a collective times out the recorded calls are compared: after it, ranks end. A third of the timeout
 if that is less."""
+NOTED_SECONDS = 0.5
+"""How long a call on an accelerator may still be recorded as pending after it: torch's thread looks every 0.1 s."""
 NUM_MISSED = 3
 """How many times in a row a machine cannot be reached before its ranks are lost: at 30, 60 and 120 s of a wait."""
-DIVERGED_CHARACTERS = 8000
-"""How much of the calls in which ranks differ is sent to each of them."""
+TIMED_OUT = "A collective on the accelerator has waited for all of its `timeout_seconds`."
+ENDED = "A collective of all ranks waits for a rank that has ended, and will never complete."
+MOST_CHARACTERS = 16000
+"""How much of the message of a failure is sent to each of the other ranks: its end."""
 LOOK_SECONDS = 5.0
 """The longest interval between two looks at the flight recorder."""
 NUM_SPEAKERS = 4
 """How many lower ranks a rank tries to notify before it asks all ranks itself."""
+SIGNALLED_SECONDS = 3.0
+"""The `report_after_seconds` of a job that ends by a signal: a rank that waits for one that has ended handles none."""
 LOADER = ("_next_data", "_try_get_data", "_get_data")
 """Functions of torch's `dataloader.py` in which an iterator waits for its workers."""
 
@@ -89,8 +98,10 @@ class Watcher:
         self._told: tuple[str, float] | None = None
         """The call that was reported, and how long it will have waited when it is reported again."""
         self._asked_at = -_NEVER
-        self._printed_at = {False: -_NEVER, True: -_NEVER}
-        """When this rank printed the table, by whether it was for a timeout."""
+        self._printed_at: dict[str, float] = {}
+        """When this rank has printed the table, by the question: waits, ends or over."""
+        self._has_time = False
+        """Whether the job ends by a signal, after which its supervisor gives each rank time to save."""
         self._missed: dict[int, int] = {}
         """Ranks whose machine could not be reached, and how many times in a row."""
         self._store_missed = 0
@@ -177,27 +188,30 @@ class Watcher:
         if waiting is None:
             self._told = None
             return self._pause_seconds
-        name, seconds, timeout_seconds = waiting
+        name, seconds, left, last = waiting
         due = self._told[1] if self._told is not None and self._told[0] == name else self._report_after
-        left = timeout_seconds - min(LAST_WORDS_SECONDS, timeout_seconds / 3) - seconds if timeout_seconds else _NEVER
         ends = left <= 0 and due != _NEVER
         if ends or seconds >= due:
             self._told = name, _NEVER if ends else 2 * due
             if ends or time.monotonic() - self._asked_at > self._report_after / 2:
-                words = "ends" if ends else "waits"
+                words = last if ends else "waits"
                 threading.Thread(target=self._tell, args=(words,), daemon=True, name="fabric-watch-tell").start()
         return min(self._pause_seconds, max(left, 0.05)) if left > 0 else self._pause_seconds
 
-    def _longest_call(self) -> tuple[str, float, float] | None:
-        """The first pending call: its name, how long it has waited, and its timeout; None if no call is pending."""
+    def _longest_call(self) -> tuple[str, float, float, str] | None:
+        """The first pending call: its name, how long it has waited, and after how many more seconds which question is
+        the last one; None if no call is pending."""
         blocked = self._blocked_seconds()
         if self._journal.is_waiting():
             now_ns = time.time_ns()
             for call in self._journal.calls(with_lines=False):
                 if call.pending:
-                    return f"{call.group}/{call.number}", call.seconds(now_ns), call.timeout_seconds
+                    last = "over" if call.is_on_device else "ends"
+                    seconds, timeout = call.seconds(now_ns), call.timeout_seconds or _NEVER
+                    timeout += NOTED_SECONDS if call.is_on_device else -min(LAST_WORDS_SECONDS, timeout / 3)
+                    return f"{call.group}/{call.number}", seconds, timeout - seconds, last
         if self._waits_for_a_peer(frames_of(sys._current_frames().get(self._thread_id))):
-            return f"peer/{self._switches[0]}", blocked, 0.0
+            return f"peer/{self._switches[0]}", blocked, _NEVER, "ends"
         return None
 
     def _tell(self, question: str) -> None:
@@ -206,33 +220,28 @@ class Watcher:
             if not self._reaches_store():
                 return
             for place in self._places(range(min(self._world.rank, NUM_SPEAKERS))):
-                rank = place.rank
-                if isinstance(ask_all([place], question, ANSWER_SECONDS)[rank], bytes):
+                if isinstance(ask_all([place], question, ANSWER_SECONDS)[place.rank], bytes):
                     return
-            self._print(last_words=question == "ends")
+            self._print(question)
 
     def _answer(self, question: str) -> bytes:
         match question.partition(" ")[0]:
             case "activity" | "journal":
                 self._asked_at = time.monotonic()
                 return self.activity(with_calls=question == "journal").to_bytes()
-            case "waits" | "ends":
-                threading.Thread(
-                    target=self._print, kwargs={"last_words": question == "ends"}, daemon=True, name="fabric-watch-ask"
-                ).start()
-                return b"ok"
-            case "lost":
-                self._fail(_lost(question.partition(" ")[2]))
-                return b"ok"
-            case "diverged":
-                self._report(_diverged(json.loads(question.partition(" ")[2])))
+            case "waits" | "ends" | "over":
+                threading.Thread(target=self._print, args=(question,), daemon=True, name="fabric-watch-ask").start()
+            case "signalled":
+                self._report_after, self._told = min(self._report_after, SIGNALLED_SECONDS), None
+                self._has_time = True
+            case "failed":
+                self._report(json.loads(question.partition(" ")[2]))
                 self._leave()
-                return b"ok"
             case "processes":
                 return "\n".join(process_state.describe(int(pid)) for pid in question.split()[1:]).encode()
             case "table":
                 return (self.table(if_waiting_seconds=float(question.split()[1])) or " ").encode()
-        return b"?"
+        return b"ok"
 
     # The whole job
 
@@ -242,27 +251,42 @@ class Watcher:
         waited = max((each.seconds or 0.0 for each in activities if each.kind == "collective"), default=-1.0)
         return "" if waited < if_waiting_seconds else who_waits(activities)
 
-    def _print(self, *, last_words: bool) -> None:
+    def _print(self, question: str) -> None:
+        """Print the table for ranks that wait, whose call ends in seconds, or whose call on an accelerator is over."""
         with contextlib.suppress(Exception), self._one_at_a_time:
-            apart = LAST_WORDS_SECONDS if last_words else self._report_after / 2
-            if time.monotonic() - self._printed_at[last_words] < apart:
+            apart = self._report_after / 2 if question == "waits" else LAST_WORDS_SECONDS
+            if time.monotonic() - self._printed_at.get(question, -_NEVER) < apart:
                 return
-            activities = self._all_activities("journal" if last_words else "activity")
-            words = who_waits(activities, are_ending=last_words)
-            if last_words:
-                words = "\n".join([words, first_difference(activities)]).rstrip()
-            self._printed_at[last_words] = time.monotonic()
-            if self._supervisor is not None:
-                self._supervisor.words(words)
-            else:
-                print(words, file=sys.stderr, flush=True)
-            lost = [rank for rank, times in self._missed.items() if times >= NUM_MISSED]
-            if lost:
-                self._end_lost(lost)
-            elif not last_words and (
-                have_diverged(activities) or all(each.kind == "collective" for each in activities)
-            ):
-                self._end_if_diverged()
+            activities = self._all_activities("activity" if question == "waits" else "journal")
+            self._printed_at[question] = time.monotonic()
+            if question != "over":
+                difference = first_difference(activities) if question == "ends" else ""
+                words = "\n".join([who_waits(activities), difference]).rstrip()
+                if self._supervisor is not None:
+                    self._supervisor.words(words)
+                else:
+                    print(words, file=sys.stderr, flush=True)
+            why = self._why_end(question, activities)
+            if why:
+                self._end_all(why)
+
+    def _why_end(self, question: str, activities: Sequence[Activity]) -> str:
+        """Why no rank can go on; empty if they may. See Note [Slow or lost]."""
+        lost = [rank for rank, times in self._missed.items() if times >= NUM_MISSED]
+        if question == "over":  # it ends in any case: NCCL's watchdog has marked it
+            return _never_completes(TIMED_OUT, activities)
+        if lost:
+            hosts = {place.host for place in self._places(lost)}
+            return _lost(f"{ranks_in_words(lost)}, {', '.join(sorted(hosts))}")
+        if question == "ends":
+            return ""
+        if wait_for_ended(activities):
+            return _never_completes(ENDED, activities)
+        if have_diverged(activities) or all(each.kind == "collective" for each in activities):
+            activities = self._all_activities("journal")
+            if have_diverged(activities):
+                return _diverged(first_difference(activities))
+        return ""
 
     def _reaches_store(self) -> bool:
         """Whether the machine with the job's store can be reached; fail this rank if not, for the third time."""
@@ -272,42 +296,27 @@ class Watcher:
             return True
         self._store_missed += 1
         if self._store_missed >= NUM_MISSED:
-            self._fail(_lost(f"node 0, {at.address}"))
+            self._report(_lost(f"node 0, {at.address}"))
+            self._leave()
         return False
 
-    def _end_lost(self, lost: Sequence[int]) -> None:
-        """Fail all ranks that can be reached."""
-        places = {place.rank: place for place in self._places(range(self._world.size))}
-        hosts = sorted({places[rank].host for rank in lost})
-        words = f"{ranks_in_words(lost)}, {', '.join(hosts)}"
-        ask_all([place for rank, place in places.items() if rank not in self._missed], f"lost {words}", ANSWER_SECONDS)
-        self._fail(_lost(words))
+    def _end_all(self, words: str) -> None:
+        """Fail all ranks, with this message."""
+        others = [place for place in self._places(range(self._world.size)) if place.rank != self._world.rank]
+        self._report(words)  # before the others end: their launcher may then end this rank
+        ask_all(others, f"failed {json.dumps(words[-MOST_CHARACTERS:])}", ANSWER_SECONDS)
+        self._leave()
 
-    def _end_if_diverged(self) -> None:
-        """Fail all ranks if their recorded calls have diverged, with the first call in which they differ."""
-        activities = self._all_activities("journal")
-        words = first_difference(activities) if have_diverged(activities) else ""
-        if words:
-            others = [place for place in self._places(range(self._world.size)) if place.rank != self._world.rank]
-            error = _diverged(words)
-            self._report(error)  # before the others end: their launcher may then end this rank
-            ask_all(others, f"diverged {json.dumps(words[:DIVERGED_CHARACTERS])}", ANSWER_SECONDS)
-            self._leave()
-
-    def _fail(self, error: Exception) -> None:
-        """Report a failure of this rank to its supervisor, which ends the ranks of this node."""
-        if self._supervisor is not None:
-            self._supervisor.failure(error)
-
-    def _report(self, error: Exception) -> None:
+    def _report(self, words: str) -> None:
         """Report a failure of this rank to its supervisor; if another launcher has started it, print the failure."""
-        self._fail(error)
-        if self._supervisor is None:
-            print(f"rank {self._world.rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        if self._supervisor is not None:
+            self._supervisor.failure(RuntimeError(words))
+        else:
+            print(f"rank {self._world.rank}: RuntimeError: {words}", file=sys.stderr, flush=True)
 
     def _leave(self) -> None:
-        """End this process if no supervisor does: the main thread, in a collective, cannot be woken up."""
-        if self._supervisor is None:
+        """End this process if no supervisor does soon: the main thread, in a collective, cannot be woken up."""
+        if self._supervisor is None or self._has_time:
             os._exit(1)
 
     def _all_activities(self, question: str) -> list[Activity]:
@@ -368,15 +377,19 @@ def _latest(calls: Sequence[Call]) -> tuple[Call, ...]:
     return tuple(call for call in calls if call.pending or call is last[call.group])
 
 
-def _lost(words: str) -> ConnectionError:
-    return ConnectionError(
-        f"the machine of {words}, could not be reached {NUM_MISSED} times in a row while other ranks waited in a "
+def _never_completes(why: str, activities: Sequence[Activity]) -> str:
+    return "\n".join(filter(None, [why, first_difference(activities), who_waits(activities)]))
+
+
+def _lost(words: str) -> str:
+    return (
+        f"The machine of {words}, could not be reached {NUM_MISSED} times in a row while other ranks waited in a "
         "collective: it is down, or the network. Start the job again from its last checkpoint."
     )
 
 
-def _diverged(words: str) -> RuntimeError:
-    return RuntimeError(
+def _diverged(words: str) -> str:
+    return (
         f"The ranks did not make the same call, and would wait for each other forever.\n{words}\n"
         'Make all ranks call the same operations, in the same order. With `sanitize="always"`, or `fabric run '
         "--sanitize always`, each call is compared before it runs."

@@ -80,6 +80,7 @@ class FlightRecorder:
             started_ns=entry["time_created_ns"],
             timeout_seconds=entry.get("timeout_ms", 0) / 1e3,
             pending=not entry["retired"],
+            is_on_device=backend != "gloo",
             in_order=entry["thread_id"] == self._thread_id or entry["thread_name"].startswith("pt_autograd"),
         )
 

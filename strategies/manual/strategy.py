@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -31,6 +32,7 @@ from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.dtensor import as_sharded
 from fabric.strategies.sharding.fully_sharded import reshard_roots
 from fabric.strategies.sharding.layout import fsdp_modules
 from fabric.strategies.sharding.mesh import COPIES, check_degrees
@@ -108,6 +110,8 @@ class ManualStrategy(ProcessGroupStrategy):
         rebind(before, after, optimizers)
         _refuse_left_behind(optimizers, parallel.module, (before, after))
         _refuse_other_dtypes(runtime.precision, parallel.module)
+        if move:
+            _refuse_other_devices(runtime.device, parallel.module)
         sync = ManualGradientSync(context, parallel, self._data_axes(runtime.world.size))
         prepared = replica(runtime, parallel.module, optimizers, sync)
 
@@ -179,4 +183,15 @@ def _refuse_other_dtypes(precision: Precision, module: nn.Module) -> None:
             raise ValueError(
                 f"`precision={precision.name!r}` asks for {precision.param_dtype}, but `{name}` came back as "
                 f"{tensor.dtype}. Cast it in your function: `module.to(context.precision.param_dtype)`."
+            )
+
+
+def _refuse_other_devices(device: torch.device, module: nn.Module) -> None:
+    """Raise ValueError if the function has left a tensor on another device. DTensors may be offloaded."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.device != device and not tensor.is_meta and as_sharded(tensor) is None:
+            raise ValueError(
+                f"This rank computes on {device}, but `{name}` came back on {tensor.device}. Move it in your function: "
+                "`module.to(context.device)`; or write `fabric.setup(..., move_to_device=False)` for a tensor that "
+                "your forward moves."
             )

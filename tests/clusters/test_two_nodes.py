@@ -157,5 +157,5 @@ def test_ranks_that_wait_for_a_lost_machine_fail_long_before_their_timeout(
     _ip("-n", nodes[1].namespace, "link", "set", "cable0", "down")
     outputs = [process.communicate(timeout=100)[1] for process in running]
     assert [process.returncode for process in running] == [1, 1]
-    assert "ConnectionError: the machine of ranks 2-3, " in outputs[0]
-    assert f"ConnectionError: the machine of node 0, {nodes[0].address}, could not be reached 3 times" in outputs[1]
+    assert "RuntimeError: The machine of ranks 2-3, " in outputs[0]
+    assert f"RuntimeError: The machine of node 0, {nodes[0].address}, could not be reached 3 times" in outputs[1]

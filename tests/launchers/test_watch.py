@@ -17,7 +17,7 @@ from fabric.launchers.watch import process_state
 from fabric.launchers.watch.activity import GRADIENTS, WORLD, Activity, Call, Kind
 from fabric.launchers.watch.questions import Listener, Place, ask_all
 from fabric.launchers.watch.stack import users_line
-from fabric.launchers.watch.table import first_difference, have_diverged, ranks_in_words, who_waits
+from fabric.launchers.watch.table import first_difference, have_diverged, ranks_in_words, wait_for_ended, who_waits
 
 
 def doing(rank: int, words: str, kind: Kind = "collective", seconds: float | None = 31.0, **more: str) -> Activity:
@@ -134,6 +134,18 @@ def test_ranks_that_wait_in_calls_of_two_groups_have_diverged_if_neither_has_mad
 def test_calls_of_other_threads_have_no_order() -> None:
     assert not have_diverged([waiting(0, "w1", "g1"), waiting(1, "g0", "w0", "w2", in_order=False)])
     assert not have_diverged([waiting(0, "w1", "g1", "g2"), waiting(1, "w1", "g1", "w2", in_order=False)])
+
+
+def test_a_rank_that_has_ended_is_waited_for_by_a_call_of_all_ranks_alone() -> None:
+    ended = doing(2, "has ended", "ended", None)
+    late = doing(2, "runs Python", "python")
+    of_some, gradients = waiting(0, "w1", "a1"), waiting(0, "w1", "g1")
+    assert [wait_for_ended([one, other]) for one in (of_some, gradients) for other in (late, ended)] == [
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_ranks_in_words() -> None:

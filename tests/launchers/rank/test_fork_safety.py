@@ -65,7 +65,6 @@ def test_a_child_of_an_accepted_fork_computes(before: str) -> None:
             "import torch.distributed as d; s = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)",
             "native thread(s)",
         ),
-        ("torch.cuda.is_initialized = lambda: True", "the accelerator cuda is initialised in this process"),
     ],
 )
 def test_an_unsafe_fork_is_recognised_with_its_reason(before: str, words: str) -> None:
