@@ -184,13 +184,14 @@ def main(fabric: Fabric, num_sentences: int, batch_size: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--accelerator", default="cpu")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--sentences", type=int, default=16)
     parser.add_argument("--batch-size", type=int, default=8, help="of each rank")
     arguments = parser.parse_args()
     main(
-        Fabric(accelerator="cpu", devices=arguments.devices, strategy=arguments.strategy),
+        Fabric(accelerator=arguments.accelerator, devices=arguments.devices, strategy=arguments.strategy),
         arguments.sentences,
         arguments.batch_size,
     )

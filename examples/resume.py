@@ -5,6 +5,7 @@ the last resumes from its checkpoint. Samples are shuffled and augmented by work
 losses are equal bit for bit.
 """
 
+import argparse
 import os
 import random
 import signal
@@ -36,9 +37,9 @@ class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return point * random.choice([-1, 1]), point.prod().sign()
 
 
-def main(log: Path, checkpoint: Path, kill: bool) -> None:
+def main(accelerator: str, log: Path, checkpoint: Path, kill: bool) -> None:
     """Train; write each loss to `log`, and resume from `checkpoint` if it exists."""
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric = Fabric(accelerator=accelerator, devices=2, strategy="ddp")
     fabric.launch()
     seed_everything(1)
     model = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 1))
@@ -67,14 +68,21 @@ def main(log: Path, checkpoint: Path, kill: bool) -> None:
 
 
 def run(log: Path, checkpoint: Path, *, kill: bool = False) -> int:
-    """Run this program again; returns its exit code."""
-    arguments = [sys.executable, __file__, str(log), str(checkpoint), *(["--kill"] if kill else [])]
-    return subprocess.run(arguments, stderr=subprocess.DEVNULL if kill else None, check=False).returncode
+    """Run this program again, with more words; returns its exit code."""
+    more = ["--log", str(log), "--checkpoint", str(checkpoint), *(["--kill"] if kill else [])]
+    command = [sys.executable, *sys.argv, *more]
+    return subprocess.run(command, stderr=subprocess.DEVNULL if kill else None, check=False).returncode
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        main(Path(sys.argv[1]), Path(sys.argv[2]), "--kill" in sys.argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--accelerator", default="cpu")
+    parser.add_argument("--log", type=Path, help="where one of the three runs writes its losses")
+    parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--kill", action="store_true")
+    args = parser.parse_args()
+    if args.log is not None:
+        main(**vars(args))
         sys.exit()
     with tempfile.TemporaryDirectory() as folder:
         whole, killed, resumed = (Path(folder) / name for name in ("whole", "killed", "resumed"))
