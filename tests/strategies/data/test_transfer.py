@@ -125,13 +125,13 @@ def test_an_accelerator_gets_the_values_of_the_loader(accelerator: torch.device,
 @pytest.mark.gpu
 def test_memory_of_a_batch_is_not_reused_while_the_loop_computes_on_it(accelerator: torch.device) -> None:
     sums = []
-    weights = torch.ones(4096, 4096, device=accelerator)
-    for batch in one_ahead(iter([torch.full((4096, 4096), float(i)).pin_memory() for i in range(8)]), accelerator):
+    weights = torch.ones(1024, 1024, device=accelerator)
+    for batch in one_ahead(iter([torch.full((1024, 1024), float(i)).pin_memory() for i in range(8)]), accelerator):
         for _ in range(10):
             weights @ weights  # the stream is busy when the batch is dropped
         sums.append(batch.sum())
         del batch
-    assert [value.item() for value in sums] == [4096.0 * 4096.0 * i for i in range(8)]
+    assert [value.item() for value in sums] == [1024.0 * 1024.0 * i for i in range(8)]
 
 
 @pytest.mark.gpu
