@@ -50,7 +50,9 @@ def main() -> None:
         refused = needed.functions.difference(*map(defined, objects.values()))
         # The runtime first: others are linked to it.
         for name in sorted(needed.libraries | OPENED, key=lambda name: not name.startswith("libcudart")):
-            written = [made for path, made in objects.items() if path.parent == HERE / FOLDERS.get(name.split(".")[0], "-")]
+            written = [
+                made for path, made in objects.items() if path.parent == HERE / FOLDERS.get(name.split(".")[0], "-")
+            ]
             link(libraries / name, written, needed.versions.get(name, {}), work, libraries)
         link(libraries / ANY_OTHER, [], dict.fromkeys(refused, ""), work, libraries)
         kernels = [made for path, made in objects.items() if path.parent == HERE / "kernels"]
