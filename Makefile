@@ -78,7 +78,8 @@ test-device test-device-thorough:
 ON_BOTH := $(addprefix tests/,\
     conformance/test_accelerator.py conformance/test_survey.py contracts/test_collective.py contracts/test_gradient_sync.py \
     fabric/test_accumulation.py fabric/test_dispatch.py fabric/test_evaluation.py fabric/test_gradient_guard.py \
-    fabric/test_loops.py strategies/ddp/test_comm_hooks.py strategies/ddp/test_strategy.py strategies/gradients/test_traps.py)
+    fabric/test_loops.py strategies/ddp/test_comm_hooks.py strategies/ddp/test_strategy.py strategies/gradients/test_traps.py \
+    strategies/model_parallel/test_context_parallel.py strategies/model_parallel/pipeline/test_schedule.py)
 
 test-on-device: $(DEVICE)/test.done
 	timeout 480 $(DEVICE)/bin/python -m pytest tests/device $(ON_BOTH) --accelerator cuda $(AT_A_TIME) --durations 10 \

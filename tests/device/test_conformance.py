@@ -2,7 +2,7 @@
 
 Its rows, and those that the CPU refuses. What is in float64 there is in float32 here, as on a user's GPU; bf16-true and
 16-mixed, which `make test` leaves out there, run here. Pipelines and context parallelism have no row: their own tests
-run on both.
+run on both (`ON_BOTH` in the Makefile).
 """
 
 from __future__ import annotations
