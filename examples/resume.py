@@ -5,6 +5,7 @@ the last resumes from its checkpoint. Samples are shuffled and augmented by work
 losses are equal bit for bit.
 """
 
+import argparse
 import os
 import random
 import signal
@@ -66,22 +67,28 @@ def main(accelerator: str, log: Path, checkpoint: Path, kill: bool) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run(accelerator: str, log: Path, checkpoint: Path, *, kill: bool = False) -> int:
-    """Run this program again; returns its exit code."""
-    arguments = [sys.executable, __file__, accelerator, str(log), str(checkpoint), *(["--kill"] if kill else [])]
-    return subprocess.run(arguments, stderr=subprocess.DEVNULL if kill else None, check=False).returncode
+def run(log: Path, checkpoint: Path, *, kill: bool = False) -> int:
+    """Run this program again, with more words; returns its exit code."""
+    more = ["--log", str(log), "--checkpoint", str(checkpoint), *(["--kill"] if kill else [])]
+    command = [sys.executable, *sys.argv, *more]
+    return subprocess.run(command, stderr=subprocess.DEVNULL if kill else None, check=False).returncode
 
 
 if __name__ == "__main__":
-    accelerator = sys.argv[1] if len(sys.argv) > 1 else "cpu"
-    if len(sys.argv) > 2:
-        main(accelerator, Path(sys.argv[2]), Path(sys.argv[3]), "--kill" in sys.argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--accelerator", default="cpu")
+    parser.add_argument("--log", type=Path, help="where one of the three runs writes its losses")
+    parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--kill", action="store_true")
+    args = parser.parse_args()
+    if args.log is not None:
+        main(**vars(args))
         sys.exit()
     with tempfile.TemporaryDirectory() as folder:
         whole, killed, resumed = (Path(folder) / name for name in ("whole", "killed", "resumed"))
-        assert run(accelerator, whole, Path(folder) / "none") == 0
-        print(f"killed with exit code {run(accelerator, killed, Path(folder) / 'checkpoint', kill=True)}")
-        assert run(accelerator, resumed, Path(folder) / "checkpoint") == 0
+        assert run(whole, Path(folder) / "none") == 0
+        print(f"killed with exit code {run(killed, Path(folder) / 'checkpoint', kill=True)}")
+        assert run(resumed, Path(folder) / "checkpoint") == 0
         first, second = killed.read_text().splitlines()[:SAVED_AFTER], resumed.read_text().splitlines()
         for line in second:
             print(f"step {line.split()[0]}: loss {float.fromhex(line.split()[1]):.4f}")

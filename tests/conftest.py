@@ -79,6 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
 WHOLE = (
     "tests/contracts",
     "tests/conformance",
+    "tests/device",
     "tests/fabric/test_hangs.py",
     "tests/launchers/rank/test_fork_safety.py::test_an_unsafe_fork",
     "tests/launchers/supervision/test_failure.py",

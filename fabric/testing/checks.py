@@ -7,6 +7,7 @@ same.
 from __future__ import annotations
 
 import random
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -95,26 +96,31 @@ def survey(
 ) -> list[Finding]:
     """Run cases (None: all) over a strategy in one launch, and return the result of each, in their order.
 
-    If a rank raises an error that the strategy does not declare, the launch ends; each case is then launched
+    If a case raises an error that the strategy does not declare, the launch ends; each case is then launched
     separately, so that one failure hides no other. Arguments and errors as in `check`, but failures are returned.
     """
     chosen = list(cases() if these is None else these)
     seed = random.randrange(2**31) if seed is None else seed
     print(f"fabric.testing: seed {seed}")
     value = replace(Precision.parse(precision), init_scale=SCALE)
+    raised = WorkerError if devices > 1 else Exception  # in one process, what the case itself raises
+
+    def make() -> Fabric:
+        return Fabric(accelerator=accelerator, strategy=strategy, devices=devices, plugins=value)
 
     def launch(some: Sequence[Case]) -> list[Finding]:
-        fabric = Fabric(accelerator=accelerator, strategy=strategy, devices=devices, plugins=value)
-        return fabric.launch(examine, some, seed=seed, tolerance=tolerance) or []
+        return make().launch(examine, some, seed=seed, tolerance=tolerance) or []
 
     def launch_alone(case: Case) -> Finding:
         try:
             return launch([case])[0]
-        except WorkerError as error:
-            return Finding(case=case.name, result="failed", message=f"seed {seed}: {error}")
+        except raised as error:
+            lines = [str(error)] if isinstance(error, WorkerError) else traceback.format_exception(error)
+            return Finding(case=case.name, result="failed", message=f"seed {seed}: {''.join(lines)}")
 
+    make()  # refused arguments raise here
     if len(chosen) > 1:
-        with suppress(WorkerError):
+        with suppress(raised):
             return launch(chosen)
     return [launch_alone(case) for case in chosen]
 
@@ -176,17 +182,18 @@ def _examine(fabric: Fabric, case: Case, trial: Trial, tolerance: float) -> Find
     by_share = case.by_share or trial.precision.compute_dtype not in (torch.float32, torch.float64)
     num_copies = trial.num_shares if by_share else 1
     alone = trial.in_one_process(num_copies)
-    device = fabric.device
-    if fabric.accelerator.is_recorded:  # plain PyTorch would have to mark steps there
-        device = torch.device("cpu")
-        found = move(found, device)
-    expected = plain(lambda loop: case.body(loop, alone), trial.precision, device, num_copies)
+    cpu = torch.device("cpu")
+    device = cpu if fabric.accelerator.is_recorded else fabric.device  # plain PyTorch would have to mark steps there
+
+    def in_plain(trial: Trial) -> dict[str, Any]:
+        return named(move(plain(lambda loop: case.body(loop, trial), trial.precision, device, num_copies), cpu))
+
+    expected = in_plain(alone)
     if trial.dtype in (torch.float16, torch.bfloat16):  # Note [Loops in half precision]
-        finer = replace(alone, precision=Precision.parse("32-true"))
-        exact = plain(lambda loop: case.body(loop, finer), finer.precision, device, num_copies)
-        tolerance = max(tolerance, 2 * _distance(named(expected), named(exact)))
+        exact = in_plain(replace(alone, precision=Precision.parse("32-true")))
+        tolerance = max(tolerance, 2 * _distance(expected, exact))
     try:
-        torch.testing.assert_close(named(found), named(expected), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(named(move(found, cpu)), expected, rtol=tolerance, atol=tolerance)
     except AssertionError as error:
         return Finding(case=case.name, result="failed", message=f"seed {trial.seed}, {trial.sizes}: {error}")
     return Finding(case=case.name, result="equal")

@@ -24,6 +24,7 @@ from fabric.strategies.checkpoint.loading import read_checkpoint
 from fabric.strategies.checkpoint.state import restore, state_of
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.collectives.single import SingleDeviceCollective
+from fabric.strategies.data.transfer import move
 from fabric.strategies.precision.precision import Precision
 
 T = TypeVar("T")
@@ -265,8 +266,9 @@ class _PlainLoop:
         return restore({} if state is None else state, content, strict=True)
 
     def state_dict(self, model: nn.Module, optimizer: Any = None, *, all_ranks: bool = False) -> Any:
-        model_state = copy.deepcopy(model.state_dict())
-        return model_state if optimizer is None else (model_state, copy.deepcopy(optimizer.state_dict()))
+        copied = copy.deepcopy((model.state_dict(), None if optimizer is None else optimizer.state_dict()))
+        on_cpu = move(copied, torch.device("cpu"))
+        return on_cpu[0] if optimizer is None else on_cpu
 
     def _is_average(self, gradient: Tensor) -> bool:
         """Whether a gradient is unchanged since it was averaged."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from fabric.launchers.watch.activity import GRADIENTS, WORLD, Activity, Call
+from fabric.launchers.watch.activity import CALLS, GRADIENTS, WORLD, Activity, Call
 
 SAME_SHAPES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier")
 """Operations whose tensors have the same shapes on all ranks."""

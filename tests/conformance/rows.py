@@ -76,7 +76,7 @@ def in_both(model: nn.Module, mesh: Any) -> None:
 
 def averaged(module: nn.Module, context: ManualContext) -> Parallelized:
     """Data parallel, by the strategy's own averaging."""
-    return Parallelized(module=module, averaged=module)
+    return Parallelized(module=module.to(context.device), averaged=module)
 
 
 WITH_A_FUNCTION: dict[tuple[str, int], Callable[[], Strategy]] = {

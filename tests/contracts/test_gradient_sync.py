@@ -54,7 +54,7 @@ def in_shards(model: nn.Module, mesh: Any) -> None:
 
 
 def averaged(module: nn.Module, context: ManualContext) -> Parallelized:
-    return Parallelized(module=module, averaged=module)
+    return Parallelized(module=module.to(context.device), averaged=module)
 
 
 TECHNIQUES: dict[str, tuple[int, Callable[[], Strategy], str]] = {
@@ -75,7 +75,7 @@ TECHNIQUES: dict[str, tuple[int, Callable[[], Strategy], str]] = {
 }
 """Ranks, how the strategy is made, and the class that it must make. Those over Horovod and XLA run in environments of
 their own (`tests/over_horovod`, `tests/xla`), and a pipeline runs its own schedule (`pipeline/test_schedule.py`)."""
-BATCHES = torch.randn(2, 5, 4, 3, generator=torch.Generator().manual_seed(2))
+BATCHES = torch.randn(2, 5, 4, 3, generator=torch.Generator().manual_seed(2)).to(ACCELERATOR)
 """`(ranks, micro-batches, samples, features)`."""
 
 
@@ -139,7 +139,7 @@ def seen(name: str) -> list[dict[str, Any]]:
 
 def plain(size: int) -> list[dict[str, Tensor]]:
     """The weights of one process that has the batches of all ranks."""
-    model = Net()
+    model = Net().to(ACCELERATOR)
     optimizer = SGD(model.parameters(), lr=0.5)
     weights = []
     for window in ([0], [1, 2, 3]):
@@ -147,7 +147,7 @@ def plain(size: int) -> list[dict[str, Tensor]]:
             torch.stack([model(BATCHES[rank, micro_batch])["loss"] for rank in range(size)]).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        weights.append({name: value.detach().clone() for name, value in model.state_dict().items()})
+        weights.append({name: value.detach().cpu().clone() for name, value in model.state_dict().items()})
     return weights
 
 

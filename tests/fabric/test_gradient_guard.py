@@ -18,7 +18,7 @@ from worlds import run_world
 from fabric import Fabric, NonFiniteGradientsError
 from fabric.launchers.world import World
 
-SAMPLES = torch.randn(24, 4, generator=torch.Generator().manual_seed(3))
+SAMPLES = torch.randn(24, 4, generator=torch.Generator().manual_seed(3)).to(ACCELERATOR)
 BAD = 13
 
 
@@ -46,7 +46,7 @@ def trained(fabric: Fabric, keep_in: str | None, window: int, word: Any) -> dict
         for indices in batches:
             loss = (model(indices) + torch.rand(())).sum()
             fabric.backward(loss, weight=len(indices))
-            losses.append(loss.detach())
+            losses.append(loss.detach().cpu())
         try:
             optimizer.step()
         except NonFiniteGradientsError as error:
@@ -73,7 +73,7 @@ def repeated(fabric: Fabric, path: str, rank: int | None = None) -> list[Tensor]
     """Losses of a step that was kept, by a model of other weights and other random numbers."""
     torch.manual_seed(77)
     model = fabric.setup(Net())
-    return [(model(indices) + torch.rand(())).sum().detach() for indices in fabric.replay(path, rank)]
+    return [(model(indices) + torch.rand(())).sum().detach().cpu() for indices in fabric.replay(path, rank)]
 
 
 def repeat(world: World, path: str) -> list[Tensor]:

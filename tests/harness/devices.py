@@ -8,6 +8,19 @@ from __future__ import annotations
 
 import os
 
-VARIABLE = "TESTS_ACCELERATOR"
+import pytest
+import torch
 
-ACCELERATOR = os.environ.get(VARIABLE, "cpu")
+ACCELERATOR = os.environ.get("TESTS_ACCELERATOR", "cpu")
+
+
+def use_device(index: int) -> None:
+    """Make a rank's device the current one, before its test's module is imported: what it makes there by
+    `.to(ACCELERATOR)` is on the rank's device."""
+    if ACCELERATOR != "cpu":
+        torch.accelerator.set_device_index(index)
+
+
+def only_on_cpu(reason: str) -> pytest.MarkDecorator:
+    """For a test of what is so on the CPU alone, in a file that runs on both."""
+    return pytest.mark.skipif(ACCELERATOR != "cpu", reason=reason)

@@ -230,7 +230,8 @@ def train(
         fabric.load(load, {"model": model, "optimizer": optimizer})
     part = fabric.global_rank % shares
     losses, norms = [], []
-    for step, (tokens, targets, keep) in enumerate(batches(recipe, num_samples, part, shares), start=1):
+    samples = fabric.to_device(batches(recipe, num_samples, part, shares))
+    for step, (tokens, targets, keep) in enumerate(samples, start=1):
         is_last = step % recipe.accumulate == 0
         with nullcontext() if is_last or recipe.repeated else fabric.no_backward_sync(model):
             loss = model(tokens, targets, **({} if keep is None else {"keep": keep}))
@@ -242,10 +243,10 @@ def train(
                 norms += [] if norm is None else [norm.item()]
             optimizer.step()
             optimizer.zero_grad()
-    tokens, targets, _ = batches(recipe, num_samples)[0]
+    tokens, targets, _ = fabric.to_device(batches(recipe, num_samples)[0])
     model.eval()
     with torch.no_grad():
-        evaluated = [model(tokens), model(tokens, targets).item(), model(tokens[:1])]
+        evaluated = [model(tokens).cpu(), model(tokens, targets).item(), model(tokens[:1]).cpu()]
     model.train()
     path = f"{folder}/{recipe.optimizer}-{recipe.seed}"
     fabric.save(path, {"model": model, "optimizer": optimizer})
@@ -275,7 +276,7 @@ def pipeline(schedule: str = "1F1B", degree: int = 2, num_microbatches: int = 4,
 
 
 def fabric_with(size: int, strategy: Strategy | Pipeline, precision: Any = "64-true") -> Fabric:
-    """A fabric on the CPU; a `Pipeline` alone is a model-parallel strategy with nothing else."""
+    """A fabric; a `Pipeline` alone is a model-parallel strategy with nothing else."""
     chosen = ModelParallelStrategy(pipeline=strategy) if isinstance(strategy, Pipeline) else strategy
     return Fabric(accelerator=ACCELERATOR, devices=size, strategy=chosen, precision=precision, launcher="forkserver")
 

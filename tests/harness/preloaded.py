@@ -13,6 +13,7 @@ import pytest  # which the modules of tests import
 import torch._dynamo.backends.registry
 import torch.utils.data
 import torch.utils.serialization.config
+from devices import ACCELERATOR
 
 import fabric.strategies.ddp.strategy
 import fabric.strategies.fsdp.strategy
@@ -28,7 +29,7 @@ if find_spec("deepspeed"):
     import fabric.strategies.deepspeed.strategy
     from fabric.strategies.deepspeed import library as deepspeed
 
-    with deepspeed.with_environment(World(), "cpu"):
+    with deepspeed.with_environment(World(), ACCELERATOR):
         deepspeed.look_up(deepspeed.NAMES)
         deepspeed.look_up(deepspeed.STAGE_3)
 if find_spec("fairscale"):

@@ -125,7 +125,7 @@ def train(fabric: Fabric, recipe: Recipe, folder: str, load: str | None = None) 
     model, optimizer = fabric.setup(*make(recipe))
     if load is not None:
         fabric.load(load, {"model": model, "optimizer": optimizer})
-    samples = batches(recipe, fabric.global_rank, fabric.world_size)
+    samples = fabric.to_device(batches(recipe, fabric.global_rank, fabric.world_size))
     return train_over(fabric, recipe, model, optimizer, samples, folder)
 
 

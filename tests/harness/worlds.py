@@ -15,6 +15,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from devices import use_device
+
 from fabric.launchers.launcher import Topology
 from fabric.launchers.processes import PRELOAD, forkserver
 from fabric.launchers.world import World
@@ -44,6 +46,7 @@ def _nothing(world: World) -> None:
 
 
 def _rank(world: World, name: str, path: str, call: bytes) -> Any:
+    use_device(world.local_rank)
     _import_test_module(name, path)
     body, args = pickle.loads(call)
     return body(world, *args)

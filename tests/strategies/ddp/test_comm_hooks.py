@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from devices import ACCELERATOR
+from devices import ACCELERATOR, only_on_cpu
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.optim import SGD
@@ -32,7 +32,7 @@ def make() -> nn.Module:
 
 
 def batch(rank: int, step: int) -> Tensor:
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank)).to(ACCELERATOR)
 
 
 def gradients(model: nn.Module, rank: int, step: int) -> list[Tensor]:
@@ -42,7 +42,7 @@ def gradients(model: nn.Module, rank: int, step: int) -> list[Tensor]:
 def follow(fabric: Fabric) -> tuple[list[Tensor], list[list[list[Tensor]]]]:
     """The averages of three steps as they came, and each rank's own gradients of the same weights."""
     model = make()
-    plain = make()
+    plain = make().to(ACCELERATOR)
     model, optimizer = fabric.setup(model, SGD(model.parameters(), lr=0.01))
     came, own = [], []
     for step in range(3):
@@ -104,19 +104,22 @@ class Phase(nn.Module):
 
 def complex_and_large(fabric: Fabric) -> Any:
     model = fabric.setup(Phase())
-    fabric.backward(model(torch.ones(2) * (1 + fabric.global_rank)))
+    fabric.backward(model(torch.ones(2, device=ACCELERATOR) * (1 + fabric.global_rank)))
     scale = fabric.setup(nn.Linear(1, 1, bias=False))
-    fabric.backward(scale(torch.full((1, 1), 1e5 * fabric.global_rank)).sum())  # float16 holds 65504, and half of this
+    fabric.backward(
+        scale(torch.full((1, 1), 1e5 * fabric.global_rank, device=ACCELERATOR)).sum()
+    )  # float16 holds 65504, and half of this
     return model.weight.grad, scale.weight.grad
 
 
+@only_on_cpu("the pretended device has no view of a complex tensor")
 @pytest.mark.slow
 def test_complex_gradients_keep_both_parts_and_large_ones_are_divided_before_they_are_rounded() -> None:
     result = ranks(comm_hook="fp16").launch(complex_and_large)
     assert result is not None
     weight = torch.tensor([1 + 2j, 3 - 1j])
-    torch.testing.assert_close(result[0], 1.5 * weight / weight.abs(), rtol=2e-3, atol=2e-3)
-    torch.testing.assert_close(result[1], torch.tensor([[5e4]]), rtol=1e-3, atol=0)
+    torch.testing.assert_close(result[0].cpu(), 1.5 * weight / weight.abs(), rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(result[1].cpu(), torch.tensor([[5e4]]), rtol=1e-3, atol=0)
 
 
 @pytest.mark.slow
@@ -131,6 +134,7 @@ def test_power_sgd_sends_whole_gradients_first_and_factors_of_low_rank_then() ->
     torch.testing.assert_close(came, means)
 
 
+@only_on_cpu("over gloo a hook is refused that NCCL runs")
 def test_an_unsupported_comm_hook_raises_in_the_constructor() -> None:
     with pytest.raises(ValueError, match=r"`comm_hook='int8'` names no hook\. Write 'bf16' or 'fp16'"):
         DDPStrategy(comm_hook="int8")  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from devices import ACCELERATOR
+from devices import ACCELERATOR, only_on_cpu
 from torch import nn
 from torch.optim import SGD
 
@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 def mine(fabric: Fabric) -> torch.Tensor:
     """A batch that differs between ranks."""
-    return torch.full((2, 2), float(fabric.global_rank + 1))
+    return torch.full((2, 2), float(fabric.global_rank + 1), device=ACCELERATOR)
 
 
 def differ(fabric: Fabric, tensor: torch.Tensor | None) -> bool:
@@ -130,15 +130,15 @@ def many_things(fabric: Fabric) -> dict[str, Any]:
     found["pickle"] = type(pickle.loads(pickle.dumps(net))).__name__
     # Evaluation on rank 0 alone talks to nobody, BatchNorm or not.
     norm = fabric.setup(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    fabric.backward(norm(mine(fabric) * torch.tensor([[1.0, 2.0], [3.0, 4.0]])).square().sum())
+    fabric.backward(norm(mine(fabric) * torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=ACCELERATOR)).square().sum())
     found["buffers differ"] = differ(fabric, norm[1].running_mean)
     norm.eval()
     if fabric.is_global_zero:
         with torch.no_grad():
-            norm(torch.ones(2, 2))
+            norm(torch.ones(2, 2, device=ACCELERATOR))
     # A frozen model has no gradients to average.
     frozen = fabric.setup(nn.Linear(2, 2).requires_grad_(False))
-    found["frozen"] = frozen(torch.ones(1, 2)).shape
+    found["frozen"] = frozen(torch.ones(1, 2, device=ACCELERATOR)).shape
     # Weights start as those of rank 0.
     torch.manual_seed(fabric.global_rank)
     other = fabric.setup(nn.Linear(3, 3))
@@ -208,7 +208,7 @@ def twice(fabric: Fabric) -> None:
             fabric.backward(net(mine(fabric)).sum())
     output = net(mine(fabric))
     fabric.backward(output.sum())
-    torch.testing.assert_close(net.bias.grad, torch.full((2,), 6.0))
+    torch.testing.assert_close(net.bias.grad, torch.full((2,), 6.0, device=ACCELERATOR))
     output = net(mine(fabric))
     with fabric.no_backward_sync(net):
         fabric.backward(output.sum(), retain_graph=True)
@@ -287,5 +287,6 @@ def under_detail(fabric: Fabric) -> str:
     return str(raised.value)
 
 
+@only_on_cpu("with NCCL torch does not crash")
 def test_a_debug_level_with_which_torch_crashes_is_refused() -> None:
     assert "Write INFO. `Fabric(sanitize='always')` compares" in ranks().launch(under_detail)

@@ -260,7 +260,7 @@ def train_in_half_precision(fabric: Fabric) -> tuple[torch.dtype, Any]:
     torch.manual_seed(0)
     model = Normalised()
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    xs = torch.randn(3, 8, 4).chunk(fabric.world_size, dim=1)[fabric.global_rank]
+    xs = fabric.to_device(torch.randn(3, 8, 4).chunk(fabric.world_size, dim=1)[fabric.global_rank])
     for x in xs:
         output = model(x)
         fabric.backward(output.float().square().mean())
@@ -364,9 +364,9 @@ def make_empty(fabric: Fabric, path: str) -> None:
     with pytest.raises(
         RuntimeError, match=r"`WithoutReset` was made empty, and gain has no values yet. Load a checkpoint"
     ):
-        model(torch.ones(1, 3))
+        model(torch.ones(1, 3, device=ACCELERATOR))
     fabric._state_access(model).write_module(model, WithoutReset().state_dict(), strict=True)
-    assert bool(model(torch.ones(1, 3)).isfinite().all())
+    assert bool(model(torch.ones(1, 3, device=ACCELERATOR)).isfinite().all())
 
     with fabric.init_module(empty_init=True):
         table = WithTable()

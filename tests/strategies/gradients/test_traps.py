@@ -93,7 +93,8 @@ def make(seed: int) -> nn.Module:
 
 def loss_of(tools: Any, model: nn.Module, step: int) -> Tensor:
     """Over this rank's rows of a batch of eight."""
-    x_bd, y_bd = torch.randn(2, 8, 5, generator=torch.Generator().manual_seed(step))
+    drawn = torch.randn(2, 8, 5, generator=torch.Generator().manual_seed(step))
+    x_bd, y_bd = drawn.to(next(model.parameters()).device)
     rows = slice(tools.global_rank, None, tools.world_size)
     return nn.functional.mse_loss(model(x_bd[rows]), y_bd[rows, :3])
 

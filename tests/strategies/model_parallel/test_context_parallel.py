@@ -91,7 +91,7 @@ class Reader(nn.Module):
         self.out = nn.Linear(8, 7)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(12)
+        places = torch.arange(12, device=tokens.device)
         if self.mesh is not None:
             tokens, places = context_slice(tokens, self.mesh), context_slice(places, self.mesh, dim=0)
         x = self.embed(tokens) + self.places(places)
@@ -145,7 +145,7 @@ def read_in_parts(fabric: Fabric) -> tuple[list[float], Any]:
     num_shares = mesh["data"].size() * mesh["shard"].size()
     share = mesh["data"].get_local_rank() * mesh["shard"].size() + mesh["shard"].get_local_rank()
     losses = []
-    for tokens, targets in zip(*data(), strict=True):
+    for tokens, targets in zip(*fabric.to_device(data()), strict=True):
         mine, expected = tokens.chunk(num_shares)[share], targets.chunk(num_shares)[share]
         loss = step(model, optimizer, model(mine), context_slice(expected, mesh["context"]), fabric.backward)
         losses.append(fabric.all_reduce(torch.tensor(loss)).item())

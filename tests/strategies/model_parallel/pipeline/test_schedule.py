@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator
 from itertools import product
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from pipelining import (
     TINY,
     Net,
@@ -142,7 +144,7 @@ def train_on_sums(fabric: Fabric, recipe: Recipe, shares: int) -> Any:
     net = Net()
     model, optimizer = fabric.setup(net, make(recipe, net))
     found = []
-    for tokens, targets in padded_batches(recipe, fabric.global_rank % shares, shares):
+    for tokens, targets in fabric.to_device(padded_batches(recipe, fabric.global_rank % shares, shares)):
         num_tokens = fabric.all_reduce((targets != PADDING).sum()).item()  # the mean over ranks
         with torch.no_grad():
             evaluated = model(tokens, targets)
@@ -231,6 +233,7 @@ def look_at_objects(fabric: Fabric, path: str) -> None:
     assert (model, optimizer) == (net, given)
     first = Net()
     make(Recipe(seed=0), first)
+    first.to(ACCELERATOR)
     mine = {name for name, _ in model.named_parameters()}
     assert mine == {name for name, _ in first.named_parameters() if _stage_of(name) == rank}
     for name, parameter in model.named_parameters():
@@ -242,7 +245,7 @@ def look_at_objects(fabric: Fabric, path: str) -> None:
     seen: list[int] = []
     block = model.blocks[str(rank * 4)]
     block.register_forward_hook(lambda *_: seen.append(block.training))
-    tokens = torch.randint(11, (8, 4), generator=torch.Generator().manual_seed(3))
+    tokens = torch.randint(11, (8, 4), generator=torch.Generator().manual_seed(3)).to(ACCELERATOR)
     model.eval()
     with torch.no_grad():
         outputs = model(tokens)
@@ -257,6 +260,7 @@ def look_at_objects(fabric: Fabric, path: str) -> None:
     fabric.backward(2 * loss + model(tokens[:4], tokens[:4]))  # two losses of other shapes in one backward
     expected = Plain(2)
     make(Recipe(seed=0), expected.net)
+    expected.to(ACCELERATOR)
     (2 * expected(tokens, tokens) + expected(tokens[:4], tokens[:4])).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected.net.get_parameter(name).grad)
@@ -314,8 +318,9 @@ def change_the_mode(fabric: Fabric) -> None:
     net = Doubling()
     assert net.first is not None
     assert net.second is not None
-    x, y = torch.randn(2, 8, 3)
-    weights = [(part.weight.detach().clone(), part.bias.detach().clone()) for part in (net.first, net.second)]
+    x, y = torch.randn(2, 8, 3).to(ACCELERATOR)
+    copies = copy.deepcopy([net.first, net.second])
+    weights = [(part.weight.detach(), part.bias.detach()) for part in nn.ModuleList(copies).to(ACCELERATOR)]
     (first, of_first), (second, of_second) = weights
     model = fabric.setup(net)
     with torch.no_grad():
@@ -337,7 +342,7 @@ def train_in_half(fabric: Fabric) -> list[float]:
     """Losses and the norm of gradients, under a precision of its own; small gradients must not vanish."""
     net = Net()
     model, optimizer = fabric.setup(net, make(Recipe(seed=4), net))
-    tokens = torch.randint(11, (8, 4), generator=torch.Generator().manual_seed(3))
+    tokens = torch.randint(11, (8, 4), generator=torch.Generator().manual_seed(3)).to(ACCELERATOR)
     found = []
     for _ in range(2):
         loss = model(tokens, tokens)
@@ -366,10 +371,11 @@ def fill_what_was_empty(fabric: Fabric, path: str) -> None:
         net = Net()
         assert all(parameter.is_meta for parameter in net.parameters())
     model = fabric.setup(net)
-    tokens = torch.randint(11, (4, 4), generator=torch.Generator().manual_seed(3))
+    tokens = torch.randint(11, (4, 4), generator=torch.Generator().manual_seed(3)).to(ACCELERATOR)
     fabric.load_raw(path, model)
     plain = Plain(2)
     plain.net.load_state_dict(torch.load(path))
+    plain.to(ACCELERATOR)
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), plain(tokens))
 
@@ -388,7 +394,7 @@ def fail_in_a_stage(fabric: Fabric) -> None:
     model = fabric.setup(net)
     if fabric.global_rank == 1:
         model.blocks["6"].forward = _boom
-    tokens = torch.randint(11, (8, 4))
+    tokens = torch.randint(11, (8, 4)).to(ACCELERATOR)
     model(tokens, tokens)
 
 
