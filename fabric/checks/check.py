@@ -72,18 +72,22 @@ class Check:
         """The check is called no more: restore what it has changed."""
 
 
+def _nothing() -> None:
+    """At the top level, for a fabric is pickled before it is launched."""
+
+
 @final
 @dataclass(slots=True)
 class Moments:
     """The checks of one fabric, by the moments that they override."""
 
-    changed: Callable[[], None] = lambda: None
+    changed: Callable[[], None] = _nothing
     """Called when checks come or go."""
     num_backwards: int = 0
     """Synchronised backwards of the loop, which all ranks run alike."""
     due_at: int = sys.maxsize
     """The number of these after which `due` is called."""
-    due: Callable[[], None] = lambda: None
+    due: Callable[[], None] = _nothing
     checks: tuple[Check, ...] = ()
     connected: tuple[Callable[[Runtime], None], ...] = ()
     before_setup: tuple[Callable[[nn.Module, Sequence[Optimizer]], None], ...] = ()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fabric.strategies.collectives.collective import Collective, CollectiveError, ReduceOp
+from fabric.strategies.collectives.collective import HOST_DEVICES, Collective, CollectiveError, ReduceOp
 from fabric.testing.drawn import Trial
 from fabric.testing.loops import Outcome
 from fabric.testing.plain import Loop
@@ -76,9 +76,15 @@ def _around(collective: Collective, mine: Tensor) -> Tensor:
 
 
 def _differences(loop: Loop) -> None:
-    """A single tensor that differs between ranks raises on all of them, and the next call works."""
+    """A single tensor that differs between ranks raises on all of them, and the next call works.
+
+    Tensors on an accelerator are compared without waiting, so that the error comes in the next call: here they stay on
+    the CPU.
+    """
     rank, size = loop.collective.rank, loop.collective.size
-    ones = loop.to_device(torch.ones(3, 4))
+    ones = torch.ones(3, 4)
+    moved = loop.to_device(ones)
+    ones = moved if moved.device.type in HOST_DEVICES else ones
     calls: dict[str, Callable[[], Any]] = {
         "all_gather of shapes": lambda: loop.all_gather(ones if rank else ones.T),
         "all_gather of lengths": lambda: loop.all_gather(ones[: 3 - (rank == 0)]),

@@ -16,6 +16,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, final
 
 import torch
@@ -90,14 +91,19 @@ def _kernel(operator: Any, shown: _Operator) -> Callable[..., Any]:
     names = [argument.name for argument in operator._schema.arguments]
 
     def compare(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        here = inspect.currentframe()
-        caller = here.f_back if here is not None else None  # None if C++ calls in a thread of its own
-        if caller is None or caller.f_code is not _MESSAGE:
+        if not _is_message(inspect.currentframe()):
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             _compare(ProcessGroup.unbox(given["process_group"]), shown, given)
         return operator.redispatch(keyset.remove(torch._C.DispatchKey.BackendSelect), *args, **kwargs)
 
     return compare
+
+
+def _is_message(kernel: FrameType | None) -> bool:
+    """Whether this is the message of a comparison. The kernel keeps no frame of its own, which would keep its tensors
+    in a cycle. None above it: C++ calls in a thread of its own."""
+    caller = None if kernel is None else kernel.f_back
+    return caller is not None and caller.f_code is _MESSAGE
 
 
 _MESSAGE = TorchCollective.add_numbers.__code__

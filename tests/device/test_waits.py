@@ -156,7 +156,7 @@ def measure(fabric: Fabric, folder: str) -> dict[str, Lines]:
 
 
 def measure_alone(world: World, devices: int, strategy: str, precision: Any, folder: str) -> dict[str, Lines]:
-    with Fabric(accelerator="cuda", devices=devices, strategy=strategy, precision=precision) as fabric:
+    with Fabric(accelerator="cuda", devices=devices, strategy=strategy, precision=precision, sanitize=False) as fabric:
         return measure(fabric, folder)
 
 
@@ -204,7 +204,14 @@ def measured(name: str, precision: Any, folder: Path) -> dict[str, Lines]:
     if name == "single_device":  # which runs in the process that launches
         return run_world(1, measure_alone, size, name, precision, str(folder))[0]
     made = strategy if isinstance(strategy, str) else strategy()
-    fabric = Fabric(accelerator="cuda", devices=size, strategy=made, precision=precision, launcher="forkserver")
+    fabric = Fabric(
+        accelerator="cuda",
+        devices=size,
+        strategy=made,
+        precision=precision,
+        launcher="forkserver",
+        sanitize=False,  # whose steps are below
+    )
     return fabric.launch(measure, str(folder))
 
 
@@ -219,3 +226,28 @@ def test_the_host_waits_for_the_device_as_often_as_the_table_says(name: str, pre
     found = measured(name, precision, tmp_path)
     assert found.keys() == expected.keys()
     assert not {feature: lines for feature, lines in found.items() if len(lines) != expected[feature]}
+
+
+def waits_of_steps(fabric: Fabric) -> list[int]:
+    """How often this rank waits for the device in each step."""
+    net = Net()
+    model, optimizer = fabric.setup(net, AdamW(net.parameters(), lr=1e-3))
+    batch, found = torch.ones(2, 8, device=fabric.device) + fabric.global_rank, []
+    for _ in range(20):
+        with counting() as waits:
+            fabric.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(waits.total)
+    return found
+
+
+@pytest.mark.slow
+def test_the_sanitizer_waits_in_the_steps_that_it_watches_and_in_no_other() -> None:
+    with_it, without = (
+        Fabric(accelerator="cuda", devices=2, strategy="fsdp", launcher="forkserver", sanitize=sanitize)
+        for sanitize in ("start", False)
+    )
+    pairs = zip(with_it.launch(waits_of_steps), without.launch(waits_of_steps), strict=True)
+    waiting = [number for number, (one, other) in enumerate(pairs, start=1) if one != other]
+    assert waiting == [1, 2, 3, 4, 5, 8, 9, 16, 17], "until the backward after a watched step"
