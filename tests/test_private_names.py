@@ -26,8 +26,17 @@ LISTS = {
     "strategies.fairscale.library": ("FULLY_SHARDED", "SHARDED"),
 }
 """Where the lists are, and what they are called."""
-PUBLIC = {"os._exit", "sys._current_frames", "sys._getframe", "_thread", "_asdict", "_make", "_fields"}
-"""Python documents these."""
+PUBLIC = {
+    "os._exit",
+    "sys._current_frames",
+    "sys._getframe",
+    "_thread",
+    "_asdict",
+    "_make",
+    "_fields",
+    "_is_in_bad_fork",
+}
+"""Python documents these, and torch the last one, for modules of devices (`torch.utils.rename_privateuse1_backend`)."""
 OF_USERS = {
     "_fabric _fabric_optimizers": "a LightningModule's, which Lightning Fabric sets as well",
     "_opt_called _wrapped_by_lr_sched": "marks that schedulers of torch look for on an optimizer",

@@ -7,6 +7,7 @@ torch.Tensor and DTensor"). Stepped one by one, the numbers are the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
@@ -16,33 +17,38 @@ from fabric.strategies.undo import undo_all
 
 
 def step_mixed_groups(optimizers: Iterable[Optimizer]) -> Callable[[], None]:
-    """Write `foreach=False` into such groups where the user left it None, now and after a load. Returns what removes
-    the hooks of loads.
+    """Let such groups have `foreach=False` during each step, where the user left it None: a checkpoint has None.
+    Returns what undoes it.
 
     Raises: ValueError: the user wrote `foreach=True` or `fused=True`.
     """
-    chosen = [optimizer for optimizer in optimizers if _mixed_groups(optimizer)]
-    for optimizer in chosen:
-        _set(optimizer)
-    return undo_all([optimizer.register_load_state_dict_post_hook(_set).remove for optimizer in chosen])
+    undos = []
+    for optimizer in optimizers:
+        indices = [
+            index for index, group in enumerate(optimizer.param_groups) if "foreach" in group and _is_mixed(group)
+        ]
+        for index in indices:
+            _refuse_kernels(optimizer, index)
+        if indices:
+            undos.append(optimizer.register_step_pre_hook(partial(_write, indices, False)).remove)
+            undos.append(optimizer.register_step_post_hook(partial(_write, indices, None)).remove)
+    return undo_all(undos)
 
 
-def _mixed_groups(optimizer: Optimizer) -> list[tuple[int, dict[str, Any]]]:
-    return [
-        (index, group) for index, group in enumerate(optimizer.param_groups) if "foreach" in group and _is_mixed(group)
-    ]
+def _write(indices: Iterable[int], foreach: bool | None, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for index in indices:
+        _refuse_kernels(optimizer, index)  # of a checkpoint, or written since
+        optimizer.param_groups[index]["foreach"] = foreach
 
 
-def _set(optimizer: Optimizer) -> None:
-    for index, group in _mixed_groups(optimizer):
-        written = next((word for word in ("foreach", "fused") if group.get(word)), None)
-        if written is not None:
-            raise ValueError(
-                f"`{type(optimizer).__name__}({written}=True)`: parameter group {index} has both sharded parameters "
-                f"(DTensors) and plain ones, and the kernels of `{written}` take one kind. Leave `{written}` out, or "
-                "pass two parameter groups, the sharded parameters in one of them."
-            )
-        group["foreach"] = False
+def _refuse_kernels(optimizer: Optimizer, index: int) -> None:
+    written = next((word for word in ("foreach", "fused") if optimizer.param_groups[index].get(word)), None)
+    if written is not None:
+        raise ValueError(
+            f"`{type(optimizer).__name__}({written}=True)`: parameter group {index} has both sharded parameters "
+            f"(DTensors) and plain ones, and the kernels of `{written}` take one kind. Leave `{written}` out, or "
+            "pass two parameter groups, the sharded parameters in one of them."
+        )
 
 
 def _is_mixed(group: dict[str, Any]) -> bool:

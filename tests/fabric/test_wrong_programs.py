@@ -830,12 +830,12 @@ SENTENCES = {
     (
         "ddp",
         "gradients of its own",
-    ): "After step 1 of `SGD`, the gradient of `0.weight` on rank 1 differs from that on rank 0. They were",
+    ): "After step 1 of `SGD`, the gradient of `0.weight` on rank 1 differs from that on rank 0. It is the first",
     ("ddp", "updates of its own"): "`0.weight` on rank 1 differs from that on rank 0. It is the first comparison",
     (
         "manual",
         "gradients of its own",
-    ): "After step 1 of `SGD`, the gradient of `0.weight` on rank 1 differs from that on rank 0. They were",
+    ): "After step 1 of `SGD`, the gradient of `0.weight` on rank 1 differs from that on rank 0. It is the first",
     ("manual", "updates of its own"): "`0.weight` on rank 1 differs from that on rank 0. It is the first comparison",
     ("ddp_sharded", "updates of its own"): "`0.weight` on rank 1 differs from that on rank 0. It is the first",
     ("manual", "steps within backward"): "`SGD.step()` within a backward, in a hook of a parameter of `Sequential`",

@@ -66,7 +66,7 @@ from fabric.strategies.registry import make_strategy
             {
                 "auto_wrap_policy": {nn.Linear},
                 "activation_checkpointing_policy": {nn.Linear},
-                "reshard_after_forward": None,
+                "reshard_after_forward": True,
                 "cpu_offload": False,
             },
         ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -119,3 +121,25 @@ def compare_twice(fabric: Fabric) -> list[bool]:
 
 def test_without_the_sanitizer_and_after_close_nothing_is_compared() -> None:
     assert Fabric(accelerator=ACCELERATOR, devices=2, sanitize=False).launch(compare_twice) == [False, True, False]
+
+
+def kept_by_a_comparison(fabric: Fabric) -> list[bool]:
+    """Whether tensors are still there after their collectives, without a run of Python's collector."""
+    gc.disable()
+    try:
+        alive = []
+        for is_async in (False, True):
+            tensor = torch.ones(8)
+            work, memory = dist.all_reduce(tensor, async_op=is_async), weakref.ref(tensor.untyped_storage())
+            if is_async:
+                work.wait()
+            del tensor, work
+            alive.append(memory() is not None)
+    finally:
+        gc.enable()
+    return alive
+
+
+def test_a_comparison_keeps_no_tensor() -> None:
+    fabric = Fabric(accelerator="cpu", devices=2, sanitize="always", launcher="forkserver")
+    assert fabric.launch(kept_by_a_comparison) == [False, False]
