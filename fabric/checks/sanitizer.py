@@ -153,6 +153,7 @@ class _Watch(Check):
         """Optimizers that were there at an earlier comparison, and so may have states."""
         self._gradients: dict[Fact, Value] = {}
         self._equal_after = ""
+        self._has_raised = False
         self._equal_losses: set[float] | None = set()
 
     @property
@@ -190,7 +191,8 @@ class _Watch(Check):
         self._stepped[optimizer] = self._steps[optimizer].num_steps
 
     def closing(self) -> None:
-        self._compare()
+        if not self._has_raised:  # the program has caught it
+            self._compare()
 
     def removed(self) -> None:
         if self._collectives is not None:
@@ -253,7 +255,9 @@ class _Watch(Check):
         when = ", ".join(f"step {number} of `{type(optimizer).__name__}`" for optimizer, number in stepped.items())
         when = f"after {when}" if when else "in a backward" if self._equal_after else "in a first backward"
         since = f"They were equal {self._equal_after}." if self._equal_after else "It is the first comparison."
+        self._has_raised = True
         losses = compare(self._runtime.collective, facts, loss, when, since)
+        self._has_raised = False
         self._equal_after = when
         return losses
 
