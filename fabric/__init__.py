@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from fabric.checkpoint_directory import CheckpointDirectory as CheckpointDirectory
     from fabric.checks.agreement import SanitizerError as SanitizerError
     from fabric.checks.check import Check as Check
+    from fabric.checks.nonfinite import NonFiniteGradientsError as NonFiniteGradientsError
     from fabric.fabric import Fabric as Fabric
-    from fabric.gradient_guard import NonFiniteGradientsError as NonFiniteGradientsError
     from fabric.launchers import WorkerError as WorkerError
     from fabric.launchers import World as World
     from fabric.loggers.csv_file import CSVLogger as CSVLogger
@@ -35,7 +35,7 @@ _HOME = {
     "CollectiveError": "fabric.strategies.collectives.collective",
     "Check": "fabric.checks.check",
     "Fabric": "fabric.fabric",
-    "NonFiniteGradientsError": "fabric.gradient_guard",
+    "NonFiniteGradientsError": "fabric.checks.nonfinite",
     "SanitizerError": "fabric.checks.agreement",
     "TensorBoardLogger": "fabric.loggers.tensorboard",
     "WorkerError": "fabric.launchers",

@@ -11,7 +11,7 @@ from typing import Any, get_args
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.gradient_guard import OnNonfinite
+from fabric.checks.nonfinite import OnNonfinite
 from fabric.strategies.checkpoint.run_state import NAME
 from fabric.strategies.checkpoint.state import is_stateful
 from fabric.strategies.collectives.collective import Collective

@@ -36,12 +36,12 @@ from fabric.arguments import (
 )
 from fabric.callbacks import call
 from fabric.checks.check import Moments
+from fabric.checks.nonfinite import Checks, GradientGuard, OnNonfinite
 from fabric.checks.sanitizer import Sanitize, Sanitizer
 from fabric.checks.steps import StepCounter
 from fabric.closure_loss import ClosureLoss
 from fabric.console import print_rank_zero
 from fabric.determinism import determinism
-from fabric.gradient_guard import Checks, GradientGuard, OnNonfinite
 from fabric.launchers.environments.flight_recorder import recording
 from fabric.launchers.rank.belongings import close_files
 from fabric.launchers.rank.interpreter import run_exit_functions
@@ -84,7 +84,6 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.dtensor import as_sharded
 from fabric.strategies.strategy import Strategy
-from fabric.unaveraged import UnaveragedOptimizers
 from fabric.unprepared import UnpreparedOptimizers
 from fabric.weighting import Weight, Weighting, average_over_ranks, check_weight
 
@@ -92,7 +91,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from fabric.checkpoints import Checkpoints
-    from fabric.replay import Replays
+    from fabric.checks.replay import Replays
     from fabric.strategies.checkpoint.background import PendingSave
     from fabric.strategies.data.device_loader import DeviceLoader
 
@@ -178,7 +177,6 @@ class Fabric:
         self._guard: GradientGuard | None = None
         self._stop: StopRequest | None = None
         self._unprepared: UnpreparedOptimizers | None = None
-        self._unaveraged: UnaveragedOptimizers | None = None
         self._opened_checkpoints: Checkpoints | None = None
 
     # Who and where
@@ -371,8 +369,6 @@ class Fabric:
         with ExitStack() as stack:  # restores the module if the strategy raises
             stack.callback(recompute(uncompiled(module), self.strategy.activation_checkpointing_policy))
             before = list(uncompiled(module).parameters())
-            if self._unaveraged is not None:
-                self._unaveraged.remove_hooks()
             prepared = self.strategy.setup(runtime, module, optimizers, move_to_device)
             self._open.push(stack.pop_all())
         self._open.callback(prepared.release)
@@ -380,7 +376,6 @@ class Fabric:
             self._unprepared = UnpreparedOptimizers(self._optimizers)
         self._unprepared.add(uncompiled(prepared.module), before, self._open, self._later_optimizers)
         self._models[prepared.module] = prepared
-        self._watch_unaveraged()
         for added in self._moments.model_set_up:
             added(prepared)
         runtime.rank_rng.has_model = True
@@ -652,8 +647,8 @@ class Fabric:
             scale_gradients(given, factor)
         checked = checked if factor or checked is None else 0.0 * checked
         average_over_ranks(runtime.collective.for_gradients(), runtime.device, given, checked)
-        if self._unaveraged is not None:
-            self._unaveraged.note_averaged(given)
+        for moment in self._moments.gradients_averaged:
+            moment(given)
 
     def ema(self, module: nn.Module, decay: float = 0.999) -> MovingAverage:
         """Create an exponential moving average of a prepared model's weights, sharded like the weights.
@@ -761,7 +756,7 @@ class Fabric:
         ranks; None: what each rank did, with as many ranks. Iterate the result once. Ranks: all.
         Raises: ValueError: another number of ranks. CheckpointError: the weights do not fit.
         """
-        from fabric.replay import replay
+        from fabric.checks.replay import replay
 
         return replay(self._connected, path, rank, lambda path: self.load(path, self._weights()), self._scalers())
 
@@ -1095,7 +1090,7 @@ class Fabric:
         for known in (self._models, self._optimizers, self._schedulers, self._loaders, self._steps):
             known.clear()  # others have them too
         self._backward = None
-        self._unprepared = self._unaveraged = None
+        self._unprepared = None
         self._bare = self._weighting = None
         self._moments.clear()
 
@@ -1109,6 +1104,7 @@ class Fabric:
                 self._sanitize,
                 self._moments,
                 self._steps,
+                self._models.values(),
                 is_comparable=lambda model: strategy.sets_up_one_model or model.sync.is_replicated,
                 has_whole_gradients=lambda model: (
                     model.trained is None and (model.sync.is_replicated or not strategy.in_shards)
@@ -1137,12 +1133,6 @@ class Fabric:
             self._moments.remove(self._guard)
             self._guard = None
 
-    def _watch_unaveraged(self) -> None:
-        """Report optimizers that train on each rank alone."""
-        runtime = self._connected
-        if self._unaveraged is None and runtime.world.size > 1 and self.strategy.uses_process_groups:
-            self._unaveraged = UnaveragedOptimizers(runtime, self._optimizers, self._models, self._open)
-
     def _checks_of(self, optimizer: Optimizer) -> Checks:
         """How the guard checks the gradients of an optimizer."""
         runtime = self._connected
@@ -1159,7 +1149,7 @@ class Fabric:
         )
 
     def _replays(self, path: str | os.PathLike[str]) -> Replays:
-        from fabric.replay import Replays
+        from fabric.checks.replay import Replays
 
         return Replays(self._connected, path, lambda path: self.save(path, self._weights()), self._scalers)
 

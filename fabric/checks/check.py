@@ -56,6 +56,9 @@ class Check:
     def after_backward(self, loss: Tensor, is_synchronised: bool) -> None:
         """`fabric.backward` has computed gradients."""
 
+    def gradients_averaged(self, parameters: Iterable[Tensor]) -> None:
+        """`fabric.average_gradients` has averaged the gradients of these."""
+
     def before_step(self, optimizer: Optimizer) -> None:
         """A prepared optimizer is about to step with the gradients that it has now."""
 
@@ -97,6 +100,7 @@ class Moments:
     batch_received: tuple[Callable[[Any, object], None], ...] = ()
     before_backward: tuple[Callable[[Tensor, bool], None], ...] = ()
     after_backward: tuple[Callable[[Tensor, bool], None], ...] = ()
+    gradients_averaged: tuple[Callable[[Iterable[Tensor]], None], ...] = ()
     before_step: tuple[Callable[[Optimizer], None], ...] = ()
     after_step: tuple[Callable[[Optimizer], None], ...] = ()
     loading: tuple[Callable[[], None], ...] = ()

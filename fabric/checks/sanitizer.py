@@ -30,6 +30,7 @@ from fabric.checks.agreement import Fact, Losses, SanitizerError, Value, compare
 from fabric.checks.check import Check, Moments
 from fabric.checks.facts import Parameters, gradients_of, names_in, options_of, weights_and_states
 from fabric.checks.steps import StepCounter
+from fabric.checks.unaveraged import UnaveragedOptimizers
 from fabric.strategies.checkpoint.state import StateAccess
 from fabric.strategies.collectives.comparing import compare_collectives
 from fabric.strategies.prepared import Prepared
@@ -60,9 +61,10 @@ class WatchedSteps:
 class Sanitizer(Check):
     """Attaches the watch to the steps that are watched.
 
-    `steps`: the counters of all prepared optimizers. `is_comparable(model)`: whether all ranks set it up, and call
-    `fabric.backward` together. `has_whole_gradients(model)`: whether every rank has the averaged
-    gradients of all of the model when its optimizer steps. `sees_collectives`: whether they are torch.distributed's.
+    `steps`: the counters of all prepared optimizers; `models`: all that are set up. `is_comparable(model)`: whether all
+    ranks set it up, and call `fabric.backward` together. `has_whole_gradients(model)`: whether every rank has the
+    averaged gradients of all of the model when its optimizer steps. `sees_collectives`: whether they are those of
+    torch.distributed.
     """
 
     def __init__(
@@ -70,21 +72,25 @@ class Sanitizer(Check):
         sanitize: Sanitize,
         moments: Moments,
         steps: Mapping[Optimizer, StepCounter],
+        models: Iterable[Prepared],
         *,
         is_comparable: Callable[[Prepared], bool],
         has_whole_gradients: Callable[[Prepared], bool],
         sees_collectives: bool,
     ) -> None:
-        self._watched, self._moments, self._steps = WatchedSteps(sanitize), moments, steps
+        self._watched, self._moments, self._steps, self._models = WatchedSteps(sanitize), moments, steps, models
         self._is_comparable = is_comparable
         self._has_whole_gradients, self._sees_collectives = has_whole_gradients, sees_collectives
         self._watch: _Watch | None = None
+        self._unaveraged: UnaveragedOptimizers | None = None
         self._first = 0
         """Synchronised backwards before the step that counts as 1."""
 
     def connected(self, runtime: Runtime) -> None:
         self._watch = _Watch(runtime, self._moments, self._steps, self._sees_collectives, self._is_over)
         self._moments.due = self._begin
+        if self._sees_collectives:
+            self._unaveraged = UnaveragedOptimizers(runtime, self._steps, self._models)
         if self._watched.sanitize == "always":
             self._begin()
             self.watch.compare_collectives()
@@ -114,19 +120,30 @@ class Sanitizer(Check):
         if self.watch not in self._moments.checks:
             self.watch.attach()
             self._moments.add(self.watch)
+            if self._unaveraged is not None:
+                self._unaveraged.attach()
+                self._moments.add(self._unaveraged)
+
+    def _end(self) -> None:
+        self._moments.remove(self.watch)
+        if self._unaveraged is not None:
+            self._moments.remove(self._unaveraged)
 
     def _is_over(self) -> bool:
-        """Whether neither the step of the last backward nor the next one is watched; then plans the next watch."""
+        """Whether neither the step of the last backward nor the next one is watched; then ends the watch, and plans the
+        next one."""
         number = self._moments.num_backwards - self._first
         if number in self._watched or number + 1 in self._watched:
             return False
         self._moments.due_at = self._first + self._watched.after(number) - 1
+        self._end()
         return True
 
 
 @final
 class _Watch(Check):
-    """Compares after each synchronised backward, while it is attached. `is_over`: whether it is to be detached."""
+    """Compares after each synchronised backward, while it is attached. `is_over`: detaches it after the last step that
+    is watched, and returns whether it has."""
 
     def __init__(
         self,
@@ -184,8 +201,7 @@ class _Watch(Check):
         if is_synchronised:
             number = float(loss.detach().sum())
             self._judge(self._compare(number), number)
-            if self._is_over():
-                self._moments.remove(self)
+            self._is_over()
 
     def after_step(self, optimizer: Optimizer) -> None:
         self._stepped[optimizer] = self._steps[optimizer].num_steps
@@ -224,7 +240,6 @@ class _Watch(Check):
             self._moments.num_backwards += 1
             self._compare()
             if self._is_over():
-                self._moments.remove(self)
                 return
         self._refuse_replaced(optimizer)
         models = [model for model in self._whole if model.holds(optimizer)]

@@ -48,6 +48,9 @@ class Recorded(Check):
     def after_backward(self, loss: Tensor, is_synchronised: bool) -> None:
         self.seen.append(f"after_backward, synchronised: {is_synchronised}")
 
+    def gradients_averaged(self, parameters: Iterable[Tensor]) -> None:
+        self.seen.append(f"gradients_averaged of {len(list(parameters))}")
+
     def before_step(self, optimizer: Optimizer) -> None:
         self.seen.append("before_step")
 
@@ -70,6 +73,7 @@ def test_a_check_is_called_at_each_of_its_moments_in_their_order(tmp_path: Any) 
         with fabric.no_backward_sync(model):
             fabric.backward(model(batch).sum())
         fabric.backward(model(batch).sum())
+        fabric.average_gradients([nn.Parameter(torch.ones(1))])
         optimizer.step()
         fabric.save(tmp_path / "saved", {"model": model})
         fabric.load(tmp_path / "saved", {"model": model})
@@ -84,6 +88,7 @@ def test_a_check_is_called_at_each_of_its_moments_in_their_order(tmp_path: Any) 
         "after_backward, synchronised: False",
         "before_backward, synchronised: True",
         "after_backward, synchronised: True",
+        "gradients_averaged of 1",
         "before_step",
         "after_step",
         "loading",

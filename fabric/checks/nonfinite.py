@@ -26,7 +26,7 @@ from fabric.strategies.checkpoint.errors import CheckpointError
 from fabric.strategies.collectives.collective import Collective
 
 if TYPE_CHECKING:
-    from fabric.replay import Replays
+    from fabric.checks.replay import Replays
 
 OnNonfinite: TypeAlias = Literal["raise", "skip"]
 

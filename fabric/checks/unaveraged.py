@@ -5,13 +5,13 @@ models that were set up. So a message is logged, once, for an optimizer that was
 gradients of `fabric.backward`, and that holds no parameter which is averaged. It is no error: ranks may train a part of
 their own, and a program may average by calls of its own.
 
-Cost: a look-up at each step, and the comparison of an optimizer's parameters with those of all models at its first two.
+It looks at the steps that the sanitizer watches: an optimizer's parameters are compared with those of all models at its
+first two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, final
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -21,36 +21,43 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fabric.checks.check import Check
 from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 
 
 @final
-class UnaveragedOptimizers:
+class UnaveragedOptimizers(Check):
     """What one fabric knows of optimizers that were not set up. `prepared`: those that were; `models`: likewise."""
 
-    def __init__(
-        self, runtime: Runtime, prepared: Container[Optimizer], models: Mapping[nn.Module, Prepared], undo: ExitStack
-    ) -> None:
+    def __init__(self, runtime: Runtime, prepared: Container[Optimizer], models: Iterable[Prepared]) -> None:
         self._runtime, self._prepared, self._models = runtime, prepared, models
         self._averaged = WeakTensorKeyDictionary()
         self._judged: WeakSet[Optimizer] = WeakSet()
         self._trained: WeakSet[Optimizer] = WeakSet()
         """Those that have received a gradient from `fabric.backward`."""
         self._hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
-        undo.callback(self.remove_hooks)
-        undo.callback(register_optimizer_step_pre_hook(self._check).remove)
+        self._handle: RemovableHandle | None = None
 
-    def note_averaged(self, parameters: Iterable[Tensor]) -> None:
-        """Called with the parameters whose gradients the program has averaged over the ranks."""
+    def attach(self) -> None:
+        """Look at each step of any optimizer, until it is removed."""
+        self._handle = register_optimizer_step_pre_hook(self._check)
+
+    def removed(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+        self._remove_hooks()
+
+    def before_setup(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Parameters with hooks are not sharded. An optimizer that is not set up gets its hook again, at its next
+        step."""
+        self._remove_hooks()
+
+    def gradients_averaged(self, parameters: Iterable[Tensor]) -> None:
         self._averaged.update(dict.fromkeys(parameters, True))
 
-    def remove_hooks(self) -> None:
-        """Called before a model is set up, whose parameters may have them: parameters with hooks are not sharded.
-
-        An optimizer that is not set up then gets its hook again, at its next step.
-        """
+    def _remove_hooks(self) -> None:
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
@@ -78,9 +85,7 @@ class UnaveragedOptimizers:
         """The parameters with gradients, if none of them is averaged over the ranks."""
         found = [each for each in parameters_of(optimizer) if each.grad is not None and each.is_leaf]
         known = {
-            id(each)
-            for model in self._models.values()
-            for each in (*model.module.parameters(), *model.sync.parameters_held())
+            id(each) for model in self._models for each in (*model.module.parameters(), *model.sync.parameters_held())
         }
         return [] if any(id(each) in known or each in self._averaged for each in found) else found
 
