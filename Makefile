@@ -30,7 +30,7 @@ AT_A_TIME := --numprocesses $(WORKERS) --dist worksteal
 # Installing this package writes beside its sources: of targets that run at a time, one after the other does.
 ALONE := $(if $(shell command -v flock),flock .venv)
 
-.PHONY: demo environment slurm device test test-thorough test-optimizers test-examples test-clients test-clusters test-device test-device-thorough test-on-device test-on-device-thorough test-gpu test-horovod test-xla lint check bench numbers clean
+.PHONY: demo environment slurm device test test-thorough test-foreach test-fused test-examples test-clients test-clusters test-device test-device-thorough test-on-device test-on-device-thorough test-gpu test-horovod test-xla lint check bench numbers clean
 
 demo: $(RUN)/demo.done  ## A CNN on handwritten digits, in two processes
 	$(RUN)/bin/python examples/digits.py --accelerator cpu --devices 2
@@ -47,9 +47,10 @@ test-thorough: environment  ## All tests that need no environment of their own
 
 # On accelerators foreach is torch's default, and fused is what users write.
 STEPS := $(addprefix tests/strategies/,ddp fairscale fsdp gradients manual model_parallel module precision sharding) tests/conformance
-test-optimizers: environment  ## What steps optimizers, once with foreach and once with fused as their default
-	$(RUN)/bin/python -m pytest $(AT_A_TIME) -m 'not thorough' --optimizers foreach $(STEPS) $(PYTEST_ARGS)
-	$(RUN)/bin/python -m pytest $(AT_A_TIME) -m 'not thorough' --optimizers fused $(STEPS) $(PYTEST_ARGS)
+test-foreach: environment  ## What steps optimizers, with foreach as their default
+test-fused: environment  ## The same with fused
+test-foreach test-fused:
+	$(RUN)/bin/python -m pytest $(AT_A_TIME) -m 'not thorough' --optimizers $(subst test-,,$@) $(STEPS) $(PYTEST_ARGS)
 
 test-examples: environment  ## The programs of examples/
 	$(RUN)/bin/python -m pytest tests/test_examples.py $(PYTEST_ARGS)
@@ -101,9 +102,9 @@ test-on-device-thorough: $(DEVICE)/test.done
 test-gpu: $(GPU)/test.done  ## On a machine with a GPU, in five minutes: what to add to docs/hardware.md
 	timeout 300 $(GPU)/bin/python tests/device/hardware.py
 
-others: test-optimizers test-examples test-clients test-xla test-device test-horovod test-clusters lint  ## What has an environment of its own, or needs root
+others: test-examples test-clients test-xla test-horovod test-clusters lint  ## What has an environment of its own, or needs root
 
-check: test-thorough test-device-thorough others  ## All of these; --jobs 2 runs two of them at a time
+check: test-thorough test-foreach test-fused test-device test-device-thorough others  ## All of these; --jobs 2 runs two of them at a time
 
 bench: $(RUN)/bench.done  ## Ratios against raw PyTorch, and against others where they are installed
 	$(RUN)/bin/python tests/benchmarks $(BENCH_ARGS)
