@@ -485,3 +485,20 @@ def test_steps_of_two_ranks_equal_those_of_one_process(wrap: str) -> None:
 def test_torch_is_imported_without_a_word() -> None:
     done = run(["-c", "import torch; torch.ones(2, device='cuda') + 1; import pretended_cuda"], fresh=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def replicate(world: World) -> None:
+    torch.manual_seed(0)
+    net = nn.Linear(8, 4)
+    inputs = torch.randn(6, 8)
+    net(inputs).square().sum().backward()
+    expected = net.weight.grad
+    net.zero_grad()
+    copies = nn.DataParallel(net.cuda(), device_ids=[0, 1])
+    copies(inputs.cuda()).square().sum().backward()
+    assert net.weight.grad is not None
+    torch.testing.assert_close(net.weight.grad.cpu(), expected)
+
+
+def test_one_process_trains_replicas_on_two_devices() -> None:
+    alone(replicate)

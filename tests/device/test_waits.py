@@ -162,6 +162,7 @@ def measure_alone(world: World, devices: int, strategy: str, precision: Any, fol
 
 STRATEGIES: dict[str, tuple[int, str | Callable[[], Strategy]]] = {
     "single_device": (1, "single_device"),
+    "dp": (2, "dp"),
     "ddp": (2, "ddp"),
     "fsdp": (2, "fsdp"),
     "hsdp": (4, "hsdp"),
@@ -201,7 +202,7 @@ compares them."""
 
 def measured(name: str, precision: Any, folder: Path) -> dict[str, Lines]:
     size, strategy = STRATEGIES[name]
-    if name == "single_device":  # which runs in the process that launches
+    if name in ("single_device", "dp"):  # which run in the process that launches
         return run_world(1, measure_alone, size, name, precision, str(folder))[0]
     made = strategy if isinstance(strategy, str) else strategy()
     fabric = Fabric(

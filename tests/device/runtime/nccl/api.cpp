@@ -204,6 +204,24 @@ EXPORTED ncclResult_t ncclCommInitRankScalable(ncclComm_t* communicator, int siz
     return meet(communicator, ids[0].internal, rank, size);
 }
 
+// All ranks are in this process: a thread for each device meets the others.
+EXPORTED ncclResult_t ncclCommInitAll(ncclComm_t* communicators, int size, const int* devices) {
+    ncclUniqueId id;
+    ncclGetUniqueId(&id);
+    std::vector<std::future<ncclResult_t>> meetings;
+    for (int rank = 0; rank < size; rank++) {
+        meetings.push_back(std::async(std::launch::async, [=] {
+            if (cudaSetDevice(devices ? devices[rank] : rank)) return ncclInvalidArgument;
+            return meet(&communicators[rank], id.internal, rank, size);
+        }));
+    }
+    ncclResult_t result = ncclSuccess;
+    for (auto& meeting : meetings) {
+        if (const auto one = meeting.get()) result = one;
+    }
+    return result;
+}
+
 // All ranks of a communicator call it. Those of one color make a new one, in the order of their keys.
 EXPORTED ncclResult_t ncclCommSplit(ncclComm_t communicator, int color, int key, ncclComm_t* made, ncclConfig_t*) {
     const int number = communicator->num_splits++;
