@@ -3,7 +3,8 @@
 DeepSpeed leaves an empty tensor in a released parameter: any operation in place succeeds on it, and changes nothing. A
 placeholder has the shape of the parameter and one element of memory, which is NaN. Torch raises for an operation in
 place on such a tensor, at the line of the program. What it allows (`fill_`, `zero_`, an index) changes the element, and
-`parameter.data = other` the address: both are found at the next forward or step.
+`parameter.data = other` the address: both are found at the next forward or step, the first on the CPU alone, because it
+would wait for a device.
 
 All parameters are released: DeepSpeed would keep small ones gathered by default, and a configuration may have it do so
 (`stage3_param_persistence_threshold`). A change of such a one is lost.
@@ -18,6 +19,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from fabric.strategies.collectives.collective import HOST_DEVICES
 from fabric.strategies.torch_internals import disable_dynamo
 
 
@@ -68,9 +70,11 @@ class Released:
 
     @disable_dynamo
     def refuse_changes(self) -> None:
-        """Raise RuntimeError for any change that is found. Waits for the device."""
+        """Raise RuntimeError for any change that is found without waiting for the device."""
         self.refuse_other_data()
         for elements, numbers in self._elements:
+            if elements.device.type not in HOST_DEVICES:
+                continue
             if not (are_placeholders := elements.isnan()).all():
                 elements.fill_(float("nan"))
                 raise RuntimeError(

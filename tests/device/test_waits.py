@@ -160,6 +160,8 @@ def measure_alone(world: World, devices: int, strategy: str, precision: Any, fol
         return measure(fabric, folder)
 
 
+BACKENDS = ("ddp_sharded", "ddp_fully_sharded", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
+"""Those whose backends wait for the device by themselves: only the waits in our own lines are counted there."""
 STRATEGIES: dict[str, tuple[int, str | Callable[[], Strategy]]] = {
     "single_device": (1, "single_device"),
     "dp": (2, "dp"),
@@ -169,6 +171,7 @@ STRATEGIES: dict[str, tuple[int, str | Callable[[], Strategy]]] = {
     "model_parallel, shard": (2, partial(ModelParallelStrategy, parallelize_fn=in_shards, shard=2)),
     "model_parallel, tensor": (4, partial(ModelParallelStrategy, parallelize_fn=in_both, shard=2, tensor=2)),
     "manual": (2, partial(ManualStrategy, parallelize=averaged)),
+    **{name: (2, name) for name in BACKENDS},
 }
 TABLE: dict[str, tuple[int, int, str]] = {
     "step": (0, 1, "whether gradients overflowed: whether the step is made"),
@@ -225,6 +228,9 @@ def test_the_host_waits_for_the_device_as_often_as_the_table_says(name: str, pre
     column = ("32-true", "16-mixed").index(precision)
     expected = {feature: row[column] + MORE.get(name, {}).get(feature, 0) for feature, row in TABLE.items()}
     found = measured(name, precision, tmp_path)
+    if name in BACKENDS:
+        ours = ("fabric/", "strategies/", "launchers/", "tests/")
+        found = {feature: [each for each in lines if each[1].startswith(ours)] for feature, lines in found.items()}
     assert found.keys() == expected.keys()
     assert not {feature: lines for feature, lines in found.items() if len(lines) != expected[feature]}
 
