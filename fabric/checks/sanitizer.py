@@ -87,7 +87,7 @@ class Sanitizer(Check):
         """Synchronised backwards before the step that counts as 1."""
 
     def connected(self, runtime: Runtime) -> None:
-        self._watch = _Watch(runtime, self._moments, self._steps, self._sees_collectives, self._is_over)
+        self._watch = _Watch(runtime, self._moments, self._steps, self._sees_collectives, self._end_if_over)
         self._moments.due = self._begin
         if self._sees_collectives:
             self._unaveraged = UnaveragedOptimizers(runtime, self._steps, self._models)
@@ -129,21 +129,18 @@ class Sanitizer(Check):
         if self._unaveraged is not None:
             self._moments.remove(self._unaveraged)
 
-    def _is_over(self) -> bool:
-        """Whether neither the step of the last backward nor the next one is watched; then ends the watch, and plans the
-        next one."""
+    def _end_if_over(self) -> None:
+        """End the watch, and plan the next one, if neither the step of the last backward nor the next is watched."""
         number = self._moments.num_backwards - self._first
-        if number in self._watched or number + 1 in self._watched:
-            return False
-        self._moments.due_at = self._first + self._watched.after(number) - 1
-        self._end()
-        return True
+        if number not in self._watched and number + 1 not in self._watched:
+            self._moments.due_at = self._first + self._watched.after(number) - 1
+            self._end()
 
 
 @final
 class _Watch(Check):
-    """Compares after each synchronised backward, while it is attached. `is_over`: detaches it after the last step that
-    is watched, and returns whether it has."""
+    """Compares after each synchronised backward, while it is attached. `end_if_over`: detaches it after the last step
+    that is watched."""
 
     def __init__(
         self,
@@ -151,9 +148,9 @@ class _Watch(Check):
         moments: Moments,
         steps: Mapping[Optimizer, StepCounter],
         sees_collectives: bool,
-        is_over: Callable[[], bool],
+        end_if_over: Callable[[], None],
     ) -> None:
-        self._runtime, self._moments, self._steps, self._is_over = runtime, moments, steps, is_over
+        self._runtime, self._moments, self._steps, self._end_if_over = runtime, moments, steps, end_if_over
         self._sees_collectives = sees_collectives
         self._everyone = tuple(range(runtime.world.size))
         self._models: list[tuple[Prepared, Parameters]] = []
@@ -171,6 +168,8 @@ class _Watch(Check):
         self._gradients: dict[Fact, Value] = {}
         self._equal_after = ""
         self._has_raised = False
+        self._is_counted_here = False
+        """Whether the present step is counted by itself, not by a backward."""
         self._equal_losses: set[float] | None = set()
 
     @property
@@ -201,10 +200,13 @@ class _Watch(Check):
         if is_synchronised:
             number = float(loss.detach().sum())
             self._judge(self._compare(number), number)
-            self._is_over()
+            self._end_if_over()
 
     def after_step(self, optimizer: Optimizer) -> None:
         self._stepped[optimizer] = self._steps[optimizer].num_steps
+        if self._is_counted_here:  # not in `_stepping`: torch iterates over the hooks that this may remove
+            self._is_counted_here = False
+            self._end_if_over()
 
     def closing(self) -> None:
         if not self._has_raised:  # the program has caught it
@@ -239,8 +241,7 @@ class _Watch(Check):
         if optimizer in self._stepped:  # no synchronised `fabric.backward` since its last step
             self._moments.num_backwards += 1
             self._compare()
-            if self._is_over():
-                return
+            self._is_counted_here = True
         self._refuse_replaced(optimizer)
         models = [model for model in self._whole if model.holds(optimizer)]
         if models:
