@@ -191,14 +191,14 @@ def test_weights_that_a_rank_takes_from_its_first_batch_raise(strategy: str) -> 
         fabric.launch(train_act_norm)
 
 
-def attached(fabric: Fabric) -> list[int]:
-    """The numbers of the steps whose forward runs with the watch attached."""
+def attached(fabric: Fabric, backward: Callable[[Tensor], Any] | None = None) -> list[int]:
+    """The numbers of the steps whose forward runs with the watch attached. `backward`: of the loop."""
     model, optimizer = fabric.setup(*make())
     found = []
     for step in range(1, 40):
         if any(type(check).__name__ == "_Watch" for check in fabric._moments.checks):
             found.append(step)
-        fabric.backward(model(torch.full((2, 4), fabric.global_rank + 1.0)).sum())
+        (backward or fabric.backward)(model(torch.full((2, 4), fabric.global_rank + 1.0)).sum())
         optimizer.step()
         optimizer.zero_grad()
     return found
@@ -208,6 +208,11 @@ def test_nothing_is_attached_to_a_step_that_is_not_watched() -> None:
     fabric = Fabric(accelerator=ACCELERATOR, devices=2, launcher="forkserver")
     assert fabric.launch(attached) == [1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33], "until the backward after a watched step"
     assert Fabric(accelerator=ACCELERATOR, devices=2, launcher="forkserver", sanitize=False).launch(attached) == []
+
+
+def test_a_loop_that_calls_no_backward_of_fabric_is_watched_in_its_first_steps() -> None:
+    fabric = Fabric(accelerator=ACCELERATOR, devices=2, launcher="forkserver")
+    assert fabric.launch(attached, Tensor.backward) == [1, 2, 3, 4, 5, 6]
 
 
 def equal_losses(fabric: Fabric, is_said: bool) -> None:
