@@ -62,7 +62,7 @@ def check_call_and_sum(collective: Collective, call: str, number: float = 0.0, *
 
 
 def check_call_later(collective: Collective, call: str, *, advice: str = "") -> None:
-    """`check_call` for data on an accelerator: nobody waits for the message, and the error comes in the next call that
+    """`check_call` for data on an accelerator: no rank waits for the message, and the error comes in the next call that
     the ranks compare, on all of them. It names the line of this one."""
     if collective.size == 1:
         return
