@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabric import Fabric
-from fabric.seed import derive_seed
+from fabric.loop.seed import derive_seed
 
 NUM_NOISE = 32
 

@@ -13,36 +13,36 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
-    from fabric.checkpoint_directory import CheckpointDirectory as CheckpointDirectory
+    from fabric.checkpoints.directory import CheckpointDirectory as CheckpointDirectory
     from fabric.checks.agreement import SanitizerError as SanitizerError
     from fabric.checks.check import Check as Check
     from fabric.checks.nonfinite import NonFiniteGradientsError as NonFiniteGradientsError
     from fabric.fabric import Fabric as Fabric
     from fabric.launchers import WorkerError as WorkerError
     from fabric.launchers import World as World
-    from fabric.loggers.csv_file import CSVLogger as CSVLogger
-    from fabric.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
-    from fabric.seed import seed_everything as seed_everything
+    from fabric.loop.seed import seed_everything as seed_everything
+    from fabric.output.loggers.csv_file import CSVLogger as CSVLogger
+    from fabric.output.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
     from fabric.strategies.checkpoint.consolidate import consolidate as consolidate
     from fabric.strategies.checkpoint.errors import CheckpointError as CheckpointError
     from fabric.strategies.checkpoint.loading import read_checkpoint as read_checkpoint
     from fabric.strategies.collectives.collective import CollectiveError as CollectiveError
 
 _HOME = {
-    "CSVLogger": "fabric.loggers.csv_file",
-    "CheckpointDirectory": "fabric.checkpoint_directory",
+    "CSVLogger": "fabric.output.loggers.csv_file",
+    "CheckpointDirectory": "fabric.checkpoints.directory",
     "CheckpointError": "fabric.strategies.checkpoint.errors",
     "CollectiveError": "fabric.strategies.collectives.collective",
     "Check": "fabric.checks.check",
     "Fabric": "fabric.fabric",
     "NonFiniteGradientsError": "fabric.checks.nonfinite",
     "SanitizerError": "fabric.checks.agreement",
-    "TensorBoardLogger": "fabric.loggers.tensorboard",
+    "TensorBoardLogger": "fabric.output.loggers.tensorboard",
     "WorkerError": "fabric.launchers",
     "World": "fabric.launchers",
     "consolidate": "fabric.strategies.checkpoint.consolidate",
     "read_checkpoint": "fabric.strategies.checkpoint.loading",
-    "seed_everything": "fabric.seed",
+    "seed_everything": "fabric.loop.seed",
 }
 
 __all__ = [

@@ -20,8 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.accumulation import Accumulation, Window
-from fabric.arguments import (
+from fabric.checks.check import Moments
+from fabric.checks.nonfinite import Checks, GradientGuard, OnNonfinite
+from fabric.checks.sanitizer import Sanitize, Sanitizer
+from fabric.checks.steps import StepCounter
+from fabric.checks.unprepared import UnpreparedOptimizers
+from fabric.configure.arguments import (
     check_dispatch,
     check_function,
     check_group,
@@ -34,27 +38,25 @@ from fabric.arguments import (
     check_uneven,
     check_use,
 )
-from fabric.callbacks import call
-from fabric.checks.check import Moments
-from fabric.checks.nonfinite import Checks, GradientGuard, OnNonfinite
-from fabric.checks.sanitizer import Sanitize, Sanitizer
-from fabric.checks.steps import StepCounter
-from fabric.closure_loss import ClosureLoss
-from fabric.console import print_rank_zero
-from fabric.determinism import determinism
+from fabric.configure.determinism import determinism
+from fabric.configure.machine import Machine
+from fabric.configure.options import DEFAULT_REPORT_AFTER_SECONDS
+from fabric.configure.request import Request
+from fabric.configure.resolve import resolve
 from fabric.launchers.environments.flight_recorder import recording
-from fabric.launchers.rank.belongings import close_files
-from fabric.launchers.rank.interpreter import run_exit_functions
+from fabric.launchers.process.interpreter import run_exit_functions
+from fabric.launchers.rank.fork_cleanup import close_files
 from fabric.launchers.world import World
-from fabric.loggers.logger import MetricWriter, metric_writer, record_hyperparams
-from fabric.machine import Machine
-from fabric.moving_average import MovingAverage, check_decay
-from fabric.option_parsing import DEFAULT_REPORT_AFTER_SECONDS
-from fabric.progress.iteration import progress
-from fabric.request import Request
-from fabric.resolve import resolve
-from fabric.seed import seed_everything
-from fabric.stop import StopRequest
+from fabric.loop.accumulation import Accumulation, Window
+from fabric.loop.closure_loss import ClosureLoss
+from fabric.loop.moving_average import MovingAverage, check_decay
+from fabric.loop.seed import seed_everything
+from fabric.loop.stop import StopRequest
+from fabric.loop.weighting import Weight, Weighting, average_over_ranks, check_weight
+from fabric.output.callbacks import call
+from fabric.output.console import print_rank_zero
+from fabric.output.loggers.logger import MetricWriter, metric_writer, record_hyperparams
+from fabric.output.progress.iteration import progress
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.checkpoint.state import PLAIN, Filter, StateAccess, Stateful, is_stateful, uncompiled
 from fabric.strategies.collectives import nested
@@ -65,32 +67,30 @@ from fabric.strategies.collectives.padding import pad_across_ranks
 from fabric.strategies.collectives.rank_zero_first import rank_zero_first
 from fabric.strategies.data.share import Uneven, Use
 from fabric.strategies.data.transfer import move
-from fabric.strategies.gradients.clipping import gradients_are_finite
-from fabric.strategies.gradients.scaling import scale_gradients
-from fabric.strategies.gradients.sync import backward_through
-from fabric.strategies.module.activation_checkpointing import recompute
-from fabric.strategies.module.bare_parameters import (
+from fabric.strategies.gradients.bare_parameters import (
     BareParameters,
     outside,
     refuse_another_model,
     refuse_later,
     refuse_shards,
 )
+from fabric.strategies.gradients.clipping import gradients_are_finite
+from fabric.strategies.gradients.scaling import scale_gradients
+from fabric.strategies.gradients.sync import backward_through
+from fabric.strategies.module.activation_checkpointing import recompute
 from fabric.strategies.module.initialization import new_tensors
 from fabric.strategies.module.same_model import refuse_different_models, refuse_renormalized
 from fabric.strategies.precision.forward_precision import autocast, casts
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.dtensor import as_sharded
 from fabric.strategies.strategy import Strategy
-from fabric.unprepared import UnpreparedOptimizers
-from fabric.weighting import Weight, Weighting, average_over_ranks, check_weight
+from fabric.strategies.tensors.dtensor import as_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fabric.checkpoints import Checkpoints
+    from fabric.checkpoints.checkpoints import Checkpoints
     from fabric.checks.replay import Replays
     from fabric.strategies.checkpoint.background import PendingSave
     from fabric.strategies.data.device_loader import DeviceLoader
@@ -857,7 +857,7 @@ class Fabric:
         Raises: RuntimeError: the iteration has not ended, or was left by `break`. ValueError: there is not one value
         per batch, or values differ in more than lengths. CollectiveError: another rank raised one of these.
         """
-        from fabric.evaluation import gather_for_metrics
+        from fabric.loop.evaluation import gather_for_metrics
 
         runtime = self._connected
         return gather_for_metrics(runtime.collective, runtime.share, values, loader, pad_value)
@@ -1225,7 +1225,7 @@ class Fabric:
     def _checkpoints(self) -> Checkpoints:
         """What saves and loads. Created when it is first used."""
         if self._opened_checkpoints is None:
-            from fabric.checkpoints import Checkpoints
+            from fabric.checkpoints.checkpoints import Checkpoints
 
             self._opened_checkpoints = Checkpoints(
                 self._connected,

@@ -14,9 +14,9 @@ from fabric.launchers.external import External
 from fabric.launchers.fork import NO_NEXT_LINE, Fork
 from fabric.launchers.inline import Inline
 from fabric.launchers.launcher import Launcher, Topology
+from fabric.launchers.process.program import this_program
 from fabric.launchers.processes import forkserver
 from fabric.launchers.rank.fork_safety import fork_can_continue, fork_is_safe
-from fabric.launchers.rank.program import this_program
 from fabric.launchers.registry import launcher_row
 from fabric.launchers.script import Script
 from fabric.launchers.world import World

@@ -34,13 +34,13 @@ from typing import Any, TypeVar, final
 
 from fabric.launchers.cores import num_cores
 from fabric.launchers.launcher import Launcher, Topology
-from fabric.launchers.rank.belongings import Belongings
+from fabric.launchers.process.os_process import exit_fd
+from fabric.launchers.process.program import is_interactive
+from fabric.launchers.process.reports import Reporter
+from fabric.launchers.rank.fork_cleanup import Belongings
 from fabric.launchers.rank.fork_safety import fork
-from fabric.launchers.rank.program import is_interactive
 from fabric.launchers.rank.rank import become_rank, run_and_end
 from fabric.launchers.supervision import ending
-from fabric.launchers.supervision.os_process import exit_fd
-from fabric.launchers.supervision.report import Reporter
 from fabric.launchers.supervision.signals import ENDING, PASSED_ON
 from fabric.launchers.supervision.supervisor import Child, Supervisor
 from fabric.launchers.world import World

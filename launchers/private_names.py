@@ -1,7 +1,7 @@
 """What the package uses of a library beyond its public interface: each name is looked up before anything relies on it.
 
 One file per library lists the names, each with the reason, and has the list checked when the technique is imported:
-`launchers/rank/interpreter.py` (Python), `launchers/xla_internals.py`, `strategies/torch_internals.py`,
+`launchers/process/interpreter.py` (Python), `launchers/xla_internals.py`, `strategies/torch_internals.py`,
 `strategies/data/huggingface.py`, and `library.py` of DeepSpeed and FairScale. `tests/test_private_names.py` fails where
 a source file uses a private name that is in none of the lists.
 """

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any, Literal, NoReturn, TypeVar, final
 
 from fabric.launchers.launcher import Launcher, Topology
+from fabric.launchers.process.program import this_program
 from fabric.launchers.rank import task as tasks
 from fabric.launchers.rank.fork_server import fork_server
-from fabric.launchers.rank.program import this_program
 from fabric.launchers.rank.task import CallFunction
 from fabric.launchers.script import start_interpreter
 from fabric.launchers.supervision import ending

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, final
 
-from fabric.launchers.rank.program import Program
+from fabric.launchers.process.program import Program
 
 if TYPE_CHECKING:
     from fabric.launchers.launcher import Launcher

@@ -16,8 +16,8 @@ from typing import Any, TypeVar, final
 
 from fabric.launchers.fork import child_of
 from fabric.launchers.launcher import Launcher, Topology
+from fabric.launchers.process.program import Program, this_program
 from fabric.launchers.rank import task as tasks
-from fabric.launchers.rank.program import Program, this_program
 from fabric.launchers.rank.task import CallFunction, RunScript
 from fabric.launchers.supervision import ending
 from fabric.launchers.supervision.supervisor import Child, Supervisor, supervise

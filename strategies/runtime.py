@@ -13,14 +13,14 @@ import torch
 
 from fabric.launchers.world import World
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.data.loader_numbers import LoaderNumbers
+from fabric.strategies.data.loop_progress import LoaderNumbers
 from fabric.strategies.data.share import Share, Uneven
 from fabric.strategies.data.transfer import Carry
 from fabric.strategies.precision.forward_precision import dtype_of_new_tensors
 from fabric.strategies.precision.loss_scaler import LossScaler
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.rank_rng import RankRng
-from fabric.strategies.sharding.dtensor import local_part
+from fabric.strategies.tensors.dtensor import local_part
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

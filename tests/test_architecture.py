@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[1]
 LAYERS = ("fabric", "strategies", "launchers")
 """From the top. A layer may import those after it."""
 PARTS = ("accelerators", "checkpoint", "collectives", "data", "precision")
-"""Of `strategies/`: each may import its own folder and `FOR_ALL`."""
-FOR_ALL = ("fabric.launchers.world", "fabric.launchers.private_names", "fabric.strategies.pytree")
+"""Of `strategies/`: each may import its own folder, `tensors` and `FOR_ALL`."""
+FOR_ALL = ("fabric.launchers.world", "fabric.launchers.private_names")
 
 COMPOSED = ("gradients", "module", "sharding")
 """Of `strategies/`: these compose parts, and know no technique."""
@@ -53,15 +53,15 @@ PART_IMPORTS = {
         "strategies/collectives/flight_recorder.py",
         "fabric.launchers.watch.activity",
     ): "a call in words, as the watcher takes it",
-    ("strategies/collectives/call_check.py", "fabric.launchers.watch.stack"): "the user's line in a stack",
-    ("strategies/collectives/flight_recorder.py", "fabric.launchers.watch.stack"): "the user's line in a stack",
+    ("strategies/collectives/call_check.py", "fabric.launchers.process.stack"): "the user's line in a stack",
+    ("strategies/collectives/flight_recorder.py", "fabric.launchers.process.stack"): "the user's line in a stack",
 }
 COLLECTIVES_OUTSIDE = {
     "strategies/ddp/comm_hooks.py": "DistributedDataParallel waits for a future of torch's own all-reduce",
     "strategies/deepspeed/library.py": "hands torch's renamed functions to DeepSpeed, which looks for the old names",
 }
 ENVIRONMENT = {
-    "fabric/determinism.py": "sets the variable that cuBLAS reads, and gives it back",
+    "fabric/configure/determinism.py": "sets the variable that cuBLAS reads, and gives it back",
     "fabric/fabric.py": "the one place that hands the environment to Request and Machine",
     "fabric/lightning/utilities/rank_zero.py": "Lightning Fabric's decorator asks for the rank wherever it is called",
     "launchers/rank/inherit.py": "a rank takes over the environment of the process that launched it",
@@ -169,7 +169,7 @@ def part_imports() -> set[tuple[str, str]]:
         for module in imports_of(path)
         if layer_of(module) is not None
         and module not in FOR_ALL
-        and not f"{module}.".startswith(f"fabric.strategies.{part}.")
+        and not f"{module}.".startswith((f"fabric.strategies.{part}.", "fabric.strategies.tensors."))
     }
 
 
@@ -179,7 +179,7 @@ def test_a_part_imports_no_other_part_and_no_strategy() -> None:
 
 def test_every_folder_of_strategies_is_a_part_or_a_technique() -> None:
     folders = {path.parent.relative_to(ROOT / "strategies").parts[0] for path in (ROOT / "strategies").rglob("*/*.py")}
-    assert folders == {*PARTS, *COMPOSED, *TECHNIQUES}
+    assert folders == {"tensors", *PARTS, *COMPOSED, *TECHNIQUES}
 
 
 def test_tests_are_in_the_same_folders_as_their_sources() -> None:
@@ -230,8 +230,8 @@ def takes_a_target(node: ast.AST) -> bool:
 
 
 def test_resolving_reads_only_its_arguments() -> None:
-    """`tests/fabric/test_resolve.py` gives it machines that are not this one."""
-    files = [ROOT / "fabric" / name for name in ("own_world.py", "conflicts.py", "devices.py", "resolve.py")]
+    """`tests/fabric/configure/test_resolve.py` gives it machines that are not this one."""
+    files = [ROOT / "fabric/configure" / name for name in ("own_world.py", "conflicts.py", "devices.py", "resolve.py")]
     code = [(path, node) for path in files for node in nodes_of(path) if isinstance(node, ast.FunctionDef)]
     code += [(path, node) for path in sources() for node in nodes_of(path) if takes_a_target(node)]
     assert len(code) > 40

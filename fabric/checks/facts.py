@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from fabric.checks.agreement import Fact, Kind, Value, digest_of_text
 from fabric.strategies.checkpoint.state import PlainState, StateAccess
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
-from fabric.strategies.digest import numbers_of
-from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.prepared import Prepared
+from fabric.strategies.tensors.digest import numbers_of
+from fabric.strategies.tensors.parameters import parameters_of
 
 Parameters: TypeAlias = Mapping[str, nn.Parameter]
 """By their names."""

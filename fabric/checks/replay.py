@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from fabric.run_state import generators_of, restore_generators
+from fabric.checkpoints.run_state import generators_of, restore_generators
 from fabric.strategies.checkpoint.errors import CheckpointError
 from fabric.strategies.checkpoint.state import Stateful
 from fabric.strategies.checkpoint.storage import Storage, storage_of

@@ -8,7 +8,7 @@ from typing import Any, final
 from torch.optim import Optimizer
 
 from fabric.checks.check import Moments
-from fabric.strategies.data.loader_numbers import LoaderNumbers
+from fabric.strategies.data.loop_progress import LoaderNumbers
 
 
 @final

@@ -22,9 +22,9 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fabric.checks.check import Check
-from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.tensors.parameters import parameters_of
 
 
 @final

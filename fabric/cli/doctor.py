@@ -17,9 +17,9 @@ import torch
 
 from fabric.cli.clusters import clusters
 from fabric.cli.strategies import describe_strategy, show_strategies
+from fabric.configure.machine import Found, Machine
+from fabric.configure.request import Request
 from fabric.launchers.registry import LAUNCHERS
-from fabric.machine import Found, Machine
-from fabric.request import Request
 from fabric.strategies.accelerators.registry import accelerators
 from fabric.strategies.registry import Registration, strategy_registrations
 

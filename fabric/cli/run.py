@@ -11,8 +11,8 @@ import argparse
 import os
 import sys
 
-from fabric.option_parsing import OPTIONS
-from fabric.run_options import ProgramId, as_variable, module_main
+from fabric.configure.options import OPTIONS
+from fabric.configure.run_options import ProgramId, as_variable, module_main
 
 
 def run(parsed: argparse.Namespace) -> int:

@@ -10,9 +10,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, get_args
 
-from fabric.machine import Machine
-from fabric.request import Request
-from fabric.resolve import resolve
+from fabric.configure.machine import Machine
+from fabric.configure.request import Request
+from fabric.configure.resolve import resolve
 from fabric.strategies.accelerators.accelerator import Accelerator
 from fabric.strategies.capabilities import CAPABILITIES, Capability
 from fabric.strategies.precision.precision import Precision, PrecisionWord

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fabric.callbacks import call
 from fabric.fabric import Fabric as CoreFabric
-from fabric.launchers.rank.program import is_interactive
+from fabric.launchers.process.program import is_interactive
 from fabric.launchers.registry import LAUNCHERS
 from fabric.lightning.accelerators import Accelerator, accelerator_of
 from fabric.lightning.connector import core_arguments
@@ -28,6 +27,7 @@ from fabric.lightning.strategies import Strategy, strategy_of
 from fabric.lightning.unsupported import unsupported
 from fabric.lightning.utilities.seed import seed_everything
 from fabric.lightning.wrappers import AfterStep, _FabricModule, is_wrapped, prepared, unwrap
+from fabric.output.callbacks import call
 from fabric.strategies.checkpoint import single_file
 from fabric.strategies.collectives.collective import Collective
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fabric.lightning.utilities.types import ReduceOp
 from fabric.strategies.collectives.collective import ReduceOp as Word
-from fabric.strategies.collectives.tensor_paths import map_tensors
+from fabric.strategies.tensors.paths import map_tensors
 
 _WORDS: dict[str, Word] = {
     "avg": "mean",

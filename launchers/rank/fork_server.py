@@ -166,8 +166,8 @@ class Server:
         return True
 
     def _import(self, names: tuple[str, ...]) -> None:
-        from fabric.launchers.rank.belongings import freeze
-        from fabric.launchers.rank.interpreter import finalizers
+        from fabric.launchers.process.interpreter import finalizers
+        from fabric.launchers.rank.fork_cleanup import freeze
 
         if self._imported.issuperset(names):
             return
@@ -199,7 +199,7 @@ class Server:
 
     def _reap(self) -> None:
         """Report the exit codes of ranks that have ended, and end the processes that they left."""
-        from fabric.launchers.supervision.os_process import kill_group
+        from fabric.launchers.process.os_process import kill_group
 
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake, 4096)

@@ -17,11 +17,11 @@ from typing import Any, NoReturn
 
 from fabric.launchers.cores import num_cores
 from fabric.launchers.environments.ours import variables_of
-from fabric.launchers.rank import interpreter
-from fabric.launchers.rank.belongings import close_files
+from fabric.launchers.process import interpreter
+from fabric.launchers.process.os_process import die_with_parent
+from fabric.launchers.process.reports import NUM_REPEATS, Reporter
+from fabric.launchers.rank.fork_cleanup import close_files
 from fabric.launchers.rank.network import interface_for
-from fabric.launchers.supervision.os_process import die_with_parent
-from fabric.launchers.supervision.report import NUM_REPEATS, Reporter
 from fabric.launchers.supervision.uncaught import hook_of_the_program
 from fabric.launchers.world import World
 

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, Any, NoReturn
 
-from fabric.launchers.rank import pickling
-from fabric.launchers.rank import program as main_module
+from fabric.launchers.process import pickling
+from fabric.launchers.process import program as main_module
 from fabric.launchers.rank.inherit import Inheritance
 from fabric.launchers.rank.rank import become_rank, importing_main, rank_environ, run_and_end, run_to_the_end
 from fabric.launchers.world import World

@@ -9,8 +9,8 @@ import signal
 import sys
 from typing import Any, NoReturn
 
-from fabric.launchers.rank import interpreter
-from fabric.launchers.rank.belongings import close_files
+from fabric.launchers.process import interpreter
+from fabric.launchers.rank.fork_cleanup import close_files
 from fabric.launchers.supervision.failure import describe, first, worker_error
 from fabric.launchers.supervision.supervisor import Supervisor
 from fabric.launchers.supervision.uncaught import exit_as_the_rank, exit_code

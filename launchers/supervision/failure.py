@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 
 from fabric.launchers.launcher import WorkerError
-from fabric.launchers.supervision.report import Failure
+from fabric.launchers.process.reports import Failure
 
 REASONS = {
     signal.SIGKILL: "somebody's `kill -9`, or the kernel when memory ran out",

@@ -18,12 +18,12 @@ from functools import partial
 from types import TracebackType
 
 from fabric.launchers.launcher import Topology
+from fabric.launchers.process.os_process import kill_group, signal_rank
+from fabric.launchers.process.reports import Failure, Inbox, Leaving, Result, Watched, Words
 from fabric.launchers.rendezvous.store_server import MeetingPoint
 from fabric.launchers.supervision import failure
 from fabric.launchers.supervision.guardian import Guardian
-from fabric.launchers.supervision.os_process import kill_group, signal_rank
 from fabric.launchers.supervision.output import Output, Stream
-from fabric.launchers.supervision.report import Failure, Inbox, Leaving, Result, Watched, Words
 from fabric.launchers.supervision.signals import ENDING, Signals
 from fabric.launchers.watch.questions import Place, ask_all
 from fabric.launchers.world import World

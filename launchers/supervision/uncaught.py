@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, TypeAlias, final
 
 from fabric.launchers.launcher import WorkerError
-from fabric.launchers.rank.program import is_interactive
+from fabric.launchers.process.program import is_interactive
 
 Hook: TypeAlias = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 

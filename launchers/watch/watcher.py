@@ -33,13 +33,13 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol, final
 
+from fabric.launchers.process import process_state
+from fabric.launchers.process.reports import Reporter
+from fabric.launchers.process.stack import frames_of, is_within, users_line
 from fabric.launchers.rank.network import own_address
 from fabric.launchers.rank.rank import own_supervisor
-from fabric.launchers.supervision.report import Reporter
-from fabric.launchers.watch import process_state
 from fabric.launchers.watch.activity import Activity, Call, Kind
 from fabric.launchers.watch.questions import Listener, Place, Silence, ask_all, is_reachable
-from fabric.launchers.watch.stack import frames_of, is_within, users_line
 from fabric.launchers.watch.table import first_difference, have_diverged, ranks_in_words, wait_for_ended, who_waits
 from fabric.launchers.world import World
 

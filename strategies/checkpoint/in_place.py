@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.checkpoint.chunk import whole
 from fabric.strategies.checkpoint.load_hooks import has_converting_hook
 from fabric.strategies.checkpoint.stored import Stored, in_memory
+from fabric.strategies.tensors.chunk import whole
 
 
 def filled_module(module: nn.Module, content: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 import xxhash
 
-from fabric.strategies.checkpoint.chunk import Chunk, Shape
+from fabric.strategies.tensors.chunk import Chunk, Shape
 
 NAME = "manifest.json"
 FORMAT = "torchfabric checkpoint"

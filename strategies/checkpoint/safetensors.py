@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from fabric.strategies.checkpoint.chunk import whole
 from fabric.strategies.checkpoint.manifest import Entry, Piece
 from fabric.strategies.checkpoint.memory import buffer_of
 from fabric.strategies.checkpoint.saving import bytes_of
 from fabric.strategies.checkpoint.storage import Folder
 from fabric.strategies.checkpoint.stored import Stored
+from fabric.strategies.tensors.chunk import whole
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"

@@ -25,7 +25,6 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from fabric.strategies.checkpoint.chunk import Chunk
 from fabric.strategies.checkpoint.errors import CheckpointError, sentence_of
 from fabric.strategies.checkpoint.manifest import (
     ALIGNMENT_BYTES,
@@ -45,6 +44,7 @@ from fabric.strategies.checkpoint.storage import Storage
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
 from fabric.strategies.checkpoint.values import Json, encode
 from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.tensors.chunk import Chunk
 
 Part = tuple[Chunk, Tensor]
 Advance: TypeAlias = Callable[[int, int], None]

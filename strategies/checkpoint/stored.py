@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
-from fabric.strategies.checkpoint.chunk import Chunk, Shape, whole
 from fabric.strategies.checkpoint.storage import MAPPED
 from fabric.strategies.checkpoint.values import DTYPES, are_integers
+from fabric.strategies.tensors.chunk import Chunk, Shape, whole
 
 if TYPE_CHECKING:
     from fabric.strategies.checkpoint.manifest import Entry, Piece

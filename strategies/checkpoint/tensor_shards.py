@@ -10,8 +10,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from fabric.strategies.checkpoint.chunk import Chunk, Shape, chunks_of_range, whole
-from fabric.strategies.pytree import map_only_tensors
+from fabric.strategies.tensors.chunk import Chunk, Shape, chunks_of_range, whole
+from fabric.strategies.tensors.nests import map_only_tensors
 
 
 @final

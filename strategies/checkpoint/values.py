@@ -17,8 +17,8 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor
 
-from fabric.strategies.checkpoint.instead import instead_of
 from fabric.strategies.checkpoint.memory import buffer_of
+from fabric.strategies.checkpoint.unsaveable_values import instead_of
 
 Json: TypeAlias = Any
 Keep: TypeAlias = Callable[[str, Any], Json]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fabric.launchers.watch.stack import frames_of, users_line
+from fabric.launchers.process.stack import frames_of, users_line
 from fabric.strategies.collectives.collective import CollectiveError
 
 if TYPE_CHECKING:

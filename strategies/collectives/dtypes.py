@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fabric.strategies.collectives.collective import ReduceOp, check_reduce_op
-from fabric.strategies.collectives.packing import Spec, check_dense
+from fabric.strategies.tensors.packing import Spec, check_dense
 
 _AS_IS = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64}

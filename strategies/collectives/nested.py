@@ -21,8 +21,8 @@ from torch import Tensor
 from fabric.strategies.collectives.call_check import check_call, check_call_and_sum, check_call_later
 from fabric.strategies.collectives.collective import HOST_DEVICES, Collective, ReduceOp, check_reduce_op
 from fabric.strategies.collectives.dtypes import from_number, is_added_as_number, reduction_dtype, to_number
-from fabric.strategies.collectives.packing import Packing, Spec, check_dense, groups, split_copies
-from fabric.strategies.collectives.tensor_paths import map_tensors
+from fabric.strategies.tensors.packing import Packing, Spec, check_dense, groups, split_copies
+from fabric.strategies.tensors.paths import map_tensors
 
 T = TypeVar("T")
 

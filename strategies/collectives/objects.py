@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fabric.strategies.collectives.call_check import all_gather_bytes, check_call, to_bytes, to_tensor
 from fabric.strategies.collectives.collective import Collective, CollectiveError, check_peer
-from fabric.strategies.collectives.packing import Packing, Spec, groups
+from fabric.strategies.tensors.packing import Packing, Spec, groups
 
 # Note [A rank that cannot pickle]
 # It sends its error in place of its object, because the other ranks wait for it. The first byte tells which it is.

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.collectives.packing import Spec, check_dense
-from fabric.strategies.collectives.tensor_paths import map_tensors
+from fabric.strategies.tensors.packing import Spec, check_dense
+from fabric.strategies.tensors.paths import map_tensors
 
 
 def pad_across_ranks(collective: Collective, data: Any, dim: int = 0, pad_value: float = 0) -> Any:

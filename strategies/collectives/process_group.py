@@ -52,7 +52,7 @@ from fabric.strategies.collectives.collective import (
 from fabric.strategies.collectives.dtypes import from_reduced, to_reducible
 from fabric.strategies.collectives.forks import forget_in_forks, in_a_fork
 from fabric.strategies.collectives.objects import CarriesObjects
-from fabric.strategies.collectives.packing import Spec, as_bytes
+from fabric.strategies.tensors.packing import Spec, as_bytes
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import ProcessGroup, Store

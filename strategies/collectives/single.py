@@ -11,7 +11,7 @@ from torch import Tensor
 from fabric.strategies.collectives.collective import Collective, ReduceOp, check_peer, check_slices, check_split
 from fabric.strategies.collectives.dtypes import from_reduced, to_reducible
 from fabric.strategies.collectives.objects import CarriesObjects
-from fabric.strategies.collectives.packing import check_dense
+from fabric.strategies.tensors.packing import check_dense
 
 
 @final

@@ -24,7 +24,7 @@ from fabric.strategies.collectives.collective import (
 )
 from fabric.strategies.collectives.dtypes import from_reduced, reduce_stacked, to_reducible
 from fabric.strategies.collectives.objects import CarriesObjects
-from fabric.strategies.collectives.packing import Spec, as_bytes
+from fabric.strategies.tensors.packing import Spec, as_bytes
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

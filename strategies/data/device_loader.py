@@ -17,7 +17,7 @@ from fabric.strategies.data.batch_sampler import IndexSource
 from fabric.strategies.data.epochs import Epoch, Order, Position
 from fabric.strategies.data.iterable import SharedStream, without_left_out
 from fabric.strategies.data.iteration import Iteration
-from fabric.strategies.data.loader_numbers import LoaderNumbers
+from fabric.strategies.data.loop_progress import LoaderNumbers
 from fabric.strategies.data.positions import Restarting, Resumable, Tail, ending_where_saved, unsaved_part
 from fabric.strategies.data.rng import preserved_rngs
 from fabric.strategies.data.share import Share

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fabric.strategies.data.take import take
-from fabric.strategies.pytree import is_tensor, map_leaves
+from fabric.strategies.tensors.nests import is_tensor, map_leaves
 
 
 class DispatchError(RuntimeError):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
-from fabric.strategies.data.loader_numbers import LoaderNumbers
+from fabric.strategies.data.loop_progress import LoaderNumbers
 from fabric.strategies.data.positions import Tail
 from fabric.strategies.data.repeated import RepeatedBatches
 from fabric.strategies.data.uneven import Agreed

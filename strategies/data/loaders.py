@@ -27,7 +27,7 @@ from fabric.strategies.data.epochs import Order
 from fabric.strategies.data.hints import advice, loading_of
 from fabric.strategies.data.iterable import Collate, Counted, ReseededStream, SharedStream, SplitStream, split_stream
 from fabric.strategies.data.loader_check import Ranks, agree_on_loader, agree_on_seed
-from fabric.strategies.data.loader_numbers import LoaderNumbers
+from fabric.strategies.data.loop_progress import LoaderNumbers
 from fabric.strategies.data.partition import Cut, LeaveOut, RoundRobinCut, SampleCut
 from fabric.strategies.data.positions import Resumable, saves_each_position
 from fabric.strategies.data.rng import own_rngs

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fabric.strategies.accelerators.torch_accelerator import has_streams
-from fabric.strategies.pytree import leaves_in, map_leaves
+from fabric.strategies.tensors.nests import leaves_in, map_leaves
 
 
 @runtime_checkable

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, final
 from fabric.strategies.data.positions import Resumable, Tail
 from fabric.strategies.data.repeated import Factor, Later
 from fabric.strategies.data.share import Uneven
-from fabric.strategies.pytree import is_tensor, map_leaves
+from fabric.strategies.tensors.nests import is_tensor, map_leaves
 
 _END = object()
 _AHEAD, _MOST_AHEAD = 4, 16

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fabric.strategies.collectives.call_check import check_call
-from fabric.strategies.collectives.packing import Spec
 from fabric.strategies.ddp.comm_hooks import register
 from fabric.strategies.gradients.call_module import CallModule
 from fabric.strategies.gradients.reducer import end_reducer
@@ -23,9 +22,10 @@ from fabric.strategies.gradients.scaling import Factor, scale_gradients
 from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.changes import Contents
-from fabric.strategies.module.naming import name_some
 from fabric.strategies.module.outputs import conceal, expose
 from fabric.strategies.module.transforms import refuse_transforms
+from fabric.strategies.tensors.packing import Spec
+from fabric.strategies.tensors.parameters import name_some
 
 if TYPE_CHECKING:
     from fabric.strategies.ddp.strategy import DDPStrategy

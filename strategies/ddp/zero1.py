@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.collectives.packing import fill_from
-from fabric.strategies.gradients.clipping import parameters_of
+from fabric.strategies.collectives.fill import fill_from
 from fabric.strategies.gradients.elementwise import refuse_dependent, refuse_without_hooks
 from fabric.strategies.gradients.optimizer_modes import broadcast_after_modes
+from fabric.strategies.tensors.parameters import parameters_of
 from fabric.strategies.undo import replace_attributes, undo_all
 
 

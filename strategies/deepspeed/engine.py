@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fabric.strategies.collectives.packing import Spec
 from fabric.strategies.deepspeed.gradients import Placeholders
 from fabric.strategies.deepspeed.groups import IN_SHARDS, LATE_GROUP, Groups
 from fabric.strategies.deepspeed.library import STAGE_3, look_up
@@ -28,11 +27,12 @@ from fabric.strategies.gradients.scaling import multiply
 from fabric.strategies.module.added_parameters import AddedParameters
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.copies import Hook
-from fabric.strategies.module.naming import name_some
 from fabric.strategies.module.outputs import outputs_in
 from fabric.strategies.precision.loss_scaler import all_finite
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder, start_comparing
+from fabric.strategies.tensors.packing import Spec
+from fabric.strategies.tensors.parameters import name_some
 from fabric.strategies.torch_internals import disable_dynamo
 from fabric.strategies.undo import replace_attributes, undo_all
 

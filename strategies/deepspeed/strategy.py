@@ -32,8 +32,8 @@ from fabric.strategies.deepspeed.gradient_sync import DeepSpeedGradientSync, Unt
 from fabric.strategies.deepspeed.library import join, local_rank, why_not, with_environment
 from fabric.strategies.deepspeed.loss_scale import LossScale
 from fabric.strategies.deepspeed.state import ZeroState, is_sharded
+from fabric.strategies.gradients.bare_parameters import IN_MODULE
 from fabric.strategies.gradients.sync import GradientSync, LocalGradientSync
-from fabric.strategies.module.bare_parameters import IN_MODULE
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.copies import own_hooks, refuse_copies, refuse_pickles
 from fabric.strategies.module.deferred_init import refuse_empty

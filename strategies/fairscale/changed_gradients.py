@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from fabric.strategies.gradients.clipping import parameters_of
+from fabric.strategies.tensors.parameters import parameters_of
 
 _left = WeakTensorKeyDictionary()
 """By parameter: its gradient as fabric has left it, which may be freed, and the version of that."""

@@ -39,8 +39,7 @@ from fabric.strategies.fairscale.library import (
     refuse_wrapped,
     why_not,
 )
-from fabric.strategies.gradients.clipping import parameters_of
-from fabric.strategies.module.bare_parameters import IN_MODULE
+from fabric.strategies.gradients.bare_parameters import IN_MODULE
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.prepare import attach_scaler, place, replica
 from fabric.strategies.module.sparse_layers import refuse_sparse_layers
@@ -50,6 +49,7 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.target import Target, releases
+from fabric.strategies.tensors.parameters import parameters_of
 from fabric.strategies.undo import undo_all
 
 

@@ -26,9 +26,9 @@ from fabric.strategies.checkpoint.state import PLAIN, StateAccess
 from fabric.strategies.checkpoint.stored import Stored, in_memory
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, flat_shard
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.gradients.clipping import parameters_of
-from fabric.strategies.sharding.dtensor import local_part
 from fabric.strategies.sharding.flat_shards import FlatShard, hide, show_again
+from fabric.strategies.tensors.dtensor import local_part
+from fabric.strategies.tensors.parameters import parameters_of
 from fabric.strategies.undo import replace_attributes, undo_all
 
 _NUMBERS = ("step", "mu_product", "mu", "eta")

@@ -35,13 +35,13 @@ from fabric.strategies.gradients.sync import Finish, GradientSync, all_of
 from fabric.strategies.module.added_parameters import AddedParameters
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.forward import ForwardPath, leave_uncompiled
-from fabric.strategies.module.naming import name_some
 from fabric.strategies.module.outputs import outputs_in
 from fabric.strategies.module.transforms import refuse_transforms
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
 from fabric.strategies.sharding.flat_shards import forget, hide, show
 from fabric.strategies.sharding.freed import explain_freed
+from fabric.strategies.tensors.parameters import name_some
 from fabric.strategies.torch_internals import current_graph_task_id
 from fabric.strategies.undo import replace_attributes, undo_all
 

@@ -19,8 +19,8 @@ from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.fairscale.changed_gradients import note
 from fabric.strategies.gradients.elementwise import refuse_dependent, refuse_without_hooks
 from fabric.strategies.precision.loss_scaler import LossScaler
-from fabric.strategies.sharding.dtensor import local_part
 from fabric.strategies.target import Target
+from fabric.strategies.tensors.dtensor import local_part
 
 Owned = Callable[[Optimizer], list[Tensor]]
 """Returns the parameters of an optimizer for which this rank holds averaged gradients."""

@@ -27,10 +27,8 @@ from fabric.strategies.fairscale.library import (
     why_not,
 )
 from fabric.strategies.fairscale.oss import FairScaleShardedGradientSync, NoOwnersGradientSync
-from fabric.strategies.gradients.clipping import parameters_of
-from fabric.strategies.module.bare_parameters import IN_MODULE
+from fabric.strategies.gradients.bare_parameters import IN_MODULE
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
-from fabric.strategies.module.naming import name_some
 from fabric.strategies.module.prepare import place, replica
 from fabric.strategies.module.sparse_layers import refuse_sparse_layers
 from fabric.strategies.prepared import Prepared
@@ -38,6 +36,7 @@ from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.owners import OwnersState
 from fabric.strategies.target import Target, releases
+from fabric.strategies.tensors.parameters import name_some, parameters_of
 
 
 @final

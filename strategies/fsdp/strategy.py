@@ -35,9 +35,9 @@ from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.dtensor import ShardedState
 from fabric.strategies.sharding.layout import refuse_cut
 from fabric.strategies.sharding.mesh import check_degrees
+from fabric.strategies.sharding.sharded_state import ShardedState
 from fabric.strategies.sharding.submodules import enter_alone
 from fabric.strategies.sharding.whole_draws import draw_whole
 from fabric.strategies.target import Target

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from fabric.strategies.collectives.collective import HOST_DEVICES, Collective
-from fabric.strategies.collectives.packing import exchange
 from fabric.strategies.gradients.clipping import DENSE, NONE, kind_of, refuse_sparse
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.dtensor import as_sharded, local_part
 from fabric.strategies.sharding.layout import DATA_AXES, fsdp_modules, layout_of
 from fabric.strategies.sharding.mesh import along, degree
+from fabric.strategies.tensors.dtensor import as_sharded, local_part
+from fabric.strategies.tensors.packing import exchange
 
 
 @final

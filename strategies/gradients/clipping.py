@@ -22,16 +22,12 @@ from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.precision.loss_scaler import LossScaler, all_finite
-from fabric.strategies.sharding.dtensor import as_sharded, local_part, on_mesh, put_together
+from fabric.strategies.tensors.dtensor import as_sharded, local_part, on_mesh, put_together
+from fabric.strategies.tensors.parameters import parameters_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Every parameter of an optimizer, in the order of its groups."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def clip_norm(

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from fabric.strategies.pytree import tensors_in
+from fabric.strategies.tensors.nests import tensors_in
 from fabric.strategies.torch_internals import disabled_torch_function_impl
 
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from fabric.strategies.sharding.dtensor import local_part
+from fabric.strategies.tensors.dtensor import local_part
 
 Factor: TypeAlias = "float | Tensor"
 """A number, or a tensor without dimensions, whose value is not copied to the host."""

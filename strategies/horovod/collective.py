@@ -37,10 +37,10 @@ from fabric.strategies.collectives.collective import (
 from fabric.strategies.collectives.dtypes import from_reduced, reduce_stacked, to_reducible
 from fabric.strategies.collectives.forks import forget_in_forks, in_a_fork
 from fabric.strategies.collectives.objects import CarriesObjects
-from fabric.strategies.collectives.packing import Spec, as_bytes
 from fabric.strategies.collectives.store import StoreCollective
 from fabric.strategies.horovod.rendezvous import RendezvousServer
 from fabric.strategies.horovod.timeout import Watch
+from fabric.strategies.tensors.packing import Spec, as_bytes
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

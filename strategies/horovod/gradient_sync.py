@@ -12,11 +12,11 @@ from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import Collective, CollectiveError
-from fabric.strategies.collectives.packing import Spec, exchange
 from fabric.strategies.gradients.clipping import NONE, kind_of, on_gradient, refuse_sparse
 from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.module.buffers import broadcast_from_rank_zero, buffers_of
 from fabric.strategies.module.changes import Contents
+from fabric.strategies.tensors.packing import Spec, exchange
 from fabric.strategies.torch_internals import after_backward
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, final
 from torch import Tensor
 
 from fabric.strategies.collectives.collective import CollectiveError
-from fabric.strategies.collectives.packing import Spec
+from fabric.strategies.tensors.packing import Spec
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

@@ -13,8 +13,8 @@ from torch import nn
 from fabric.launchers.world import World
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.precision.precision import Precision
-from fabric.strategies.sharding.dtensor import as_sharded
 from fabric.strategies.sharding.mesh import along
+from fabric.strategies.tensors.dtensor import as_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.gradients.averaging import average
-from fabric.strategies.gradients.clipping import on_gradient, parameters_of
+from fabric.strategies.gradients.clipping import on_gradient
 from fabric.strategies.gradients.reducer import end_reducer
 from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.manual.context import ManualContext, Parallelized
@@ -29,9 +29,10 @@ from fabric.strategies.manual.replica_checks import refuse_unequal_gradients
 from fabric.strategies.manual.state import own_parameters
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.changes import ADDED, Additions, Contents
-from fabric.strategies.sharding.dtensor import as_sharded
 from fabric.strategies.sharding.layout import write_slices
 from fabric.strategies.sharding.mesh import along, axes_of, degree
+from fabric.strategies.tensors.dtensor import as_sharded
+from fabric.strategies.tensors.parameters import parameters_of
 
 
 @final

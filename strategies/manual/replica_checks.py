@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.digest import numbers_of
+from fabric.strategies.tensors.digest import numbers_of
 
 _TOLERANCE = 1e-3
 """Relative, of norms. Ranks may sum equal gradients in another order; those of other samples differ by more."""

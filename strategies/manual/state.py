@@ -19,7 +19,8 @@ from fabric.strategies.checkpoint.state import StateAccess, uncompiled
 from fabric.strategies.checkpoint.tensor_shards import replicated
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.manual.replica_checks import refuse_differing
-from fabric.strategies.sharding.dtensor import ShardedState, as_sharded
+from fabric.strategies.sharding.sharded_state import ShardedState
+from fabric.strategies.tensors.dtensor import as_sharded
 
 
 def own_name(module: nn.Module, name: str) -> str:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from fabric.strategies.sharding.dtensor import as_sharded
+from fabric.strategies.tensors.dtensor import as_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

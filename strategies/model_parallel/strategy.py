@@ -26,11 +26,11 @@ from torch.optim import Optimizer
 
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
+from fabric.strategies.gradients.bare_parameters import IN_MODULE
 from fabric.strategies.gradients.clipping import move_state
 from fabric.strategies.model_parallel.gradient_sync import ModelParallelGradientSync
 from fabric.strategies.model_parallel.pipeline.options import Pipeline
 from fabric.strategies.model_parallel.pipeline.setup import pipelined
-from fabric.strategies.module.bare_parameters import IN_MODULE
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.copies import IN_SHARDS, IN_STAGES, refuse_copies
 from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
@@ -44,13 +44,14 @@ from fabric.strategies.precision.forward_precision import cast_module
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.dtensor import ShardedState, as_sharded
 from fabric.strategies.sharding.fully_sharded import reshard_roots
 from fabric.strategies.sharding.layout import Parallelize, parallelize, refuse_cut
 from fabric.strategies.sharding.mesh import COPIES, Degree, check_written, complete
+from fabric.strategies.sharding.sharded_state import ShardedState
 from fabric.strategies.sharding.submodules import enter_alone
 from fabric.strategies.sharding.whole_draws import draw_whole
 from fabric.strategies.target import Target
+from fabric.strategies.tensors.dtensor import as_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fabric.strategies.module.changes import Contents
-from fabric.strategies.module.naming import name_some
+from fabric.strategies.tensors.parameters import name_some
 
 _requires_grad = attrgetter("requires_grad")
 

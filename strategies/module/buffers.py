@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor, nn
 
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.collectives.packing import fill_from
+from fabric.strategies.collectives.fill import fill_from
 
 
 def broadcast_from_rank_zero(collective: Collective, tensors: Iterable[Tensor]) -> None:

@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from fabric.strategies.sharding.dtensor import as_sharded
+from fabric.strategies.tensors.dtensor import as_sharded
 
 _AT_END = (object(),)
 _requires_grad = attrgetter("requires_grad")

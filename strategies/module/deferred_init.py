@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.module.forward import Around
-from fabric.strategies.sharding.dtensor import local_part, user_class
 from fabric.strategies.sharding.whole_draws import WholeDraws
+from fabric.strategies.tensors.dtensor import local_part, user_class
 
 _RESET = ("reset_parameters", "_reset_parameters")
 """The second is the name in torch's `nn.MultiheadAttention` and `nn.Transformer`."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.pytree import opened
+from fabric.strategies.tensors.nests import opened
 
 _CLOSED = (
     int,

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.sharding.dtensor import shard_like, shard_state, user_class
+from fabric.strategies.sharding.sharded_state import shard_state
+from fabric.strategies.tensors.dtensor import shard_like, user_class
 
 
 @contextmanager

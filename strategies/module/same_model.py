@@ -12,9 +12,9 @@ from torch.nn.parameter import is_lazy
 
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.call_check import check_call
-from fabric.strategies.module.naming import name_some
 from fabric.strategies.precision.forward_precision import cast, casts
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.tensors.parameters import name_some
 
 
 def refuse_different_models(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from fabric.strategies.sharding.dtensor import as_sharded
+from fabric.strategies.tensors.dtensor import as_sharded
 
 
 def refuse_sparse_layers(strategy: str, module: nn.Module, *, sharded: bool = False) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from fabric.strategies.sharding.dtensor import user_class
+from fabric.strategies.tensors.dtensor import user_class
 from fabric.strategies.torch_internals import transform_level
 
 

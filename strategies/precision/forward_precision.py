@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fabric.strategies.precision.precision import Precision
-from fabric.strategies.pytree import map_only_tensors
+from fabric.strategies.tensors.nests import map_only_tensors
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fabric.strategies.sharding.dtensor import put_together
+from fabric.strategies.tensors.dtensor import put_together
 from fabric.strategies.torch_internals import require_fully_shard
 
 _aten = torch.ops.aten

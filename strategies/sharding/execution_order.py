@@ -19,7 +19,7 @@ from torch import nn
 from fabric.strategies.module.copies import Hook
 from fabric.strategies.module.forward import Around
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.dtensor import user_class
+from fabric.strategies.tensors.dtensor import user_class
 from fabric.strategies.torch_internals import disable_dynamo
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fabric.strategies.pytree import tensors_in, written_by
+from fabric.strategies.tensors.nests import tensors_in, written_by
 from fabric.strategies.torch_internals import disabled_torch_function_impl, without_torch_function
 
 

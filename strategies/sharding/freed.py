@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from fabric.strategies.sharding.dtensor import user_class
+from fabric.strategies.tensors.dtensor import user_class
 
 
 def explain_freed(error: RuntimeError, module: nn.Module) -> str | None:

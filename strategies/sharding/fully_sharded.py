@@ -18,8 +18,8 @@ from torch import nn
 from fabric.strategies.module.copies import Hook
 from fabric.strategies.module.forward import leave_uncompiled
 from fabric.strategies.module.outputs import conceal, expose
-from fabric.strategies.sharding.dtensor import user_class
 from fabric.strategies.sharding.layout import fsdp_modules
+from fabric.strategies.tensors.dtensor import user_class
 from fabric.strategies.torch_internals import require_fully_shard
 from fabric.strategies.undo import undo_all
 

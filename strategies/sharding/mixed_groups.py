@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from fabric.strategies.sharding.dtensor import as_sharded
+from fabric.strategies.tensors.dtensor import as_sharded
 from fabric.strategies.undo import undo_all
 
 

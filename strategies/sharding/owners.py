@@ -15,8 +15,8 @@ from fabric.strategies.checkpoint.in_place import filled_optimizer
 from fabric.strategies.checkpoint.state import PLAIN, PlainState, StateAccess
 from fabric.strategies.checkpoint.tensor_shards import no_shards, replicated
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.collectives.packing import Spec
-from fabric.strategies.gradients.clipping import parameters_of
+from fabric.strategies.tensors.packing import Spec
+from fabric.strategies.tensors.parameters import parameters_of
 
 
 @final

@@ -26,8 +26,8 @@ from torch.utils.hooks import RemovableHandle
 from fabric.strategies.gradients.in_shards import InShards
 from fabric.strategies.gradients.sync import Finish
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.dtensor import user_class
 from fabric.strategies.sharding.execution_order import start_comparing
+from fabric.strategies.tensors.dtensor import user_class
 from fabric.strategies.torch_internals import require_fully_shard
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from fabric.strategies.pytree import written_by
-from fabric.strategies.sharding.dtensor import local_part, put_together, shard_like
 from fabric.strategies.sharding.dtensor_reads import handlers, read_whole_tensors, run_without
+from fabric.strategies.tensors.dtensor import local_part, put_together, shard_like
+from fabric.strategies.tensors.nests import written_by
 
 _aten = torch.ops.aten
 _OPERATORS: frozenset[Any] = frozenset(

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
-from fabric.strategies.sharding.dtensor import as_sharded, local_part, shard_like, whole
+from fabric.strategies.tensors.dtensor import as_sharded, local_part, shard_like, whole
 from fabric.strategies.undo import replace_attributes, undo_all
 
 _ops = torch.ops.aten

@@ -26,8 +26,8 @@ from fabric.strategies.collectives.collective import (
 )
 from fabric.strategies.collectives.dtypes import from_reduced, to_reducible
 from fabric.strategies.collectives.objects import CarriesObjects
-from fabric.strategies.collectives.packing import INTEGERS, Spec, check_dense
 from fabric.strategies.collectives.store import StoreCollective
+from fabric.strategies.tensors.packing import INTEGERS, Spec, check_dense
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

@@ -16,12 +16,13 @@ from torch.optim import Optimizer
 
 from fabric.strategies.checkpoint.state import PlainState, StateAccess
 from fabric.strategies.data.transfer import move
-from fabric.strategies.gradients.clipping import move_state, parameters_of
+from fabric.strategies.gradients.clipping import move_state
 from fabric.strategies.module.copies import Hook
 from fabric.strategies.module.prepare import attach_scaler
 from fabric.strategies.precision.forward_precision import cast_module
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.target import Target
+from fabric.strategies.tensors.parameters import parameters_of
 from fabric.strategies.undo import undo_all
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from fabric.strategies.capabilities import Capability
-from fabric.strategies.module.bare_parameters import IN_MODULE
+from fabric.strategies.gradients.bare_parameters import IN_MODULE
 from fabric.strategies.strategy import Strategy
 from fabric.strategies.target import releases
 

@@ -28,8 +28,8 @@ from timing import race  # noqa: E402
 
 MARKED = (
     "tests/conformance/test_accelerator.py",
-    "tests/fabric/test_machine.py",
-    "tests/fabric/test_seed.py",
+    "tests/fabric/configure/test_machine.py",
+    "tests/fabric/loop/test_seed.py",
     "tests/strategies/collectives/test_process_group.py",
     "tests/strategies/data/test_transfer.py",
 )

@@ -13,7 +13,7 @@ import os, sys
 import torch
 from torch.utils.data import DataLoader
 from fabric import Fabric
-from fabric.seed import isolated_rng
+from fabric.loop.seed import isolated_rng
 
 CREATED = []
 

@@ -23,9 +23,9 @@ from worlds import run_world
 
 from fabric import Fabric, World
 from fabric.strategies.collectives.collective import CollectiveError
-from fabric.strategies.gradients.clipping import parameters_of
 from fabric.strategies.registry import make_strategy
 from fabric.strategies.strategy import Strategy
+from fabric.strategies.tensors.parameters import parameters_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
 from rows import WITH_A_FUNCTION

@@ -26,7 +26,7 @@ from fabric.strategies.collectives.collective import (
 )
 from fabric.strategies.collectives.dtypes import from_reduced, to_reducible
 from fabric.strategies.collectives.objects import CarriesObjects
-from fabric.strategies.collectives.packing import check_dense
+from fabric.strategies.tensors.packing import check_dense
 
 R = TypeVar("R")
 

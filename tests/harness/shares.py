@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from fabric.strategies.data.loader_check import Ranks
-from fabric.strategies.data.loader_numbers import LoaderNumbers
 from fabric.strategies.data.loaders import DeviceLoader, Share, Use, process_dataloader
+from fabric.strategies.data.loop_progress import LoaderNumbers
 
 
 def ranks_by(gather: Callable[[Any], list[Any]], count: int) -> Ranks:

@@ -387,8 +387,8 @@ def _end(code: int) -> NoReturn:
     """As Python does at its exit, but for destructors: those of all modules take a fork 0.3 s."""
     import threading
 
-    from fabric.launchers.rank import interpreter
-    from fabric.launchers.rank.belongings import close_files
+    from fabric.launchers.process import interpreter
+    from fabric.launchers.rank.fork_cleanup import close_files
 
     try:
         threading._shutdown()
@@ -447,12 +447,13 @@ if __name__ == "__main__":
     _address = _address_of_mark()
     for _name in PRELOAD:
         import_module(_name)
-    from fabric.launchers.rank import belongings, interpreter
+    from fabric.launchers.process import interpreter
+    from fabric.launchers.rank import fork_cleanup
 
     for _finalizer in interpreter.finalizers():  # of modules, as fabric's own fork server does
         _finalizer.atexit = False
     gc.collect()
-    belongings.freeze()
+    fork_cleanup.freeze()
     _server = Server(socket.socket(fileno=int(sys.argv[1])))
     _call = _server.serve()
     _templates[:] = [_server.parent]

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from fabric.launchers.watch import process_state
+from fabric.launchers.process import process_state
+from fabric.launchers.process.stack import users_line
 from fabric.launchers.watch.activity import GRADIENTS, WORLD, Activity, Call, Kind
 from fabric.launchers.watch.questions import Listener, Place, ask_all
-from fabric.launchers.watch.stack import users_line
 from fabric.launchers.watch.table import first_difference, have_diverged, ranks_in_words, wait_for_ended, who_waits
 
 

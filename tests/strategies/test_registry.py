@@ -124,8 +124,8 @@ def test_an_installed_package_adds_an_accelerator(tmp_path: Path) -> None:
     install(tmp_path, "faraway", "[fabric.accelerators]\nmaia = faraway:make\n", module)
     output = run(
         """
-from fabric.machine import Machine
-from fabric.request import Request
+from fabric.configure.machine import Machine
+from fabric.configure.request import Request
 from fabric.strategies.accelerators import accelerators
 assert accelerators()[-1].name == "maia"
 print(Machine.look({}, Request(accelerator="maia")).of("maia").num_devices)

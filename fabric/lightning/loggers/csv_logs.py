@@ -8,7 +8,7 @@ from typing import Any, final
 
 from fabric.lightning.loggers.logger import FolderLogger, prefixed, settings
 from fabric.lightning.utilities.rank_zero import rank_zero_only
-from fabric.loggers.csv_file import CSVRows, write_hyperparams
+from fabric.output.loggers.csv_file import CSVRows, write_hyperparams
 
 
 @final

@@ -7,7 +7,7 @@ from typing import Any, final
 
 from fabric.lightning.loggers.logger import FolderLogger, prefixed, rank_zero_experiment, settings
 from fabric.lightning.utilities.rank_zero import rank_zero_only
-from fabric.loggers.tensorboard import check_installed
+from fabric.output.loggers.tensorboard import check_installed
 
 
 @final

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-import fabric.seed
+import fabric.loop.seed
 
 
 def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
@@ -14,7 +14,7 @@ def seed_everything(seed: int | None = None, workers: bool | None = None, verbos
     `verbose`: logs the seed, at the level INFO of the standard logger `fabric`.
     Raises: ValueError: out of range.
     """
-    chosen = fabric.seed.seed_everything(0 if seed is None else int(seed))
+    chosen = fabric.loop.seed.seed_everything(0 if seed is None else int(seed))
     if verbose:
         logging.getLogger("fabric").info("Seed set to %d", chosen)
     return chosen

@@ -27,14 +27,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fabric.strategies.collectives.call_check import check_call, to_bytes
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.collectives.packing import Spec, as_bytes
 from fabric.strategies.model_parallel.pipeline.options import Pipeline
 from fabric.strategies.model_parallel.pipeline.split import Stage
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.precision.forward_precision import autocast, cast_inputs, casts
-from fabric.strategies.pytree import map_only_tensors, tensors_in
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.dtensor import as_sharded, local_part
+from fabric.strategies.tensors.dtensor import as_sharded, local_part
+from fabric.strategies.tensors.nests import map_only_tensors, tensors_in
+from fabric.strategies.tensors.packing import Spec, as_bytes
 from fabric.strategies.torch_internals import require_pipelining
 
 if TYPE_CHECKING:

@@ -38,9 +38,9 @@ from fabric.strategies.module.parameter_rebinding import rebinding
 from fabric.strategies.module.prepare import place, prepared
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.dtensor import ShardedState
 from fabric.strategies.sharding.layout import fsdp_modules
 from fabric.strategies.sharding.mesh import along
+from fabric.strategies.sharding.sharded_state import ShardedState
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -17,7 +17,7 @@ from torch.optim import LBFGS, Optimizer
 from fabric.strategies.checkpoint.state import StateAccess
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, no_shards, replicated
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.collectives.packing import Spec
+from fabric.strategies.tensors.packing import Spec
 
 
 @final

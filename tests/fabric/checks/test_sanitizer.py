@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from fabric import Fabric, SanitizerError, WorkerError
 from fabric.checks.sanitizer import WatchedSteps
 from fabric.strategies import FSDPStrategy, Strategy
-from fabric.strategies.sharding.dtensor import local_part
+from fabric.strategies.tensors.dtensor import local_part
 
 
 def test_which_steps_are_watched() -> None:
@@ -234,8 +234,8 @@ def test_ranks_that_read_the_same_samples_are_reported_once(is_said: bool, capfd
 
 
 def test_a_device_that_records_steps_is_refused() -> None:
-    from fabric.conflicts import sanitize_against_the_strategy
-    from fabric.request import Request
+    from fabric.configure.conflicts import sanitize_against_the_strategy
+    from fabric.configure.request import Request
     from fabric.strategies.registry import make_strategy
 
     xla = make_strategy("xla")

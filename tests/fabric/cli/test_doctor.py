@@ -14,10 +14,10 @@ import torch
 
 from fabric.cli.clusters import clusters
 from fabric.cli.doctor import report
+from fabric.configure.machine import Found, Machine
 from fabric.launchers.environments import ENVIRONMENTS
 from fabric.launchers.environments.horovod import INSTALL
 from fabric.launchers.world import World
-from fabric.machine import Found, Machine
 from fabric.strategies import DDPStrategy, available_strategies
 from fabric.strategies.accelerators import CPUAccelerator, TorchAccelerator
 from fabric.strategies.registry import Registration, strategy_registrations

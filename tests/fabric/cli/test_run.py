@@ -12,7 +12,7 @@ import template
 
 TELL = """
 import json, os, subprocess, sys
-from fabric.run_options import options_in
+from fabric.configure.run_options import options_in
 
 def tell(depth=0):
     print(json.dumps([options_in(os.environ), sys.argv[1:]]), flush=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fabric.option_parsing import PRECISIONS
-from fabric.run_options import ProgramId, as_variable, options_in
+from fabric.configure.options import PRECISIONS
+from fabric.configure.run_options import ProgramId, as_variable, options_in
 from fabric.strategies.precision.precision import Precision
 
 TRAIN = ProgramId(arguments=("train.py", "--lr", "3"), main="/home/train.py")

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from fabric import CheckpointError, Fabric, consolidate
 from fabric.cli import main
-from fabric.strategies.checkpoint.chunk import Chunk
 from fabric.strategies.checkpoint.saving import commit, plan, write
 from fabric.strategies.checkpoint.storage import Folder
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
+from fabric.strategies.tensors.chunk import Chunk
 
 
 class Tied(nn.Module):

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.masked import masked_tensor
 
 from fabric import CheckpointError, Fabric, read_checkpoint
-from fabric.strategies.checkpoint.chunk import Chunk, chunks_of_range, whole
 from fabric.strategies.checkpoint.loading import Checkpoint
 from fabric.strategies.checkpoint.manifest import BLOCK_BYTES, NAME
 from fabric.strategies.checkpoint.saving import commit, plan, save, write
@@ -33,6 +32,7 @@ from fabric.strategies.checkpoint.state import state_of
 from fabric.strategies.checkpoint.storage import Folder, storage_of
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, no_shards, replicated
 from fabric.strategies.collectives.single import SingleDeviceCollective
+from fabric.strategies.tensors.chunk import Chunk, chunks_of_range, whole
 
 
 def alone() -> SingleDeviceCollective:

@@ -18,8 +18,8 @@ from worlds import run_world
 from fabric.launchers.world import World
 from fabric.strategies.collectives import nested
 from fabric.strategies.collectives.collective import Collective, CollectiveError
-from fabric.strategies.collectives.packing import LARGE_BYTES, Packing, Spec
 from fabric.strategies.collectives.process_group import TorchCollective
+from fabric.strategies.tensors.packing import LARGE_BYTES, Packing, Spec
 
 Body = Callable[[Collective], Any]
 

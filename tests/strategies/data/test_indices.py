@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from fabric.strategies.data.loader_numbers import LoaderNumbers
+from fabric.strategies.data.loop_progress import LoaderNumbers
 from fabric.strategies.data.share import Share
 
 TORCHDATA_BEHIND = "ignore:'set_vital' is deprecated"  # torchdata 0.11 with torch 2.13

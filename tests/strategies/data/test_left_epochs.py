@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from torchdata.nodes import Batcher, Loader, Mapper, SamplerWrapper
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from fabric.accumulation import Accumulation
-from fabric.strategies.data.loader_numbers import LoaderNumbers
+from fabric.loop.accumulation import Accumulation
+from fabric.strategies.data.loop_progress import LoaderNumbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 from worlds import run_world
 
 from fabric.launchers.world import World
-from fabric.strategies.data.loader_numbers import LoaderNumbers
 from fabric.strategies.data.loaders import DeviceLoader, Share, process_dataloader
+from fabric.strategies.data.loop_progress import LoaderNumbers
 
 
 def shared(world: World, loader: Any) -> DeviceLoader:

@@ -13,8 +13,8 @@ from shares import ranks_by
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
-from fabric.strategies.data.loader_numbers import LoaderNumbers
 from fabric.strategies.data.loaders import DeviceLoader, Share, process_dataloader
+from fabric.strategies.data.loop_progress import LoaderNumbers
 from fabric.strategies.data.transfer import move, one_ahead
 
 META = torch.device("meta")

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from fabric import Fabric, read_checkpoint
 from fabric.strategies import DDPStrategy, Strategy
 from fabric.strategies.precision.precision import Precision
-from fabric.strategies.sharding.dtensor import whole
+from fabric.strategies.tensors.dtensor import whole
 
 ZERO = DDPStrategy(shard_optimizer=True)
 

@@ -21,8 +21,8 @@ from fabric.strategies.accelerators.cpu import CPUAccelerator
 from fabric.strategies.accelerators.torch_accelerator import TorchAccelerator
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.dtensor import local_part
 from fabric.strategies.target import Target
+from fabric.strategies.tensors.dtensor import local_part
 
 RECIPES = [
     Recipe(clip={"max_norm": 0.1}),

@@ -14,7 +14,7 @@ from worlds import run_world
 from fabric.launchers.world import World
 from fabric.strategies.collectives.process_group import TorchCollective
 from fabric.strategies.gradients.clipping import clip_norm, clip_value, total_norm
-from fabric.strategies.sharding.dtensor import local_part, whole
+from fabric.strategies.tensors.dtensor import local_part, whole
 
 SHAPES = ((5, 6), (1, 3), (8,), (4, 4), (3,))
 

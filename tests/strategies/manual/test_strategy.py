@@ -23,8 +23,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from fabric import Fabric, read_checkpoint
 from fabric.strategies import DDPStrategy, ManualContext, ManualStrategy, Parallelized
 from fabric.strategies.accelerators.torch_accelerator import TorchAccelerator
-from fabric.strategies.sharding.dtensor import whole
 from fabric.strategies.target import Target
+from fabric.strategies.tensors.dtensor import whole
 
 sys.path.append(str(Path(__file__).parents[3] / "examples"))
 from recommender import Recommender, SplitEmbedding, split_tables

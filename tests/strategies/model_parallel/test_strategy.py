@@ -21,8 +21,8 @@ from fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, 
 from fabric.strategies.accelerators.cpu import CPUAccelerator
 from fabric.strategies.accelerators.torch_accelerator import TorchAccelerator
 from fabric.strategies.precision.precision import Precision
-from fabric.strategies.sharding.dtensor import local_part, whole
 from fabric.strategies.target import Target
+from fabric.strategies.tensors.dtensor import local_part, whole
 
 
 def cut_layers(model: Net, mesh: Any) -> None:

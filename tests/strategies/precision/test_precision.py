@@ -20,7 +20,7 @@ from fabric.launchers.world import World
 from fabric.strategies import ModelParallelStrategy
 from fabric.strategies.precision.forward_precision import DefaultDtype, cast_inputs, cast_module
 from fabric.strategies.precision.precision import Precision
-from fabric.strategies.pytree import map_leaves
+from fabric.strategies.tensors.nests import map_leaves
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch.optim import SGD, Optimizer
 from fabric import Fabric
 from fabric.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
 from fabric.strategies.module.wrap_policy import SMALL_BYTES, whole_at_once
-from fabric.strategies.sharding.dtensor import whole
+from fabric.strategies.tensors.dtensor import whole
 
 
 class Block(nn.Module):

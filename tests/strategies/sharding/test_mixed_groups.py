@@ -14,7 +14,7 @@ from torch.optim import AdamW, Optimizer
 
 from fabric import Fabric
 from fabric.strategies import ModelParallelStrategy
-from fabric.strategies.sharding.dtensor import whole
+from fabric.strategies.tensors.dtensor import whole
 
 
 def make(**options: Any) -> tuple[nn.Module, Optimizer]:

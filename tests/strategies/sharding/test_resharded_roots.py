@@ -17,7 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from fabric import Fabric
 from fabric.strategies import FSDPStrategy, ManualContext, ManualStrategy, ModelParallelStrategy, Parallelized, Strategy
-from fabric.strategies.sharding.dtensor import whole
+from fabric.strategies.tensors.dtensor import whole
 
 Backward: TypeAlias = Callable[[Tensor], None]
 KINDS: dict[str, dict[str, bool]] = {

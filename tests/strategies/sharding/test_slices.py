@@ -11,7 +11,7 @@ from torch import nn
 
 from fabric import Fabric
 from fabric.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
-from fabric.strategies.sharding.dtensor import whole
+from fabric.strategies.tensors.dtensor import whole
 
 RIGHT = """\
 w.data[2].zero_()

@@ -1,0 +1,208 @@
+"""What one fabric saves and loads: the implementations of `Fabric.save`, `load`, `load_raw` and `state_dict`.
+
+Imported when it is first used, with all of `fabric.strategies.checkpoint`: a program that saves nothing does not pay
+for it.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fabric.checkpoints.loader_positions import LoaderStates
+from fabric.checkpoints.run_state import has_objects, is_run, run_state_of
+from fabric.configure.arguments import check_filter, check_has_state, check_named
+from fabric.output.progress.checkpoint import checkpoint_progress
+from fabric.strategies.checkpoint import foreign, loading, rename_advice, run_state, saving
+from fabric.strategies.checkpoint.background import BackgroundSaves, PendingSave
+from fabric.strategies.checkpoint.mismatches import mismatches, table
+from fabric.strategies.checkpoint.run_state import RunState
+from fabric.strategies.checkpoint.snapshot import snapshot
+from fabric.strategies.checkpoint.state import (
+    Filter,
+    FindAccess,
+    Stateful,
+    load_into,
+    restore,
+    state_of,
+    uncompiled,
+)
+from fabric.strategies.checkpoint.storage import Folder, storage_of
+from fabric.strategies.data.device_loader import DeviceLoader
+from fabric.strategies.runtime import Runtime
+from fabric.strategies.tensors.dtensor import local_part
+
+Path = str | os.PathLike[str]
+
+
+@final
+class Checkpoints:
+    """The checkpoints of one fabric while it is connected.
+
+    `access`: how the state of a model or an optimizer is read and written. `scalers`: returns the loss scalers.
+    `schedulers`, `steps`, `loaders`: those of the fabric, which may add others later. `collective_load`: a context for
+    changes of models that are the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        access: FindAccess,
+        scalers: Callable[[], Sequence[Stateful]],
+        schedulers: Sequence[Stateful],
+        steps: Mapping[Optimizer, Stateful],
+        loaders: Sequence[weakref.ref[DeviceLoader]],
+        loading: Callable[[], None],
+    ) -> None:
+        self._runtime, self._collective = runtime, runtime.collective
+        self._access, self._loading = access, loading
+        self._scalers, self._schedulers, self._steps, self._loaders = scalers, schedulers, steps, loaders
+        self._left_out: set[str] = set()
+        """What was reported to be left out of checkpoints: names of loaders without a state, and messages."""
+        self._background = BackgroundSaves(runtime.collective)
+
+    def save(
+        self,
+        path: Path,
+        state: Mapping[str, Any],
+        keep: Filter | None,
+        after_commit: Callable[[], object] | None,
+        *,
+        blocking: bool,
+    ) -> PendingSave:
+        """See `Fabric.save`; `keep`: its `filter`."""
+        self.wait()
+        content = self.content(state, keep, gathered=False)
+        storage = storage_of(path)
+        if not blocking:
+            return self._background.start(storage, content, after_commit)
+        with self._progress(f"save {storage.path}") as advance:
+            saving.save(self._collective, storage, content, after_commit, advance, self._background.off_device)
+        return PendingSave(storage.path)
+
+    def wait(self) -> None:
+        """Wait for the save in the background. Any rank may call it. Raises: CheckpointError: it failed."""
+        self._background.finish()
+
+    def close(self) -> None:
+        """As `wait`, and free the memory. Ranks: each on its own."""
+        self._background.close()
+
+    def load(
+        self,
+        path: Path,
+        state: MutableMapping[str, Any] | None,
+        *,
+        strict: bool,
+        resume_loaders: bool,
+        mmap: bool,
+    ) -> dict[str, Any]:
+        """See `Fabric.load`."""
+        if state is not None:
+            check_named("load", state)
+        found = {} if state is None else state
+        content = self._read(path, mmap=mmap)
+        run = content.pop(run_state.NAME, None)
+        self._refuse_misfits(
+            "load",
+            path,
+            found,
+            content,
+            lambda: rename_advice.in_checkpoint(found, content, self._access),
+            strict=strict,
+        )
+        # What an optimizer keeps would not be trained on if it were made within `torch.inference_mode`.
+        self._loading()
+        with torch.inference_mode(False):
+            rest = restore(found, content, strict=strict, access=self._access, loaders=self._loader_states)
+        if is_run(dict(found)):
+            self._run_state(found).write(run, resume_loaders=resume_loaders)
+        return rest
+
+    def load_raw(self, path: Path, obj: Stateful, *, strict: bool) -> None:
+        """See `Fabric.load_raw`."""
+        check_has_state(obj)
+        content = self._read(path)
+        if isinstance(obj, nn.Module):
+            content = foreign.with_tied(uncompiled(obj), content)
+        name = type(obj).__name__
+        self._refuse_misfits(
+            "load_raw",
+            path,
+            {name: obj},
+            {name: content},
+            lambda: rename_advice.in_file(obj, content, self._access) if isinstance(obj, nn.Module) else "",
+            strict=strict,
+        )
+        self._loading()
+        with torch.inference_mode(False):
+            load_into(obj, content, strict=strict, access=self._access)
+
+    def state_dict(self, *objects: nn.Module | Optimizer, all_ranks: bool) -> list[dict[str, Any]]:
+        """The states of a model and an optimizer, in this order."""
+        content = state_of({str(number): each for number, each in enumerate(objects)}, access=self._access)
+        is_rank_zero = self._runtime.world.is_global_zero
+        states = [snapshot(each, objects, local_part) if is_rank_zero else {} for each in content.values()]
+        return self._collective.broadcast_object(states) if all_ranks else states
+
+    def content(self, state: Mapping[str, Any], keep: Filter | None, *, gathered: bool) -> dict[str, Any]:
+        """The states of the objects: whole on rank 0 (`gathered`), or what each rank holds. Ranks: all."""
+        check_named("save", state)
+        check_filter(keep)
+        content = state_of(state, keep, self._access, self._loader_states, gathered=gathered)
+        if has_objects(dict(state)):
+            content[run_state.NAME] = self._run_state(state).read(gathered=gathered)
+        return content
+
+    def _read(self, path: Path, *, mmap: bool = False) -> Any:
+        """Read a checkpoint, or a file of another library. Ranks: all."""
+        self.wait()
+        storage = storage_of(path)
+        if mmap and not isinstance(storage, Folder):
+            raise ValueError(_NOT_MAPPED.format(path=storage.path, what="an address of fsspec, whose files are copied"))
+        kind = loading.from_rank_zero(self._collective, storage, lambda: foreign.kind_of(path))
+        if kind is not None:
+            if mmap:
+                raise ValueError(_NOT_MAPPED.format(path=storage.path, what="of another library"))
+            return foreign.load(self._collective, path, kind)
+        with self._progress(f"load {path}") as advance:
+            return loading.load(self._collective, storage, advance=advance, maps=mmap)
+
+    def _refuse_misfits(
+        self, method: str, path: Path, state: Any, content: Any, advice: Callable[[], str], *, strict: bool
+    ) -> None:
+        """Raise CheckpointError on every rank if a state does not fit; `advice` is added then. Ranks: all."""
+        rows = mismatches(dict(state), content, self._access, self._loader_states)
+        wrong = rows if strict else [row for row in rows if not row.is_left_out]
+        problem = None
+        if wrong:
+            problem = ValueError(f"it does not fit, and nothing was loaded.\n{table(wrong)}\n{advice()}".rstrip())
+        loading.refuse_unread(self._collective, storage_of(path), problem)
+        if rows:
+            self._runtime.report(f"`fabric.{method}(..., strict=False)` left out:\n{table(rows)}")
+
+    @property
+    def _loader_states(self) -> LoaderStates:
+        return LoaderStates(self._collective, self._runtime.report, self._left_out)
+
+    def _run_state(self, state: Mapping[str, Any]) -> RunState:
+        loaders = [loader for each in self._loaders if (loader := each()) is not None]
+        return run_state_of(
+            self._runtime, self._scalers(), self._schedulers, self._steps, loaders, dict(state), self._left_out
+        )
+
+    def _progress(self, description: str) -> AbstractContextManager[Callable[[int, int], None]]:
+        return checkpoint_progress(description, enabled=self._runtime.world.is_global_zero)
+
+
+_NOT_MAPPED = (
+    "`load({path!r}, mmap=True)`: this is {what}, and only files that `fabric.save` wrote to a folder can be mapped. "
+    "Leave out `mmap`."
+)

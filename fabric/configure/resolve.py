@@ -1,0 +1,228 @@
+"""From the request and the machine to one complete configuration, or to an error that says what to write instead.
+
+A pure function of two values (and of the tables of names), so that every rule is a row of a test. It chooses values for
+`auto`; other values are honoured or refused, never replaced:
+
+- The world in the environment decides: `auto` takes its sizes, and a number that differs from them is an error.
+  One device inside a rank may be a world of its own: see `own_world.py`.
+- Without a world, `devices='auto'` is one process on the CPU, and elsewhere every device that the strategy can use.
+- `accelerator='auto'` is the one torch reports, else the CPU. `strategy='auto'` is `single_device` for one process
+  and `ddp` for more.
+- A strategy may have another class for an accelerator: `ddp` on XLA is `XLAStrategy`. The registry lists these
+  variants, and `fabric.strategy` shows the one in use.
+- One process needs no launcher, whatever `launcher` is: the calling process is the rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fabric.configure.conflicts import (
+    CONFLICTS,
+    accelerator_against_the_precision,
+    accelerator_against_the_strategy,
+    describe_world,
+    sanitize_against_the_strategy,
+    strategy_against_the_launcher,
+)
+from fabric.configure.devices import choose_devices, requested_devices
+from fabric.configure.machine import Found, Machine
+from fabric.configure.options import DEFAULT_MAX_RESTARTS
+from fabric.configure.own_world import world_of_its_own
+from fabric.configure.request import Request
+from fabric.launchers.launcher import Topology
+from fabric.launchers.registry import PER_DEVICE, launcher_row
+from fabric.launchers.world import World
+from fabric.strategies.accelerators.accelerator import Accelerator
+from fabric.strategies.options import check_options, with_timeout
+from fabric.strategies.precision.precision import Precision
+from fabric.strategies.registry import make_strategy, variant_for
+from fabric.strategies.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """Everything that `launch` and `connect` need. Picklable."""
+
+    strategy: Strategy
+    accelerator: Accelerator
+    devices: tuple[int, ...]
+    """Indices of the devices this node uses; `devices[local_rank]` is the device of a rank, if each rank has one."""
+    precision: Precision
+    launcher: str
+    """For `choose_launcher`: a name in `launchers/registry.py`, auto (the safest at `launch`), or external."""
+    max_restarts: int
+    """The maximal number of restarts of `elastic`."""
+    world: World | None
+    """The existing world; None if our launcher makes it."""
+    topology: Topology
+    """The number of processes and nodes."""
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of machines."""
+        return self.topology.num_nodes
+
+
+def resolve(request: Request, machine: Machine) -> Resolved:
+    """Choose and check everything that can be known before a process is started.
+
+    Raises: ValueError: arguments contradict each other, or this machine. TypeError: an option of a strategy has the
+    wrong type.
+    """
+    machine = world_of_its_own(request, machine)
+    for conflict in CONFLICTS:
+        _refuse(conflict(request, machine))
+    found = _found(request, machine)
+    strategy, word = _strategy(request, machine, found)
+    check_options(strategy)
+    strategy = variant_for(strategy, found.accelerator.name, word=word)
+    strategy = _with_timeout(strategy, word, request)
+    _refuse(strategy_against_the_launcher(strategy, word, request, machine))
+    _refuse(sanitize_against_the_strategy(strategy, word, request))
+    _refuse(accelerator_against_the_precision(found.accelerator, request.precision))
+    _refuse(accelerator_against_the_strategy(found.accelerator, strategy, word))
+    devices = choose_devices(request, machine, found, strategy)
+    _check_world(request, machine, strategy, word, len(devices))
+    num_nodes = machine.world.num_nodes if machine.world is not None else request.num_nodes
+    _refuse(strategy.refuse(machine.target(found, len(devices), num_nodes, request.precision)))
+    topology = _topology(request, machine, strategy.num_processes(len(devices)))
+    return Resolved(
+        strategy=strategy,
+        accelerator=found.accelerator,
+        devices=devices,
+        precision=request.precision,
+        launcher=_launcher(request, machine, strategy, topology),
+        max_restarts=DEFAULT_MAX_RESTARTS if request.max_restarts is None else request.max_restarts,
+        world=machine.world,
+        topology=topology,
+    )
+
+
+def _with_timeout(strategy: Strategy, word: str, request: Request) -> Strategy:
+    seconds = request.timeout_seconds
+    if seconds is None or strategy.launchers == ("inline",):  # one process waits for no other
+        return strategy
+    timed = with_timeout(strategy, seconds)
+    if timed is None:
+        raise ValueError(
+            f"`timeout_seconds={seconds:g}`, but `strategy={word}` has no `timeout_seconds`, or another one already. "
+            f"Leave one of them out."
+        )
+    return timed
+
+
+def _refuse(sentence: str | None) -> None:
+    if sentence is not None:
+        raise ValueError(sentence)
+
+
+def _found(request: Request, machine: Machine) -> Found:
+    if request.accelerator == "auto":
+        return machine.usable()[0]
+    name = request.accelerator if isinstance(request.accelerator, str) else request.accelerator.name
+    found = machine.of(name)
+    if found.why_unavailable is not None:
+        here = ", ".join(usable.accelerator.name for usable in machine.usable())
+        raise ValueError(
+            f"`accelerator={name!r}` cannot be used here. {found.why_unavailable} Here: {here}. Write one of these, or "
+            f"'auto'."
+        )
+    return found
+
+
+def _strategy(request: Request, machine: Machine, found: Found) -> tuple[Strategy, str]:
+    """The strategy, and its name for an error."""
+    if isinstance(request.strategy, Strategy):
+        return request.strategy, f"{type(request.strategy).__name__}(...)"
+    word = request.strategy if request.strategy != "auto" else _auto_strategy(request, machine, found)
+    return make_strategy(word), repr(word)
+
+
+def _auto_strategy(request: Request, machine: Machine, found: Found) -> str:
+    if request.devices != "auto":
+        num_devices = len(requested_devices(request, machine, found))
+    else:
+        num_devices = found.num_devices if machine.world is None else machine.world.local_size
+    num_nodes = request.num_nodes if machine.world is None else machine.world.num_nodes
+    several = num_devices > 1 or num_nodes > 1
+    return found.accelerator.auto_strategies[several]
+
+
+def _check_world(request: Request, machine: Machine, strategy: Strategy, word: str, num_devices: int) -> None:
+    world, processes = machine.world, strategy.num_processes(num_devices)
+    if world is None or processes == world.local_size:
+        return
+    if request.devices == "auto":
+        raise ValueError(
+            f"`strategy={word}` runs {processes} process{'es' * (processes > 1)} on each node, but "
+            f"{describe_world(machine)}. Start {processes}, or write a strategy for several processes, such as 'ddp'."
+            f"{_beside(processes)}"
+        )
+    raise ValueError(
+        f"`devices` and `strategy={word}` ask for {processes} process{'es' * (processes > 1)} on this node, but "
+        f"{describe_world(machine)}. Leave `devices` out, or start {processes}.{_beside(processes)}"
+    )
+
+
+def _beside(processes: int) -> str:
+    """What to write if one process beside the ranks was meant."""
+    if processes != 1:
+        return ""
+    return (
+        " For a separate world of one process, create `Fabric(devices=1, strategy='single_device')` after the "
+        "`launch()` of the fabric that has all ranks."
+    )
+
+
+def _topology(request: Request, machine: Machine, num_processes: int) -> Topology:
+    if machine.world is not None:
+        return _topology_of(machine.world)
+    if request.num_nodes == 1:
+        return Topology(num_processes=num_processes, log_dir=request.log_dir, prefix_output=request.prefix_output)
+    rank, address, port = (
+        written if written is not None else found
+        for written, found in (
+            (request.node_rank, machine.node_rank),
+            (request.main_address, machine.main_address),
+            (request.main_port, machine.main_port),
+        )
+    )
+    assert isinstance(rank, int)  # all three, see nodes_without_a_place
+    assert isinstance(address, str)
+    assert isinstance(port, int)
+    return Topology(
+        num_processes=num_processes,
+        num_nodes=request.num_nodes,
+        node_rank=rank,
+        main_address=address,
+        main_port=port,
+        log_dir=request.log_dir,
+        prefix_output=request.prefix_output,
+    )
+
+
+def _topology_of(world: World) -> Topology:
+    if world.rendezvous is None:
+        return Topology(num_processes=1)
+    return Topology(
+        num_processes=world.local_size,
+        num_nodes=world.num_nodes,
+        node_rank=world.node_rank,
+        main_address=world.rendezvous.address,
+        main_port=world.rendezvous.port,
+    )
+
+
+def _launcher(request: Request, machine: Machine, strategy: Strategy, topology: Topology) -> str:
+    if machine.world is not None:
+        return "external"
+    if request.launcher == "elastic" or request.max_restarts is not None:
+        return "elastic"
+    if topology.size == 1:
+        return request.launcher if topology.redirects_output else "inline"
+    if request.launcher != "auto" or set(PER_DEVICE) <= set(strategy.launchers):
+        return request.launcher
+    own = strategy.launchers[0]
+    _refuse(launcher_row(own).why_not(machine.program, machine.system))
+    return own

@@ -1,0 +1,274 @@
+"""Gradient accumulation: windows of micro-batches with one gradient synchronisation and one optimizer step each.
+
+The last micro-batch of a window is found by reading one ahead, never beyond the window: at the step, the loader's
+position is exactly after the samples trained on. Uses `GradientSync` and no strategy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Generic, TypeVar, final
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fabric.strategies.collectives.flight_recorder import FlightRecorder
+from fabric.strategies.data.read_ahead import End, ReadAhead
+from fabric.strategies.data.repeated import NOT_COUNTED, Factor, RepeatedBatches
+from fabric.strategies.data.take import length_of, take
+from fabric.strategies.gradients.sync import GradientSync
+from fabric.strategies.prepared import Prepared
+from fabric.strategies.tensors.parameters import parameters_of
+
+T = TypeVar("T")
+
+
+@final
+class Accumulation:
+    """The models of one fabric whose gradients are not synchronised at present, and the current window."""
+
+    def __init__(self) -> None:
+        self.held: list[Prepared] = []
+        """Models whose gradients are not synchronised, once for each open context."""
+        self.is_unsynced = False
+        """Whether the last backward ran without synchronisation."""
+        self.kept: list[_Kept] = []
+        """Models whose last backward left gradients on the rank that computed them."""
+        self.repeated: RepeatedBatches | None = None
+        """Set once a loader may repeat batches on ranks whose data has ended."""
+        self._window: Window[Any] | None = None
+        self._steps_of: tuple[Prepared, ...] = ()
+        self._guarded: dict[Optimizer, Callable[[], None]] = {}
+        self.note_batch: Callable[[Any, object], None] | None = None
+        """Called with each micro-batch that the loop receives, and this object."""
+
+    @contextmanager
+    def unsynced(self, models: Sequence[Prepared], bare: GradientSync | None) -> Iterator[None]:
+        """Context: gradients of these models, and of parameters outside of any module, are not synchronised."""
+        with ExitStack() as stack:
+            for sync in (*(model.sync for model in models), *([bare] if bare else [])):
+                stack.enter_context(sync.unsynced())
+            self.held += models
+            try:
+                yield
+            finally:
+                del self.held[len(self.held) - len(models) :]
+
+    def note_backward(self, models: Sequence[Prepared]) -> None:
+        """After a backward of a loss of these models, and of no other."""
+        self.kept = [each for each in self.kept if not any(each.model is model for model in models)]
+        self.kept += [_Kept(model) for model in models if any(model is each for each in self.held)]
+
+    def windows(
+        self,
+        batches: Iterable[T],
+        num_batches: int,
+        models: tuple[Prepared, ...],
+        unsynced: Callable[[], AbstractContextManager[None]],
+        ahead: ReadAhead,
+    ) -> Iterator[Window[T]]:
+        """See `Fabric.accumulate`. `ahead`: tells loaders that a batch is read ahead."""
+        remaining = _Ahead(iter(batches), self.repeated, ahead)
+        is_complete = False
+        try:
+            yield from self._windows(length_of(batches), remaining, num_batches, models, unsynced)
+            is_complete = True
+        finally:
+            remaining.leave(is_complete)
+
+    def _windows(
+        self,
+        total: int | None,
+        remaining: _Ahead[T],
+        num_batches: int,
+        models: tuple[Prepared, ...],
+        unsynced: Callable[[], AbstractContextManager[None]],
+    ) -> Iterator[Window[T]]:
+        taken = 0
+        while remaining.has_next():
+            if self.is_unsynced and any(p.grad is not None for model in models for p in model.sync.parameters_held()):
+                raise RuntimeError(_LEFT)
+            length = None if total is None else min(num_batches, total - taken)
+            self._steps_of, self._window = models, Window(remaining, num_batches, length, unsynced, self._note)
+            yield self._window
+            if self._window.num_read == 0:
+                raise RuntimeError(_UNREAD)
+            taken += self._window.num_read
+
+    def guard(self, optimizers: Iterable[Optimizer]) -> None:
+        """Make a step of these raise RuntimeError if gradients of a window were not synchronised."""
+        for optimizer in optimizers:
+            if optimizer not in self._guarded:
+                self._guarded[optimizer] = optimizer.register_step_pre_hook(self._check).remove
+
+    def release(self) -> None:
+        """Remove the guard from the optimizers."""
+        for remove in self._guarded.values():
+            remove()
+        self._guarded.clear()
+        self._window, self._steps_of, self.is_unsynced, self.kept, self.repeated = None, (), False, [], None
+
+    def _note(self, batch: Any) -> None:
+        if self.note_batch is not None:
+            self.note_batch(batch, self)
+
+    def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self.repeated is not None and self.repeated.is_uncounted:
+            raise RuntimeError(f"`{type(optimizer).__name__}.step()` {NOT_COUNTED}")
+        in_window = self.is_unsynced and any(model.holds(optimizer) for model in self._steps_of)
+        if in_window and self._window is not None:
+            if all(parameter.grad is None for parameter in parameters_of(optimizer)):
+                return
+            fault = _SKIPPED if self._window.is_complete else _EARLY.format(number=self._window.num_read)
+        elif any(each.model.holds(optimizer) and each.is_as_left(parameters_of(optimizer)) for each in self.kept):
+            fault = _KEPT_BACK
+        else:
+            return
+        raise RuntimeError(f"`{type(optimizer).__name__}.step()` {fault}")
+
+
+@final
+class _Kept:
+    """A model and its gradients after a backward that was not synchronised."""
+
+    def __init__(self, model: Prepared) -> None:
+        self.model = model
+        self._since_ns = time.time_ns()
+        self._versions = {
+            id(parameter.grad): parameter.grad._version
+            for parameter in model.sync.parameters_held()
+            if parameter.grad is not None
+        }
+
+    def is_as_left(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether some gradient is as that backward left it: the user has neither averaged nor zeroed all of them."""
+        left = [grad for each in parameters if (grad := each.grad) is not None]
+        left = [grad for grad in left if self._versions.get(id(grad)) == grad._version]
+        if not left:
+            return False
+        # A collective of torch changes no version.
+        sent = FlightRecorder().num_elements("", self._since_ns, time.time_ns())
+        return sent < sum(grad.numel() for grad in left)
+
+
+@final
+class Window(Generic[T]):
+    """The micro-batches of one optimizer step. Can be iterated once; gradients are synchronised in the last one."""
+
+    def __init__(
+        self,
+        remaining: _Ahead[T],
+        num_batches: int,
+        length: int | None,
+        unsynced: Callable[[], AbstractContextManager[None]],
+        note: Callable[[T], None],
+    ) -> None:
+        self._remaining, self._num_batches, self._length, self._unsynced = remaining, num_batches, length, unsynced
+        self._note = note
+        self._was_asked = False
+        self.num_read = 0
+        """The number of micro-batches yielded so far."""
+        self.is_complete = False
+        """Whether the last one was yielded."""
+
+    def __len__(self) -> int:
+        """The number of micro-batches of this window, also for a shorter last window.
+
+        Raises: TypeError: the loader has no length, so the number is not known yet.
+        """
+        if self._length is None:
+            raise TypeError(
+                "`len(window)` over a loader without a length: the number is known only at the end of the window. "
+                "Write `fabric.backward(loss, weight=1)`, which divides by the number of micro-batches after the last."
+            )
+        self._was_asked = True
+        return self._length
+
+    def __iter__(self) -> Iterator[T]:
+        if self.num_read:
+            raise RuntimeError("A window of `fabric.accumulate` can be iterated once: its micro-batches are not kept.")
+        return self._batches()
+
+    def _batches(self) -> Iterator[T]:
+        batch = next(self._remaining)
+        if self._num_batches > 1 and self._remaining.has_next():
+            with self._unsynced():
+                is_last = False
+                while not is_last:
+                    self.num_read += 1
+                    self._note(batch)
+                    yield batch
+                    batch = next(self._remaining)
+                    is_last = self.num_read + 1 == self._num_batches or not self._remaining.has_next()
+        self.num_read += 1
+        if self._was_asked and self.num_read != self._length:
+            raise RuntimeError(
+                f"`len(window)` said {self._length}, from the length of the loader, and the loader ended after "
+                f"{self.num_read} micro-batches. Give the loader its true length, or leave `len(window)` out and write "
+                "`fabric.backward(loss, weight=1)`."
+            )
+        self.is_complete = True
+        self._note(batch)
+        yield batch
+
+
+@final
+class _Ahead(Iterator[T]):
+    """An iterator that reads one item ahead, to know whether there is another."""
+
+    def __init__(self, iterator: Iterator[T], repeated: RepeatedBatches | None, ahead: ReadAhead) -> None:
+        self._iterator, self._repeated, self._ahead = iterator, repeated, ahead
+        self._held: list[T] = []
+        self._ends: list[End] = []
+        """The iterations whose end was found."""
+        self._received: Counter[tuple[object, Factor]] = Counter()
+        """What `repeated` recorded when the item was read; it is put back when the item is yielded."""
+
+    def has_next(self) -> bool:
+        if not self._held:
+            before = None if self._repeated is None else self._repeated.take()
+            with self._ahead.reading() as ends:
+                self._held = take(self._iterator, 1)
+            self._ends += ends
+            if self._repeated is not None and before is not None:
+                self._received = self._repeated.take()
+                self._repeated.put(before)
+        return bool(self._held)
+
+    def __next__(self) -> T:
+        if not self.has_next():
+            return next(self._iterator)
+        if self._repeated is not None:
+            self._repeated.put(self._received)
+        return self._held.pop()
+
+    def leave(self, is_complete: bool) -> None:
+        """The loop has asked for another item after the last (`is_complete`), or was left before."""
+        for end in self._ends:
+            end(is_complete)
+        self._ends.clear()
+
+
+_EARLY = (
+    "within a window of `fabric.accumulate`, after {number} of its micro-batches and before the last: gradients were "
+    "not synchronised over the ranks. Step after the loop over the window; after a `break`, discard "
+    "its gradients with `optimizer.zero_grad()`."
+)
+_SKIPPED = (
+    "after a window of `fabric.accumulate` whose last micro-batch ran no backward: gradients of the earlier ones were "
+    "not synchronised over the ranks. Run a backward in each micro-batch; to skip one, "
+    "`fabric.backward(0 * loss)`, or `weight=0`."
+)
+_KEPT_BACK = (
+    "after a `fabric.backward` within `no_backward_sync`: gradients were not synchronised over the ranks, and each "
+    "would step with its own. Run the last micro-batch outside of it, or with `enabled=False`; "
+    "`optimizer.zero_grad()` discards the gradients, and averaging all of them by hand is allowed."
+)
+_LEFT = (
+    "The previous window of `fabric.accumulate` was not finished, and its gradients would be added to this one's. "
+    "Write `optimizer.zero_grad()` after the `break`, or let the loop over the window run to its end."
+)
+_UNREAD = "A window of `fabric.accumulate` was not iterated. Write `for batch in window:` within the loop over windows."

@@ -1,0 +1,156 @@
+"""An exponential moving average of a model's weights, sharded as the weights are.
+
+Each rank averages its shards, with one `torch._foreach` operation and without communication. To be evaluated, saved or
+loaded, the average is written into the parameters, so that the strategy treats it as it treats the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from fabric.strategies.checkpoint.state import ShardedStateful, uncompiled
+from fabric.strategies.checkpoint.stored import in_memory, unmapped
+from fabric.strategies.checkpoint.tensor_shards import TensorShards
+from fabric.strategies.prepared import Prepared
+from fabric.strategies.tensors.dtensor import local_part
+
+
+@final
+class MovingAverage(ShardedStateful):
+    """The result of `fabric.ema(model, decay)`. It starts from the current weights.
+
+    Its state is `{"model": ..., "num_updates": ...}`, with the averages under the names of the model's own state dict,
+    and the model's buffers as they are.
+    """
+
+    def __init__(self, prepared: Prepared, decay: float) -> None:
+        self._prepared, self.decay = prepared, decay
+        self.num_updates = 0
+        """Number of updates so far."""
+        self._is_applied = False
+        self._average_over = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        for weight in self._weights():
+            if weight.dtype in (torch.float16, torch.bfloat16):
+                raise ValueError(_HALF.format(dtype=weight.dtype))
+        self._averages = self._copies()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Set the average to `decay * average + (1 - decay) * weights`. Call it after each step.
+
+        Ranks: all call it; no communication.
+        """
+        self._refuse_applied("update")
+        weights = self._weights()
+        if weights:
+            self._average_over(self._averages, weights, self.num_updates)
+        self.num_updates += 1
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within the context the model has the averages as weights; afterwards its own again.
+
+        For evaluation, and to save the averaged model. Copies the weights, without communication (under DeepSpeed the
+        model's weights are all-gathered, as after a step). Ranks: all call it.
+
+        Raises: RuntimeError: in a step of these weights within the context. It would be lost, as whatever else changes
+            them there.
+        """
+        self._refuse_applied("applied")
+        own = self._copies()
+        self._is_applied = True
+        refusal = register_optimizer_step_pre_hook(self._refuse_step)
+        try:
+            self._write(self._averages)
+            yield
+        finally:
+            refusal.remove()
+            self._write(own)
+            self._is_applied = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The unsharded averages, on rank 0. Ranks: all call it."""
+        return self._read(self._prepared.state.read_module)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state that is unsharded on every rank. Ranks: all call it."""
+        self.load_sharded(state_dict)
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        return self._read(self._prepared.state.read_module_shards)
+
+    def load_sharded(self, content: Any) -> None:
+        self._refuse_applied("load_state_dict")
+        own = self._copies()
+        try:
+            # The weights have other values again after this: their memory is kept.
+            read = unmapped(content["model"])
+            self._prepared.state.load_module(uncompiled(self._prepared.module), read, strict=True)
+            self._averages = self._copies()
+        finally:
+            self._write(own)
+        self.num_updates = int(in_memory(content["num_updates"]))
+
+    def _read(self, read: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        # The state shares the memory of the weights, which are restored.
+        module = uncompiled(self._prepared.module)
+        if self._is_applied:
+            state = {name: _copied(value) for name, value in read(module).items()}
+        else:
+            with self.applied():
+                state = {name: _copied(value) for name, value in read(module).items()}
+        return {"model": state, "num_updates": self.num_updates}
+
+    def _weights(self) -> list[Tensor]:
+        if self._prepared.trained is not None:
+            return self._prepared.trained.shards()
+        return [local_part(parameter) for parameter in self._prepared.sync.parameters_held()]
+
+    @torch.no_grad()
+    def _copies(self) -> list[Tensor]:
+        return [weight.detach().clone() for weight in self._weights()]
+
+    @torch.no_grad()
+    def _write(self, values: list[Tensor]) -> None:
+        for weight, value in zip(self._weights(), values, strict=True):
+            weight.copy_(value)
+        if self._prepared.trained is not None:
+            self._prepared.trained.written()
+
+    def _refuse_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer in self._prepared.optimizers or self._prepared.holds(optimizer):
+            raise RuntimeError(
+                f"`{type(optimizer).__name__}.step()` within `average.applied()`, which restores the former weights. "
+                "Step and load outside of it."
+            )
+
+    def _refuse_applied(self, method: str) -> None:
+        if self._is_applied:
+            raise RuntimeError(f"`average.{method}()` within `average.applied()`. Leave that context first.")
+
+
+def check_decay(decay: Any) -> float:
+    """Return the decay. Raises: ValueError: it is not a number from 0 to below 1."""
+    if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1:
+        raise ValueError(f"`fabric.ema(model, decay={decay!r})`: a decay is a number from 0 to below 1, such as 0.999.")
+    return float(decay)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, TensorShards):
+        shards = tuple((chunk, part.clone()) for chunk, part in value.shards)
+        return TensorShards(value.shape, value.dtype, shards, value.holders)
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+_HALF = (
+    "`fabric.ema(model)` of parameters in {dtype}: updates of the average are smaller than its precision, so "
+    "it would not change. Keep the weights in float32, by `precision='bf16-mixed'` or '16-mixed'."
+)

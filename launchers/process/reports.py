@@ -1,0 +1,320 @@
+"""What a rank reports to its supervisor over a pipe: a result, or a failure with the user's own traceback.
+
+Each report is a frame: one byte, eight bytes of length, a pickle. When a rank dies of a signal, Python's fault handler
+writes the stacks of all threads into the same pipe as plain text, which starts with `Fatal` and comes last. Processes
+that the rank forks, such as data-loader workers, close the pipe: what they write goes to stderr.
+
+# Note [Signal handlers that raise]
+`DataLoader` raises from its handler of SIGCHLD when a worker dies, at whatever line the main thread has reached, and a
+user's handler of SIGTERM may do the same. A report is written by another thread, where Python runs no signal handler,
+so that a frame is written whole and once. The steps before it are repeated if a handler interrupts them; a loader
+raises once.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import faulthandler
+import os
+import pickle
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeAlias, TypeVar
+
+from fabric.launchers.process import pickling
+from fabric.launchers.process.stack import users_line
+from fabric.launchers.supervision import fatal_stack
+
+R = TypeVar("R")
+
+HEADER = struct.Struct("!cQ")
+FRAME = b"\0"
+
+PACKAGE = str(Path(__file__).parents[1])
+FABRIC = str(Path(__file__).parents[2] / "fabric")
+FATAL = b"Fatal Python error: "
+NUM_REPEATS = 10
+"""How often creating a report may be interrupted: once for each loader whose workers die meanwhile."""
+
+LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "Read error",
+    "recvValue failed",
+    "failed to recv",
+    "NCCL communicator was aborted",
+    "remote process exited",
+    "Horovod has been shut down",
+    "Timed out",
+    "timed out",
+    "Wait timeout",
+    "did not arrive",
+)
+"""Messages of torch.distributed, gloo, NCCL and Horovod about a lost peer: a symptom, not a cause."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What the function returned on this rank."""
+
+    pickled: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """How a rank failed."""
+
+    rank: int
+    at_ns: int
+    """`time.monotonic_ns` of this node, read before the rank's connections were torn down."""
+    summary: str
+    """One line: `ValueError: boom`, `killed by SIGSEGV`, `left with exit code 3`."""
+    traceback: str = ""
+    """The user's frames, without those of fabric; or the stack at a fatal signal."""
+    where: str = ""
+    """The user's line that raised: `train.py:12 in main`."""
+    exception: bytes | None = None
+    """The exception; None if it cannot be pickled and unpickled."""
+    lost_peer: bool = False
+    """Whether the error only reports the loss of another rank."""
+    exit_code: int | None = None
+    signal: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving:
+    """A rank's program has come to its end without an exception; its connections are still open."""
+
+    at_ns: int
+    exit_code: int | None
+    """None if only the interpreter knows it."""
+    traceback: str
+    """Where `sys.exit` was called, if known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """The address of the rank's watcher."""
+
+    place: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Words:
+    """Text to print at once, for the whole job."""
+
+    text: str
+
+
+Report: TypeAlias = Result | Failure | Leaving | Watched | Words
+
+
+class Reporter:
+    """A rank's end of the pipe."""
+
+    def __init__(self, rank: int, fd: int) -> None:
+        self.rank, self._fd, self._pid = rank, fd, os.getpid()
+        self._writes = threading.Lock()
+        self.has_told_the_end = False
+        """Whether a failure, or the end of the program, was sent."""
+        os.set_inheritable(fd, False)
+        self._takes_fatal = not faulthandler.is_enabled()  # otherwise the user has already chosen where the stack goes
+        if self._takes_fatal:
+            faulthandler.enable(fd, all_threads=True)
+        os.register_at_fork(after_in_child=self._abandon)
+
+    @property
+    def is_own(self) -> bool:
+        """False in a process that the rank forked: a data-loader worker does not report for the rank."""
+        return os.getpid() == self._pid
+
+    def _abandon(self) -> None:
+        """In a process that the rank forked: do not report its stacks as the rank's, and do not keep the pipe open."""
+        if os.getppid() != self._pid:  # a child of the child, which has closed the pipe already
+            return
+        if self._takes_fatal:
+            faulthandler.disable()
+            if sys.__stderr__ is not None:
+                with contextlib.suppress(OSError, ValueError):
+                    faulthandler.enable(sys.__stderr__, all_threads=False)
+        os.close(self._fd)
+
+    def result(self, value: Any) -> None:
+        """Send what the function returned. Raises TypeError where it cannot be sent."""
+        try:
+            pickled = pickling.dumps(value)
+        except Exception as error:
+            raise TypeError(
+                f"Rank {self.rank} returned a `{type(value).__qualname__}`, which cannot be pickled, so the launching "
+                f"process cannot get it: {error}. Return tensors, numbers, and objects that `pickle` or `cloudpickle` "
+                "takes."
+            ) from error
+        self._send(Result(pickled=pickled))
+
+    def watched(self, place: bytes) -> None:
+        """Send the address of the rank's watcher."""
+        self._send(Watched(place=place))
+
+    def words(self, text: str) -> None:
+        """Let the supervisor print a text."""
+        self._send(Words(text=text))
+
+    def failure(self, error: BaseException) -> None:
+        """Send an uncaught exception; only the first is sent."""
+        at_ns = time.monotonic_ns()
+        if not self.has_told_the_end:
+            self._send(_repeated(lambda: _failure(self.rank, at_ns, error)))
+            self.has_told_the_end = True
+
+    def leaving(self, exit_code: int | None = None, error: SystemExit | None = None) -> None:
+        """Send that the program has finished; the rank's connections are about to be closed."""
+        trace = users_traceback(error) if error is not None else ""
+        self.has_told_the_end = True
+        self._send(Leaving(at_ns=time.monotonic_ns(), exit_code=exit_code, traceback=trace))
+
+    def _send(self, report: Report) -> None:
+        if not self.is_own:
+            return
+        body = pickle.dumps(report, protocol=pickle.HIGHEST_PROTOCOL)
+        todo, done = [memoryview(HEADER.pack(FRAME, len(body)) + body)], threading.Event()
+
+        def write() -> None:
+            try:
+                view = todo.pop()
+            except IndexError:  # an interrupted start is repeated, and the first thread has it
+                return
+            try:
+                with self._writes:  # a frame longer than the pipe's buffer would be mixed with another one
+                    while view:
+                        view = view[os.write(self._fd, view) :]
+            except BrokenPipeError:  # the supervisor is gone, and this process is about to be killed
+                return
+            finally:
+                done.set()
+
+        interrupted: BaseException | None = None
+        while not done.is_set():  # Note [Signal handlers that raise]
+            try:
+                if todo:
+                    _start_thread(write)
+                done.wait()
+            except BaseException as error:
+                interrupted = error
+        if interrupted is not None and not isinstance(report, Failure):
+            raise interrupted
+
+
+class Inbox:
+    """The supervisor's end of the pipe: bytes in, reports out."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        """Append received bytes."""
+        self._bytes += data
+
+    def reports(self) -> Iterator[Report]:
+        """Yield each complete report, once."""
+        while len(self._bytes) >= HEADER.size and self._bytes.startswith(FRAME):
+            end = HEADER.size + HEADER.unpack_from(self._bytes)[1]
+            if len(self._bytes) < end:
+                return
+            report = pickle.loads(memoryview(self._bytes)[HEADER.size : end])
+            del self._bytes[:end]
+            yield report
+
+    @property
+    def fatal_stack(self) -> str:
+        """The stacks that the fault handler wrote, if any, without frames of fabric; the main thread's last."""
+        start = self._bytes.find(FATAL)  # before it may be a report that the signal cut short
+        if start < 0:
+            return ""
+        return fatal_stack.readable(self._bytes[start:].decode(errors="replace"), leave_out=(PACKAGE, FABRIC))
+
+
+def _start_thread(function: Callable[[], None]) -> None:
+    """Run it in another thread; in this one if no thread can be started."""
+    try:
+        _thread.start_new_thread(function, ())
+    except RuntimeError:
+        function()
+
+
+def _repeated(make: Callable[[], R]) -> R:
+    """What `make` gives, once nothing interrupts it. Note [Signal handlers that raise]."""
+    for _ in range(NUM_REPEATS):
+        try:
+            return make()
+        except BaseException:
+            continue
+    return make()
+
+
+def _failure(rank: int, at_ns: int, error: BaseException) -> Failure:
+    return Failure(
+        rank=rank,
+        at_ns=at_ns,
+        summary="".join(traceback.format_exception_only(type(error), error)).strip(),
+        traceback=users_traceback(error),
+        where=users_line(_frames(error)),
+        exception=_pickled(error),
+        lost_peer=_is_lost_peer(error),
+        exit_code=1,
+    )
+
+
+def _frames(error: BaseException) -> list[tuple[str, int, str]]:
+    """Where the error was raised, innermost first."""
+    stack = traceback.extract_tb(error.__traceback__)
+    return [(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(stack)]
+
+
+def users_traceback(error: BaseException) -> str:
+    """The traceback as if the user's function had been called directly: without the frames of fabric above it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and _is_ours(trace):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace)).strip()
+
+
+def _is_ours(trace: TracebackType) -> bool:
+    name = trace.tb_frame.f_code.co_filename
+    return name.startswith((PACKAGE, FABRIC, "<frozen runpy>")) or name.endswith("/runpy.py")
+
+
+def _is_lost_peer(error: BaseException | None) -> bool:
+    seen: set[int] = set()  # `raise error.__cause__ from error` makes a chain that has no end
+    while error is not None and id(error) not in seen:
+        # An OSError is one of ours, in a rendezvous, or another connection's: a database's, a data-loader worker's.
+        may_be = isinstance(error, RuntimeError) or (isinstance(error, OSError) and _is_raised_by_us(error))
+        if may_be and any(words in str(error) for words in LOST_PEER):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _is_raised_by_us(error: BaseException) -> bool:
+    last = [trace for trace, _ in traceback.walk_tb(error.__traceback__)][-1:]
+    return any(frame.f_code.co_filename.startswith((PACKAGE, FABRIC)) for frame in last)
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    """The exception, pickled; None if it cannot be unpickled, as many exceptions that can be pickled."""
+    try:
+        pickled = pickling.dumps(error)
+        pickle.loads(pickled)
+    except Exception:
+        return None
+    return pickled

@@ -1,0 +1,192 @@
+"""The state of sharded modules and optimizers: read whole or in shards, and loaded in the layout of what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from functools import cache
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabric.strategies.checkpoint.in_place import converts, is_extra_state
+from fabric.strategies.checkpoint.optimizer_states import by_saved_index, map_state
+from fabric.strategies.checkpoint.state import StateAccess
+from fabric.strategies.checkpoint.stored import Stored, in_memory
+from fabric.strategies.checkpoint.tensor_shards import TensorShards
+from fabric.strategies.tensors.chunk import whole as whole_chunk
+from fabric.strategies.tensors.dtensor import as_sharded, local_chunk, local_part, shard_like, whole
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
+
+
+def shard_state(name: str, value: Any, parameter: Tensor, existing: Any = None) -> Any:
+    """Shard one entry of an optimizer's state like its parameter.
+
+    `existing`: the optimizer's present value, if any. Raises ValueError if neither determines the layout.
+    """
+    if not isinstance(value, Tensor) or as_sharded(value) is not None or as_sharded(parameter) is None:
+        return value
+    if value.shape == parameter.shape:
+        return shard_like(value, parameter)
+    if as_sharded(existing) is not None and existing.shape == value.shape:
+        return shard_like(value, existing)
+    if value.numel() == 1:  # a step count
+        return value
+    raise ValueError(
+        f"The optimizer's state {name!r} has shape {tuple(value.shape)}, and its parameter, which lies in shards, "
+        f"{tuple(parameter.shape)}: how to cut it is not known. Use an optimizer whose state has its parameters' shape."
+    )
+
+
+# Note [Whole states without torch.distributed.checkpoint.state_dict]
+# Its `get_optimizer_state_dict(full_state_dict=True)` (torch 2.13) differs from `optimizer.state_dict()`: parameters
+# are named instead of numbered, so plain PyTorch cannot load it; for an optimizer that has not stepped, it steps it;
+# and it raises KeyError for a parameter that is in no module. `get_model_state_dict` drops `_metadata`, the versions of
+# modules.
+
+
+@final
+class ShardedState(StateAccess):
+    """Sharded states: reading gathers one tensor at a time, and keeps it on rank 0, on the CPU."""
+
+    def __init__(self, rank: int) -> None:
+        self.keeps = rank == 0
+
+    def read_module(self, module: nn.Module) -> dict[str, Any]:
+        state = module.state_dict()
+        for name, value in state.items():
+            state[name] = self._gathered(value)
+        return state if self.keeps else {}
+
+    def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
+        targets = module.state_dict()
+        state = copy(content)
+        fill = not converts(module)
+        for name, value in content.items():  # torch reports wrong shapes, all at once
+            target = targets.get(name)
+            if is_extra_state(name):
+                state[name] = in_memory(value)
+            else:
+                state[name] = target if fill and _fill(target, value) else _stored_like(value, target)
+        module.load_state_dict(state, strict=strict)
+
+    def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
+        self.write_module(module, content, strict=strict)
+
+    def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
+        state = module.state_dict(keep_vars=True)  # `detach` of a DTensor costs ten times as much as `to_local`
+        holders = cache(_holders)
+        for name, value in state.items():
+            state[name] = tensor_shards(value.detach() if type(value) is nn.Parameter else value, holders)
+        return state
+
+    def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
+        holders = cache(_holders)
+        return map_state(optimizer.state_dict(), lambda index, name, value: tensor_shards(value, holders))
+
+    def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
+        by_index = by_saved_index(optimizer, content)
+
+        def filled(index: Any, name: str, value: Any) -> Any:
+            parameter: Any = by_index.get(index)
+            return _filled(value, parameter, optimizer.state.get(parameter, {}).get(name))
+
+        states = map_state(content, filled)["state"]
+        self.write_optimizer(optimizer, {**in_memory({**content, "state": {}}), "state": states})
+
+    def read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        content = map_state(optimizer.state_dict(), lambda index, name, value: self._gathered(value))
+        return content if self.keeps else {}
+
+    def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
+        by_index = by_saved_index(optimizer, content)
+
+        def laid_out(index: Any, name: str, value: Any) -> Any:
+            if index not in by_index:
+                return value
+            parameter = by_index[index]
+            return shard_state(name, value, parameter, optimizer.state.get(parameter, {}).get(name))
+
+        optimizer.load_state_dict(map_state(content, laid_out))
+
+    def _gathered(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        gathered = whole(value)
+        return gathered.detach().to("cpu") if self.keeps else torch.empty(0)
+
+
+def tensor_shards(value: Any, holders: Callable[[DeviceMesh, tuple[Placement, ...]], tuple[int, ...]]) -> Any:
+    """A DTensor as `TensorShards`; other values unchanged. `holders`: `_holders`, cached."""
+    sharded = as_sharded(value)
+    if sharded is None:
+        return value
+    chunk = local_chunk(sharded)
+    with torch.no_grad():
+        local = local_part(sharded).detach()
+    assert tuple(local.shape) == chunk.shape, f"{tuple(local.shape)} is not {chunk}"
+    shards = ((chunk, local),) if local.numel() else ()
+    return TensorShards(
+        tuple(sharded.shape), sharded.dtype, shards, holders(sharded.device_mesh, tuple(sharded.placements))
+    )
+
+
+def _holders(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, ...]:
+    """The ranks that hold the same chunk as this one. `DeviceMesh.mesh` costs as much as copying 1 MB."""
+    here = mesh.get_coordinate()
+    assert here is not None
+    same = tuple(slice(None) if each.is_replicate() else at for each, at in zip(placements, here, strict=True))
+    return tuple(sorted(mesh.mesh[same].reshape(-1).tolist()))
+
+
+def _stored_like(value: Any, like: Any, *, keep: bool = False) -> Any:
+    """The part of a stored tensor that this rank needs: the layout of `like`, if that has its shape. To be kept, or
+    copied from."""
+    sharded = as_sharded(like)
+    if not isinstance(value, Stored):  # from a file that was read as a whole
+        fits = sharded is not None and isinstance(value, Tensor) and value.shape == sharded.shape
+        return shard_like(value, like) if fits and as_sharded(value) is None else value
+    read = value.kept if keep else value.part
+    if sharded is None or tuple(sharded.shape) != value.shape:
+        return read(whole_chunk(value.shape))
+    from torch.distributed.tensor import DTensor
+
+    local = read(local_chunk(sharded)).to(local_part(like).device)
+    return DTensor.from_local(
+        local, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
+    )
+
+
+def _fill(target: Any, value: Any) -> bool:
+    """Fill the local part of a DTensor from a file, or map it. Returns whether it fits."""
+    own = as_sharded(target)
+    if own is None or not isinstance(value, Stored) or (tuple(own.shape), own.dtype) != (value.shape, value.dtype):
+        return False
+    with torch.no_grad():  # `detach` of a DTensor costs ten times as much
+        local = local_part(own)
+    if not local.is_contiguous():
+        return False
+    value.fill(local, local_chunk(own))
+    return True
+
+
+def _filled(value: Any, parameter: Any, existing: Any) -> Any:
+    """An entry of an optimizer's state: `existing`, filled with the stored values, if shape, dtype and layout match.
+
+    A new tensor otherwise, because an optimizer keeps the tensors of the state that it loads.
+    """
+    own = as_sharded(existing)
+    if own is not None and _has_layout_of(own, parameter) and _fill(existing, value):
+        return existing
+    found = _stored_like(value, parameter, keep=True)
+    return found.clone() if isinstance(found, Tensor) and not isinstance(value, Stored) else found
+
+
+def _has_layout_of(tensor: DTensor, like: Any) -> bool:
+    other = as_sharded(like)
+    return other is not None and (tensor.device_mesh, tensor.placements) == (other.device_mesh, other.placements)

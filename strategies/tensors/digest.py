@@ -1,0 +1,72 @@
+"""Digests of tensors: whether two hold the same bits, here and there or now and later, without keeping either."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from fabric.strategies.tensors.dtensor import local_part
+from fabric.strategies.tensors.packing import INTEGERS
+
+_CHUNK = 2**20
+
+
+@torch.no_grad()
+def digest_of(tensor: Tensor) -> Tensor | None:
+    """A 64-bit digest of this rank's part of the tensor, on its device: int64, no dimensions. The same on all devices.
+
+    None where there are no bits to read: on the meta device, or in a class of its own. Cost: reads the tensor once;
+    needs memory for a few million numbers.
+    """
+    tensor = local_part(tensor).detach()
+    if tensor.is_meta or type(tensor) is not Tensor or tensor.layout != torch.strided:
+        return None
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    flat = tensor.contiguous().reshape(-1)
+    size = flat.element_size()
+    words = flat.numel() * size // 8  # most of it is read eight bytes at a time
+    parts = [flat.view(INTEGERS[size])[words * 8 // size :]]
+    if words:
+        head = flat[: words * 8 // size]
+        whole = (head.clone() if head.storage_offset() * size % 8 else head).view(torch.int64)
+        parts = [*torch.split(whole, _CHUNK), *parts]
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for part in parts:
+        bits = part.to(torch.int64)
+        bits = bits ^ (bits >> 29)  # a product alone would lose what differs in the highest bits
+        total = total * 0x5851F42D4C957F2D + (bits * _places(flat.device)[: bits.numel()]).sum()
+    words_of = hashlib.blake2b(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=8).digest()
+    return total ^ int.from_bytes(words_of, "little", signed=True)
+
+
+def digest_of_all(tensors: Iterable[Tensor]) -> int:
+    """A 62-bit digest of this rank's parts of the tensors, in this order."""
+    return digest_of_numbers(numbers_of(tensors))
+
+
+def numbers_of(tensors: Iterable[Tensor]) -> list[int]:
+    """The digest of each tensor, as a number; 0 where there is none. Devices are waited for once."""
+    digests = [digest_of(tensor) for tensor in tensors]
+    devices = {each.device for each in digests if each is not None}
+    read = {
+        device: iter(torch.stack([each for each in digests if each is not None and each.device == device]).tolist())
+        for device in devices
+    }
+    return [0 if each is None else next(read[each.device]) for each in digests]
+
+
+def digest_of_numbers(numbers: Iterable[object]) -> int:
+    """A 62-bit digest of words and numbers."""
+    words = " ".join(map(str, numbers)).encode()
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 2
+
+
+@functools.lru_cache(maxsize=2)
+def _places(device: torch.device) -> Tensor:
+    """An odd number for each place in a chunk."""
+    places = torch.arange(1, _CHUNK + 1, device=device) * -0x61C8864680B583EB
+    return (places ^ (places >> 32)) | 1
