@@ -55,22 +55,26 @@ Facts: TypeAlias = Mapping[Fact, Value]
 class Losses:
     """What is known of the losses of all ranks."""
 
-    are_equal: bool
+    is_same_data: bool
+    """Whether `data` is the same on all ranks."""
     num_nonfinite: int
 
 
-def compare(collective: Collective, facts: Facts, loss: float, when: str, since: str) -> Losses:
-    """Raise SanitizerError on every rank unless all agree. Ranks: all. Cost: an all-reduce of five numbers."""
+def compare(collective: Collective, facts: Facts, loss: float, data: str, when: str, since: str) -> Losses:
+    """Raise SanitizerError on every rank unless all agree. Ranks: all. Cost: an all-reduce of five numbers.
+
+    `data`: what should differ where ranks read different samples.
+    """
     rank = collective.rank
     everyone = tuple(range(collective.size))
     total = sum(_coefficient(fact.holders, rank) * value.digest for fact, value in facts.items()) % 2**64
-    losses = _coefficient(everyone, rank) * digest_of_text(loss.hex()) % 2**64
+    losses = _coefficient(everyone, rank) * digest_of_text(data) % 2**64
     numbers = [total % 2**32, total >> 32, losses % 2**32, losses >> 32, not math.isfinite(loss)]
     sums = collective.all_reduce(torch.tensor(numbers, dtype=torch.float64), "sum").tolist()
     differing, differing_losses = ((int(sums[i]) + (int(sums[i + 1]) << 32)) % 2**64 for i in (0, 2))
     if differing:
         raise SanitizerError(_first_difference(collective, facts, when, since))
-    return Losses(are_equal=not differing_losses, num_nonfinite=int(sums[4]))
+    return Losses(is_same_data=not differing_losses, num_nonfinite=int(sums[4]))
 
 
 def digest_of_text(text: str) -> int:

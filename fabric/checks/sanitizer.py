@@ -29,12 +29,15 @@ from torch.utils.hooks import RemovableHandle
 from fabric.checks.agreement import Fact, Losses, SanitizerError, Value, compare
 from fabric.checks.check import Check, Moments
 from fabric.checks.facts import Parameters, gradients_of, names_in, options_of, weights_and_states
+from fabric.checks.forward_weights import ForwardWeights, is_compiled
 from fabric.checks.steps import StepCounter
 from fabric.checks.unaveraged import UnaveragedOptimizers
 from fabric.strategies.checkpoint.state import StateAccess
 from fabric.strategies.collectives.comparing import compare_collectives
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.tensors.digest import digest_of_all
+from fabric.strategies.tensors.nests import tensors_in
 
 Sanitize: TypeAlias = Literal["start", "always", False] | int
 
@@ -157,6 +160,7 @@ class _Watch(Check):
         """Each with its parameters as they were set up."""
         self._whole: list[Prepared] = []
         """Those of which each rank has all gradients."""
+        self._forward_weights: list[ForwardWeights] = []
         self.access: dict[Optimizer, StateAccess] = {}
         self.reads_same_data = runtime.share.count != runtime.world.size
         self._collectives: ExitStack | None = None
@@ -170,7 +174,10 @@ class _Watch(Check):
         self._has_raised = False
         self._is_counted_here = False
         """Whether the present step is counted by itself, not by a backward."""
-        self._equal_losses: set[float] | None = set()
+        self._batches = ""
+        """A digest of the batches since the last backward."""
+        self._equal_data: set[str] | None = set()
+        """What was the same on all ranks, of batches or losses. None: once something was not."""
 
     @property
     def has_models(self) -> bool:
@@ -182,6 +189,7 @@ class _Watch(Check):
         self._models.append((model, dict(model.module.named_parameters(remove_duplicate=False))))
         if has_whole_gradients:
             self._whole.append(model)
+        self._forward_weights.append(ForwardWeights(model.module))
 
     def attach(self) -> None:
         """Look at the steps of all optimizers, also of those that were not set up."""
@@ -189,6 +197,9 @@ class _Watch(Check):
 
     def before_backward(self, loss: Tensor, is_synchronised: bool) -> None:
         self.compare_collectives()
+        if not is_compiled(loss):
+            for each in self._forward_weights:
+                each.attach()
 
     def compare_collectives(self) -> None:
         """Compare each collective before it runs, until the watch is detached."""
@@ -196,10 +207,15 @@ class _Watch(Check):
             self._collectives = ExitStack()
             self._collectives.enter_context(compare_collectives())
 
+    def batch_received(self, batch: Any, source: object) -> None:
+        if tensors := tensors_in(batch):
+            self._batches += f"{digest_of_all(tensors)} "
+
     def after_backward(self, loss: Tensor, is_synchronised: bool) -> None:
         if is_synchronised:
             number = float(loss.detach().sum())
-            self._judge(self._compare(number), number)
+            data, self._batches = self._batches or number.hex(), ""
+            self._judge(self._compare(number, data), data)
             self._end_if_over()
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -219,6 +235,8 @@ class _Watch(Check):
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+        for each in self._forward_weights:
+            each.remove()
 
     def _refuse_replaced(self, optimizer: Optimizer) -> None:
         """Raise SanitizerError if a parameter is another object than that which the strategy has sharded."""
@@ -255,10 +273,10 @@ class _Watch(Check):
                     _WITHIN.format(optimizer=type(optimizer).__name__, model=type(model.module).__name__)
                 )
 
-    def _compare(self, loss: float = 0.0) -> Losses:
+    def _compare(self, loss: float = 0.0, data: str = "") -> Losses:
         """Raises: SanitizerError, on every rank. Ranks: all."""
         if not self._models:
-            return Losses(are_equal=False, num_nonfinite=0)
+            return Losses(is_same_data=False, num_nonfinite=0)
         stepped, self._stepped = self._stepped, {}
         facts: dict[Fact, Value] = {}
         for optimizer in self.access:
@@ -272,24 +290,24 @@ class _Watch(Check):
         when = f"after {when}" if when else "in a backward" if self._equal_after else "in a first backward"
         since = f"They were equal {self._equal_after}." if self._equal_after else "It is the first comparison."
         self._has_raised = True
-        losses = compare(self._runtime.collective, facts, loss, when, since)
+        losses = compare(self._runtime.collective, facts, loss, data, when, since)
         self._has_raised = False
         self._equal_after = when
         return losses
 
-    def _judge(self, losses: Losses, loss: float) -> None:
-        """Report losses that are not finite, and equal losses of ranks that read different data."""
+    def _judge(self, losses: Losses, data: str) -> None:
+        """Report losses that are not finite, and ranks that should read different data and read the same."""
         if losses.num_nonfinite:
             self._runtime.report(_NOT_FINITE.format(number=losses.num_nonfinite, size=len(self._everyone)))
-        if self._equal_losses is None or self.reads_same_data:
+        if self._equal_data is None or self.reads_same_data:
             return
-        if not losses.are_equal:
-            self._equal_losses = None
+        if not losses.is_same_data:
+            self._equal_data = None
             return
-        self._equal_losses.add(loss)
-        if len(self._equal_losses) == _NUM_LOSSES:  # a constant says nothing about the data
+        self._equal_data.add(data)
+        if len(self._equal_data) == _NUM_STEPS:  # a constant says nothing about the data
             self._runtime.report(_SAME_DATA.format(size=len(self._everyone)))
-            self._equal_losses = None
+            self._equal_data = None
 
 
 _WITHIN = (
@@ -301,10 +319,10 @@ _REPLACED = (
     "Parameters of `{model}` were replaced after `fabric.setup`, and the strategy trains those that it has sharded: "
     "{names}. Replace and parametrize before `setup`, or change the values in place: `parameter.copy_(...)`."
 )
-_NUM_LOSSES = 3  # a head that starts from zeros gives one loss for all data, but not after a step
+_NUM_STEPS = 3  # a head that starts from zeros gives one loss for all data, but not after a step
 _NOT_FINITE = "The loss is not finite on {number} of {size} ranks."
 _SAME_DATA = (
-    "In their first steps all {size} ranks had the same loss, to the last bit: they read the same samples. Pass the "
-    "loader to `fabric.setup_dataloaders`, and iterate what it returns. Where the same data is meant for all ranks, "
-    "`fabric.setup_dataloaders(loader, use_distributed_sampler=False)` says so."
+    "In their first steps all {size} ranks had the same batches or losses, to the last bit: they read the same "
+    "samples. Pass the loader to `fabric.setup_dataloaders`, and iterate what it returns. Where the same data is meant "
+    "for all ranks, `fabric.setup_dataloaders(loader, use_distributed_sampler=False)` says so."
 )

@@ -788,16 +788,7 @@ RIGHT: dict[str, tuple[str, ...]] = {
 """Programs that are right under these strategies, and raise under others."""
 
 NOT_FOUND: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        ("fsdp", "model_parallel"),
-        (
-            "weights changed in forward",
-            "parameter replaced after setup",
-            "hooks after setup",
-            "weights assigned through .data",
-            "functional_call with other weights",
-        ),
-    ),
+    **dict.fromkeys(("fsdp", "model_parallel"), ("weights assigned through .data",)),
     "ddp_fully_sharded": ("weights changed in forward",),
 }
 """Programs that are wrong under these strategies, and that nothing finds."""
@@ -811,6 +802,10 @@ FOLLOWED = (
 )
 """What trains on from the changed weights, where ranks have whole weights."""
 SENTENCES = {
+    ("fsdp", "weights changed in forward"): "ended with values of `key.0.weight` that its parameter does not have",
+    ("fsdp", "parameter replaced after setup"): "ended with values of `2.weight` that its parameter does not have",
+    ("fsdp", "hooks after setup"): "has a hook by `register_hook`, which runs in no backward",
+    ("model_parallel", "functional_call with other weights"): "ended with values of `",
     ("fsdp", "second derivatives"): "appears to not have been used in the graph",
     ("fsdp", "updates of its own"): "appears to not have been used in the graph",
     ("fsdp", "forward called as a method"): "got mixed torch.Tensor and DTensor",

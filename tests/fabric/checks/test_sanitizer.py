@@ -14,6 +14,7 @@ from devices import ACCELERATOR
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, Dataset
 
 from fabric import Fabric, SanitizerError, WorkerError
 from fabric.checks.sanitizer import WatchedSteps
@@ -215,22 +216,69 @@ def test_a_loop_that_calls_no_backward_of_fabric_is_watched_in_its_first_steps()
     assert fabric.launch(attached, Tensor.backward) == [1, 2, 3, 4, 5, 6]
 
 
-def equal_losses(fabric: Fabric, is_said: bool) -> None:
+class IgnoresTheIndex(Dataset[Tensor]):
+    """Draws its next sample from a stream that is the same on all ranks."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.drawn += 1
+        return torch.full((4,), float(self.drawn))
+
+
+def read_the_same(fabric: Fabric, how: str) -> None:
+    """`how`: losses are the same on all ranks, as was said or not, or batches, with losses that differ."""
     model, optimizer = fabric.setup(*make())
-    if is_said:
+    batches: Any = [torch.full((2, 4), float(step)) for step in range(4)]
+    if how == "batches":
+        batches = fabric.setup_dataloaders(DataLoader(IgnoresTheIndex(), batch_size=2))
+    if how == "said":
         fabric.setup_dataloaders([1, 2], use_distributed_sampler=False)
-    for _ in range(4):
-        fabric.backward(model(torch.ones(2, 4)).square().sum())
+    for batch in batches:
+        noise = fabric.global_rank if how == "batches" else 0
+        fabric.backward(model(batch).square().sum() + noise)
         optimizer.step()
         optimizer.zero_grad()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_said", [False, True])
-def test_ranks_that_read_the_same_samples_are_reported_once(is_said: bool, capfd: pytest.CaptureFixture[str]) -> None:
-    Fabric(accelerator=ACCELERATOR, devices=2, launcher="forkserver").launch(equal_losses, is_said)
+@pytest.mark.parametrize("how", ["losses", "batches", "said"])
+def test_ranks_that_read_the_same_samples_are_reported_once(how: str, capfd: pytest.CaptureFixture[str]) -> None:
+    Fabric(accelerator=ACCELERATOR, devices=2, launcher="forkserver").launch(read_the_same, how)
     heard = capfd.readouterr().err
-    assert heard.count("all 2 ranks had the same loss, to the last bit: they read the same samples") == (not is_said)
+    words = "all 2 ranks had the same batches or losses, to the last bit: they read the same samples"
+    assert heard.count(words) == (how != "said")
+
+
+def graphs_compiled(fabric: Fabric, is_compiled_before: bool) -> list[int]:
+    """The number of graphs that the compiler has made, after each step."""
+    from torch._dynamo.utils import counters
+
+    net: Any = make()[0]
+    if is_compiled_before:
+        net = torch.compile(net, backend="aot_eager")
+    model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=0.1))
+    called = model if is_compiled_before else torch.compile(model, backend="aot_eager")
+    found = []
+    for _ in range(10):
+        fabric.backward(called(torch.ones(2, 4)).square().sum(), model=model)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(counters["stats"]["unique_graphs"])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("is_compiled_before", [True, False])
+def test_a_watched_step_compiles_nothing_again(strategy: str, is_compiled_before: bool) -> None:
+    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy, launcher="forkserver")
+    found = fabric.launch(graphs_compiled, is_compiled_before)
+    assert found == [1] * 10
 
 
 def test_a_device_that_records_steps_is_refused() -> None:

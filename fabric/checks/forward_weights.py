@@ -1,0 +1,90 @@
+"""Whether forward of a sharded model reads the weights that its parameters have, in the steps that are watched.
+
+`fully_shard` gathers the parameters that it knows before the forward of each module, and frees these copies after it.
+So values that forward changes are lost, hooks of the parameters do not run, and parameters that were replaced, by an
+assignment or for the time of a `torch.func.functional_call`, are not read.
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fabric.checks.agreement import SanitizerError
+from fabric.strategies.tensors.dtensor import as_sharded, local_part, own_part
+
+
+def is_compiled(loss: Tensor) -> bool:
+    """Whether a part of what computed the loss was compiled: a compiled module must not see hooks come and go, or it
+    is compiled again."""
+    seen, nodes = set(), [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            if node.name().startswith("CompiledFunction"):
+                return True
+            seen.add(node)
+            nodes += [each for each, _ in node.next_functions]
+    return False
+
+
+@final
+class ForwardWeights:
+    """Hooks on the modules of one model: before the first forward hook of `fully_shard`, and before its last."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before: dict[nn.Module, dict[str, Tensor]] = {}
+        """The parameters before forward, by their module and name."""
+        self._hooks: list[RemovableHandle] = []
+
+    def attach(self) -> None:
+        """Compare in each forward from the next one on. Nothing to do for a model without shards."""
+        if not self._hooks and any(as_sharded(parameter) is not None for parameter in self._model.parameters()):
+            self._hooks = [each.register_forward_hook(self._compare, prepend=True) for each in self._model.modules()]
+            self._hooks.append(self._model.register_forward_pre_hook(self._note, prepend=True))
+
+    def remove(self) -> None:
+        """Compare no longer."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._before.clear()
+
+    def _note(self, model: nn.Module, args: Any) -> None:
+        self._before = {module: dict(module.named_parameters(recurse=False)) for module in model.modules()}
+
+    @torch.no_grad()
+    def _compare(self, module: nn.Module, args: Any, output: Any) -> None:
+        before = self._before.get(module, {})
+        for name, gathered in module.named_parameters(recurse=False):
+            parameter = before.get(name, gathered)
+            if parameter is gathered:
+                continue
+            names = {id(each): path for path, each in self._model.named_modules()}
+            path = ".".join(filter(None, (names[id(module)], name)))
+            if parameter._backward_hooks:
+                raise SanitizerError(_HOOKED.format(name=path, model=type(self._model).__name__))
+            sharded = as_sharded(parameter)
+            if sharded is not None:
+                own = own_part(gathered, sharded)
+                expected = local_part(sharded).to(own.device, own.dtype)
+                if torch.allclose(own, expected, rtol=0, atol=0, equal_nan=True):
+                    continue
+            raise SanitizerError(_DIFFERS.format(name=path, model=type(self._model).__name__))
+
+
+_DIFFERS = (
+    "Forward of `{model}` ended with values of `{name}` that its parameter does not have. A sharded model computes "
+    "with gathered copies of the parameters that were set up: what `forward` itself changes in them is lost, and a "
+    "parameter that was replaced after `fabric.setup`, or is passed to `torch.func.functional_call`, is not read. "
+    "Change values in place between steps, `key.mul_(m).add_(query)`, or pass `strategy='ddp'`."
+)
+_HOOKED = (
+    "`{name}` of `{model}` has a hook by `register_hook`, which runs in no backward: a sharded model computes with "
+    "gathered copies of its parameters. Change gradients between `fabric.backward(loss)` and `optimizer.step()`, or "
+    "use `register_post_accumulate_grad_hook`, which gets this rank's shard of the averaged gradient."
+)
