@@ -130,8 +130,8 @@ _ADVICE: Mapping[Kind, str] = {
     "`deepspeed_stage_1` or `ddp_sharded`, an optimizer that estimates a value from all of them (Prodigy) needs "
     "`strategy='ddp'` or 'fsdp'.",
     "gradients": "Gradients that `fabric.backward` did not compute are this rank's own: those of "
-    "`torch.autograd.grad`, of a copy of the model, or changed on some ranks. Compute them by `fabric.backward(loss)`, "
-    "or average them: `parameter.grad = fabric.all_reduce(gradient)`.",
+    "`torch.autograd.grad`, of a copy of the model, of parameters in no model that was set up, or changed on some "
+    "ranks. Compute them by `fabric.backward(loss)`, or average them: `parameter.grad = fabric.all_reduce(gradient)`.",
     "weights": "Ranks train apart if weights are loaded, drawn or changed on some ranks alone, with gradients that "
     "were not averaged, or by a step within backward. Change weights on all ranks alike: load by `fabric.load` or "
     "`fabric.load_raw` on all ranks, and send what one rank draws: `fabric.broadcast(noise)`.",

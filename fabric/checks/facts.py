@@ -5,7 +5,7 @@ A checkpoint knows of each tensor which part a rank holds, and which ranks hold 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -35,15 +35,20 @@ def options_of(optimizer: Optimizer, num_steps: int, everyone: tuple[int, ...]) 
     return {Fact(*of, everyone): Value(digest_of_text(text), text) for of, text in texts.items()}
 
 
-def gradients_of(optimizer: Optimizer, names: Mapping[int, str], everyone: tuple[int, ...]) -> dict[Fact, Value]:
-    """The gradients with which an optimizer is about to step, where all ranks have them whole."""
-    parameters = parameters_of(optimizer)
-    digests = iter(numbers_of(each.grad for each in parameters if each.grad is not None))
+def gradients_of(
+    optimizer: Optimizer, names: Mapping[int, str], everyone: tuple[int, ...], among: Container[int] | None = None
+) -> dict[Fact, Value]:
+    """The gradients with which an optimizer is about to step, where all ranks have them whole.
+
+    `names`: by the ids of parameters. `among`: the ids of those to look at, if not all.
+    """
+    parameters = [each for each in enumerate(parameters_of(optimizer)) if among is None or id(each[1]) in among]
+    digests = iter(numbers_of(each.grad for _, each in parameters if each.grad is not None))
     return {
         Fact("gradients", f"the gradient of {_named(each, index, names)}", everyone): (
             Value(0, "no gradient") if each.grad is None else Value(next(digests) % 2**64)
         )
-        for index, each in enumerate(parameters)
+        for index, each in parameters
     }
 
 

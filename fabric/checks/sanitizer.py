@@ -38,6 +38,7 @@ from fabric.strategies.prepared import Prepared
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.tensors.digest import digest_of_all
 from fabric.strategies.tensors.nests import tensors_in
+from fabric.strategies.tensors.parameters import parameters_of
 
 Sanitize: TypeAlias = Literal["start", "always", False] | int
 
@@ -103,7 +104,7 @@ class Sanitizer(Check):
             self.watch.add_model(model, has_whole_gradients=self._has_whole_gradients(model))
 
     def optimizers_set_up(self, optimizers: Mapping[Optimizer, StateAccess]) -> None:
-        self.watch.access.update(optimizers)
+        self.watch.add_optimizers(optimizers)
         if self.watch.has_models:
             self._first = self._moments.num_backwards
             self._begin()
@@ -161,12 +162,15 @@ class _Watch(Check):
         self._whole: list[Prepared] = []
         """Those of which each rank has all gradients."""
         self._forward_weights: list[ForwardWeights] = []
-        self.access: dict[Optimizer, StateAccess] = {}
+        self._access: dict[Optimizer, StateAccess] = {}
         self.reads_same_data = runtime.share.count != runtime.world.size
         self._collectives: ExitStack | None = None
         self._hook: RemovableHandle | None = None
         self._stepped: dict[Optimizer, int] = {}
         """Optimizers that have stepped since the last comparison, and how many steps each has taken."""
+        self._held: dict[Optimizer, set[int]] = {}
+        """The ids of the parameters with which an optimizer was set up. Those of no model, added later, may be averaged
+        by nobody."""
         self._known: set[Optimizer] = set()
         """Optimizers that were there at an earlier comparison, and so may have states."""
         self._gradients: dict[Fact, Value] = {}
@@ -190,6 +194,11 @@ class _Watch(Check):
         if has_whole_gradients:
             self._whole.append(model)
         self._forward_weights.append(ForwardWeights(model.module))
+
+    def add_optimizers(self, optimizers: Mapping[Optimizer, StateAccess]) -> None:
+        """Compare their options and states, too."""
+        self._access.update(optimizers)
+        self._held.update({each: set(map(id, parameters_of(each))) for each in optimizers})
 
     def attach(self) -> None:
         """Look at the steps of all optimizers, also of those that were not set up."""
@@ -254,7 +263,7 @@ class _Watch(Check):
         """Called before the hooks of the optimizer, which may remove gradients that other ranks own."""
         if self._runtime.backward.is_running:
             self._refuse_within_backward(optimizer)
-        if optimizer not in self.access:
+        if optimizer not in self._access:
             return
         if optimizer in self._stepped:  # no synchronised `fabric.backward` since its last step
             self._moments.num_backwards += 1
@@ -262,8 +271,11 @@ class _Watch(Check):
             self._is_counted_here = True
         self._refuse_replaced(optimizer)
         models = [model for model in self._whole if model.holds(optimizer)]
+        names = names_in(models or (model for model, _ in self._models))
         if models:
-            self._gradients.update(gradients_of(optimizer, names_in(models), self._everyone))
+            self._gradients.update(gradients_of(optimizer, names, self._everyone))
+        elif added := {id(each) for each in parameters_of(optimizer)} - self._held[optimizer] - names.keys():
+            self._gradients.update(gradients_of(optimizer, names, self._everyone, added))
 
     def _refuse_within_backward(self, optimizer: Optimizer) -> None:
         """Raise SanitizerError if gradients are averaged after the optimizer has stepped with them."""
@@ -279,13 +291,17 @@ class _Watch(Check):
             return Losses(is_same_data=False, num_nonfinite=0)
         stepped, self._stepped = self._stepped, {}
         facts: dict[Fact, Value] = {}
-        for optimizer in self.access:
+        for optimizer in self._access:
             facts |= options_of(optimizer, self._steps[optimizer].num_steps, self._everyone)
         facts |= self._gradients
         self._gradients = {}
-        stateful = {optimizer: access for optimizer, access in self.access.items() if optimizer in self._known}
+        stateful = {
+            optimizer: access
+            for optimizer, access in self._access.items()
+            if optimizer in self._known and self._held[optimizer].issuperset(map(id, parameters_of(optimizer)))
+        }
         facts |= weights_and_states(self._models, stateful, len(self._everyone))
-        self._known.update(self.access)
+        self._known.update(self._access)
         when = ", ".join(f"step {number} of `{type(optimizer).__name__}`" for optimizer, number in stepped.items())
         when = f"after {when}" if when else "in a backward" if self._equal_after else "in a first backward"
         since = f"They were equal {self._equal_after}." if self._equal_after else "It is the first comparison."

@@ -138,6 +138,16 @@ def clip_each(model: nn.Module) -> None:
     clip_grad_value_(model.parameters(), 0.01)
 
 
+def group_added(fabric: Fabric) -> nn.Module:
+    """A layer on top of the model, whose parameters are added to the prepared optimizer."""
+    net, head = make_net(), nn.Linear(2, 2)
+    model, optimizer = fabric.setup(net, make_optimizer(net))
+    optimizer.add_param_group({"params": list(head.parameters())})
+    place = {"rank": fabric.global_rank, "size": fabric.world_size}
+    backward = lambda loss: fabric.backward(loss, model=model)  # noqa: E731
+    return steps(model, optimizer, backward, called=lambda x: head(model(x)), **place)
+
+
 def load(model: nn.Module) -> None:
     model.load_state_dict(make_net(0.3).state_dict())
 
@@ -592,6 +602,7 @@ PROGRAMS: dict[str, tuple[Callable[[Fabric], nn.Module], dict[str, Change]]] = {
     "optimizer from before setup": (early_optimizer, {}),
     "optimizer that was not set up": (optimizer_of_its_own, {}),
     "optimizer from before setup, plain backward": (neither_set_up_nor_fabric_backward, {}),
+    "group of parameters added to the optimizer": (group_added, {}),
     "submodules called by themselves": (submodules, {}),
     "forward called as a method": (called_as_a_method, {}),
     "plain backward": (plain_backward, {}),
@@ -802,6 +813,11 @@ FOLLOWED = (
 )
 """What trains on from the changed weights, where ranks have whole weights."""
 SENTENCES = {
+    ("ddp", "group of parameters added to the optimizer"): "that are in no module that was set up",
+    (
+        "ddp_fully_sharded",
+        "group of parameters added to the optimizer",
+    ): "the gradient of parameter 4 on rank 1 differs",
     ("fsdp", "weights changed in forward"): "ended with values of `key.0.weight` that its parameter does not have",
     ("fsdp", "parameter replaced after setup"): "ended with values of `2.weight` that its parameter does not have",
     ("fsdp", "hooks after setup"): "has a hook by `register_hook`, which runs in no backward",
