@@ -22,7 +22,7 @@ from worlds import run_world
 
 from fabric import Fabric
 from fabric.launchers.world import World
-from fabric.strategies import ManualStrategy, ModelParallelStrategy, Strategy
+from fabric.strategies import ManualStrategy, ModelParallelStrategy, Pipeline, Strategy
 
 Lines: TypeAlias = list[tuple[str, str]]
 """The waits of one run of a feature: a kind and a line for each."""
@@ -233,6 +233,37 @@ def test_the_host_waits_for_the_device_as_often_as_the_table_says(name: str, pre
         found = {feature: [each for each in lines if each[1].startswith(ours)] for feature, lines in found.items()}
     assert found.keys() == expected.keys()
     assert not {feature: lines for feature, lines in found.items() if len(lines) != expected[feature]}
+
+
+def waits_of_a_pipeline(fabric: Fabric) -> list[dict[str, Lines]]:
+    """The waits of each rank in a step with 1F1B, and in one with clipping."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    model, optimizer = fabric.setup(net, AdamW(net.parameters(), lr=1e-3))
+    inputs, targets = torch.ones(8, 8, device=fabric.device), torch.zeros(8, 4, device=fabric.device)
+
+    def step(**clip: Any) -> None:
+        fabric.backward(model(inputs, targets))
+        if clip:
+            fabric.clip_gradients(model, optimizer, **clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    found: dict[str, Lines] = {}
+    for name, clip in (("step", {}), ("clip_gradients(max_norm)", {"max_norm": 1.0})):
+        step(**clip)
+        with counting() as waits:
+            step(**clip)
+        found[name] = waits.lines
+    return fabric.collective.all_gather_object(found)
+
+
+@pytest.mark.slow
+def test_a_pipeline_waits_as_the_table_says() -> None:
+    pipeline = Pipeline(degree=2, schedule="1F1B", num_microbatches=4, split=["2"], loss_fn=nn.functional.mse_loss)
+    strategy = ModelParallelStrategy(pipeline=pipeline)
+    fabric = Fabric(accelerator="cuda", devices=2, strategy=strategy, launcher="forkserver", sanitize=False)
+    for found in fabric.launch(waits_of_a_pipeline):
+        assert not {feature: lines for feature, lines in found.items() if len(lines) != TABLE[feature][0]}
 
 
 def waits_of_steps(fabric: Fabric) -> list[int]:
