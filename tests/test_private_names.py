@@ -18,7 +18,7 @@ from fabric.launchers.private_names import Names, require
 
 ROOT = Path(__file__).parents[1]
 LISTS = {
-    "launchers.rank.interpreter": ("NAMES", "OF_LOADERS"),
+    "launchers.process.interpreter": ("NAMES", "OF_LOADERS"),
     "launchers.xla_internals": ("NAMES",),
     "strategies.torch_internals": ("ALWAYS", "FULLY_SHARD", "PIPELINING", "COMPILED"),
     "strategies.data.huggingface": ("NAMES",),
