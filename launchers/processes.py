@@ -12,10 +12,10 @@ from typing import Any, Literal, NoReturn, TypeVar, final
 from fabric.launchers.launcher import Launcher, Topology
 from fabric.launchers.process.program import this_program
 from fabric.launchers.rank import task as tasks
-from fabric.launchers.rank.fork_server import fork_server
 from fabric.launchers.rank.task import CallFunction
 from fabric.launchers.script import start_interpreter
 from fabric.launchers.supervision import ending
+from fabric.launchers.supervision.fork_server import fork_server
 from fabric.launchers.supervision.supervisor import Child, supervise
 from fabric.launchers.world import World
 

@@ -106,7 +106,7 @@ _TABLE = (
         restarts=True,
     ),
     LauncherRow(name="xla", path="xla:XLA", is_written=False, for_any_strategy=False, needs_function=True),
-    LauncherRow(name="inline", path="inline:Inline", is_written=False, for_any_strategy=False),
+    LauncherRow(name="inline", path="external:inline", is_written=False, for_any_strategy=False),
 )
 LAUNCHERS: Mapping[str, LauncherRow] = {row.name: row for row in _TABLE}
 PER_DEVICE = tuple(row.name for row in _TABLE if row.for_any_strategy)

@@ -14,13 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, final
 
-from fabric.launchers.fork import child_of
 from fabric.launchers.launcher import Launcher, Topology
 from fabric.launchers.process.program import Program, this_program
 from fabric.launchers.rank import task as tasks
 from fabric.launchers.rank.task import CallFunction, RunScript
 from fabric.launchers.supervision import ending
-from fabric.launchers.supervision.supervisor import Child, Supervisor, supervise
+from fabric.launchers.supervision.supervisor import Child, Supervisor, child_of, supervise
 from fabric.launchers.world import World
 
 R = TypeVar("R")

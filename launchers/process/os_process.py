@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -53,3 +54,9 @@ def signal_rank(pid: int, number: int) -> None:
     """Send a signal to a rank alone, not to its data-loader workers."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def num_cores() -> int:
+    """The number of CPU cores that this process may use."""
+    affinity: Callable[[int], set[int]] | None = getattr(os, "sched_getaffinity", None)  # Linux alone has it
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1

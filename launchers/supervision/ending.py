@@ -9,11 +9,10 @@ import signal
 import sys
 from typing import Any, NoReturn
 
-from fabric.launchers.process import interpreter
-from fabric.launchers.rank.fork_cleanup import close_files
+from fabric.launchers.process.interpreter import close_files, run_exit_functions
+from fabric.launchers.process.uncaught import exit_as_the_rank, exit_code
 from fabric.launchers.supervision.failure import describe, first, worker_error
 from fabric.launchers.supervision.supervisor import Supervisor
-from fabric.launchers.supervision.uncaught import exit_as_the_rank, exit_code
 
 
 def results(supervisor: Supervisor) -> list[Any]:
@@ -43,7 +42,7 @@ def leave(supervisor: Supervisor) -> NoReturn:
 def _end() -> None:
     """Run the program's exit functions, then flush files and delete temporary ones, since no last collection does."""
     atexit.unregister(_end)
-    interpreter.run_exit_functions()
+    run_exit_functions()
     close_files()
 
 

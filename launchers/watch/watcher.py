@@ -120,7 +120,7 @@ class Watcher:
         store.set(_key(world.rank), self._place.to_bytes())  # type: ignore[arg-type]
         self._supervisor: Reporter | None = own_supervisor()
         if self._supervisor is not None:
-            self._supervisor.watched(self._place.to_bytes())
+            self._supervisor.send(self._place)
         self._thread = threading.Thread(target=self._run, daemon=True, name="fabric-watch")
         self._thread.start()
 
@@ -263,7 +263,7 @@ class Watcher:
                 difference = first_difference(activities) if question == "ends" else ""
                 words = "\n".join([who_waits(activities), difference]).rstrip()
                 if self._supervisor is not None:
-                    self._supervisor.words(words)
+                    self._supervisor.send(words)
                 else:
                     print(words, file=sys.stderr, flush=True)
             why = self._why_end(question, activities)

@@ -31,14 +31,12 @@ class ExitAsTheRank:
         self.before = before
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, WorkerError):
-            self.before(kind, error, trace)
-            return
-        if self.before is sys.__excepthook__:
+        if isinstance(error, WorkerError) and self.before is sys.__excepthook__:
             print(error, file=sys.stderr, flush=True)
         else:
             self.before(kind, error, trace)
-        raise SystemExit(exit_code(error.signal, error.exit_code))
+        if isinstance(error, WorkerError):
+            raise SystemExit(exit_code(error.signal, error.exit_code))
 
 
 def exit_as_the_rank() -> None:
