@@ -34,13 +34,13 @@ _launched: list[str] = []
 
 @final
 class Script(Launcher):
-    """Ranks that run the script again."""
+    """Ranks that run the script again, and all of them once more after a failure, up to `max_restarts` times."""
 
-    def __init__(self, topology: Topology) -> None:
-        self.topology, self.program = topology, this_program()
+    def __init__(self, topology: Topology, word: str = "script", max_restarts: int = 0) -> None:
+        self.topology, self.word, self.max_restarts, self.program = topology, word, max_restarts, this_program()
         if not self.program.can_run_again:
             raise ValueError(
-                f"`launcher='script'` runs the program's file once per rank, but this is {self.program.words}: there "
+                f"`launcher={word!r}` runs the program's file once per rank, but this is {self.program.words}: there "
                 "is no file. Pass `launcher='fork'`, or save the program and run it as `python FILE`."
             )
 
@@ -60,7 +60,9 @@ class Script(Launcher):
     def _supervise(self, *, awaits_function: bool) -> Supervisor:
         task = RunScript(program=self.program, awaits_function=awaits_function)
         start = partial(start_interpreter, self.program, task=task)
-        return supervise(self.topology, "script", start, expects_results=awaits_function)
+        return supervise(
+            self.topology, self.word, start, expects_results=awaits_function, max_restarts=self.max_restarts
+        )
 
 
 def start_interpreter(program: Program, world: World, task: CallFunction | RunScript) -> Child:

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
 
@@ -287,8 +287,6 @@ class Supervisor:
                 signal_rank(child.pid, number)
             if number in ENDING:
                 self._stopping = True
-                watchers = [child.watcher for child in self._running.values() if child.watcher is not None]
-                ask_all(watchers, "signalled", REPORT_SECONDS)
                 self._after(PATIENCE_SECONDS, partial(self._say_we_wait, number))
                 self._after(GRACE_SECONDS, self._kill)
 
@@ -311,15 +309,31 @@ class Supervisor:
 
 
 def supervise(
-    topology: Topology, launcher: str, start: Callable[[World], Child], *, expects_results: bool
+    topology: Topology,
+    launcher: str,
+    start: Callable[[World], Child],
+    *,
+    expects_results: bool,
+    max_restarts: int = 0,
 ) -> Supervisor:
-    """Start the ranks of this node, each by `start`, and return their supervisor once all have ended."""
-    with Supervisor(topology, launcher, expects_results=expects_results) as supervisor:
-        for local_rank in range(topology.num_processes):
-            with supervisor.starting(local_rank) as world:
-                supervisor.add(start(world))
-        supervisor.wait()
-    return supervisor
+    """Start the ranks of this node, each by `start`, and return their supervisor once all have ended.
+
+    After a failure all start again, up to `max_restarts` times, unless this process was signalled to end.
+    """
+    while True:
+        with Supervisor(topology, launcher, expects_results=expects_results) as supervisor:
+            for local_rank in range(topology.num_processes):
+                with supervisor.starting(local_rank) as world:
+                    supervisor.add(start(world))
+            supervisor.wait()
+        failures = supervisor.failures
+        if not failures or supervisor.ended_by is not None or topology.attempt == max_restarts:
+            return supervisor
+        topology = replace(topology, attempt=topology.attempt + 1)
+        _say(
+            f"{failure.describe(failures, topology.size, supervisor.departures)}\n\n"
+            f"All ranks start again: restart {topology.attempt} of {max_restarts}."
+        )
 
 
 def _say(words: str) -> None:

@@ -254,7 +254,8 @@ def test_a_process_that_accepts_and_never_answers_is_silent() -> None:
     listener = Listener("127.0.0.1", "secret", lambda question: b"")
     place = Place(rank=1, host="", address="127.0.0.1", port=listener.port, pid=0, token="secret")
     assert ask_all([place], "why", 0.2) == {1: "silent"}
-    listener.shut()
+    listener.close()
+    assert not listener.turn(1.0)
 
 
 def test_a_stopped_process_is_distinguished_from_one_that_has_ended() -> None:
