@@ -101,6 +101,7 @@ def _fork_all(supervisor: Supervisor) -> tuple[World, Reporter] | None:
                     random.setstate(numbers)  # Python reseeds a forked process, but the user's seed is for the ranks
                     supervisor.abandon()
                     disown(files)
+                    ending.restore_hook()
                     return world, become_rank(world, writer, parent)
             finally:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING + PASSED_ON)

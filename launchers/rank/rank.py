@@ -19,7 +19,6 @@ from fabric.launchers.environments.ours import variables_of
 from fabric.launchers.process.interpreter import close_files, join_threads, run_exit_functions
 from fabric.launchers.process.os_process import die_with_parent, num_cores
 from fabric.launchers.process.reports import Reporter
-from fabric.launchers.process.uncaught import hook_of_the_program
 from fabric.launchers.rank.network import interface_for
 from fabric.launchers.world import World
 
@@ -77,7 +76,7 @@ def become_rank(world: World, report_fd: int, parent: int, *, awaits_function: b
         _awaited.append(reporter)
     # Registered first and so run last, while connections are still open.
     atexit.register(_tell_the_end, reporter, vars(sys).get("last_value"))
-    before = hook_of_the_program()
+    before = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not reporter.is_own:

@@ -53,9 +53,8 @@ def join(world: World, timeout_seconds: float, report: Callable[[str], None]) ->
 
     if world.size == 1 or world.rendezvous is None:
         return HashStore()
-    deadline = time.monotonic() + timeout_seconds
-    store = _connect(world, world.rendezvous, deadline, timeout_seconds, report)
-    patience = Patience(world, deadline, timeout_seconds, report)
+    patience = Patience(world, time.monotonic() + timeout_seconds, timeout_seconds, report)
+    store = _connect(world, world.rendezvous, patience)
     if world.rendezvous.hosted and world.num_nodes > 1:  # Note [Restarts that are counted apart]
         own = PrefixStore("fabric", store)
         meeting = PrefixStore(call_roll(own, world, patience), own)
@@ -67,16 +66,14 @@ def join(world: World, timeout_seconds: float, report: Callable[[str], None]) ->
     return meeting
 
 
-def _connect(
-    world: World, at: Rendezvous, deadline: float, timeout_seconds: float, report: Callable[[str], None]
-) -> TCPStore:
+def _connect(world: World, at: Rendezvous, patience: Patience) -> TCPStore:
     """A connection to the store; on rank 0 the store itself, if no other process serves it."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    timeout = timedelta(seconds=timeout_seconds)
+    timeout = timedelta(seconds=patience.timeout_seconds)
     if world.rank == 0 and not at.hosted:
         return _serve(at.address, at.port)
-    _await_server(world, at, deadline, timeout_seconds, report)
+    _await_server(world, at, patience)
     return TCPStore(at.address, at.port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
@@ -98,28 +95,20 @@ def _serve(address: str, port: int) -> TCPStore:
         ) from error
 
 
-def _await_server(
-    world: World, at: Rendezvous, deadline: float, timeout_seconds: float, report: Callable[[str], None]
-) -> None:
+def _await_server(world: World, at: Rendezvous, patience: Patience) -> None:
     """Return once something accepts connections at the address."""
     server = "the process that started the ranks" if at.hosted else "rank 0"
-    next_words = time.monotonic() + SAY_EVERY_SECONDS
     pause_seconds = 0.01
     while True:
         try:
             socket.create_connection((at.address, at.port), timeout=SAY_EVERY_SECONDS).close()
             return
         except OSError as error:
-            now, reason = time.monotonic(), error
-        if now > deadline:
-            raise TimeoutError(
-                f"Rank {world.rank} of {world.size} waited {timeout_seconds:g} s for {server} at "
-                f"{at.address}:{at.port}: {reason}. Check that rank 0 was started, and that MASTER_ADDR and "
-                "MASTER_PORT name its machine."
+            patience.check(
+                f"{server} at {at.address}:{at.port}: {error}",
+                ". Check that rank 0 was started, and that MASTER_ADDR and MASTER_PORT name its machine.",
+                speaks=world.local_rank == 0,
             )
-        if now > next_words and world.local_rank == 0:
-            report(f"rank {world.rank} of {world.size} waits for {server} at {at.address}:{at.port}: {reason}")
-            next_words = now + SAY_EVERY_SECONDS
         time.sleep(pause_seconds)
         pause_seconds = min(2 * pause_seconds, 0.5)
 
@@ -185,7 +174,7 @@ class Patience:
     """How one rank waits in one meeting, until `deadline`; `timeout_seconds`: of the whole meeting."""
 
     def __init__(self, world: World, deadline: float, timeout_seconds: float, report: Callable[[str], None]) -> None:
-        self._who, self._timeout_seconds, self._report = f"rank {world.rank} of {world.size}", timeout_seconds, report
+        self._who, self.timeout_seconds, self._report = f"rank {world.rank} of {world.size}", timeout_seconds, report
         self._deadline = deadline
         self._next_words = time.monotonic() + SAY_EVERY_SECONDS
 
@@ -214,13 +203,18 @@ class Patience:
 
     def wait_for(self, missing: Sequence[int], *, speaks: bool) -> None:
         """Called while ranks are missing. `speaks`: whether this rank reports them. Raises: TimeoutError."""
-        now, ranks = time.monotonic(), f"rank{'s' * (len(missing) != 1)} {', '.join(map(str, missing))}"
+        self.check(
+            f"rank{'s' * (len(missing) != 1)} {', '.join(map(str, missing))}",
+            ", which did not arrive. Check that every rank was started, and that all of them reach `launch`.",
+            speaks=speaks,
+        )
+
+    def check(self, awaited: str, advice: str, *, speaks: bool) -> None:
+        """Called while something is awaited. Raises: TimeoutError."""
+        now = time.monotonic()
         if now > self._deadline:
-            raise TimeoutError(
-                f"{self._who.capitalize()} waited {self._timeout_seconds:g} s for {ranks}, which did not arrive. "
-                "Check that every rank was started, and that all of them reach `launch`."
-            )
+            raise TimeoutError(f"{self._who.capitalize()} waited {self.timeout_seconds:g} s for {awaited}{advice}")
         if now > self._next_words:
             self._next_words = now + SAY_EVERY_SECONDS
             if speaks:
-                self._report(f"{self._who} waits for {ranks}")
+                self._report(f"{self._who} waits for {awaited}")

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from fabric.launchers.rank.task import CallFunction
@@ -71,8 +71,8 @@ class ForkServer:
         report_reader, report_writer = os.pipe()
         status_reader, status_writer = os.pipe()
         request = pickle.dumps((sys.path, preload))
-        with tasks.write(world, task) as file, _standard_streams() as streams, self._lock:
-            socket.send_fds(self._socket, [request], [file.fileno(), report_writer, status_writer, *streams])
+        with tasks.write(world, task) as file, self._lock:
+            socket.send_fds(self._socket, [request], [file.fileno(), report_writer, status_writer, 0, 1, 2])
             answer = self._socket.recv(NUMBER.size)
         os.close(report_writer)
         os.close(status_writer)
@@ -104,20 +104,6 @@ class ForkServer:
         self._socket.close()
         self._process.wait()
         atexit.unregister(self.close)
-
-
-@contextlib.contextmanager
-def _standard_streams() -> Any:
-    """Descriptors 0, 1 and 2 of this process, with /dev/null in place of a closed one."""
-    with open(os.devnull, "r+b") as nothing:
-        yield [fd if _is_open(fd) else nothing.fileno() for fd in range(3)]
-
-
-def _is_open(fd: int) -> bool:
-    with contextlib.suppress(OSError):
-        os.fstat(fd)
-        return True
-    return False
 
 
 class Server:

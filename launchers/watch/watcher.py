@@ -33,7 +33,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol, final
 
-from fabric.launchers.process import process_state
+from fabric.launchers.process import os_process
 from fabric.launchers.process.stack import frames_of, is_within, users_line
 from fabric.launchers.rank.network import own_address
 from fabric.launchers.rank.rank import own_supervisor
@@ -203,7 +203,7 @@ class Watcher:
                 self._report(json.loads(rest))
                 self._leave()
             case "process":
-                return process_state.describe(int(rest)).encode()
+                return os_process.describe_silence(int(rest)).encode()
             case "table":
                 return (self.table(if_waiting_seconds=float(rest)) or " ").encode()
         return b"ok"
@@ -307,18 +307,18 @@ class Watcher:
 
     def _silent(self, place: Place, answering: Sequence[Place], answer: bytes | Silence) -> Activity:
         """The state of a rank that did not answer, reported by a rank of the same machine that does."""
-        state = process_state.SILENT
+        state = os_process.SILENT
         neighbour = next((each for each in answering if each.host == place.host), None)
         if neighbour is not None:
             heard = ask_all([neighbour], f"process {place.pid}", ANSWER_SECONDS)[neighbour.rank]
             state = heard.decode() if isinstance(heard, bytes) else state
         if answer == "unreachable":
-            state = process_state.UNREACHABLE
-        elif answer == "refused" and state != process_state.ENDED:
-            state = process_state.CLOSED
+            state = os_process.UNREACHABLE
+        elif answer == "refused" and state != os_process.ENDED:
+            state = os_process.CLOSED
         return Activity(
             rank=place.rank,
-            kind="ended" if state in (process_state.ENDED, process_state.CLOSED) else "silent",
+            kind="ended" if state in (os_process.ENDED, os_process.CLOSED) else "silent",
             words=state,
             where="" if self._world.num_nodes == 1 else f"on {place.host}",
         )
