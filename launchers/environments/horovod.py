@@ -62,7 +62,7 @@ class HorovodEnvironment(Environment):
                 f"{read.show()}: nodes have different numbers of ranks, so these do not tell which node this is. Give "
                 "every host the same number of slots."
             )
-        return read.world(self.name, *map(read.integer, NAMES), rendezvous=_rendezvous(read, num_nodes))
+        return read.world(self.name, _rendezvous(read, num_nodes), *map(read.integer, NAMES))
 
 
 def _rendezvous(read: Variables, num_nodes: int) -> Rendezvous:

@@ -46,6 +46,5 @@ class KubeflowEnvironment(Environment):
             )
         rank, size = read.integer("RANK"), read.integer("WORLD_SIZE")
         at = Rendezvous(address=read.text("MASTER_ADDR"), port=read.integer("MASTER_PORT"), hosted=False)
-        return read.world(
-            self.name, rank, size, local_rank=0, local_size=1, node_rank=rank, num_nodes=size, rendezvous=at
-        )
+        local_rank, local_size = 0, 1
+        return read.world(self.name, at, rank, size, local_rank, local_size, rank, size)

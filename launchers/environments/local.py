@@ -49,13 +49,5 @@ class LocalEnvironment(Environment):
         at = None
         if size > 1:
             at = Rendezvous(address=read.text("MASTER_ADDR"), port=read.integer("MASTER_PORT"), hosted=False)
-        return read.world(
-            self.name,
-            rank,
-            size,
-            local_rank,
-            local_size,
-            node_rank,
-            num_nodes=max(-(-size // max(local_size, 1)), node_rank + 1),
-            rendezvous=at,
-        )
+        num_nodes = max(-(-size // max(local_size, 1)), node_rank + 1)
+        return read.world(self.name, at, rank, size, local_rank, local_size, node_rank, num_nodes)

@@ -50,10 +50,7 @@ class LSFEnvironment(Environment):
             port=read.port_of_job(read.integer("LSB_JOBID")),
             hosted=False,
         )
-        numbers = map(read.integer, NAMES[2:])
-        return read.world(
-            self.name, *numbers, node_rank=_place_among(hosts, environ), num_nodes=len(hosts), rendezvous=at
-        )
+        return read.world(self.name, at, *map(read.integer, NAMES[2:]), _place_among(hosts, environ), len(hosts))
 
 
 def _compute_hosts(read: Variables) -> list[str]:

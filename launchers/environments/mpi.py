@@ -56,7 +56,7 @@ class MPIEnvironment(Environment):
             )
         at = _rendezvous(read, num_nodes) if size > 1 else None
         node_rank = rank // max(local_size, 1)
-        return read.world(self.name, rank, size, local_rank, local_size, node_rank, num_nodes, at)
+        return read.world(self.name, at, rank, size, local_rank, local_size, node_rank, num_nodes)
 
 
 def _rendezvous(read: Variables, num_nodes: int) -> Rendezvous:

@@ -76,16 +76,9 @@ class SlurmEnvironment(Environment):
             hosted=False,
             attempt=read.integer("SLURM_RESTART_COUNT", 0),
         )
-        return read.world(
-            self.name,
-            read.integer("SLURM_PROCID"),
-            size,
-            local_rank=read.integer("SLURM_LOCALID"),
-            local_size=_tasks_on_node(read, node_rank, num_nodes, size),
-            node_rank=node_rank,
-            num_nodes=num_nodes,
-            rendezvous=at,
-        )
+        rank, local_rank = read.integer("SLURM_PROCID"), read.integer("SLURM_LOCALID")
+        local_size = _tasks_on_node(read, node_rank, num_nodes, size)
+        return read.world(self.name, at, rank, size, local_rank, local_size, node_rank, num_nodes)
 
 
 def _tasks_on_node(read: Variables, node_rank: int, num_nodes: int, size: int) -> int:

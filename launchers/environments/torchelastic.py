@@ -39,4 +39,4 @@ def world_of(read: Variables, launcher: str) -> World:
         hosted=read.environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
         attempt=read.integer("TORCHELASTIC_RESTART_COUNT", 0),
     )
-    return read.world(launcher, *map(read.integer, NAMES), rendezvous=at)
+    return read.world(launcher, at, *map(read.integer, NAMES))

@@ -49,21 +49,12 @@ class Variables:
         """MASTER_PORT, or a port derived from the job's number, so that two jobs on a node do not conflict."""
         return self.integer("MASTER_PORT", FIRST_PORT + (job * 7 + step) % NUM_PORTS)
 
-    def world(
-        self,
-        launcher: str,
-        rank: int,
-        size: int,
-        local_rank: int,
-        local_size: int,
-        node_rank: int,
-        num_nodes: int,
-        rendezvous: Rendezvous | None,
-    ) -> World:
-        """The world of these numbers. A world of one drops its rendezvous.
+    def world(self, launcher: str, rendezvous: Rendezvous | None, *numbers: int) -> World:
+        """The world of these `numbers`: rank, size, local rank, local size, node rank and number of nodes.
 
-        Raises: ValueError: they contradict each other.
+        A world of one drops its rendezvous. Raises: ValueError: the numbers contradict each other.
         """
+        rank, size, local_rank, local_size, node_rank, num_nodes = numbers
         try:
             return World(
                 rank=rank,

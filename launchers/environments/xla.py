@@ -60,13 +60,6 @@ class XLAEnvironment(Environment):
         addresses = read.text("TPU_PROCESS_ADDRESSES").split(",")
         rank, local_size = read.integer("CLOUD_TPU_TASK_ID"), read.integer("PJRT_LOCAL_PROCESS_COUNT")
         address, port = addresses[0].rpartition(":")[0], read.integer("MASTER_PORT", PORT)
-        return read.world(
-            self.name,
-            rank,
-            len(addresses),
-            read.integer("PJRT_LOCAL_PROCESS_RANK"),
-            local_size,
-            node_rank=rank // local_size,
-            num_nodes=len(addresses) // local_size,
-            rendezvous=Rendezvous(address=address, port=port, hosted=False),
-        )
+        at = Rendezvous(address=address, port=port, hosted=False)
+        local_rank, size = read.integer("PJRT_LOCAL_PROCESS_RANK"), len(addresses)
+        return read.world(self.name, at, rank, size, local_rank, local_size, rank // local_size, size // local_size)

@@ -37,7 +37,9 @@ OF_LOADERS: Names = {"torch.utils.data._utils": {"_set_python_exit_flag": "tells
 
 require("Python", "3.10 to 3.13", NAMES)
 
-TEMPORARY = tuple(kind for kind in vars(tempfile).values() if isinstance(kind, type) and kind.__module__ == "tempfile")
+TEMPORARY: tuple[Any, ...] = tuple(
+    kind for kind in vars(tempfile).values() if isinstance(kind, type) and kind.__module__ == "tempfile"
+)
 """Temporary folders, and what `NamedTemporaryFile` returns."""
 BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair, logging.Handler)
 """What can hold bytes or log records back."""

@@ -185,6 +185,4 @@ def _share_cores(value: str) -> None:
     """
     num_threads = value.partition(",")[0].strip()
     if "torch" in sys.modules and num_threads.isdecimal() and int(num_threads) > 0:
-        import torch
-
-        torch.set_num_threads(int(num_threads))
+        sys.modules["torch"].set_num_threads(int(num_threads))

@@ -287,6 +287,8 @@ class Supervisor:
                 signal_rank(child.pid, number)
             if number in ENDING:
                 self._stopping = True
+                watchers = [child.watcher for child in self._running.values() if child.watcher is not None]
+                ask_all(watchers, "signalled", REPORT_SECONDS)
                 self._after(PATIENCE_SECONDS, partial(self._say_we_wait, number))
                 self._after(GRACE_SECONDS, self._kill)
 
