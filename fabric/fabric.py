@@ -43,9 +43,8 @@ from fabric.configure.machine import Machine
 from fabric.configure.options import DEFAULT_REPORT_AFTER_SECONDS
 from fabric.configure.request import Request
 from fabric.configure.resolve import resolve
-from fabric.launchers.environments.flight_recorder import recording
-from fabric.launchers.process.interpreter import run_exit_functions
-from fabric.launchers.rank.fork_cleanup import close_files
+from fabric.launchers.environments.defaults import recording
+from fabric.launchers.process.interpreter import close_files, run_exit_functions
 from fabric.launchers.world import World
 from fabric.loop.accumulation import Accumulation, Window
 from fabric.loop.closure_loss import ClosureLoss

@@ -33,19 +33,6 @@ _HOME = {
     "join": "rendezvous.join",
 }
 
-__all__ = [
-    "Environment",
-    "Launcher",
-    "Rendezvous",
-    "Topology",
-    "WorkerError",
-    "World",
-    "choose_launcher",
-    "detect_world",
-    "fork_is_safe",
-    "join",
-]
-
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:

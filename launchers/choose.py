@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fabric.launchers.external import External
+from fabric.launchers.external import External, inline
 from fabric.launchers.fork import NO_NEXT_LINE, Fork
-from fabric.launchers.inline import Inline
 from fabric.launchers.launcher import Launcher, Topology
 from fabric.launchers.process.program import this_program
 from fabric.launchers.processes import forkserver
@@ -42,7 +41,7 @@ def choose_launcher(
     if row is not None and row.restarts:
         return row.make(topology, max_restarts)
     if topology.size == 1 and not topology.redirects_output:
-        return Inline()
+        return inline(topology)
     if row is not None and word != "fork":
         return row.make(topology)
     unsafe = fork_can_continue() if function is None else fork_is_safe()

@@ -10,19 +10,12 @@ may change as well.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, NoReturn, TypeVar, final
+from typing import Any, TypeVar, final
 
 from fabric.launchers.launcher import Launcher, Topology
-from fabric.launchers.processes import forkserver
-from fabric.launchers.rank import task as tasks
-from fabric.launchers.rank.task import RunScript
-from fabric.launchers.script import Script, start_interpreter
-from fabric.launchers.supervision import ending
-from fabric.launchers.supervision.failure import describe
-from fabric.launchers.supervision.supervisor import Child, Supervisor, supervise
+from fabric.launchers.processes import Processes, forkserver
+from fabric.launchers.script import Script
 from fabric.launchers.world import World
 
 R = TypeVar("R")
@@ -36,32 +29,8 @@ class Elastic(Launcher):
         self.topology, self.max_restarts = topology, max_restarts
 
     def launch(self, worker: Callable[..., R], *args: Any) -> R:
-        task = tasks.call_function(worker, args, everyone=False, launcher="elastic")
         start = forkserver(self.topology).start
-        supervisor = self._supervise(True, lambda world: start(world, task))
-        result: R = ending.results(supervisor)[0]
-        return result
+        return Processes(self.topology, "elastic", start, self.max_restarts).launch(worker, *args)
 
-    def enter(self) -> NoReturn:
-        program = Script(self.topology).program  # raises if there is no file to run again
-        task = RunScript(program=program, awaits_function=False)
-        ending.leave(self._supervise(False, lambda world: start_interpreter(program, world, task)))
-
-    def _supervise(self, expects_results: bool, start: Callable[[World], Child]) -> Supervisor:
-        """The last attempt, ended: it succeeded, or was signalled to end, or no restart is left."""
-        attempt = 0
-        while True:
-            topology = replace(self.topology, attempt=attempt)
-            supervisor = supervise(topology, "elastic", start, expects_results=expects_results)
-            if not supervisor.failures or supervisor.ended_by is not None or attempt == self.max_restarts:
-                return supervisor
-            attempt += 1
-            self._tell(supervisor, attempt)
-
-    def _tell(self, supervisor: Supervisor, attempt: int) -> None:
-        print(
-            f"{describe(supervisor.failures, self.topology.size, supervisor.departures)}\n\n"
-            f"All ranks start again: restart {attempt} of {self.max_restarts}.",
-            file=sys.stderr,
-            flush=True,
-        )
+    def enter(self) -> World:
+        return Script(self.topology, "elastic", self.max_restarts).enter()

@@ -1,11 +1,13 @@
-"""The ranks exist already: started by torchrun, srun, by hand, or by a launcher of fabric. Starts nothing."""
+"""The ranks exist already: started by torchrun, srun, by hand, or by a launcher of fabric; or this process is the only
+one. Starts nothing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeVar, final
 
-from fabric.launchers.launcher import Launcher
+from fabric.launchers.launcher import Launcher, Topology
 from fabric.launchers.rank.rank import check_not_importing, run_and_end, take_awaited
 from fabric.launchers.world import World
 
@@ -21,11 +23,17 @@ class External(Launcher):
 
     def launch(self, worker: Callable[..., R], *args: Any) -> R:
         check_not_importing()
-        link = take_awaited()
-        if link is not None:
-            run_and_end(link, False, worker, self.world, *args)
+        reporter = take_awaited()
+        if reporter is not None:
+            run_and_end(reporter, False, worker, self.world, *args)
         return worker(self.world, *args)
 
     def enter(self) -> World:
         check_not_importing()
         return self.world
+
+
+def inline(topology: Topology) -> External:
+    """The calling process is rank 0 of 1, and its own supervisor."""
+    assert topology.size == 1
+    return External(World())

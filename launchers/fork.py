@@ -5,9 +5,9 @@ parallel region of OpenMP, or initialised a device (`fork_safety.py`).
 
 What was open before the fork belongs to the launching process, which waits for its ranks and then ends:
 
-- functions of `atexit`, finalizers (`weakref.finalize`) and the end of a `with` block around `launch()` run there,
-  once, after all ranks have ended; a rank runs those that it has registered itself;
-- buffers of open files, of log handlers and of C's streams are flushed before the fork, and not by the ranks;
+- functions of `atexit` and the end of a `with` block around `launch()` run there, once, after all ranks have ended; a
+  rank runs those that it has registered itself;
+- buffers of open files, of log handlers and of C's streams are flushed before the fork;
 - a `TemporaryDirectory` or `NamedTemporaryFile` is deleted there; a rank's copy deletes nothing, even if the rank
   closes it, calls `cleanup()` or leaves its `with` block;
 - children of `multiprocessing` are joined and ended there; proxies of a `Manager` reconnect in each rank.
@@ -18,8 +18,8 @@ The following cannot be separated after a fork; open it after `launch()`:
 - a compressed or zip file that is being written, whose end each rank would write, and files of libraries that buffer by
   themselves (HDF5, Arrow);
 - connections: sockets, HTTP sessions, SQLite and other databases;
-- exit functions that a rank needs of a library imported before (coverage measurement), and a finalizer that the program
-  calls itself.
+- exit functions that a rank needs of a library imported before (coverage measurement), and finalizers of other objects
+  (`weakref.finalize`), which run in each rank in which the object ends.
 """
 
 from __future__ import annotations
@@ -32,17 +32,16 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, final
 
-from fabric.launchers.cores import num_cores
 from fabric.launchers.launcher import Launcher, Topology
-from fabric.launchers.process.os_process import exit_fd
+from fabric.launchers.process.os_process import num_cores
 from fabric.launchers.process.program import is_interactive
 from fabric.launchers.process.reports import Reporter
-from fabric.launchers.rank.fork_cleanup import Belongings
+from fabric.launchers.rank.fork_cleanup import disown, flush_before_fork
 from fabric.launchers.rank.fork_safety import fork
 from fabric.launchers.rank.rank import become_rank, run_and_end
 from fabric.launchers.supervision import ending
 from fabric.launchers.supervision.signals import ENDING, PASSED_ON
-from fabric.launchers.supervision.supervisor import Child, Supervisor
+from fabric.launchers.supervision.supervisor import Supervisor, child_of
 from fabric.launchers.world import World
 
 R = TypeVar("R")
@@ -64,8 +63,8 @@ class Fork(Launcher):
         with Supervisor(self.topology, "fork", expects_results=True) as supervisor:
             started = _fork_all(supervisor)
             if started is not None:
-                world, link = started
-                run_and_end(link, False, worker, world, *args)
+                world, reporter = started
+                run_and_end(reporter, False, worker, world, *args)
             supervisor.wait()
         result: R = ending.results(supervisor)[0]
         return result
@@ -88,9 +87,8 @@ def _fork_all(supervisor: Supervisor) -> tuple[World, Reporter] | None:
     # the same time; 32 ranks on two cores took 35 s to their first step, and take 5 s.
     if "torch" in sys.modules and supervisor.topology.num_processes > num_cores():
         importlib.import_module("torch._dynamo")
-    belongings = Belongings.written_out()
-    parent = os.getpid()
-    numbers = random.getstate()
+    files = flush_before_fork()
+    parent, numbers = os.getpid(), random.getstate()
     for local_rank in range(supervisor.topology.num_processes):
         reader, writer = os.pipe()
         with supervisor.starting(local_rank) as world:
@@ -102,19 +100,11 @@ def _fork_all(supervisor: Supervisor) -> tuple[World, Reporter] | None:
                     os.close(reader)
                     random.setstate(numbers)  # Python reseeds a forked process, but the user's seed is for the ranks
                     supervisor.abandon()
-                    belongings.disown()
+                    disown(files)
+                    ending.restore_hook()
                     return world, become_rank(world, writer, parent)
             finally:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING + PASSED_ON)
             os.close(writer)
             supervisor.add(child_of(world.rank, pid, reader))
     return None
-
-
-def child_of(rank: int, pid: int, report_fd: int) -> Child:
-    """A rank that is a child of this process."""
-
-    def reap() -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-    return Child(rank=rank, pid=pid, exit_fd=exit_fd(pid), reap=reap, report_fd=report_fd)

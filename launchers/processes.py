@@ -12,10 +12,10 @@ from typing import Any, Literal, NoReturn, TypeVar, final
 from fabric.launchers.launcher import Launcher, Topology
 from fabric.launchers.process.program import this_program
 from fabric.launchers.rank import task as tasks
-from fabric.launchers.rank.fork_server import fork_server
 from fabric.launchers.rank.task import CallFunction
 from fabric.launchers.script import start_interpreter
 from fabric.launchers.supervision import ending
+from fabric.launchers.supervision.fork_server import fork_server
 from fabric.launchers.supervision.supervisor import Child, supervise
 from fabric.launchers.world import World
 
@@ -24,15 +24,17 @@ R = TypeVar("R")
 
 @final
 class Processes(Launcher):
-    """Ranks that start at a function. `start(world, task)` starts one of them."""
+    """Ranks that start at a function. `start(world, task)` starts one of them; all start once more after a failure, up
+    to `max_restarts` times."""
 
     def __init__(
         self,
         topology: Topology,
-        word: Literal["spawn", "forkserver"],
+        word: Literal["spawn", "forkserver", "elastic"],
         start: Callable[[World, CallFunction], Child],
+        max_restarts: int = 0,
     ) -> None:
-        self.topology, self.word, self.start = topology, word, start
+        self.topology, self.word, self.start, self.max_restarts = topology, word, start, max_restarts
 
     def launch(self, worker: Callable[..., R], *args: Any) -> R:
         result: R = self._results(False, worker, args)[0]
@@ -50,7 +52,13 @@ class Processes(Launcher):
 
     def _results(self, everyone: bool, worker: Callable[..., R], args: tuple[Any, ...]) -> list[R]:
         task = tasks.call_function(worker, args, everyone=everyone, launcher=self.word)
-        supervisor = supervise(self.topology, self.word, lambda world: self.start(world, task), expects_results=True)
+        supervisor = supervise(
+            self.topology,
+            self.word,
+            lambda world: self.start(world, task),
+            expects_results=True,
+            max_restarts=self.max_restarts,
+        )
         return ending.results(supervisor)
 
 

@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from fabric.launchers.launcher import Launcher
 
 
-def _anywhere(name: str, program: Program, system: str) -> str | None:
-    return None
-
-
 def _where_there_is_a_file(name: str, program: Program, system: str) -> str | None:
     if program.can_run_again:
         return None
@@ -55,7 +51,7 @@ class LauncherRow:
     """Whether it restarts all ranks after a failure: `callable(topology, max_restarts)` creates it."""
     needs_function: bool = False
     """Whether ranks start at a function, and do not run the lines after `launch()`."""
-    why: Callable[[str, Program, str], str | None] = _anywhere
+    why: Callable[[str, Program, str], str | None] | None = None
     """`(name, program, system)`: the reason that `why_not` returns."""
 
     def why_not(self, program: Program, system: str) -> str | None:
@@ -63,7 +59,7 @@ class LauncherRow:
 
         Conditions that can change until `launch()` are checked by the launcher itself.
         """
-        return self.why(self.name, program, system)
+        return self.why(self.name, program, system) if self.why is not None else None
 
     def make(self, *arguments: object) -> Launcher:
         """The launcher. Imports its file."""
@@ -106,7 +102,7 @@ _TABLE = (
         restarts=True,
     ),
     LauncherRow(name="xla", path="xla:XLA", is_written=False, for_any_strategy=False, needs_function=True),
-    LauncherRow(name="inline", path="inline:Inline", is_written=False, for_any_strategy=False),
+    LauncherRow(name="inline", path="external:inline", is_written=False, for_any_strategy=False),
 )
 LAUNCHERS: Mapping[str, LauncherRow] = {row.name: row for row in _TABLE}
 PER_DEVICE = tuple(row.name for row in _TABLE if row.for_any_strategy)

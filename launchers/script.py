@@ -14,13 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, final
 
-from fabric.launchers.fork import child_of
 from fabric.launchers.launcher import Launcher, Topology
 from fabric.launchers.process.program import Program, this_program
 from fabric.launchers.rank import task as tasks
 from fabric.launchers.rank.task import CallFunction, RunScript
 from fabric.launchers.supervision import ending
-from fabric.launchers.supervision.supervisor import Child, Supervisor, supervise
+from fabric.launchers.supervision.supervisor import Child, Supervisor, child_of, supervise
 from fabric.launchers.world import World
 
 R = TypeVar("R")
@@ -35,13 +34,13 @@ _launched: list[str] = []
 
 @final
 class Script(Launcher):
-    """Ranks that run the script again."""
+    """Ranks that run the script again, and all of them once more after a failure, up to `max_restarts` times."""
 
-    def __init__(self, topology: Topology) -> None:
-        self.topology, self.program = topology, this_program()
+    def __init__(self, topology: Topology, word: str = "script", max_restarts: int = 0) -> None:
+        self.topology, self.word, self.max_restarts, self.program = topology, word, max_restarts, this_program()
         if not self.program.can_run_again:
             raise ValueError(
-                f"`launcher='script'` runs the program's file once per rank, but this is {self.program.words}: there "
+                f"`launcher={word!r}` runs the program's file once per rank, but this is {self.program.words}: there "
                 "is no file. Pass `launcher='fork'`, or save the program and run it as `python FILE`."
             )
 
@@ -61,7 +60,9 @@ class Script(Launcher):
     def _supervise(self, *, awaits_function: bool) -> Supervisor:
         task = RunScript(program=self.program, awaits_function=awaits_function)
         start = partial(start_interpreter, self.program, task=task)
-        return supervise(self.topology, "script", start, expects_results=awaits_function)
+        return supervise(
+            self.topology, self.word, start, expects_results=awaits_function, max_restarts=self.max_restarts
+        )
 
 
 def start_interpreter(program: Program, world: World, task: CallFunction | RunScript) -> Child:

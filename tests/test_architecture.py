@@ -26,7 +26,7 @@ TECHNIQUES = ("ddp", "deepspeed", "fairscale", "fsdp", "horovod", "manual", "mod
 
 # What breaks a rule, and why it may. An entry that is not needed any more fails a test.
 PART_IMPORTS = {
-    ("strategies/data/hints.py", "fabric.launchers.cores"): "counted once",
+    ("strategies/data/hints.py", "fabric.launchers.process.os_process"): "counted once",
     ("strategies/checkpoint/single_file.py", "fabric.strategies.collectives.collective"): "the role, no member of it",
     ("strategies/checkpoint/saving.py", "fabric.strategies.collectives.collective"): "the role, no member of it",
     ("strategies/checkpoint/loading.py", "fabric.strategies.collectives.collective"): "the role, no member of it",
@@ -64,8 +64,7 @@ ENVIRONMENT = {
     "fabric/configure/determinism.py": "sets the variable that cuBLAS reads, and gives it back",
     "fabric/fabric.py": "the one place that hands the environment to Request and Machine",
     "fabric/lightning/utilities/rank_zero.py": "Lightning Fabric's decorator asks for the rank wherever it is called",
-    "launchers/rank/inherit.py": "a rank takes over the environment of the process that launched it",
-    "launchers/rank/task.py": "a rank's environment is the supervisor's and its place",
+    "launchers/rank/task.py": "a rank's environment is that of the process that launched it, and its place",
     "launchers/rank/rank.py": "a process becomes a rank",
     "strategies/collectives/process_group.py": "gloo's option for one group is a variable",
     "strategies/deepspeed/library.py": "takes back what DeepSpeed writes",
@@ -146,6 +145,26 @@ def test_imports_point_one_way() -> None:
         for module in imports_of(path)
         if (layer := layer_of(module)) is not None
         and LAYERS.index(layer) < LAYERS.index(path.relative_to(ROOT).parts[0])
+    ]
+    assert not wrong
+
+
+LAUNCHERS = ("environments", "process", "rendezvous", "rank", "watch", "supervision")
+"""Folders of `launchers/`, from the bottom. A folder may import those before it, and `LOWEST`."""
+LOWEST = ("world", "launcher", "private_names")
+"""Files of `launchers/`: roles and values. All others are above the folders."""
+
+
+def test_the_folders_of_launchers_import_one_way() -> None:
+    order = [*LOWEST, *LAUNCHERS]
+    wrong = [
+        f"{named(path)} imports {module}"
+        for path in (ROOT / "launchers").rglob("*.py")
+        for module in imports_of(path)
+        if module.startswith("fabric.launchers.")
+        and (level := path.relative_to(ROOT / "launchers").with_suffix("").parts[0]) in order
+        and (level != (target := module.split(".")[2]))
+        and (target not in order or order.index(target) > order.index(level))
     ]
     assert not wrong
 

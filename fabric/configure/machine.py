@@ -17,10 +17,10 @@ import torch.distributed
 from fabric.configure import options
 from fabric.configure.request import Request
 from fabric.configure.run_options import node_variables
-from fabric.launchers.cores import num_cores
 from fabric.launchers.environments import ENVIRONMENTS, detect_world
 from fabric.launchers.environments.environment import Environment
 from fabric.launchers.environments.ours import OursEnvironment
+from fabric.launchers.process.os_process import num_cores
 from fabric.launchers.process.program import Program, this_program
 from fabric.launchers.world import World
 from fabric.strategies.accelerators.accelerator import Accelerator

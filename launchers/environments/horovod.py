@@ -15,7 +15,7 @@ from zlib import crc32
 
 from fabric.launchers.environments.defaults import variables
 from fabric.launchers.environments.environment import Environment, Start
-from fabric.launchers.environments.variables import integer, port_of_job, show, text, world_from
+from fabric.launchers.environments.variables import Variables
 from fabric.launchers.world import Rendezvous, World
 
 NAMES = (
@@ -50,47 +50,33 @@ class HorovodEnvironment(Environment):
         return "HOROVOD_RANK" in environ
 
     def world(self, environ: Mapping[str, str]) -> World:
-        def number(name: str) -> int:
-            return integer(environ, name, among="horovodrun")
-
-        num_nodes = number("HOROVOD_CROSS_SIZE")
+        read = Variables(environ, "horovodrun", NAMES)
         if environ.get("HOROVOD_ELASTIC", "0") not in ("0", ""):
             raise ValueError(
                 f"`HOROVOD_ELASTIC={environ['HOROVOD_ELASTIC']}`: horovodrun would change the number of ranks while "
                 "they run, and a world does not change. Leave out `--min-np` and `--max-np`."
             )
-        if num_nodes * number("HOROVOD_LOCAL_SIZE") != number("HOROVOD_SIZE"):
+        num_nodes = read.integer("HOROVOD_CROSS_SIZE")
+        if num_nodes * read.integer("HOROVOD_LOCAL_SIZE") != read.integer("HOROVOD_SIZE"):
             raise ValueError(
-                f"{show(environ, *NAMES)}: nodes have different numbers of ranks, so these do not tell which node this "
-                "is. Give every host the same number of slots."
+                f"{read.show()}: nodes have different numbers of ranks, so these do not tell which node this is. Give "
+                "every host the same number of slots."
             )
-        return world_from(
-            environ,
-            *NAMES,
-            launcher=self.name,
-            rank=number("HOROVOD_RANK"),
-            size=number("HOROVOD_SIZE"),
-            local_rank=number("HOROVOD_LOCAL_RANK"),
-            local_size=number("HOROVOD_LOCAL_SIZE"),
-            node_rank=number("HOROVOD_CROSS_RANK"),
-            num_nodes=num_nodes,
-            rendezvous=_rendezvous(environ, num_nodes),
-            start="`horovodrun`",
-        )
+        return read.world(self.name, _rendezvous(read, num_nodes), *map(read.integer, NAMES))
 
 
-def _rendezvous(environ: Mapping[str, str], num_nodes: int) -> Rendezvous:
+def _rendezvous(read: Variables, num_nodes: int) -> Rendezvous:
     """Rank 0 serves the store, on a port out of that of horovodrun's own rendezvous, which is of this job alone."""
-    if num_nodes > 1 and "MASTER_ADDR" not in environ:
+    if num_nodes > 1 and "MASTER_ADDR" not in read.environ:
         raise ValueError(
-            f"{show(environ, *NAMES)}: horovodrun started ranks on {num_nodes} nodes, and tells none of them where "
-            "rank 0 is. Write `MASTER_ADDR=HOST horovodrun ...`, HOST being the first of its hosts."
+            f"{read.show()}: horovodrun started ranks on {num_nodes} nodes, and tells none of them where rank 0 is. "
+            "Write `MASTER_ADDR=HOST horovodrun ...`, HOST being the first of its hosts."
         )
-    job = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
-    number = crc32(":".join(text(environ, name, among="horovodrun") for name in job).encode())
+    job = read.text("HOROVOD_GLOO_RENDEZVOUS_ADDR"), read.text("HOROVOD_GLOO_RENDEZVOUS_PORT")
+    number = crc32(":".join(job).encode())
     return Rendezvous(
-        address=environ.get("MASTER_ADDR", "127.0.0.1"),
-        port=port_of_job(environ, number, among="horovodrun"),
+        address=read.environ.get("MASTER_ADDR", "127.0.0.1"),
+        port=read.port_of_job(number),
         hosted=False,
         attempt=number,
     )

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import final
 
 from fabric.launchers.environments.environment import Environment, Start
-from fabric.launchers.environments.variables import integer, show, text, world_from
+from fabric.launchers.environments.variables import Variables
 from fabric.launchers.world import Rendezvous, World
 
 NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK")
@@ -38,30 +38,13 @@ class KubeflowEnvironment(Environment):
         return in_a_pod and ("WORLD_SIZE" in environ or environ.get("PET_NNODES", "1") != "1")
 
     def world(self, environ: Mapping[str, str]) -> World:
-        def number(name: str) -> int:
-            return integer(environ, name, among="Kubeflow's operator")
-
-        ranks_a_pod = environ.get("PET_NPROC_PER_NODE", "1")
-        if ranks_a_pod != "1" or "WORLD_SIZE" not in environ:
+        read = Variables(environ, "Kubeflow's operator", NAMES)
+        if environ.get("PET_NPROC_PER_NODE", "1") != "1" or "WORLD_SIZE" not in environ:
             raise ValueError(
-                f"{show(environ, *NAMES)}: Kubeflow wrote this for torchrun, but the pod's command runs Python itself, "
-                "which would be one rank alone. Write `torchrun` in the place of `python` in the command."
+                f"{read.show()}: Kubeflow wrote this for torchrun, but the pod's command runs Python itself, which "
+                "would be one rank alone. Write `torchrun` in the place of `python` in the command."
             )
-        rank, size = number("RANK"), number("WORLD_SIZE")
-        return world_from(
-            environ,
-            *NAMES,
-            launcher=self.name,
-            rank=rank,
-            size=size,
-            local_rank=0,
-            local_size=1,
-            node_rank=rank,
-            num_nodes=size,
-            rendezvous=Rendezvous(
-                address=text(environ, "MASTER_ADDR", among="Kubeflow's operator"),
-                port=number("MASTER_PORT"),
-                hosted=False,
-            ),
-            start="a `PyTorchJob`",
-        )
+        rank, size = read.integer("RANK"), read.integer("WORLD_SIZE")
+        at = Rendezvous(address=read.text("MASTER_ADDR"), port=read.integer("MASTER_PORT"), hosted=False)
+        local_rank, local_size = 0, 1
+        return read.world(self.name, at, rank, size, local_rank, local_size, rank, size)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import final
 
 from fabric.launchers.environments.environment import Environment, Start
-from fabric.launchers.environments.variables import integer, port_of_job, text, world_from
+from fabric.launchers.environments.variables import Variables
 from fabric.launchers.world import Rendezvous, World
 
 NAMES = (
@@ -43,32 +43,19 @@ class LSFEnvironment(Environment):
         return "JSM_NAMESPACE_RANK" in environ
 
     def world(self, environ: Mapping[str, str]) -> World:
-        def number(name: str) -> int:
-            return integer(environ, name, among="jsrun")
-
-        hosts = _compute_hosts(environ)
-        return world_from(
-            environ,
-            *NAMES,
-            launcher=self.name,
-            rank=number("JSM_NAMESPACE_RANK"),
-            size=number("JSM_NAMESPACE_SIZE"),
-            local_rank=number("JSM_NAMESPACE_LOCAL_RANK"),
-            local_size=number("JSM_NAMESPACE_LOCAL_SIZE"),
-            node_rank=_place_among(hosts, environ),
-            num_nodes=len(hosts),
-            rendezvous=Rendezvous(
-                address=environ.get("MASTER_ADDR") or hosts[0],
-                port=port_of_job(environ, number("LSB_JOBID"), among="A job script"),
-                hosted=False,
-            ),
-            start="`jsrun`",
+        read = Variables(environ, "jsrun", NAMES)
+        hosts = _compute_hosts(read)
+        at = Rendezvous(
+            address=environ.get("MASTER_ADDR") or hosts[0],
+            port=read.port_of_job(read.integer("LSB_JOBID")),
+            hosted=False,
         )
+        return read.world(self.name, at, *map(read.integer, NAMES[2:]), _place_among(hosts, environ), len(hosts))
 
 
-def _compute_hosts(environ: Mapping[str, str]) -> list[str]:
+def _compute_hosts(read: Variables) -> list[str]:
     """The hosts that ranks run on, in the order of the rank file."""
-    name = text(environ, "LSB_DJOB_RANKFILE", among="LSF")
+    name = read.text("LSB_DJOB_RANKFILE")
     try:
         launch, *hosts = dict.fromkeys(Path(name).read_text().split())
     except (OSError, ValueError) as error:

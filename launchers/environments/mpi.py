@@ -13,7 +13,7 @@ from typing import final
 from zlib import crc32
 
 from fabric.launchers.environments.environment import Environment, Start
-from fabric.launchers.environments.variables import integer, port_of_job, show, world_from
+from fabric.launchers.environments.variables import Variables
 from fabric.launchers.world import Rendezvous, World
 
 OPEN_MPI = (
@@ -45,32 +45,23 @@ class MPIEnvironment(Environment):
         return by_open_mpi or {"PMI_RANK", "MPI_LOCALRANKID"} <= set(environ)
 
     def world(self, environ: Mapping[str, str]) -> World:
-        names = OPEN_MPI if OPEN_MPI[0] in environ else HYDRA
-        rank, size, local_rank, local_size = (integer(environ, name, among="mpirun") for name in names)
+        read = Variables(environ, "mpirun", OPEN_MPI if OPEN_MPI[0] in environ else HYDRA)
+        rank, size, local_rank, local_size = map(read.integer, read.names)
         num_nodes = -(-size // max(local_size, 1))
         in_a_row = size % max(local_size, 1) == 0 and local_rank == rank % max(local_size, 1)
         if num_nodes > 1 and 0 <= rank < size and not in_a_row:
             raise ValueError(
-                f"{show(environ, *names)}: which node this is cannot be counted out of these. Give every node the same "
-                "number of ranks, one after another: `mpirun --map-by slot` (Hydra: `-ppn`)."
+                f"{read.show()}: which node this is cannot be counted out of these. Give every node the same number of "
+                "ranks, one after another: `mpirun --map-by slot` (Hydra: `-ppn`)."
             )
-        return world_from(
-            environ,
-            *names,
-            launcher=self.name,
-            rank=rank,
-            size=size,
-            local_rank=local_rank,
-            local_size=local_size,
-            node_rank=rank // max(local_size, 1),
-            num_nodes=num_nodes,
-            rendezvous=_rendezvous(environ, names, num_nodes) if size > 1 else None,
-            start="`mpirun`",
-        )
+        at = _rendezvous(read, num_nodes) if size > 1 else None
+        node_rank = rank // max(local_size, 1)
+        return read.world(self.name, at, rank, size, local_rank, local_size, node_rank, num_nodes)
 
 
-def _rendezvous(environ: Mapping[str, str], names: tuple[str, ...], num_nodes: int) -> Rendezvous:
+def _rendezvous(read: Variables, num_nodes: int) -> Rendezvous:
     """Rank 0 serves the store, on a port derived from the job's name, under keys with that name."""
+    environ = read.environ
     address = environ.get("MASTER_ADDR") or ("127.0.0.1" if num_nodes == 1 else None)
     job = environ.get("PMIX_NAMESPACE", environ.get("MASTER_PORT"))
     missing = [name for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", job)) if not value]
@@ -79,10 +70,8 @@ def _rendezvous(environ: Mapping[str, str], names: tuple[str, ...], num_nodes: i
         options = [" ".join(f"-x {name}={values[name]}" for name in missing)]
         options += [" ".join(f"-genv {name} {values[name]}" for name in missing)]
         raise ValueError(
-            f"{show(environ, *names)}: mpirun does not tell its ranks where they meet, and `{missing[0]}` is not set. "
+            f"{read.show()}: mpirun does not tell its ranks where they meet, and `{missing[0]}` is not set. "
             f"Pass it on: `mpirun {options[0]}` (Hydra: `{options[1]}`), HOST being that of rank 0."
         )
     number = crc32(job.encode())
-    return Rendezvous(
-        address=address, port=port_of_job(environ, number, among="mpirun -x"), hosted=False, attempt=number
-    )
+    return Rendezvous(address=address, port=read.port_of_job(number), hosted=False, attempt=number)

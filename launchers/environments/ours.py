@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import final
 
 from fabric.launchers.environments.environment import Environment
-from fabric.launchers.environments.variables import integer, text, world_from
+from fabric.launchers.environments.torchelastic import NAMES, world_of
+from fabric.launchers.environments.variables import Variables
 from fabric.launchers.world import Rendezvous, World
 
 MARK = "FABRIC_LAUNCHER"
 """The name of fabric's launcher, set in its ranks only."""
-NAMES = (MARK, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
 
 @final
@@ -24,27 +24,8 @@ class OursEnvironment(Environment):
         return MARK in environ
 
     def world(self, environ: Mapping[str, str]) -> World:
-        def number(name: str) -> int:
-            return integer(environ, name, among=f"`launcher={environ[MARK]!r}`")
-
-        return world_from(
-            environ,
-            *NAMES,
-            launcher=environ[MARK],
-            rank=number("RANK"),
-            size=number("WORLD_SIZE"),
-            local_rank=number("LOCAL_RANK"),
-            local_size=number("LOCAL_WORLD_SIZE"),
-            node_rank=number("GROUP_RANK"),
-            num_nodes=number("GROUP_WORLD_SIZE"),
-            rendezvous=Rendezvous(
-                address=text(environ, "MASTER_ADDR", among=f"`launcher={environ[MARK]!r}`"),
-                port=number("MASTER_PORT"),
-                hosted=True,
-                attempt=number("TORCHELASTIC_RESTART_COUNT"),
-            ),
-            start="one of our launchers",
-        )
+        launcher = environ[MARK]
+        return world_of(Variables(environ, f"`launcher={launcher!r}`", (MARK, *NAMES)), launcher)
 
 
 def variables_of(world: World, environ: Mapping[str, str], num_cores: int) -> dict[str, str]:

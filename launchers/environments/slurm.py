@@ -6,13 +6,13 @@ them: `srun bash train.sh` and `salloc` followed by `srun` have the name of a sh
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import final
 
 from fabric.launchers.environments.environment import Environment, Start
-from fabric.launchers.environments.host_list import HostList
-from fabric.launchers.environments.variables import integer, port_of_job, show, text, world_from
+from fabric.launchers.environments.variables import Variables
 from fabric.launchers.world import Rendezvous, World
 
 NAMES = (
@@ -31,6 +31,10 @@ INTERACTIVE_STEP = str(0xFFFFFFFA)
 """The step in which `salloc` runs its shell on a cluster with `use_interactive_step`. Source: slurm.h."""
 OF_MPI = ("OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID")
 """Set by mpirun (Open MPI; Hydra), which starts its daemons by srun: the step is then the daemons', one a node."""
+_PART = re.compile(r"(?:[^,\[\]\s]|\[[\d,-]+\])+")
+"""In a list of hosts the text between two commas; brackets may contain commas."""
+_BRACKETS = re.compile(r"\[([^\]]+)\]")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 @final
@@ -62,29 +66,24 @@ class SlurmEnvironment(Environment):
         return not (is_interactive and environ.get("SLURM_STEP_NUM_TASKS") == "1")
 
     def world(self, environ: Mapping[str, str]) -> World:
-        def number(name: str) -> int:
-            return integer(environ, name, among="srun")
-
-        size, num_nodes = number("SLURM_STEP_NUM_TASKS"), number("SLURM_STEP_NUM_NODES")
-        node_rank = number("SLURM_NODEID")
-        return world_from(
-            environ,
-            *NAMES,
-            launcher=self.name,
-            rank=number("SLURM_PROCID"),
-            size=size,
-            local_rank=number("SLURM_LOCALID"),
-            local_size=_tasks_on_node(environ, node_rank, num_nodes, size),
-            node_rank=node_rank,
-            num_nodes=num_nodes,
-            rendezvous=_rendezvous(environ, num_nodes),
-            start="`srun`",
+        read = Variables(environ, "srun", NAMES)
+        size, num_nodes = read.integer("SLURM_STEP_NUM_TASKS"), read.integer("SLURM_STEP_NUM_NODES")
+        node_rank = read.integer("SLURM_NODEID")
+        job, step = read.integer("SLURM_JOB_ID"), read.integer("SLURM_STEP_ID")
+        at = Rendezvous(  # rank 0 serves the store on the first node of the step
+            address=environ.get("MASTER_ADDR") or _first_host(read, num_nodes),
+            port=read.port_of_job(job, step),
+            hosted=False,
+            attempt=read.integer("SLURM_RESTART_COUNT", 0),
         )
+        rank, local_rank = read.integer("SLURM_PROCID"), read.integer("SLURM_LOCALID")
+        local_size = _tasks_on_node(read, node_rank, num_nodes, size)
+        return read.world(self.name, at, rank, size, local_rank, local_size, node_rank, num_nodes)
 
 
-def _tasks_on_node(environ: Mapping[str, str], node_rank: int, num_nodes: int, size: int) -> int:
+def _tasks_on_node(read: Variables, node_rank: int, num_nodes: int, size: int) -> int:
     """Ranks per node, from SLURM's short form: `2(x3),1` is 2, 2, 2, 1."""
-    word = text(environ, "SLURM_STEP_TASKS_PER_NODE", among="srun")
+    word = read.text("SLURM_STEP_TASKS_PER_NODE")
     counts: list[int] = []
     for part in word.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -93,31 +92,47 @@ def _tasks_on_node(environ: Mapping[str, str], node_rank: int, num_nodes: int, s
         counts += [int(match[1])] * int(match[2] or 1)
     if len(counts) != num_nodes or sum(counts) != size:
         raise ValueError(
-            f"{show(environ, *NAMES)}: {word} adds up to {sum(counts)} ranks on {len(counts)} nodes, not to {size} on "
+            f"{read.show()}: {word} adds up to {sum(counts)} ranks on {len(counts)} nodes, not to {size} on "
             f"{num_nodes}. Leave srun's variables as they are."
         )
     return counts[node_rank] if 0 <= node_rank < num_nodes else 1
 
 
-def _rendezvous(environ: Mapping[str, str], num_nodes: int) -> Rendezvous:
-    """Rank 0 serves the store on the first node of the step."""
-    job, step = (integer(environ, name, among="srun") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    return Rendezvous(
-        address=environ.get("MASTER_ADDR") or _first_host(environ, num_nodes),
-        port=port_of_job(environ, job, step, among="A job script"),
-        hosted=False,
-        attempt=integer(environ, "SLURM_RESTART_COUNT", 0, among="SLURM"),
-    )
-
-
-def _first_host(environ: Mapping[str, str], num_nodes: int) -> str:
+def _first_host(read: Variables, num_nodes: int) -> str:
     if num_nodes == 1:
         return "127.0.0.1"
-    word = text(environ, "SLURM_STEP_NODELIST", among="srun")
-    hosts = HostList.parse(word)
-    if hosts.num_hosts != num_nodes:
+    word = read.text("SLURM_STEP_NODELIST")
+    first, num_hosts = parse_hosts(word)
+    if num_hosts != num_nodes:
         raise ValueError(
-            f"{show(environ, *NAMES)}: {word} names {hosts.num_hosts} hosts, not {num_nodes}. Leave srun's variables "
-            "as they are."
+            f"{read.show()}: {word} names {num_hosts} hosts, not {num_nodes}. Leave srun's variables as they are."
         )
-    return hosts.first
+    return first
+
+
+def parse_hosts(text: str) -> tuple[str, int]:
+    """The first host and the number of hosts in SLURM's short form: `n[1-2]-ib[0-1]` begins with `n1-ib0`, and has 4.
+
+    The other hosts are not needed: SLURM numbers its nodes itself. Raises: ValueError: it is not of SLURM's form.
+    Source: the section on hostlist expressions in `man scontrol`; tests compare with `scontrol show hostnames`.
+    """
+    parts = _PART.findall(text)
+    ranges = [[_parse_ranges(inside, text) for inside in _BRACKETS.findall(part)] for part in parts]
+    if not parts or ",".join(parts) != text:
+        raise _not_of_the_form(text)
+    firsts = iter([inside[0][0] for inside in ranges[0]])
+    first = _BRACKETS.sub(lambda _: next(firsts), parts[0])
+    return first, sum(math.prod(sum(count for _, count in inside) for inside in part) for part in ranges)
+
+
+def _parse_ranges(inside: str, text: str) -> list[tuple[str, int]]:
+    """The ranges in one pair of brackets: the first number as it is written, and how many numbers there are."""
+    matches = [_RANGE.fullmatch(part) for part in inside.split(",")]
+    counts = [(match[1], int(match[2] or match[1]) - int(match[1]) + 1) for match in matches if match is not None]
+    if len(counts) < len(matches) or any(count < 1 for _, count in counts):
+        raise _not_of_the_form(text)
+    return counts
+
+
+def _not_of_the_form(text: str) -> ValueError:
+    return ValueError(f"{text!r} is not of SLURM's form for hosts, such as `gpu[001-003,007],login`.")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import final
 
 from fabric.launchers.environments.environment import Environment, Start
-from fabric.launchers.environments.variables import integer, text, world_from
+from fabric.launchers.environments.variables import Variables
 from fabric.launchers.world import Rendezvous, World
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
@@ -28,24 +28,15 @@ class TorchElasticEnvironment(Environment):
         return "TORCHELASTIC_RUN_ID" in environ
 
     def world(self, environ: Mapping[str, str]) -> World:
-        def number(name: str) -> int:
-            return integer(environ, name, among="torchrun")
+        return world_of(Variables(environ, "torchrun", NAMES), self.name)
 
-        return world_from(
-            environ,
-            *NAMES,
-            launcher=self.name,
-            rank=number("RANK"),
-            size=number("WORLD_SIZE"),
-            local_rank=number("LOCAL_RANK"),
-            local_size=number("LOCAL_WORLD_SIZE"),
-            node_rank=number("GROUP_RANK"),
-            num_nodes=number("GROUP_WORLD_SIZE"),
-            rendezvous=Rendezvous(
-                address=text(environ, "MASTER_ADDR", among="torchrun"),
-                port=number("MASTER_PORT"),
-                hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
-                attempt=integer(environ, "TORCHELASTIC_RESTART_COUNT", 0, among="torchrun"),
-            ),
-            start="`torchrun`",
-        )
+
+def world_of(read: Variables, launcher: str) -> World:
+    """The world in torchrun's variables."""
+    at = Rendezvous(
+        address=read.text("MASTER_ADDR"),
+        port=read.integer("MASTER_PORT"),
+        hosted=read.environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
+        attempt=read.integer("TORCHELASTIC_RESTART_COUNT", 0),
+    )
+    return read.world(launcher, at, *map(read.integer, NAMES))

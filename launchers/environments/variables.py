@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
 
 from fabric.launchers.world import Rendezvous, World
 
@@ -10,74 +12,62 @@ FIRST_PORT, NUM_PORTS = 15_000, 10_000
 """Below the ports that systems hand out by themselves (32768 and up on Linux)."""
 
 
-def text(environ: Mapping[str, str], name: str, *, among: str) -> str:
-    """The value of a variable. `among`: who sets it, for the message."""
-    if not environ.get(name):
-        raise ValueError(f"{among} sets `{name}`, but it is not set here. Set it on every rank.")
-    return environ[name]
+@final
+@dataclass(frozen=True, slots=True)
+class Variables:
+    """The variables of one launcher."""
 
+    environ: Mapping[str, str]
+    setter: str
+    """Who sets them, for errors."""
+    names: tuple[str, ...]
+    """Those that errors show."""
 
-def integer(environ: Mapping[str, str], name: str, default: int | None = None, *, among: str) -> int:
-    """The integer in a variable, or the default if it is not set."""
-    if default is not None and name not in environ:
-        return default
-    word = text(environ, name, among=among)
-    try:
-        return int(word)
-    except ValueError:
-        raise ValueError(f"`{name}={word}` is not a whole number. {among} sets it to one on every rank.") from None
+    def text(self, name: str) -> str:
+        """The value of a variable."""
+        if not self.environ.get(name):
+            raise ValueError(f"{self.setter} sets `{name}`, but it is not set here. Set it on every rank.")
+        return self.environ[name]
 
+    def integer(self, name: str, default: int | None = None) -> int:
+        """The integer in a variable, or the default if it is not set."""
+        if default is not None and name not in self.environ:
+            return default
+        word = self.text(name)
+        try:
+            return int(word)
+        except ValueError:
+            raise ValueError(
+                f"`{name}={word}` is not a whole number. {self.setter} sets it to one on every rank."
+            ) from None
 
-def show(environ: Mapping[str, str], *names: str) -> str:
-    """The variables that are set, as they would be written in a shell."""
-    return " ".join(f"{name}={environ[name]}" for name in names if name in environ)
+    def show(self) -> str:
+        """The variables that are set, as they would be written in a shell."""
+        return " ".join(f"{name}={self.environ[name]}" for name in self.names if name in self.environ)
 
+    def port_of_job(self, job: int, step: int = 0) -> int:
+        """MASTER_PORT, or a port derived from the job's number, so that two jobs on a node do not conflict."""
+        return self.integer("MASTER_PORT", FIRST_PORT + (job * 7 + step) % NUM_PORTS)
 
-def port_of_job(environ: Mapping[str, str], job: int, step: int = 0, *, among: str) -> int:
-    """MASTER_PORT, or a port derived from the job's number, so that two jobs on a node do not conflict."""
-    return integer(environ, "MASTER_PORT", FIRST_PORT + (job * 7 + step) % NUM_PORTS, among=among)
+    def world(self, launcher: str, rendezvous: Rendezvous | None, *numbers: int) -> World:
+        """The world of these `numbers`: rank, size, local rank, local size, node rank and number of nodes.
 
-
-def world_from(
-    environ: Mapping[str, str],
-    *names: str,
-    launcher: str,
-    rank: int,
-    size: int,
-    local_rank: int,
-    local_size: int,
-    node_rank: int,
-    num_nodes: int,
-    rendezvous: Rendezvous | None,
-    start: str,
-) -> World:
-    """The world of these numbers, read from the variables `names`. A world of one drops its rendezvous.
-
-    Raises: ValueError: they contradict each other. `start`: how its ranks are started, for the message.
-    """
-    try:
-        return World(
-            rank=rank,
-            size=size,
-            local_rank=local_rank,
-            local_size=local_size,
-            node_rank=node_rank,
-            num_nodes=num_nodes,
-            rendezvous=rendezvous if size > 1 else None,
-            launcher=launcher,
-        )
-    except ValueError as error:
-        raise ValueError(
-            f"{show(environ, *names)}: these contradict each other. {error} Start the ranks with {start}, and leave "
-            "its variables as they are."
-        ) from error
-
-
-def checked(world: World, environ: Mapping[str, str], *names: str) -> World:
-    """The world, after its numbers were checked."""
-    if world.num_nodes * world.local_size < world.size:
-        raise ValueError(
-            f"{show(environ, *names)}: {world.num_nodes} node(s) with {world.local_size} ranks each hold fewer than "
-            f"the {world.size} ranks of the world. Make the variables agree."
-        )
-    return world
+        A world of one drops its rendezvous. Raises: ValueError: the numbers contradict each other.
+        """
+        rank, size, local_rank, local_size, node_rank, num_nodes = numbers
+        try:
+            return World(
+                rank=rank,
+                size=size,
+                local_rank=local_rank,
+                local_size=local_size,
+                node_rank=node_rank,
+                num_nodes=num_nodes,
+                rendezvous=rendezvous if size > 1 else None,
+                launcher=launcher,
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"{self.show()}: these contradict each other. {error} Start the ranks with {self.setter}, and leave "
+                "its variables as they are."
+            ) from error

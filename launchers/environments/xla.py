@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import final
 
 from fabric.launchers.environments.environment import Environment, Start
-from fabric.launchers.environments.variables import integer, text, world_from
+from fabric.launchers.environments.variables import Variables
 from fabric.launchers.world import Rendezvous, World
 
 NAMES = (
@@ -36,7 +36,7 @@ class PJRT:
     def of(cls, environ: Mapping[str, str] | None = None) -> PJRT:
         """From these variables, or from those of this process."""
         environ = os.environ if environ is None else environ
-        return cls(environ.get("PJRT_DEVICE"), integer(environ, "CPU_NUM_DEVICES", 1, among="PJRT's user"))
+        return cls(environ.get("PJRT_DEVICE"), Variables(environ, "PJRT's user", ()).integer("CPU_NUM_DEVICES", 1))
 
 
 @final
@@ -56,23 +56,10 @@ class XLAEnvironment(Environment):
         return {"PJRT_LOCAL_PROCESS_RANK", "CLOUD_TPU_TASK_ID", "TPU_PROCESS_ADDRESSES"} <= set(environ)
 
     def world(self, environ: Mapping[str, str]) -> World:
-        def number(name: str, default: int | None = None) -> int:
-            return integer(environ, name, default, among="torch_xla")
-
-        addresses = text(environ, "TPU_PROCESS_ADDRESSES", among="torch_xla").split(",")
-        rank, local_size = number("CLOUD_TPU_TASK_ID"), number("PJRT_LOCAL_PROCESS_COUNT")
-        return world_from(
-            environ,
-            *NAMES,
-            launcher=self.name,
-            rank=rank,
-            size=len(addresses),
-            local_rank=number("PJRT_LOCAL_PROCESS_RANK"),
-            local_size=local_size,
-            node_rank=rank // local_size,
-            num_nodes=len(addresses) // local_size,
-            rendezvous=Rendezvous(
-                address=addresses[0].rpartition(":")[0], port=number("MASTER_PORT", PORT), hosted=False
-            ),
-            start="`torch_xla.launch`",
-        )
+        read = Variables(environ, "`torch_xla.launch`", NAMES)
+        addresses = read.text("TPU_PROCESS_ADDRESSES").split(",")
+        rank, local_size = read.integer("CLOUD_TPU_TASK_ID"), read.integer("PJRT_LOCAL_PROCESS_COUNT")
+        address, port = addresses[0].rpartition(":")[0], read.integer("MASTER_PORT", PORT)
+        at = Rendezvous(address=address, port=port, hosted=False)
+        local_rank, size = read.integer("PJRT_LOCAL_PROCESS_RANK"), len(addresses)
+        return read.world(self.name, at, rank, size, local_rank, local_size, rank // local_size, size // local_size)

@@ -1,20 +1,22 @@
-"""The private names of Python that are needed to end and to fork a process, checked at import.
+"""Ends a process as Python does, but without destructors, which take 0.3 s, and hang where peers have ended.
 
-None has a public counterpart: Python offers no way to end a process with an exit code after its exit functions but
-before its destructors, nor to forget exit functions in a forked process. `multiprocessing` uses the same names.
+The private names are checked at import. None has a public counterpart: Python offers no way to end a process with an
+exit code after its exit functions but before its destructors. `multiprocessing` uses the same names.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
+import gc
+import io
 import logging
-import multiprocessing.process
 import multiprocessing.util
 import sys
 import tempfile
 import threading
-import weakref
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 from fabric.launchers.private_names import Names, require
@@ -25,13 +27,6 @@ NAMES: Names = {
         "_run_exitfuncs": "a rank ends with its exit functions and without destructors",
     },
     "threading": {"_shutdown": "a rank joins its threads before it runs its exit functions"},
-    "threading:Thread": {"_target": "tells the threads of a notebook from others"},
-    "weakref:finalize": {
-        "_registry": "a forked rank disowns its parent's finalizers",
-        "_exitfunc": "finalizers run at the end of a rank",
-    },
-    "tempfile": {"_TemporaryFileWrapper": "temporary files that are open before a fork are found by their class"},
-    "tempfile:_TemporaryFileWrapper": {"_closer": "a forked rank deletes no temporary file of its parent"},
     "multiprocessing.process": {"_children": "a forked rank forgets its parent's children"},
     "multiprocessing.util": {
         "_exit_function": "ends the children of a rank",
@@ -42,8 +37,16 @@ OF_LOADERS: Names = {"torch.utils.data._utils": {"_set_python_exit_flag": "tells
 
 require("Python", "3.10 to 3.13", NAMES)
 
-TemporaryFile: type = vars(tempfile)["_TemporaryFileWrapper"]
-"""The class of objects that `tempfile.NamedTemporaryFile` returns."""
+TEMPORARY: tuple[Any, ...] = tuple(
+    kind for kind in vars(tempfile).values() if isinstance(kind, type) and kind.__module__ == "tempfile"
+)
+"""Temporary folders, and what `NamedTemporaryFile` returns."""
+BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair, logging.Handler)
+"""What can hold bytes or log records back."""
+
+_inherited: list[list[Any]] = [[]]
+"""Files that were open at `freeze`, in a list that was made after it, and that the collector knows unless the program
+has called `gc.freeze` since."""
 
 
 def join_threads() -> None:
@@ -56,25 +59,63 @@ def run_exit_functions() -> None:
     atexit._run_exitfuncs()
 
 
-def finalizers() -> list[weakref.finalize[Any, Any]]:
-    """The finalizers of objects that are alive."""
-    return list(vars(weakref.finalize)["_registry"])
+def forget_parent() -> None:
+    """In a forked process: forget the exit functions and the children of its parent.
 
-
-def begin_anew(last: Callable[[], None]) -> None:
-    """In a forked process: forget the exit functions and children of its parent, except those that every process has.
-
-    These stay: logging flushes its handlers, finalizers of objects created from now on run, `multiprocessing` ends
-    children that will be started, and torch's data loaders are notified of the exit. `last` runs after all of them.
+    These stay: `multiprocessing` ends children that will be started, and torch's data loaders are notified of the exit.
     """
     atexit._clear()
-    atexit.register(last)
-    atexit.register(logging.shutdown)
+    atexit.register(close_files)
+    atexit.register(vars(multiprocessing.util)["_exit_function"])
     of_loaders = sys.modules.get("torch.utils.data._utils")
     if of_loaders is not None:
         require("torch", "2.9 to 2.13", OF_LOADERS)
         atexit.register(vars(of_loaders)["_set_python_exit_flag"])
-    atexit.register(vars(weakref.finalize)["_exitfunc"].__get__(None, weakref.finalize))
-    atexit.register(vars(multiprocessing.util)["_exit_function"])
     vars(multiprocessing.process)["_children"].clear()
-    vars(multiprocessing.util)["_run_after_forkers"]()  # connections to a `Manager` are reopened
+    vars(multiprocessing.util)["_run_after_forkers"]()
+
+
+def open_files(objects: Iterable[Any]) -> list[Any]:
+    """The files, log handlers and temporary folders among the objects.
+
+    Python's only list of open files is that of its garbage collector: 20 ms for the objects of torch, and 200 ms in a
+    fork, which copies the memory of each object that it looks at.
+    """
+    kinds = _with_subclasses(BUFFERED + TEMPORARY)
+    return [each for each in objects if type(each) in kinds]
+
+
+def _with_subclasses(kinds: Iterable[type]) -> set[type]:
+    return {kind for one in kinds for kind in (one, *_with_subclasses(one.__subclasses__()))}
+
+
+def flush(files: Iterable[Any]) -> None:
+    """Flush the files, the standard streams and those of C."""
+    for each in (sys.stdout, sys.stderr, *files):  # in a notebook, the streams may be objects of any class
+        with contextlib.suppress(Exception):  # closed, full, no file, or an error of a log handler: raised on close
+            each.flush()
+    ctypes.CDLL(None).fflush(None)
+
+
+def freeze(files: list[Any] | None = None) -> None:
+    """Leave all objects of now, `files` are the open ones, out of collections and of what `close_files` looks through.
+
+    For a process that is a fork, or forks: looking at an object copies its memory.
+    """
+    gc.freeze()
+    _inherited[0] = [*(files or ())]
+
+
+def close_files() -> None:
+    """Flush open files, and delete temporary ones, at the end of a process in which destructors do not run."""
+    objects = gc.get_objects()
+    if not any(each is _inherited[0] for each in objects):
+        gc.unfreeze()
+        objects = gc.get_objects()
+    files = [*_inherited[0], *open_files(objects)]
+    flush(files)
+    for each in files:
+        if isinstance(each, TEMPORARY):
+            with contextlib.suppress(OSError, AttributeError):  # a folder is deleted by its finalizer
+                each.close()
+    gc.freeze()  # Python's last collection would look at every object of every module, for memory that goes anyway

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import builtins
-import importlib.util
 import os
+import re
 import runpy
 import sys
 import types
@@ -14,6 +14,8 @@ from typing import Literal, TypeAlias
 
 Kind: TypeAlias = Literal["script", "module", "command", "stdin", "interactive", "notebook"]
 """`python FILE`, `python -m NAME`, `python -c`, standard input, a prompt (`python -i` too), a notebook's kernel."""
+_WITH_VALUE = re.compile(r"-([^-cmWX]*)([cmWX])(.*)", re.DOTALL)
+"""An option with a value, after others without one: `-um package`, `-Wignore`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,53 +74,27 @@ def parse(words: Sequence[str]) -> Program:
         if word == "-" or not word.startswith("-"):
             kind: Kind = "stdin" if word == "-" else "script"
             return Program(flags=tuple(flags), kind=kind, target=word, arguments=tuple(rest))
-        if word.startswith("--"):
-            flags.append(word)
-            if word == "--check-hash-based-pycs":
-                flags.append(rest.pop(0))
+        with_value = _WITH_VALUE.fullmatch(word)
+        if with_value is None:
+            flags += [word, rest.pop(0)] if word == "--check-hash-based-pycs" else [word]
             continue
-        for position, letter in enumerate(word[1:], 1):
-            if letter not in "cmWX":
-                continue
-            value = word[position + 1 :] or rest.pop(0)
-            before = [word[:position]] if position > 1 else []
-            if letter in "cm":
-                kind = "command" if letter == "c" else "module"
-                return Program(flags=(*flags, *before), kind=kind, target=value, arguments=tuple(rest))
-            flags += [*before, f"-{letter}", value]
-            break
-        else:
-            flags.append(word)
+        before, letter, value = with_value.groups()
+        value = value or rest.pop(0)
+        flags += [f"-{before}"] if before else []
+        if letter in "cm":
+            kind = "command" if letter == "c" else "module"
+            return Program(flags=tuple(flags), kind=kind, target=value, arguments=tuple(rest))
+        flags += [f"-{letter}", value]
     return Program(flags=tuple(flags), kind="stdin", target="-", arguments=())
 
 
 def run_again(program: Program) -> None:
     """Run a program in this process as Python would: in `__main__`, with its path and arguments."""
-    main = sys.modules["__main__"]
-    spec = None
+    sys.argv[:] = [program.target, *program.arguments]
     if program.kind == "module":
-        spec = importlib.util.find_spec(program.target)
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(f"{program.target}.__main__")
-        assert spec is not None
-        assert spec.loader is not None
-        assert spec.origin is not None
-        path, code = spec.origin, spec.loader.get_code(spec.name)  # type: ignore[attr-defined]
-    elif os.path.isdir(program.target) or not program.target.endswith(".py"):
-        # A folder or an archive with a `__main__`, compiled code, a script without a suffix: left to runpy.
-        sys.argv[:] = [program.target, *program.arguments]
-        runpy.run_path(program.target, run_name="__main__")
-        return
+        runpy.run_module(program.target, run_name="__main__", alter_sys=True)
     else:
-        path = program.target
-        with open(path, "rb") as source:
-            code = compile(source.read(), path, "exec", dont_inherit=True)
-    sys.argv[:] = [path, *program.arguments]
-    names = vars(main)
-    names.update(__file__=path, __spec__=spec, __loader__=spec.loader if spec else None, __cached__=None)
-    names["__package__"] = spec.parent if spec else None
-    names["__doc__"] = None
-    exec(code, names)
+        runpy.run_path(program.target, run_name="__main__")
 
 
 def file_of_main() -> str | None:

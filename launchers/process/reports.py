@@ -6,9 +6,8 @@ that the rank forks, such as data-loader workers, close the pipe: what they writ
 
 # Note [Signal handlers that raise]
 `DataLoader` raises from its handler of SIGCHLD when a worker dies, at whatever line the main thread has reached, and a
-user's handler of SIGTERM may do the same. A report is written by another thread, where Python runs no signal handler,
-so that a frame is written whole and once. The steps before it are repeated if a handler interrupts them; a loader
-raises once.
+user's handler of SIGTERM may do the same. So a report is made and written by another thread, where Python runs no
+signal handler: it is written whole, and once.
 """
 
 from __future__ import annotations
@@ -27,22 +26,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
 from fabric.launchers.process import pickling
 from fabric.launchers.process.stack import users_line
-from fabric.launchers.supervision import fatal_stack
-
-R = TypeVar("R")
 
 HEADER = struct.Struct("!cQ")
 FRAME = b"\0"
 
-PACKAGE = str(Path(__file__).parents[1])
-FABRIC = str(Path(__file__).parents[2] / "fabric")
+OURS = tuple(str(Path(__file__).parents[depth] / folder) for depth, folder in ((1, ""), (2, "fabric")))
+"""The folders of the launchers, and of what calls them."""
 FATAL = b"Fatal Python error: "
-NUM_REPEATS = 10
-"""How often creating a report may be interrupted: once for each loader whose workers die meanwhile."""
+FROM_A_LIBRARY = (
+    "It came from a thread that runs no Python: one of gloo, NCCL, OpenMP or another library, which may have written "
+    "why to stderr. gloo aborts if ranks make different calls: `fabric run --sanitize always` compares them before."
+)
 
 LOST_PEER = (
     "Connection closed by peer",
@@ -80,7 +78,7 @@ class Failure:
     summary: str
     """One line: `ValueError: boom`, `killed by SIGSEGV`, `left with exit code 3`."""
     traceback: str = ""
-    """The user's frames, without those of fabric; or the stack at a fatal signal."""
+    """The user's frames, without those of fabric; or the stacks at a fatal signal."""
     where: str = ""
     """The user's line that raised: `train.py:12 in main`."""
     exception: bytes | None = None
@@ -100,23 +98,6 @@ class Leaving:
     """None if only the interpreter knows it."""
     traceback: str
     """Where `sys.exit` was called, if known."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Watched:
-    """The address of the rank's watcher."""
-
-    place: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Words:
-    """Text to print at once, for the whole job."""
-
-    text: str
-
-
-Report: TypeAlias = Result | Failure | Leaving | Watched | Words
 
 
 class Reporter:
@@ -159,41 +140,39 @@ class Reporter:
                 f"process cannot get it: {error}. Return tensors, numbers, and objects that `pickle` or `cloudpickle` "
                 "takes."
             ) from error
-        self._send(Result(pickled=pickled))
-
-    def watched(self, place: bytes) -> None:
-        """Send the address of the rank's watcher."""
-        self._send(Watched(place=place))
-
-    def words(self, text: str) -> None:
-        """Let the supervisor print a text."""
-        self._send(Words(text=text))
+        self.send(Result(pickled=pickled))
 
     def failure(self, error: BaseException) -> None:
         """Send an uncaught exception; only the first is sent."""
         at_ns = time.monotonic_ns()
         if not self.has_told_the_end:
-            self._send(_repeated(lambda: _failure(self.rank, at_ns, error)))
+            self._write(lambda: _failure(self.rank, at_ns, error))
             self.has_told_the_end = True
 
     def leaving(self, exit_code: int | None = None, error: SystemExit | None = None) -> None:
         """Send that the program has finished; the rank's connections are about to be closed."""
         trace = users_traceback(error) if error is not None else ""
         self.has_told_the_end = True
-        self._send(Leaving(at_ns=time.monotonic_ns(), exit_code=exit_code, traceback=trace))
+        self.send(Leaving(at_ns=time.monotonic_ns(), exit_code=exit_code, traceback=trace))
 
-    def _send(self, report: Report) -> None:
-        if not self.is_own:
-            return
-        body = pickle.dumps(report, protocol=pickle.HIGHEST_PROTOCOL)
-        todo, done = [memoryview(HEADER.pack(FRAME, len(body)) + body)], threading.Event()
+    def send(self, report: object) -> None:
+        """Send a report, the address of the rank's watcher, or a text that the supervisor prints at once."""
+        interrupted = self._write(lambda: report)
+        if interrupted is not None:
+            raise interrupted
+
+    def _write(self, make: Callable[[], object]) -> BaseException | None:
+        """Make and write a report; returns what a signal handler raised meanwhile."""
+        todo, done = [make], threading.Event()
 
         def write() -> None:
             try:
-                view = todo.pop()
+                make_report = todo.pop()
             except IndexError:  # an interrupted start is repeated, and the first thread has it
                 return
             try:
+                body = pickle.dumps(make_report(), protocol=pickle.HIGHEST_PROTOCOL)
+                view = memoryview(HEADER.pack(FRAME, len(body)) + body)
                 with self._writes:  # a frame longer than the pipe's buffer would be mixed with another one
                     while view:
                         view = view[os.write(self._fd, view) :]
@@ -202,45 +181,15 @@ class Reporter:
             finally:
                 done.set()
 
-        interrupted: BaseException | None = None
-        while not done.is_set():  # Note [Signal handlers that raise]
+        interrupted = None
+        while self.is_own and not done.is_set():  # Note [Signal handlers that raise]
             try:
                 if todo:
                     _start_thread(write)
                 done.wait()
             except BaseException as error:
                 interrupted = error
-        if interrupted is not None and not isinstance(report, Failure):
-            raise interrupted
-
-
-class Inbox:
-    """The supervisor's end of the pipe: bytes in, reports out."""
-
-    def __init__(self) -> None:
-        self._bytes = bytearray()
-
-    def feed(self, data: bytes) -> None:
-        """Append received bytes."""
-        self._bytes += data
-
-    def reports(self) -> Iterator[Report]:
-        """Yield each complete report, once."""
-        while len(self._bytes) >= HEADER.size and self._bytes.startswith(FRAME):
-            end = HEADER.size + HEADER.unpack_from(self._bytes)[1]
-            if len(self._bytes) < end:
-                return
-            report = pickle.loads(memoryview(self._bytes)[HEADER.size : end])
-            del self._bytes[:end]
-            yield report
-
-    @property
-    def fatal_stack(self) -> str:
-        """The stacks that the fault handler wrote, if any, without frames of fabric; the main thread's last."""
-        start = self._bytes.find(FATAL)  # before it may be a report that the signal cut short
-        if start < 0:
-            return ""
-        return fatal_stack.readable(self._bytes[start:].decode(errors="replace"), leave_out=(PACKAGE, FABRIC))
+        return interrupted
 
 
 def _start_thread(function: Callable[[], None]) -> None:
@@ -251,14 +200,24 @@ def _start_thread(function: Callable[[], None]) -> None:
         function()
 
 
-def _repeated(make: Callable[[], R]) -> R:
-    """What `make` gives, once nothing interrupts it. Note [Signal handlers that raise]."""
-    for _ in range(NUM_REPEATS):
-        try:
-            return make()
-        except BaseException:
-            continue
-    return make()
+def read_reports(received: bytearray) -> Iterator[object]:
+    """Take each complete report out of the bytes that a rank has sent."""
+    while len(received) >= HEADER.size and received.startswith(FRAME):
+        end = HEADER.size + HEADER.unpack_from(received)[1]
+        if len(received) < end:
+            return
+        report = pickle.loads(memoryview(received)[HEADER.size : end])
+        del received[:end]
+        yield report
+
+
+def fatal_stack(received: bytearray) -> str:
+    """The stacks that the fault handler wrote, if any: the most recent call first, the main thread last."""
+    start = received.find(FATAL)  # before it may be a report that the signal cut short
+    if start < 0:
+        return ""
+    text = received[start:].decode(errors="replace").partition("\nExtension modules: ")[0].rstrip()
+    return text if "\nCurrent thread" in text else f"{text}\n\n{FROM_A_LIBRARY}"
 
 
 def _failure(rank: int, at_ns: int, error: BaseException) -> Failure:
@@ -290,24 +249,20 @@ def users_traceback(error: BaseException) -> str:
 
 def _is_ours(trace: TracebackType) -> bool:
     name = trace.tb_frame.f_code.co_filename
-    return name.startswith((PACKAGE, FABRIC, "<frozen runpy>")) or name.endswith("/runpy.py")
+    return name.startswith((*OURS, "<frozen runpy>")) or name.endswith("/runpy.py")
 
 
 def _is_lost_peer(error: BaseException | None) -> bool:
     seen: set[int] = set()  # `raise error.__cause__ from error` makes a chain that has no end
     while error is not None and id(error) not in seen:
         # An OSError is one of ours, in a rendezvous, or another connection's: a database's, a data-loader worker's.
-        may_be = isinstance(error, RuntimeError) or (isinstance(error, OSError) and _is_raised_by_us(error))
+        is_ours = any(file.startswith(OURS) for file, _, _ in _frames(error)[:1])
+        may_be = isinstance(error, RuntimeError) or (isinstance(error, OSError) and is_ours)
         if may_be and any(words in str(error) for words in LOST_PEER):
             return True
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return False
-
-
-def _is_raised_by_us(error: BaseException) -> bool:
-    last = [trace for trace, _ in traceback.walk_tb(error.__traceback__)][-1:]
-    return any(frame.f_code.co_filename.startswith((PACKAGE, FABRIC)) for frame in last)
 
 
 def _pickled(error: BaseException) -> bytes | None:

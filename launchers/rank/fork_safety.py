@@ -16,8 +16,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from fabric.launchers.process.stack import frames_of
+
 NOTEBOOK = ("ipykernel", "IPython", "zmq", "tornado")
-"""Packages whose threads a notebook's kernel always has. A rank uses none of them."""
+"""Packages of which a notebook's kernel always runs threads. A rank uses none of them."""
 SAFE_THREADS = ("ZMQbg", "jemalloc_bg_thd")
 """Names of native threads that are safe to fork: a notebook's message queue, and the one in which jemalloc frees
 memory. `import pyarrow` starts that one (so does Hugging Face's datasets), and jemalloc prepares for forks."""
@@ -29,7 +31,8 @@ def fork_is_safe() -> str | None:
     """None if a fork is safe now; otherwise the reason why it is not."""
     if not hasattr(os, "fork") or sys.platform != "linux":
         return f"on {sys.platform} a forked process may not use the system's own libraries"
-    threads = [thread.name for thread in threading.enumerate() if not _belongs_here(thread)]
+    others = (thread for thread in threading.enumerate() if thread is not threading.current_thread())
+    threads = [thread.name for thread in others if not _is_of_a_notebook(thread)]
     if threads:
         return f"this process runs other Python threads ({', '.join(threads)}), whose locks a fork would copy"
     accelerator = _lost_in_a_fork()
@@ -57,13 +60,11 @@ def fork_can_continue() -> str | None:
     return fork_is_safe()
 
 
-def _belongs_here(thread: threading.Thread) -> bool:
-    if thread is threading.current_thread():
-        return True
-    # A kernel's threads are classes of their own (Heartbeat), or plain ones that run a function of the kernel (IOPub).
-    target = getattr(thread, "_target", None)
-    owners = (type(thread).__module__, getattr(target, "__module__", None) or "")
-    return any(owner.partition(".")[0] in NOTEBOOK for owner in owners)
+def _is_of_a_notebook(thread: threading.Thread) -> bool:
+    """Whether the thread runs a function of these packages."""
+    frames = frames_of(sys._current_frames().get(thread.ident or 0))
+    outermost = next((file for file, _, _ in reversed(frames) if file != threading.__file__), "")
+    return any(f"/{package}/" in outermost for package in NOTEBOOK)
 
 
 def _lost_in_a_fork() -> str | None:
@@ -94,17 +95,14 @@ def fork() -> int:
 
 
 def _native_threads() -> int:
-    """The number of threads of neither Python nor a notebook, without those that are ending."""
+    """The number of threads that are not Python's, without those that are safe to fork, and those that are ending."""
     deadline = time.monotonic() + ENDING_S
-    while (num_native := _num_threads() - threading.active_count()) > 0 and time.monotonic() < deadline:
+    while True:
+        names = []
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since it was listed
+                names.append((task / "comm").read_text())
+        num_native = sum(not name.startswith(SAFE_THREADS) for name in names) - threading.active_count()
+        if num_native <= 0 or time.monotonic() > deadline:
+            return num_native
         time.sleep(0.005)
-    return num_native
-
-
-def _num_threads() -> int:
-    """The number of threads of this process in /proc, without those that are safe to fork."""
-    names = []
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since it was listed
-            names.append((task / "comm").read_text())
-    return sum(not name.startswith(SAFE_THREADS) for name in names)

@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, NoReturn
 
-from fabric.launchers.cores import num_cores
 from fabric.launchers.environments.ours import variables_of
-from fabric.launchers.process import interpreter
-from fabric.launchers.process.os_process import die_with_parent
-from fabric.launchers.process.reports import NUM_REPEATS, Reporter
-from fabric.launchers.rank.fork_cleanup import close_files
+from fabric.launchers.process.interpreter import close_files, join_threads, run_exit_functions
+from fabric.launchers.process.os_process import die_with_parent, num_cores
+from fabric.launchers.process.reports import Reporter
 from fabric.launchers.rank.network import interface_for
-from fabric.launchers.supervision.uncaught import hook_of_the_program
 from fabric.launchers.world import World
+
+NUM_REPEATS = 10
+"""How often a report may be interrupted before another thread makes it: once for each loader whose workers die."""
 
 _awaited: list[Reporter] = []  # Note [One supervisor per process]
 _importing: list[str] = []
@@ -70,24 +70,24 @@ def become_rank(world: World, report_fd: int, parent: int, *, awaits_function: b
     os.environ.update(rank_environ(world, dict(os.environ)))
     _share_cores(os.environ["OMP_NUM_THREADS"])
     _write_whole_lines()
-    link = Reporter(world.rank, report_fd)
-    _supervisors.append(link)
+    reporter = Reporter(world.rank, report_fd)
+    _supervisors.append(reporter)
     if awaits_function:
-        _awaited.append(link)
+        _awaited.append(reporter)
     # Registered first and so run last, while connections are still open.
-    atexit.register(_tell_the_end, link, vars(sys).get("last_value"))
-    before = hook_of_the_program()
+    atexit.register(_tell_the_end, reporter, vars(sys).get("last_value"))
+    before = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not link.is_own:
+        if not reporter.is_own:
             before(kind, error, trace)
             return
-        link.failure(error.with_traceback(trace))
+        reporter.failure(error.with_traceback(trace))
         if before is not sys.__excepthook__:  # the user's own; Python's would print what the supervisor will print
             before(kind, error, trace)
 
     sys.excepthook = report
-    return link
+    return reporter
 
 
 def _write_whole_lines() -> None:
@@ -97,15 +97,15 @@ def _write_whole_lines() -> None:
         sys.stdout.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
 
 
-def _tell_the_end(link: Reporter, before: BaseException | None) -> None:
+def _tell_the_end(reporter: Reporter, before: BaseException | None) -> None:
     """Report the exception that ended the interpreter, if no hook has, or that it ended without one."""
-    if link.has_told_the_end:
+    if reporter.has_told_the_end:
         return
     error: BaseException | None = vars(sys).get("last_value")
     if error is not None and error is not before:
-        link.failure(error)
+        reporter.failure(error)
     else:
-        link.leaving()
+        reporter.leaving()
 
 
 def rank_environ(world: World, environ: dict[str, str]) -> dict[str, str]:
@@ -118,17 +118,17 @@ def rank_environ(world: World, environ: dict[str, str]) -> dict[str, str]:
     return variables
 
 
-def run_and_end(link: Reporter, everyone: bool, worker: Callable[..., Any], world: World, *args: Any) -> NoReturn:
+def run_and_end(reporter: Reporter, everyone: bool, worker: Callable[..., Any], world: World, *args: Any) -> NoReturn:
     """Run the function as this rank, report its result, and end the process. `everyone`: not only the first rank's."""
 
     def report() -> None:
         result = worker(world, *args)
-        link.result(result if everyone or world.local_rank == 0 else None)
+        reporter.result(result if everyone or world.local_rank == 0 else None)
 
-    run_to_the_end(link, report)
+    run_to_the_end(reporter, report)
 
 
-def run_to_the_end(link: Reporter, program: Callable[[], Any]) -> NoReturn:
+def run_to_the_end(reporter: Reporter, program: Callable[[], Any]) -> NoReturn:
     """Run the program, and end this process with the exit code that Python would give it.
 
     The interpreter's own shutdown is skipped. It takes 350-500 ms (15-26 ms without it), and the destructors of a
@@ -137,42 +137,35 @@ def run_to_the_end(link: Reporter, program: Callable[[], Any]) -> NoReturn:
     """
     code = 1
     try:
-        try:
-            code = _run(link, program)
-        except Exception as error:  # raised by the user's hook, or by handlers before the report
-            _report(link, error)
-        for step in (interpreter.join_threads, interpreter.run_exit_functions, close_files):
-            with contextlib.suppress(BaseException):  # a signal handler; as at any exit of Python, the rest still runs
+        # A signal handler may raise in each step, and in what tells the end; as at any exit of Python, the rest runs.
+        with contextlib.suppress(BaseException):
+            code = _run(reporter, program)
+        for step in (join_threads, run_exit_functions, close_files):
+            with contextlib.suppress(BaseException):
                 step()
     finally:
         os._exit(code)
 
 
-def _run(link: Reporter, program: Callable[[], Any]) -> int:
+def _run(reporter: Reporter, program: Callable[[], Any]) -> int:
     """The exit code of the program, once the supervisor knows how it ended."""
     try:
         program()
     except SystemExit as error:
         code = _exit_code(error)
-        link.leaving(code, error)
+        reporter.leaving(code, error)
         return code
     except BaseException as error:
-        # Note [Signal handlers that raise]. A handler runs where a function is called, thus within one of these.
-        try:
-            _report(link, error)
-        except BaseException:
-            _report(link, error)
+        for _ in range(NUM_REPEATS):  # Note [Signal handlers that raise]
+            try:
+                reporter.failure(error)
+                break
+            except BaseException:
+                continue
         sys.excepthook(type(error), error, error.__traceback__)
         return 1
-    link.leaving(0)
+    reporter.leaving(0)
     return 0
-
-
-def _report(link: Reporter, error: BaseException) -> None:
-    for _ in range(NUM_REPEATS):
-        with contextlib.suppress(BaseException):
-            link.failure(error)  # only the first is sent
-            break
 
 
 def _exit_code(leaving: SystemExit) -> int:
@@ -192,6 +185,4 @@ def _share_cores(value: str) -> None:
     """
     num_threads = value.partition(",")[0].strip()
     if "torch" in sys.modules and num_threads.isdecimal() and int(num_threads) > 0:
-        import torch
-
-        torch.set_num_threads(int(num_threads))
+        sys.modules["torch"].set_num_threads(int(num_threads))

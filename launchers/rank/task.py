@@ -10,22 +10,71 @@ import os
 import pickle
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import IO, Any, NoReturn
 
 from fabric.launchers.process import pickling
 from fabric.launchers.process import program as main_module
-from fabric.launchers.rank.inherit import Inheritance
 from fabric.launchers.rank.rank import become_rank, importing_main, rank_environ, run_and_end, run_to_the_end
 from fabric.launchers.world import World
+
+RANDOM = {
+    "random": ("getstate", "setstate"),
+    "numpy.random": ("get_state", "set_state"),
+    "torch": ("get_rng_state", "set_rng_state"),
+}
+"""Random generators by module: how their state is read, and restored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a reader of the script expects in a rank that is no fork of the launching process."""
+
+    environ: Mapping[str, str]
+    folder: str
+    path: list[str]
+    argv: list[str]
+    random_states: Mapping[str, Any]
+
+    @classmethod
+    def of_this_process(cls) -> Surroundings:
+        """Those of the launching process."""
+        return cls(
+            environ=dict(os.environ),
+            folder=os.getcwd(),
+            path=import_path(),
+            argv=list(sys.argv),
+            random_states={
+                name: getattr(sys.modules[name], read)() for name, (read, _) in RANDOM.items() if name in sys.modules
+            },
+        )
+
+    def restore(self) -> None:
+        """Called first in the rank, before the user's modules are imported."""
+        os.environ.clear()
+        os.environ.update(self.environ)
+        os.chdir(self.folder)
+        sys.path[:] = self.path
+        sys.argv[:] = self.argv
+
+    def restore_random_states(self) -> None:
+        """Called after the user's modules are imported, so that random numbers drawn by an import change nothing."""
+        for name, state in self.random_states.items():
+            getattr(import_module(name), RANDOM[name][1])(state)
+
+
+def import_path() -> list[str]:
+    """`sys.path`, in which "" means the working directory, which a rank may change before it imports."""
+    return [entry or os.getcwd() for entry in sys.path]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFunction:
     """Call a function, report its result, and end."""
 
-    inheritance: Inheritance
+    surroundings: Surroundings
     call: bytes
     """`(worker, args)`, pickled."""
     main_file: str | None
@@ -48,7 +97,7 @@ class RunScript:
 def write(world: World, task: CallFunction | RunScript) -> IO[bytes]:
     """Write the task; returns an open file, at its start."""
     file = tempfile.TemporaryFile()  # noqa: SIM115  the caller closes it
-    pickle.dump([entry or os.getcwd() for entry in sys.path], file)
+    pickle.dump(import_path(), file)
     pickle.dump((world, task), file)
     file.flush()
     file.seek(0)
@@ -68,7 +117,7 @@ def call_function(worker: Callable[..., Any], args: tuple[Any, ...], *, everyone
         ) from error
     spec = sys.modules["__main__"].__spec__
     return CallFunction(
-        inheritance=Inheritance.take(),
+        surroundings=Surroundings.of_this_process(),
         call=call,
         main_file=main_file if needs_main else None,
         main_module=spec.name if spec is not None else None,
@@ -77,7 +126,7 @@ def call_function(worker: Callable[..., Any], args: tuple[Any, ...], *, everyone
 
 
 def _pickle_call(call: tuple[Callable[..., Any], tuple[Any, ...]], *, has_main_file: bool) -> tuple[bytes, bool]:
-    """Pickle the call; returns the bytes, and whether they refer to what is defined in `__main__`."""
+    """Pickle the call; returns the bytes, and whether they refer to what is defined in the file of `__main__`."""
     try:
         pickled = pickle.dumps(call, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception:
@@ -93,11 +142,11 @@ def run_task(file: IO[bytes], report_fd: int, parent: int, own_path: list[str]) 
     """
     world, task = pickle.load(file)
     if isinstance(task, RunScript):
-        link = become_rank(world, report_fd, parent, awaits_function=task.awaits_function)
-        run_to_the_end(link, lambda: _run_script(task.program, own_path))
-    task.inheritance.give_surroundings()
-    link = become_rank(world, report_fd, parent)
-    run_and_end(link, task.everyone, _call, world, task)
+        reporter = become_rank(world, report_fd, parent, awaits_function=task.awaits_function)
+        run_to_the_end(reporter, lambda: _run_script(task.program, own_path))
+    task.surroundings.restore()
+    reporter = become_rank(world, report_fd, parent)
+    run_and_end(reporter, task.everyone, _call, world, task)
 
 
 def _call(world: World, task: CallFunction) -> Any:
@@ -105,7 +154,7 @@ def _call(world: World, task: CallFunction) -> Any:
         with importing_main(task.main_file):
             main_module.import_main(task.main_file, task.main_module)
     worker, args = pickle.loads(task.call)
-    task.inheritance.give_randomness()
+    task.surroundings.restore_random_states()
     return worker(world, *args)
 
 

@@ -7,13 +7,18 @@ import os
 import pickle
 import signal
 import sys
-from typing import Any, NoReturn
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NoReturn, TypeAlias, final
 
-from fabric.launchers.process import interpreter
-from fabric.launchers.rank.fork_cleanup import close_files
+from fabric.launchers.launcher import WorkerError
+from fabric.launchers.process.interpreter import close_files, run_exit_functions
+from fabric.launchers.process.program import is_interactive
 from fabric.launchers.supervision.failure import describe, first, worker_error
 from fabric.launchers.supervision.supervisor import Supervisor
-from fabric.launchers.supervision.uncaught import exit_as_the_rank, exit_code
+
+Hook: TypeAlias = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 def results(supervisor: Supervisor) -> list[Any]:
@@ -22,7 +27,7 @@ def results(supervisor: Supervisor) -> list[Any]:
     if number is not None:
         os.kill(os.getpid(), number)  # the handlers are back: Ctrl-C becomes a KeyboardInterrupt here
     if supervisor.failures:
-        exit_as_the_rank()
+        _exit_as_the_rank()
         raise worker_error(supervisor.failures, supervisor.topology.size, supervisor.departures)
     return [pickle.loads(pickled) for _, pickled in sorted(supervisor.results.items())]
 
@@ -37,13 +42,18 @@ def leave(supervisor: Supervisor) -> NoReturn:
         raise SystemExit(0)
     root = first(supervisor.failures, supervisor.departures)
     print(describe(supervisor.failures, supervisor.topology.size, supervisor.departures), file=sys.stderr, flush=True)
-    raise SystemExit(exit_code(root.signal, root.exit_code))
+    raise SystemExit(_exit_code(root.signal, root.exit_code))
+
+
+def _exit_code(signal: int | None, code: int | None) -> int:
+    """The exit code for a rank that was killed by `signal` or exited with `code`: never 0."""
+    return 128 + signal if signal is not None else code or 1
 
 
 def _end() -> None:
     """Run the program's exit functions, then flush files and delete temporary ones, since no last collection does."""
     atexit.unregister(_end)
-    interpreter.run_exit_functions()
+    run_exit_functions()
     close_files()
 
 
@@ -56,3 +66,35 @@ def _die_of(number: int) -> None:
     sys.stderr.flush()
     os.kill(os.getpid(), number)
     raise SystemExit(128 + number)  # the user's handler kept this process alive
+
+
+@final
+class ExitAsTheRank:
+    """A hook in place of `before`, by which an uncaught `WorkerError` ends the process with the exit code of the rank.
+
+    Python ends with 1 after any exception, unless its hook raises `SystemExit`.
+    """
+
+    def __init__(self, before: Hook) -> None:
+        self.before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, WorkerError) and self.before is sys.__excepthook__:
+            print(error, file=sys.stderr, flush=True)
+        else:
+            self.before(kind, error, trace)
+        if isinstance(error, WorkerError):
+            raise SystemExit(_exit_code(error.signal, error.exit_code))
+
+
+def _exit_as_the_rank() -> None:
+    """Set the hook; not at a prompt, which goes on."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and not is_interactive() and not isinstance(sys.excepthook, ExitAsTheRank):
+        sys.excepthook = ExitAsTheRank(sys.excepthook)
+
+
+def restore_hook() -> None:
+    """In a forked rank: the hook is again the program's, or Python's own."""
+    if isinstance(sys.excepthook, ExitAsTheRank):
+        sys.excepthook = sys.excepthook.before

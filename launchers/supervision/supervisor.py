@@ -13,17 +13,17 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
 
 from fabric.launchers.launcher import Topology
-from fabric.launchers.process.os_process import kill_group, signal_rank
-from fabric.launchers.process.reports import Failure, Inbox, Leaving, Result, Watched, Words
+from fabric.launchers.process.os_process import exit_fd, kill_group, signal_rank
+from fabric.launchers.process.reports import Failure, Leaving, Result, fatal_stack, read_reports
 from fabric.launchers.rendezvous.store_server import MeetingPoint
 from fabric.launchers.supervision import failure
 from fabric.launchers.supervision.guardian import Guardian
-from fabric.launchers.supervision.output import Output, Stream
+from fabric.launchers.supervision.output import Output
 from fabric.launchers.supervision.signals import ENDING, Signals
 from fabric.launchers.watch.questions import Place, ask_all
 from fabric.launchers.world import World
@@ -58,11 +58,21 @@ class Child:
     reap: Callable[[], int]
     """Returns its exit code, or minus the signal that killed it. Called once, after the rank has ended."""
     report_fd: int
-    inbox: Inbox = field(default_factory=Inbox)
+    received: bytearray = field(default_factory=bytearray)
+    """What was read of its reports, and is not complete yet."""
     leaving: Leaving | None = None
     """Sent by a rank whose program has finished."""
     watcher: Place | None = None
     """The address of the rank's watcher."""
+
+
+def child_of(rank: int, pid: int, report_fd: int) -> Child:
+    """A rank that is a child of this process."""
+
+    def reap() -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    return Child(rank=rank, pid=pid, exit_fd=exit_fd(pid), reap=reap, report_fd=report_fd)
 
 
 class Supervisor:
@@ -80,7 +90,7 @@ class Supervisor:
         self._stopping = False
         """Set once ranks were signalled to end: what happens to them from then on is no failure of theirs."""
         self._abandoned = False
-        self._heeded = 0
+        self._num_handled = 0
         """How many of the received signals have been handled."""
 
     def __enter__(self) -> Supervisor:
@@ -89,7 +99,7 @@ class Supervisor:
         self._guardian = Guardian()
         self._selector = selectors.DefaultSelector()
         self.signals.__enter__()
-        self._selector.register(self.signals.wake_fd, selectors.EVENT_READ, self._heed)
+        self._selector.register(self.signals.wake_fd, selectors.EVENT_READ, self._handle_signals)
         return self
 
     def __exit__(
@@ -97,11 +107,10 @@ class Supervisor:
     ) -> None:
         if self._abandoned:
             return
-        for child in self._running.values():
-            kill_group(child.pid, signal.SIGKILL)
+        self._kill()
         self._listen()  # if a later rank could not be started, `wait` was not reached
         while self._running:
-            self._turn()
+            self._poll()
         self._point.close(failed=error is not None or bool(self.failures))
         self._guardian.close()
         self._selector.close()
@@ -137,20 +146,27 @@ class Supervisor:
         """Return once every rank has ended, and the results, failures and ended ranks are known."""
         self._point.open()
         self._listen()
-        self._heed()
+        self._handle_signals()
         while self._running:
-            self._turn()
+            self._poll()
 
     def _listen(self) -> None:
         """Watch for the reports, the output and the ends of the ranks. A second call does nothing."""
         watched = self._selector.get_map()
-        for child in list(self._running.values()):
+        for child in self._running.values():
             if child.exit_fd in watched:
                 continue
-            self._selector.register(child.report_fd, selectors.EVENT_READ, partial(self._hear, child))
-            self._selector.register(child.exit_fd, selectors.EVENT_READ, partial(self._bury, child))
+            self._selector.register(child.report_fd, selectors.EVENT_READ, partial(self._read_reports, child))
+            self._selector.register(child.exit_fd, selectors.EVENT_READ, partial(self._on_exit, child))
             for stream in self._output.streams(child.rank):
-                self._selector.register(stream.reader, selectors.EVENT_READ, partial(self._copy, stream))
+                self._selector.register(
+                    stream.reader, selectors.EVENT_READ, partial(self._copy, stream.reader, stream.copy)
+                )
+
+    def _ignore(self, fd: int) -> None:
+        """Watch a descriptor no longer. A second call does nothing."""
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(fd)
 
     @property
     def ended_by(self) -> int | None:
@@ -158,12 +174,9 @@ class Supervisor:
         if not self.signals.received or not self.failures:
             return None
         root = failure.first(self.failures, self.departures)
-        for number in self.signals.received:
-            if number in ENDING or root.signal == number:
-                return number
-        return None
+        return next((one for one in self.signals.received if one in ENDING or root.signal == one), None)
 
-    def _turn(self) -> None:
+    def _poll(self) -> None:
         """Wait for the next event, and handle it."""
         timeout = max(0.0, self._deadlines[0][0] - time.monotonic()) if self._deadlines else None
         for key, _ in self._selector.select(timeout):
@@ -177,50 +190,42 @@ class Supervisor:
         self._deadlines.append((time.monotonic() + seconds, action))
         self._deadlines.sort(key=lambda deadline: deadline[0])
 
-    def _hear(self, child: Child) -> None:
+    def _read_reports(self, child: Child) -> None:
         """Read what a rank has written; at end of file stop watching the pipe."""
-        while True:
-            try:
-                data = os.read(child.report_fd, 1 << 20)
-            except BlockingIOError:
-                break
-            if not data:
-                self._selector.unregister(child.report_fd)
-                break
-            child.inbox.feed(data)
-        for report in child.inbox.reports():
-            if isinstance(report, Result):
-                self.results[child.rank] = report.pickled
-            elif isinstance(report, Leaving):
-                child.leaving = report
-            elif isinstance(report, Watched):
-                child.watcher = Place.from_bytes(report.place)
-            elif isinstance(report, Words):
-                _say(report.text)
-            else:
-                self._fail(report)
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(child.report_fd, 1 << 20):
+                child.received += data
+            self._ignore(child.report_fd)
+        for report in read_reports(child.received):
+            match report:
+                case Result():
+                    self.results[child.rank] = report.pickled
+                case Leaving():
+                    child.leaving = report
+                case Place():
+                    child.watcher = report
+                case Failure():
+                    self._fail(report)
+                case _:
+                    _say(str(report))
 
-    def _copy(self, stream: Stream) -> None:
+    def _copy(self, reader: int, copy: Callable[[], bool]) -> None:
         """Copy what a rank has printed; at end of file stop watching the pipe."""
-        if not stream.copy():
-            self._selector.unregister(stream.reader)
+        if not copy():
+            self._ignore(reader)
 
-    def _bury(self, child: Child) -> None:
+    def _on_exit(self, child: Child) -> None:
         """Handle the end of a rank: read its last reports, end the processes it left, and take its exit code."""
         at_ns = time.monotonic_ns()
-        if child.report_fd in self._selector.get_map():
-            self._hear(child)
-        if child.report_fd in self._selector.get_map():
-            self._selector.unregister(child.report_fd)
-        self._selector.unregister(child.exit_fd)
+        self._read_reports(child)
+        streams = self._output.streams(child.rank)
+        for fd in (child.report_fd, child.exit_fd, *(stream.reader for stream in streams)):
+            self._ignore(fd)
         kill_group(child.pid, signal.SIGKILL)  # before it is reaped: then its number may be reused
         code = child.reap()
         self._guardian.forget(child.pid)
         os.close(child.report_fd)
         os.close(child.exit_fd)
-        for stream in self._output.streams(child.rank):
-            if stream.reader in self._selector.get_map():
-                self._selector.unregister(stream.reader)
         self._output.end(child.rank)
         del self._running[child.rank]
         if code < 0 and self.signals.received and -code not in self.signals.received:
@@ -231,7 +236,7 @@ class Supervisor:
             if self.failures and not self._stopping:
                 self._after(REPORT_SECONDS, self._terminate)
         elif not any(known.rank == child.rank for known in self.failures):
-            stack = child.leaving.traceback if child.leaving else child.inbox.fatal_stack
+            stack = child.leaving.traceback if child.leaving else fatal_stack(child.received)
             self._fail(failure.death(child.rank, at_ns, code, stack, without_result=without_result))
 
     def _departure(self, child: Child, at_ns: int, code: int | None) -> Failure:
@@ -247,12 +252,9 @@ class Supervisor:
         self.failures.append(report)
         self._output.note(report.rank, report.traceback or report.summary)
         if not self._stopping:
-            self._after(CAUSE_SECONDS if self._lacks_cause else REPORT_SECONDS, self._terminate)
-
-    @property
-    def _lacks_cause(self) -> bool:
-        is_lost = all(known.lost_peer for known in self.failures)
-        return is_lost and not failure.departed_recently(self.failures, self.departures)
+            is_lost = all(known.lost_peer for known in self.failures)
+            lacks_cause = is_lost and not failure.departed_recently(self.failures, self.departures)
+            self._after(CAUSE_SECONDS if lacks_cause else REPORT_SECONDS, self._terminate)
 
     def _terminate(self) -> None:
         if self._stopping:
@@ -271,11 +273,11 @@ class Supervisor:
         for child in self._running.values():
             kill_group(child.pid, signal.SIGKILL)
 
-    def _heed(self) -> None:
-        """Handle received signals: forward them. The first that ends the job gives ranks time, the second kills."""
+    def _handle_signals(self) -> None:
+        """Forward received signals. The first that ends the job gives ranks time, the second kills."""
         self.signals.drain()
-        for number in self.signals.received[self._heeded :]:
-            self._heeded += 1
+        for number in self.signals.received[self._num_handled :]:
+            self._num_handled += 1
             if number in ENDING and self._stopping:
                 self._kill()
                 continue
@@ -299,25 +301,41 @@ class Supervisor:
 
     def _say_who_waits(self) -> None:
         """Print the table of waiting ranks; nothing if no rank waits. One rank that answers creates it for all."""
-        for child in list(self._running.values())[:NUM_ASKED]:
-            if child.watcher is not None:
-                words = ask_all([child.watcher], f"table {HANGS_SECONDS}", TABLE_SECONDS)[child.rank]
-                if isinstance(words, bytes):
-                    if words.strip():
-                        _say(words.decode())
-                    return
+        watchers = [child.watcher for child in self._running.values() if child.watcher is not None]
+        for watcher in watchers[:NUM_ASKED]:
+            words = ask_all([watcher], f"table {HANGS_SECONDS}", TABLE_SECONDS)[watcher.rank]
+            if isinstance(words, bytes):
+                if words.strip():
+                    _say(words.decode())
+                return
 
 
 def supervise(
-    topology: Topology, launcher: str, start: Callable[[World], Child], *, expects_results: bool
+    topology: Topology,
+    launcher: str,
+    start: Callable[[World], Child],
+    *,
+    expects_results: bool,
+    max_restarts: int = 0,
 ) -> Supervisor:
-    """Start the ranks of this node, each by `start`, and return their supervisor once all have ended."""
-    with Supervisor(topology, launcher, expects_results=expects_results) as supervisor:
-        for local_rank in range(topology.num_processes):
-            with supervisor.starting(local_rank) as world:
-                supervisor.add(start(world))
-        supervisor.wait()
-    return supervisor
+    """Start the ranks of this node, each by `start`, and return their supervisor once all have ended.
+
+    After a failure all start again, up to `max_restarts` times, unless this process was signalled to end.
+    """
+    while True:
+        with Supervisor(topology, launcher, expects_results=expects_results) as supervisor:
+            for local_rank in range(topology.num_processes):
+                with supervisor.starting(local_rank) as world:
+                    supervisor.add(start(world))
+            supervisor.wait()
+        failures = supervisor.failures
+        if not failures or supervisor.ended_by is not None or topology.attempt == max_restarts:
+            return supervisor
+        topology = replace(topology, attempt=topology.attempt + 1)
+        _say(
+            f"{failure.describe(failures, topology.size, supervisor.departures)}\n\n"
+            f"All ranks start again: restart {topology.attempt} of {max_restarts}."
+        )
 
 
 def _say(words: str) -> None:

@@ -8,19 +8,16 @@ does) and does not answer; one that has ended refuses it. Both tell the client s
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
-import os
-import selectors
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 AT_ONCE = 200
-"""How many processes are asked at the same time. Each needs one of often at most 1024 open descriptors."""
+"""How many processes are asked at the same time, each by a thread."""
 LINE_BYTES = 1 << 16
 LINE_SECONDS = 2.0
 """How long a client may take to send its question."""
@@ -55,57 +52,26 @@ Silence = Literal["silent", "refused", "unreachable"]
 def ask_all(places: Sequence[Place], question: str, seconds: float) -> dict[int, bytes | Silence]:
     """The answer of each rank. "silent": none within `seconds`; "refused": the process no longer listens;
     "unreachable": no connection to its machine."""
-    answers: dict[int, bytes | Silence] = {}
-    for start in range(0, len(places), AT_ONCE):
-        answers.update(_ask_some(places[start : start + AT_ONCE], question, time.monotonic() + seconds))
-    return answers
+    if not places:
+        return {}
+    with ThreadPoolExecutor(min(len(places), AT_ONCE)) as threads:
+        answers = threads.map(lambda place: _ask(place, question, seconds), places)
+        return {place.rank: answer for place, answer in zip(places, answers, strict=True)}
 
 
-def _ask_some(places: Sequence[Place], question: str, deadline: float) -> Iterator[tuple[int, bytes | Silence]]:
-    with selectors.DefaultSelector() as selector:
-        heard: dict[int, bytearray] = {}
-        for place in places:
-            family = socket.AF_INET6 if ":" in place.address else socket.AF_INET
-            connection = socket.socket(family, socket.SOCK_STREAM)
-            connection.setblocking(False)
-            if connection.connect_ex((place.address, place.port)) not in (0, errno.EINPROGRESS):
-                connection.close()
-                yield place.rank, "unreachable"
-                continue
-            selector.register(connection, selectors.EVENT_WRITE, place)
-        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
-                chosen, place = key.fileobj, key.data
-                assert isinstance(chosen, socket.socket)
-                try:
-                    if place.rank not in heard:
-                        raise_error_of(chosen)
-                        chosen.sendall(f"{place.token} {question}\n".encode())
-                        heard[place.rank] = bytearray()
-                        selector.modify(chosen, selectors.EVENT_READ, place)
-                        continue
-                    data = chosen.recv(1 << 16)
-                except OSError as error:
-                    selector.unregister(chosen)
-                    chosen.close()
-                    yield place.rank, "refused" if isinstance(error, ConnectionError) else "unreachable"
-                    continue
-                heard[place.rank] += data
-                if not data:
-                    selector.unregister(chosen)
-                    chosen.close()
-                    yield place.rank, bytes(heard[place.rank]) or "refused"
-        for key in list(selector.get_map().values()):
-            assert isinstance(key.fileobj, socket.socket)
-            key.fileobj.close()
-            yield key.data.rank, "silent" if key.data.rank in heard else "unreachable"
-
-
-def raise_error_of(connection: socket.socket) -> None:
-    """Raise the error with which a connection ended that was made in the background."""
-    code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    if code:
-        raise OSError(code, os.strerror(code))
+def _ask(place: Place, question: str, seconds: float) -> bytes | Silence:
+    answer, is_connected = bytearray(), False
+    try:
+        with socket.create_connection((place.address, place.port), seconds) as connection:
+            is_connected = True
+            connection.sendall(f"{place.token} {question}\n".encode())
+            while data := connection.recv(1 << 16):
+                answer += data
+    except ConnectionError:
+        return "refused"
+    except OSError:
+        return "silent" if is_connected else "unreachable"
+    return bytes(answer) or "refused"
 
 
 def is_reachable(address: str, port: int, seconds: float) -> bool:
@@ -137,28 +103,18 @@ class Listener:
     def turn(self, seconds: float) -> bool:
         """Wait for a question for at most that long, and answer it in another thread. False: the port is closed."""
         self._socket.settimeout(seconds)
+        connection = None
         try:
             connection, _ = self._socket.accept()
         except TimeoutError:
-            return not self._shut_if_closing()
+            pass
         except OSError:
             return False
-        if self._shut_if_closing():
-            connection.close()
-            return False
-        try:
-            connection.settimeout(LINE_SECONDS)
-            token, _, question = connection.makefile("rb").readline(LINE_BYTES).decode().rstrip("\n").partition(" ")
-        except (OSError, ValueError):  # the client has gone, or is no rank of this job
-            connection.close()
-            return True
-        if token != self._token:
-            connection.close()
-            return True
-        threading.Thread(
-            target=self._reply, args=(connection, question), daemon=True, name="fabric-watch-reply"
-        ).start()
-        return True
+        if self._is_closing:
+            self._socket.close()
+        if connection is not None:
+            threading.Thread(target=self._reply, args=(connection,), daemon=True, name="fabric-watch-reply").start()
+        return not self._is_closing
 
     def close(self) -> None:
         """Make a `turn` that is waiting close the port and return; if it cannot be woken up, after its time."""
@@ -166,15 +122,10 @@ class Listener:
         with contextlib.suppress(OSError):
             socket.create_connection((self._address, self.port), LINE_SECONDS).close()
 
-    def _shut_if_closing(self) -> bool:
-        if self._is_closing:
-            self.shut()
-        return self._is_closing
-
-    def shut(self) -> None:
-        """Close the port if no `turn` is waiting."""
-        self._socket.close()
-
-    def _reply(self, connection: socket.socket, question: str) -> None:
-        with connection, contextlib.suppress(OSError):
-            connection.sendall(self._answer(question))
+    def _reply(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError, UnicodeDecodeError):  # a client that has gone, or is no rank
+            connection.settimeout(LINE_SECONDS)
+            line = connection.makefile("rb").readline(LINE_BYTES).decode()
+            token, _, question = line.rstrip("\n").partition(" ")
+            if token == self._token:
+                connection.sendall(self._answer(question))

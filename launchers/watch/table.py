@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from fabric.launchers.watch.activity import CALLS, GRADIENTS, WORLD, Activity, Call
 
-SAME_SHAPES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier")
-"""Operations whose tensors have the same shapes on all ranks."""
 MOST_COMPARED = 16
 """How many of the calls in which ranks wait are compared with each other."""
 
@@ -51,7 +49,7 @@ def have_diverged(activities: Sequence[Activity]) -> bool:
     pending = set()
     for call in (call for each in activities for call in each.calls):
         if not call.operation.startswith(("send", "recv")):  # recorded on NCCL, and not matched by their number
-            made.setdefault((call.group, call.number), set()).add(_never_differs(call.operation))
+            made.setdefault((call.group, call.number), set()).add(_compared(call.operation))
             if call.pending:
                 pending.add((call.group, call.number))
     return any(len(made[each]) > 1 for each in pending) or _have_crossed(activities)
@@ -121,7 +119,7 @@ def _difference(group: str, activities: Sequence[Activity]) -> list[str]:
     end = max(max(known) for known in calls.values() if known)
     for number in range(start, end + 1):
         made = {rank: known.get(number) for rank, known in calls.items()}
-        if len({_compared(call) for call in made.values()}) > 1:
+        if len({_compared(call.operation) if call is not None else "" for call in made.values()}) > 1:
             before = next((known[number - 1] for known in calls.values() if number - 1 in known), None)
             alike = [f"  call {number - 1}, on all ranks: {_said(before)}"] if before is not None else []
             return [
@@ -139,7 +137,7 @@ def _side_by_side(number: int, made: dict[int, Call | None]) -> list[str]:
     return [f"  call {number}, {ranks_in_words(ranks)}: {text}" for text, ranks in speakers.items()]
 
 
-def _never_differs(operation: str) -> str:
+def _compared(operation: str) -> str:
     """The part of an operation that is the same on all ranks, for all backends. NCCL gathers tensors of any size."""
     name = operation.partition(" ")[0]
     return operation if name in ("all_reduce", "broadcast") else name
@@ -149,8 +147,7 @@ def _have_crossed(activities: Sequence[Activity]) -> bool:
     """Whether two ranks wait in calls of two groups of all ranks, of which neither has made the other's."""
     recorded = {each.rank: [call for call in each.calls if call.in_order] for each in activities}
     groups = [{call.group for call in calls} for calls in recorded.values()]
-    of_all = {name for name in set.union(*groups) if _is_of_all(name)}
-    of_all |= set.intersection(*groups)
+    of_all = {name for name in set.union(*groups) if _is_of_all(name)} | set.intersection(*groups)
     waiting = {}
     for each in activities:
         pending = next((call for call in recorded[each.rank] if call.pending and call.group in of_all), None)
@@ -177,14 +174,6 @@ def _lacks(calls: Sequence[Call], wanted: tuple[str, int], others: Sequence[Call
     known = {(call.group, call.number) for call in calls}
     before = itertools.takewhile(lambda call: (call.group, call.number) != wanted, others)
     return any((call.group, call.number) in known for call in before)
-
-
-def _compared(call: Call | None) -> str:
-    """What is the same on all ranks of a correct program: not the shapes of some operations, and seldom the lines."""
-    if call is None:
-        return ""
-    name = call.operation.partition(" ")[0]
-    return call.operation if name in SAME_SHAPES else name
 
 
 def _said(call: Call | None) -> str:

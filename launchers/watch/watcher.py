@@ -33,8 +33,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol, final
 
-from fabric.launchers.process import process_state
-from fabric.launchers.process.reports import Reporter
+from fabric.launchers.process import os_process
 from fabric.launchers.process.stack import frames_of, is_within, users_line
 from fabric.launchers.rank.network import own_address
 from fabric.launchers.rank.rank import own_supervisor
@@ -65,8 +64,10 @@ NUM_SPEAKERS = 4
 """How many lower ranks a rank tries to notify before it asks all ranks itself."""
 SIGNALLED_SECONDS = 3.0
 """The `report_after_seconds` of a job that ends by a signal: a rank that waits for one that has ended handles none."""
-LOADER = ("_next_data", "_try_get_data", "_get_data")
-"""Functions of torch's `dataloader.py` in which an iterator waits for its workers."""
+DATA_LOADER = "torch/utils/data/dataloader.py", ("_next_data", "_try_get_data", "_get_data")
+"""Functions in which an iterator waits for its workers."""
+PEER_TO_PEER = "torch/distributed/distributed_c10d.py", ("send", "recv")
+"""Functions that wait for another rank, which the flight recorder omits on gloo (torch 2.13)."""
 
 
 _NEVER = float("inf")
@@ -93,21 +94,19 @@ class Watcher:
     def __init__(self, world: World, store: Store, journal: Journal, report_after_seconds: float) -> None:
         self._world, self._store, self._journal = world, store, journal
         self._report_after = report_after_seconds
-        self._thread_id, self._native_id = threading.get_ident(), threading.get_native_id()
-        self._switches: tuple[int | None, float] = (None, time.monotonic())
+        self._thread_id = threading.get_ident()
         self._told: tuple[str, float] | None = None
         """The call that was reported, and how long it will have waited when it is reported again."""
         self._asked_at = -_NEVER
         self._printed_at: dict[str, float] = {}
         """When this rank has printed the table, by the question: waits, ends or over."""
-        self._has_time = False
+        self._is_signalled = False
         """Whether the job ends by a signal, after which its supervisor gives each rank time to save."""
         self._missed: dict[int, int] = {}
         """Ranks whose machine could not be reached, and how many times in a row."""
         self._store_missed = 0
         self._one_at_a_time = threading.Lock()
-        address = own_address(world)
-        token = secrets.token_hex(8)
+        address, token = own_address(world), secrets.token_hex(8)
         self._listener = Listener(address, token, self._answer)
         self._place = Place(
             rank=world.rank,
@@ -118,9 +117,9 @@ class Watcher:
             token=token,
         )
         store.set(_key(world.rank), self._place.to_bytes())  # type: ignore[arg-type]
-        self._supervisor: Reporter | None = own_supervisor()
+        self._supervisor = own_supervisor()
         if self._supervisor is not None:
-            self._supervisor.watched(self._place.to_bytes())
+            self._supervisor.send(self._place)
         self._thread = threading.Thread(target=self._run, daemon=True, name="fabric-watch")
         self._thread.start()
 
@@ -143,76 +142,48 @@ class Watcher:
             kind, words, seconds = "collective", f"waits in {pending.operation}", pending.seconds(now_ns)
             if _line(pending.where) not in ("", _line(where)):
                 words, where = f"{words}, {pending.where}", f"Python is at {where}"
-        elif self._waits_for_a_peer(frames):
-            kind, words, seconds = "collective", f"waits in {frames[0][2]}", self._blocked_seconds()
-        elif is_within(frames, "torch/utils/data/dataloader.py", LOADER):
-            stopped = process_state.stopped_children()
+        elif is_within(frames[:1], *PEER_TO_PEER):
+            kind, words, seconds = "collective", f"waits in {frames[0][2]}", None
+        elif is_within(frames, *DATA_LOADER):
             kind, words = "loader", "waits for a worker of its DataLoader"
-            if stopped:
-                words += f", of which {', '.join(f'process {pid}' for pid in stopped)} is stopped"
-        return Activity(
-            rank=self._world.rank,
-            kind=kind,
-            words=words,
-            where=where,
-            seconds=seconds,
-            calls=calls if with_calls else _latest(calls),
-        )
-
-    def _waits_for_a_peer(self, frames: Sequence[tuple[str, int, str]]) -> bool:
-        """Whether the thread is in `send` or `recv`, which the flight recorder omits on gloo (torch 2.13)."""
-        return is_within(frames[:1], "torch/distributed/distributed_c10d.py", ("send", "recv"))
-
-    def _blocked_seconds(self) -> float:
-        """For how long the thread has not run, as far as observed."""
-        switches, now = process_state.num_switches(self._native_id), time.monotonic()
-        if switches is None or switches != self._switches[0]:
-            self._switches = switches, now
-        return now - self._switches[1]
+        if not with_calls:  # the pending ones, and the last one of each group
+            last = {call.group: call for call in calls}
+            calls = tuple(call for call in calls if call.pending or call is last[call.group])
+        return Activity(rank=self._world.rank, kind=kind, words=words, where=where, seconds=seconds, calls=calls)
 
     # The thread
 
     def _run(self) -> None:
-        next_look = time.monotonic() + self._pause_seconds
+        next_look = time.monotonic()
         while self._listener.turn(max(0.01, next_look - time.monotonic())):
             if time.monotonic() >= next_look:
                 next_look = time.monotonic() + self._look()
 
-    @property
-    def _pause_seconds(self) -> float:
-        return min(max(self._report_after / 6, 0.05), LOOK_SECONDS)
-
     def _look(self) -> float:
         """Report a call that waits too long, and again after twice the time. Returns seconds until the next look."""
-        waiting = self._longest_call()
-        if waiting is None:
+        pause = min(max(self._report_after / 6, 0.05), LOOK_SECONDS)
+        call = self._longest_call()
+        if call is None:
             self._told = None
-            return self._pause_seconds
-        name, seconds, left, last = waiting
+            return pause
+        name, waited = f"{call.group}/{call.number}", call.seconds(time.time_ns())
+        # A call on an accelerator raises nothing in the thread that waits.
+        timeout = call.timeout_seconds or _NEVER
+        left = timeout - waited + (NOTED_SECONDS if call.is_on_device else -min(LAST_WORDS_SECONDS, timeout / 3))
         due = self._told[1] if self._told is not None and self._told[0] == name else self._report_after
-        ends = left <= 0 and due != _NEVER
-        if ends or seconds >= due:
-            self._told = name, _NEVER if ends else 2 * due
-            if ends or time.monotonic() - self._asked_at > self._report_after / 2:
-                words = last if ends else "waits"
-                threading.Thread(target=self._tell, args=(words,), daemon=True, name="fabric-watch-tell").start()
-        return min(self._pause_seconds, max(left, 0.05)) if left > 0 else self._pause_seconds
+        is_last = left <= 0 and due != _NEVER
+        if is_last or waited >= due:
+            self._told = name, _NEVER if is_last else 2 * due
+            if is_last or time.monotonic() - self._asked_at > self._report_after / 2:
+                question = "waits" if not is_last else "over" if call.is_on_device else "ends"
+                threading.Thread(target=self._tell, args=(question,), daemon=True, name="fabric-watch-tell").start()
+        return min(pause, max(left, 0.05)) if left > 0 else pause
 
-    def _longest_call(self) -> tuple[str, float, float, str] | None:
-        """The first pending call: its name, how long it has waited, and after how many more seconds which question is
-        the last one; None if no call is pending."""
-        blocked = self._blocked_seconds()
-        if self._journal.is_waiting():
-            now_ns = time.time_ns()
-            for call in self._journal.calls(with_lines=False):
-                if call.pending:
-                    last = "over" if call.is_on_device else "ends"
-                    seconds, timeout = call.seconds(now_ns), call.timeout_seconds or _NEVER
-                    timeout += NOTED_SECONDS if call.is_on_device else -min(LAST_WORDS_SECONDS, timeout / 3)
-                    return f"{call.group}/{call.number}", seconds, timeout - seconds, last
-        if self._waits_for_a_peer(frames_of(sys._current_frames().get(self._thread_id))):
-            return f"peer/{self._switches[0]}", blocked, _NEVER, "ends"
-        return None
+    def _longest_call(self) -> Call | None:
+        """The first pending call."""
+        if not self._journal.is_waiting():
+            return None
+        return next((call for call in self._journal.calls(with_lines=False) if call.pending), None)
 
     def _tell(self, question: str) -> None:
         """Let the lowest rank that answers ask all ranks and print; this rank, if none of them answers."""
@@ -225,22 +196,23 @@ class Watcher:
             self._print(question)
 
     def _answer(self, question: str) -> bytes:
-        match question.partition(" ")[0]:
+        word, _, rest = question.partition(" ")
+        match word:
             case "activity" | "journal":
                 self._asked_at = time.monotonic()
-                return self.activity(with_calls=question == "journal").to_bytes()
+                return self.activity(with_calls=word == "journal").to_bytes()
             case "waits" | "ends" | "over":
-                threading.Thread(target=self._print, args=(question,), daemon=True, name="fabric-watch-ask").start()
+                threading.Thread(target=self._print, args=(word,), daemon=True, name="fabric-watch-ask").start()
             case "signalled":
                 self._report_after, self._told = min(self._report_after, SIGNALLED_SECONDS), None
-                self._has_time = True
+                self._is_signalled = True
             case "failed":
-                self._report(json.loads(question.partition(" ")[2]))
+                self._report(json.loads(rest))
                 self._leave()
-            case "processes":
-                return "\n".join(process_state.describe(int(pid)) for pid in question.split()[1:]).encode()
+            case "process":
+                return os_process.describe_silence(int(rest)).encode()
             case "table":
-                return (self.table(if_waiting_seconds=float(question.split()[1])) or " ").encode()
+                return (self.table(if_waiting_seconds=float(rest)) or " ").encode()
         return b"ok"
 
     # The whole job
@@ -263,7 +235,7 @@ class Watcher:
                 difference = first_difference(activities) if question == "ends" else ""
                 words = "\n".join([who_waits(activities), difference]).rstrip()
                 if self._supervisor is not None:
-                    self._supervisor.words(words)
+                    self._supervisor.send(words)
                 else:
                     print(words, file=sys.stderr, flush=True)
             why = self._why_end(question, activities)
@@ -316,65 +288,47 @@ class Watcher:
 
     def _leave(self) -> None:
         """End this process if no supervisor does soon: the main thread, in a collective, cannot be woken up."""
-        if self._supervisor is None or self._has_time:
+        if self._supervisor is None or self._is_signalled:
             os._exit(1)
 
     def _all_activities(self, question: str) -> list[Activity]:
         """The activities of all ranks, in rank order."""
-        size = self._world.size
-        places = self._places(range(size))
-        others = [place for place in places if place.rank != self._world.rank]
-        answers = ask_all(others, question, ANSWER_SECONDS)
-        activities = {self._world.rank: self.activity(with_calls=question == "journal")}
-        unreachable = {rank for rank, answer in answers.items() if answer == "unreachable"}
+        places = self._places(range(self._world.size))
+        answers = ask_all([place for place in places if place.rank != self._world.rank], question, ANSWER_SECONDS)
+        unreachable = [rank for rank, answer in answers.items() if answer == "unreachable"]
         self._missed = {rank: self._missed.get(rank, 0) + 1 for rank in unreachable}
-        silent: list[Place] = []
-        for place in others:
-            try:
-                answer = answers[place.rank]
-                activities[place.rank] = Activity.from_bytes(answer)  # type: ignore[arg-type]
-            except (ValueError, TypeError, KeyError):
-                silent.append(place)
-        activities.update(self._silent(silent, [place for place in places if place.rank in activities], answers))
-        return [activities[rank] for rank in range(size)]
+        activities = {self._world.rank: self.activity(with_calls=question == "journal")}
+        for rank, answer in answers.items():
+            if isinstance(answer, bytes):
+                with contextlib.suppress(ValueError, TypeError, KeyError):
+                    activities[rank] = Activity.from_bytes(answer)
+        silent = [place for place in places if place.rank not in activities]
+        answering = [place for place in places if place.rank in activities]
+        activities.update((place.rank, self._silent(place, answering, answers[place.rank])) for place in silent)
+        return [activities[rank] for rank in range(self._world.size)]
 
     def _places(self, ranks: Iterable[int]) -> list[Place]:
         """Uses a connection of its own: the main thread's may be blocked."""
         store = self._store.clone()  # type: ignore[attr-defined]
         return [Place.from_bytes(each) for each in store.multi_get([_key(rank) for rank in ranks])]
 
-    def _silent(
-        self, silent: Sequence[Place], answering: Sequence[Place], answers: dict[int, bytes | Silence]
-    ) -> dict[int, Activity]:
-        """The states of ranks that did not answer, reported by a rank of the same machine that does."""
-        found: dict[int, Activity] = {}
-        for host in sorted({place.host for place in silent}):
-            there = [place for place in silent if place.host == host]
-            asked = next((place for place in answering if place.host == host), None)
-            words = [process_state.SILENT] * len(there)
-            if host == self._place.host:
-                words = [process_state.describe(place.pid) for place in there]
-            elif asked is not None:
-                pids = " ".join(str(place.pid) for place in there)
-                heard = ask_all([asked], f"processes {pids}", ANSWER_SECONDS)[asked.rank]
-                words = heard.decode().splitlines() if isinstance(heard, bytes) else words
-            where = "" if self._world.num_nodes == 1 else f"on {host}"
-            for place, found_out in zip(there, words, strict=True):
-                state = process_state.UNREACHABLE if answers[place.rank] == "unreachable" else found_out
-                has_closed = answers[place.rank] == "refused" and state != process_state.ENDED
-                found[place.rank] = Activity(
-                    rank=place.rank,
-                    kind="ended" if has_closed or state == process_state.ENDED else "silent",
-                    words="has closed its fabric, or is ending" if has_closed else state,
-                    where=where,
-                )
-        return found
-
-
-def _latest(calls: Sequence[Call]) -> tuple[Call, ...]:
-    """The pending calls, and the last one of each group."""
-    last = {call.group: call for call in calls}
-    return tuple(call for call in calls if call.pending or call is last[call.group])
+    def _silent(self, place: Place, answering: Sequence[Place], answer: bytes | Silence) -> Activity:
+        """The state of a rank that did not answer, reported by a rank of the same machine that does."""
+        state = os_process.SILENT
+        neighbour = next((each for each in answering if each.host == place.host), None)
+        if neighbour is not None:
+            heard = ask_all([neighbour], f"process {place.pid}", ANSWER_SECONDS)[neighbour.rank]
+            state = heard.decode() if isinstance(heard, bytes) else state
+        if answer == "unreachable":
+            state = os_process.UNREACHABLE
+        elif answer == "refused" and state != os_process.ENDED:
+            state = os_process.CLOSED
+        return Activity(
+            rank=place.rank,
+            kind="ended" if state in (os_process.ENDED, os_process.CLOSED) else "silent",
+            words=state,
+            where="" if self._world.num_nodes == 1 else f"on {place.host}",
+        )
 
 
 def _never_completes(why: str, activities: Sequence[Activity]) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch.utils.data import DataLoader
 
-from fabric.launchers.cores import num_cores
+from fabric.launchers.process.os_process import num_cores
 from fabric.strategies.data.workers import start_method_of
 
 MIN_CORES = 4

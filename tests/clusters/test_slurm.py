@@ -22,7 +22,7 @@ from slurm import PROGRAMS, Slurm, slurm
 from torch import nn
 
 from fabric import read_checkpoint
-from fabric.launchers.environments.host_list import HostList
+from fabric.launchers.environments.slurm import parse_hosts
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "clusters" / "slurm.sh"
 MISSING = why_not(*PROGRAMS)
@@ -261,8 +261,7 @@ def test_random_host_lists_are_parsed_as_by_scontrol(cluster: Slurm) -> None:
     loop = f'for list in "$@"; do {ask} | head -n 1; {ask} | wc -l; done'
     answers = cluster.run("sh", "-c", loop, "-", *lists).stdout.split()
     expected = [(first, int(count)) for first, count in zip(answers[::2], answers[1::2], strict=True)]
-    read = [HostList.parse(one) for one in lists]
-    assert [(one.first, one.num_hosts) for one in read] == expected
+    assert [parse_hosts(one) for one in lists] == expected
 
 
 def drawn_hosts(draw: random.Random) -> str:

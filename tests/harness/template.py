@@ -30,7 +30,7 @@ NO_MARK = "0" * 32
 NUMBER = struct.Struct("!i")
 MAX_REQUEST_BYTES = 1 << 18
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "numpy", "fabric.fabric", "fabric.strategies.ddp.strategy")
-FORK_SERVER = os.path.join("launchers", "rank", "fork_server.py")
+FORK_SERVER = os.path.join("launchers", "supervision", "fork_server.py")
 READ_AT_START = ("COVERAGE", "CUDA", "GOMP_", "JEMALLOC", "KMP_", "LD_", "MALLOC", "MKL_", "OPENBLAS_", "TORCH_")
 """Prefixes of variables which libraries read when they are loaded: a program that gets another value is not forked."""
 
@@ -385,15 +385,12 @@ def _follow(call: dict[str, Any]) -> None:
 
 def _end(code: int) -> NoReturn:
     """As Python does at its exit, but for destructors: those of all modules take a fork 0.3 s."""
-    import threading
-
     from fabric.launchers.process import interpreter
-    from fabric.launchers.rank.fork_cleanup import close_files
 
     try:
-        threading._shutdown()
+        interpreter.join_threads()
         interpreter.run_exit_functions()
-        close_files()
+        interpreter.close_files()
         for stream in (sys.stdout, sys.stderr):
             if stream is not None and not stream.closed:
                 stream.flush()
@@ -441,19 +438,19 @@ def _write_mark(address: int, mark: str) -> None:
 
 if __name__ == "__main__":
     import gc
+    import weakref
     from importlib import import_module
 
     _started_with = os.environ.get("OMP_NUM_THREADS")
     _address = _address_of_mark()
     for _name in PRELOAD:
         import_module(_name)
-    from fabric.launchers.process import interpreter
-    from fabric.launchers.rank import fork_cleanup
+    from fabric.launchers.process.interpreter import freeze
 
-    for _finalizer in interpreter.finalizers():  # of modules, as fabric's own fork server does
+    for _finalizer in list(vars(weakref.finalize)["_registry"]):  # of modules: they take a fork 50 ms at its end
         _finalizer.atexit = False
     gc.collect()
-    fork_cleanup.freeze()
+    freeze()
     _server = Server(socket.socket(fileno=int(sys.argv[1])))
     _call = _server.serve()
     _templates[:] = [_server.parent]

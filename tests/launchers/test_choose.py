@@ -9,7 +9,6 @@ from processes import run
 
 from fabric.launchers import Rendezvous, Topology, World, choose_launcher
 from fabric.launchers.external import External
-from fabric.launchers.inline import Inline
 
 TWO = Topology(num_processes=2)
 WORLD = World(
@@ -41,7 +40,8 @@ def test_nodes_may_have_different_numbers_of_ranks() -> None:
 
 def test_one_process_is_this_process() -> None:
     launcher = choose_launcher("auto", Topology(num_processes=1), function=None, world=None)
-    assert isinstance(launcher, Inline)
+    assert isinstance(launcher, External)
+    assert launcher.enter() == World()
     assert launcher.launch(function) == 0
 
 

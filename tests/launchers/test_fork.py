@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from fabric.launchers.cores import num_cores
+from fabric.launchers.process.os_process import num_cores
 
 PROGRAM = """
 import sys

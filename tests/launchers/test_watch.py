@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from fabric.launchers.process import process_state
+from fabric.launchers.process.os_process import describe_silence
 from fabric.launchers.process.stack import users_line
 from fabric.launchers.watch.activity import GRADIENTS, WORLD, Activity, Call, Kind
 from fabric.launchers.watch.questions import Listener, Place, ask_all
@@ -254,13 +254,14 @@ def test_a_process_that_accepts_and_never_answers_is_silent() -> None:
     listener = Listener("127.0.0.1", "secret", lambda question: b"")
     place = Place(rank=1, host="", address="127.0.0.1", port=listener.port, pid=0, token="secret")
     assert ask_all([place], "why", 0.2) == {1: "silent"}
-    listener.shut()
+    listener.close()
+    assert not listener.turn(1.0)
 
 
 def test_a_stopped_process_is_distinguished_from_one_that_has_ended() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"])
     os.waitid(os.P_PID, child.pid, os.WSTOPPED)
-    assert "stopped by a signal" in process_state.describe(child.pid)
+    assert "stopped by a signal" in describe_silence(child.pid)
     child.kill()
     child.wait()
-    assert process_state.describe(child.pid) == "has ended"
+    assert describe_silence(child.pid) == "has ended"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fabric.launchers.cores import num_cores
+from fabric.launchers.process.os_process import num_cores
 
 
 class AttributeDict(dict[str, Any]):

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from fabric.launchers.rendezvous.join import _await_everyone
-from fabric.launchers.rendezvous.waiting import Patience
+from fabric.launchers.rendezvous.join import Patience, _await_everyone
 from fabric.launchers.world import Rendezvous, World
 
 

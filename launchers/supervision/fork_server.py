@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from fabric.launchers.rank.task import CallFunction
@@ -71,8 +71,8 @@ class ForkServer:
         report_reader, report_writer = os.pipe()
         status_reader, status_writer = os.pipe()
         request = pickle.dumps((sys.path, preload))
-        with tasks.write(world, task) as file, _standard_streams() as streams, self._lock:
-            socket.send_fds(self._socket, [request], [file.fileno(), report_writer, status_writer, *streams])
+        with tasks.write(world, task) as file, self._lock:
+            socket.send_fds(self._socket, [request], [file.fileno(), report_writer, status_writer, 0, 1, 2])
             answer = self._socket.recv(NUMBER.size)
         os.close(report_writer)
         os.close(status_writer)
@@ -106,52 +106,35 @@ class ForkServer:
         atexit.unregister(self.close)
 
 
-@contextlib.contextmanager
-def _standard_streams() -> Any:
-    """Descriptors 0, 1 and 2 of this process, with /dev/null in place of a closed one."""
-    with open(os.devnull, "r+b") as nothing:
-        yield [fd if _is_open(fd) else nothing.fileno() for fd in range(3)]
-
-
-def _is_open(fd: int) -> bool:
-    with contextlib.suppress(OSError):
-        os.fstat(fd)
-        return True
-    return False
-
-
 class Server:
     """The server's side: one thread, which imports and forks."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._statuses: dict[int, int] = {}
-        """For each rank, the descriptor to write its exit code to."""
+        self._exits: dict[int, tuple[int, int]] = {}
+        """For each descriptor that tells the end of a rank: its process id, and where to write its exit code."""
         self._imported = set[str]()
-        self._wake, self._woken = os.pipe()
-        for fd in (self._wake, self._woken):
-            os.set_blocking(fd, False)
 
     def serve(self) -> NoReturn:
         """Answer requests until the client has ended."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
         with selectors.DefaultSelector() as selector:
             selector.register(self._connection, selectors.EVENT_READ)
-            selector.register(self._wake, selectors.EVENT_READ)
             while True:
-                ready = [key.fd for key, _ in selector.select()]
-                if self._wake in ready:
-                    self._reap()
-                if self._connection.fileno() in ready and not self._answer():
-                    os._exit(0)
+                for key, _ in selector.select():
+                    if key.fd in self._exits:
+                        selector.unregister(key.fd)
+                        self._reap(key.fd)
+                    else:
+                        selector.register(self._answer(), selectors.EVENT_READ)
 
-    def _answer(self) -> bool:
-        """Fork one rank; False at the end of the requests."""
+    def _answer(self) -> int:
+        """Fork one rank; returns the descriptor that tells its end. Ends this process at the end of the requests."""
+        from fabric.launchers.process.os_process import exit_fd
+
         request, fds, _, _ = socket.recv_fds(self._connection, MAX_REQUEST_BYTES, 6)
         if not request:
-            return False
+            os._exit(0)
         sys.path[:], preload = pickle.loads(request)
         self._import(("fabric.launchers.rank.task", *preload))
         task_fd, report_fd, status_fd, *streams = fds
@@ -159,34 +142,34 @@ class Server:
         pid = os.fork()
         if pid == 0:
             self._become_rank(task_fd, report_fd, streams, parent)
-        self._statuses[pid] = status_fd
+        ended = exit_fd(pid)
+        self._exits[ended] = pid, status_fd
         for fd in (task_fd, report_fd, *streams):
             os.close(fd)
         self._connection.send(NUMBER.pack(pid))
-        return True
+        return ended
 
     def _import(self, names: tuple[str, ...]) -> None:
-        from fabric.launchers.process.interpreter import finalizers
-        from fabric.launchers.rank.fork_cleanup import freeze
+        from fabric.launchers.process.interpreter import freeze
 
         if self._imported.issuperset(names):
             return
         for name in names:
             import_module(name)
         self._imported.update(names)
-        for finalizer in finalizers():  # torch has hundreds, which take a rank 50 ms at its end
-            finalizer.atexit = False
         gc.collect()
         freeze()  # ranks share the memory of what is imported, until they look at it
 
     def _become_rank(self, task_fd: int, report_fd: int, streams: list[int], parent: int) -> NoReturn:
+        from fabric.launchers.process.interpreter import forget_parent
         from fabric.launchers.rank.task import run_task
 
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for fd in (self._connection.fileno(), self._wake, self._woken, *self._statuses.values()):
-            os.close(fd)
+        forget_parent()  # torch has hundreds of finalizers, which take a rank 50 ms at its end
+        self._connection.close()
+        for ended, (_, status_fd) in self._exits.items():
+            os.close(ended)
+            os.close(status_fd)
         for number, fd in enumerate(streams):
             os.dup2(fd, number)
             os.close(fd)
@@ -197,21 +180,17 @@ class Server:
         finally:
             os._exit(1)
 
-    def _reap(self) -> None:
-        """Report the exit codes of ranks that have ended, and end the processes that they left."""
+    def _reap(self, ended: int) -> None:
+        """Report the exit code of a rank that has ended, and end the processes that it left."""
         from fabric.launchers.process.os_process import kill_group
 
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._wake, 4096)
-        for pid in list(self._statuses):
-            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                continue
-            kill_group(pid, signal.SIGKILL)  # before it is reaped: then its number may be reused
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            status_fd = self._statuses.pop(pid)
-            with contextlib.suppress(BrokenPipeError):
-                os.write(status_fd, NUMBER.pack(code))
-            os.close(status_fd)
+        pid, status_fd = self._exits.pop(ended)
+        os.close(ended)
+        kill_group(pid, signal.SIGKILL)  # before it is reaped: then its number may be reused
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with contextlib.suppress(BrokenPipeError):
+            os.write(status_fd, NUMBER.pack(code))
+        os.close(status_fd)
 
 
 if __name__ == "__main__":

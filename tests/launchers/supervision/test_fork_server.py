@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from fabric.launchers.rank.fork_server import ForkServer
+from fabric.launchers.supervision.fork_server import ForkServer
 
 
 @pytest.mark.timeout(20)
