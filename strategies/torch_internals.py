@@ -76,7 +76,6 @@ ALWAYS: Names = {
 FULLY_SHARD: Names = {
     "torch.distributed.fsdp:FSDPModule": {"_get_fsdp_state": "leads to the names below"},
     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": {
-        "_lazy_init": "makes the root the root, where a submodule is called first",
         "_fsdp_param_group|_fsdp_param_groups": "the parameters of one unit: one group before torch 2.12, then several",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": {
@@ -86,13 +85,6 @@ FULLY_SHARD: Names = {
         "_unsharded_param sharded_param unsharded_accumulated_grad": "see Note [Gradients not reduced yet]",
     },
     "torch.distributed.fsdp.wrap:ModuleWrapPolicy": {"_module_classes": "the classes that it wraps"},
-    "torch.distributed.tensor:DTensor": {
-        "_local_tensor": "`to_local` records a node of the graph for each shard",
-        "_op_dispatcher _spec": "see Note [Slices that are copies]",
-    },
-    "torch.distributed.tensor._dispatch:OpDispatcher": {
-        "_custom_op_handlers": "see Note [Slices that are copies] and Note [Numbers of partial results]"
-    },
 }
 
 PIPELINING: Names = {

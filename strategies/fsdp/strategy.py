@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal, final
 
 import torch
@@ -38,8 +39,6 @@ from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.layout import refuse_cut
 from fabric.strategies.sharding.mesh import check_degrees
 from fabric.strategies.sharding.sharded_state import ShardedState
-from fabric.strategies.sharding.submodules import enter_alone
-from fabric.strategies.sharding.whole_draws import draw_whole
 from fabric.strategies.target import Target
 
 
@@ -116,6 +115,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         return new_tensors(torch.device("meta") if empty else runtime.device, runtime.precision)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
         inner = uncompiled(module)
         refuse_cut(inner, _LEAVE_OUT)
         if not move:
@@ -137,12 +138,10 @@ class FSDPStrategy(ProcessGroupStrategy):
             unfilled.finish(inner, runtime.device, runtime.collective)
             if unfilled.was_empty and runtime.world.size > 1:
                 broadcast_from_rank_zero(runtime.collective, inner.buffers())
-        undo_draws = draw_whole(inner, runtime.device, runtime.collective)
-        sync = FSDPGradientSync(runtime, inner, units, unfilled, broadcast_buffers=self.broadcast_buffers)
-        path = ForwardPath(inner, with_precision(runtime, sync.forward), sync.mark)
-        alone = enter_alone(path, sync.sharded, path.around)
-        ends = (alone, undo_draws, refuse_copies(inner, IN_SHARDS))
-        made = prepared(runtime, module, optimizers, sync, path, *ends)
+        sync = FSDPGradientSync(runtime, inner, unfilled, broadcast_buffers=self.broadcast_buffers)
+        mark = partial(register_fsdp_forward_method, inner)
+        path = ForwardPath(inner, with_precision(runtime, sync.forward), mark)
+        made = prepared(runtime, module, optimizers, sync, path, refuse_copies(inner, IN_SHARDS))
         return replace(made, state=ShardedState(runtime.world.rank))
 
     def _units(self, module: nn.Module, precision: Precision) -> set[nn.Module]:

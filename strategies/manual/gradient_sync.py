@@ -29,7 +29,6 @@ from fabric.strategies.manual.replica_checks import refuse_unequal_gradients
 from fabric.strategies.manual.state import own_parameters
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.module.changes import ADDED, Additions, Contents
-from fabric.strategies.sharding.layout import write_slices
 from fabric.strategies.sharding.mesh import along, axes_of, degree
 from fabric.strategies.tensors.dtensor import as_sharded
 from fabric.strategies.tensors.parameters import parameters_of
@@ -70,7 +69,6 @@ class ManualGradientSync(GradientSync):
             self._arrange(parameter)
         self.along = {axes: along(context.collective, context.mesh, axes).for_gradients() for axes in self.averaged}
         self.additions = Additions(parallel.module, by_name=bool(self.sharded))
-        write_slices(parallel.module)
         self.taken_in: set[Tensor] = set()
         self.flags = [(replica, contents := Contents(replica.module), contents.flags()) for replica in self.replicas]
 

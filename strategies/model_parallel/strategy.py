@@ -48,8 +48,6 @@ from fabric.strategies.sharding.fully_sharded import reshard_roots
 from fabric.strategies.sharding.layout import Parallelize, parallelize, refuse_cut
 from fabric.strategies.sharding.mesh import COPIES, Degree, check_written, complete
 from fabric.strategies.sharding.sharded_state import ShardedState
-from fabric.strategies.sharding.submodules import enter_alone
-from fabric.strategies.sharding.whole_draws import draw_whole
 from fabric.strategies.target import Target
 from fabric.strategies.tensors.dtensor import as_sharded
 
@@ -132,6 +130,8 @@ class ModelParallelStrategy(ProcessGroupStrategy):
         return new_tensors(torch.device("meta") if empty else runtime.device, runtime.precision)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
         if self.pipeline is not None:
             lay_out = partial(self._parallelize, runtime)
             return pipelined(self.pipeline, runtime, module, optimizers, move=move, parallelize=lay_out)
@@ -143,12 +143,11 @@ class ModelParallelStrategy(ProcessGroupStrategy):
             result = self._parallelize(runtime, inner)
             initialize_meta_tensors(runtime, inner, unfilled)
         refuse_sparse_layers("model_parallel", inner, sharded=True)
-        undo_draws = draw_whole(inner, runtime.device, runtime.collective)
         sync = ModelParallelGradientSync(runtime, inner, unfilled, broadcast_buffers=self.broadcast_buffers)
-        path = ForwardPath(inner, with_precision(runtime, sync.forward), sync.mark)
-        ends = [enter_alone(path, sync.averaging.sharded, path.around), undo_draws]
-        if any(as_sharded(parameter) is not None for parameter in inner.parameters()):
-            ends.append(refuse_copies(inner, IN_SHARDS))
+        mark = partial(register_fsdp_forward_method, inner)  # does nothing unless `fully_shard` was called on it
+        path = ForwardPath(inner, with_precision(runtime, sync.forward), mark)
+        is_sharded = any(as_sharded(parameter) is not None for parameter in inner.parameters())
+        ends = [refuse_copies(inner, IN_SHARDS)] if is_sharded else []
         made = prepared(runtime, module if result is inner else result, optimizers, sync, path, *ends)
         return replace(made, state=ShardedState(runtime.world.rank))
 

@@ -123,15 +123,6 @@ def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
-def write_slices(module: nn.Module) -> None:
-    """Let writes to slices of the DTensors of a module arrive in them: see `slices.py`."""
-    shards = [sharded for each in module.parameters() if (sharded := as_sharded(each)) is not None]
-    if shards:
-        from fabric.strategies.sharding.slices import write_through  # imports torch's DTensor
-
-        write_through(shards)
-
-
 def _axes_of(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> frozenset[str]:
     """The axes that a parameter is distributed over."""
     sharded = as_sharded(parameter)
