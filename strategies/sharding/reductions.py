@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.gradients.sync import Finish
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.execution_order import start_comparing
 from fabric.strategies.tensors.dtensor import user_class
 from fabric.strategies.tensors.in_shards import InShards
 from fabric.strategies.torch_internals import require_fully_shard
@@ -116,27 +117,26 @@ class Reductions:
         shards = zip(self._params, self._shards, before, strict=True)
         new = [(each, shard) for each, shard, then in shards if then is None and shard.grad is not None]
         if new and self._runtime.world.size > 1:
-            self._clear_unused([shard for _, shard in new], [id(each._unsharded_param) in used for each, _ in new])
+            self._clear_unused(new, used)
 
-    def _clear_unused(self, new: Sequence[nn.Parameter], own: list[bool]) -> None:
-        """See Note [Parameters that some ranks do not use]. `own`: which of the `new` ones this rank has used.
+    def _clear_unused(self, new: Sequence[tuple[Any, nn.Parameter]], used: set[int]) -> None:
+        """See Note [Parameters that some ranks do not use]. `used`: ids of gathered copies.
 
-        Ranks: all, with the same shards that had no gradient.
+        Ranks: all, with the same `new` shards, which had no gradient.
         """
-        collective = self._runtime.collective
         if not self._zeros:
-            used = {id(shard) for shard in new}
-            places = [place for place, shard in enumerate(self._shards) if id(shard) in used]
-            if any(places != others for others in collective.all_gather_object(places)):
-                raise RuntimeError(_APART.format(name=user_class(self._module).__name__))
+            names = {parameter: name for name, parameter in self._module.named_parameters()}
+            sentence = _APART.format(name=user_class(self._module).__name__)
+            start_comparing(self._runtime, [names[shard] for _, shard in new], sentence)()
             return
+        own = [id(each._unsharded_param) in used for each, _ in new]
         self._answers()  # the last ones arrived long ago
-        self._answers = answers = collective.start_all_gather(torch.tensor(own))
+        self._answers = answers = self._runtime.collective.start_all_gather(torch.tensor(own))
         if not all(own):
-            for shard, is_used in zip(new, answers().any(0).tolist(), strict=True):
+            self._answers = int
+            for (_, shard), is_used in zip(new, answers().any(0).tolist(), strict=True):
                 if not is_used:
                     shard.grad = None
-            self._answers = int
 
 
 def _groups(unit: FSDPModule) -> list[Any]:

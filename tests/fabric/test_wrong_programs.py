@@ -790,7 +790,7 @@ RIGHT: dict[str, tuple[str, ...]] = {
     ),
     "steps within backward": ("fsdp", "model_parallel"),
     "gradients read": ("ddp", "fsdp", "model_parallel", "manual"),
-    "rows of weights changed in place": ("ddp", "fsdp", "model_parallel", "manual"),
+    "rows of weights changed in place": ("ddp", "manual"),
     "weights changed in forward": KEEPS_WHOLE_WEIGHTS,
     "closure called by the step": ("ddp", "fsdp", "model_parallel", "manual", "ddp_sharded", "ddp_fully_sharded"),
     "model called within vmap": ("fsdp", "model_parallel", "manual", "ddp_sharded"),
