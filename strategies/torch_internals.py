@@ -1,5 +1,4 @@
-"""All private names of torch that are used, checked when this module is imported, or at first use for FSDP and
-pipelining.
+"""All private names of torch that are used, checked when this module is imported, or at first use for FSDP.
 
 Functions are bound here. Attributes are used where they are needed; `tests/test_private_names.py` checks that each of
 them is listed here.
@@ -87,14 +86,6 @@ FULLY_SHARD: Names = {
     "torch.distributed.fsdp.wrap:ModuleWrapPolicy": {"_module_classes": "the classes that it wraps"},
 }
 
-PIPELINING: Names = {
-    "torch.distributed.pipelining.schedules": {"_PipelineScheduleRuntime": "runs several stages on a rank"},
-    "torch.distributed.pipelining.schedules:_PipelineScheduleRuntime": {
-        "pipeline_order_with_comms": "evaluation leaves out the backwards"
-    },
-    "torch.distributed.pipelining.schedules:_Action": {"computation_type": "tells a backward from a forward"},
-}
-
 COMPILED: Names = {
     "torch._dynamo.external_utils": {"wrap_inline": "lets the compiler compile a function of torch's by itself"},
     "torch._dynamo.eval_frame:OptimizedModule": {"_orig_mod": "the module within what `torch.compile` returns"},
@@ -125,12 +116,6 @@ def after_backward(callback: Callable[[], None]) -> None:
 def require_fully_shard() -> None:
     """Raise ImportError if this torch lacks a private name of `fully_shard`. Imports it."""
     require("torch", TESTED, FULLY_SHARD)
-
-
-@cache
-def require_pipelining() -> None:
-    """Raise ImportError if this torch lacks a private name of its pipeline schedules. Imports them."""
-    require("torch", TESTED, PIPELINING)
 
 
 @cache

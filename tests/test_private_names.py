@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 LISTS = {
     "launchers.process.interpreter": ("NAMES", "OF_LOADERS"),
     "launchers.xla_internals": ("NAMES",),
-    "strategies.torch_internals": ("ALWAYS", "FULLY_SHARD", "PIPELINING", "COMPILED"),
+    "strategies.torch_internals": ("ALWAYS", "FULLY_SHARD", "COMPILED"),
     "strategies.data.huggingface": ("NAMES",),
     "strategies.deepspeed.library": ("NAMES", "STAGE_3"),
     "strategies.fairscale.library": ("FULLY_SHARDED", "SHARDED"),
