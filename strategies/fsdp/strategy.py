@@ -18,15 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.fsdp.gradient_sync import FSDPGradientSync
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
-from fabric.strategies.module.copies import IN_SHARDS, refuse_copies
+from fabric.strategies.module.copies import IN_SHARDS, Hook, refuse_copies
 from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
+from fabric.strategies.module.outputs import conceal, expose
 from fabric.strategies.module.parameter_rebinding import rebinding
 from fabric.strategies.module.prepare import prepared, with_precision
 from fabric.strategies.module.sparse_layers import refuse_sparse_layers
@@ -36,6 +38,7 @@ from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.fully_sharded import mark_gathering
 from fabric.strategies.sharding.layout import refuse_cut
 from fabric.strategies.sharding.mesh import check_degrees
 from fabric.strategies.sharding.sharded_state import ShardedState
@@ -115,8 +118,6 @@ class FSDPStrategy(ProcessGroupStrategy):
         return new_tensors(torch.device("meta") if empty else runtime.device, runtime.precision)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
-        from torch.distributed.fsdp import register_fsdp_forward_method
-
         inner = uncompiled(module)
         refuse_cut(inner, _LEAVE_OUT)
         if not move:
@@ -128,20 +129,25 @@ class FSDPStrategy(ProcessGroupStrategy):
         _refuse_scalars(inner)
         if self.auto_wrap_policy is None and runtime.world.size > 1 and (advice := whole_at_once(inner)) is not None:
             runtime.report(advice)
-        unfilled = Unfilled(inner)
+        unfilled, hooks = Unfilled(inner), list[RemovableHandle]()
         with rebinding(inner, optimizers):
             cast_module(runtime.precision, inner)
             for part in in_order_of_apply(inner):
                 unfilled.fill(part, runtime.device, runtime.collective)
                 if part in units:
+                    # The hook of `fully_shard`, and no hook of the user's, sees what the first of these returns.
+                    hooks.append(part.register_forward_hook(Hook(_expose)))
                     self._shard(runtime, part, units)
+                    hooks.append(part.register_forward_hook(Hook(_conceal)))
             unfilled.finish(inner, runtime.device, runtime.collective)
             if unfilled.was_empty and runtime.world.size > 1:
                 broadcast_from_rank_zero(runtime.collective, inner.buffers())
         sync = FSDPGradientSync(runtime, inner, unfilled, broadcast_buffers=self.broadcast_buffers)
-        mark = partial(register_fsdp_forward_method, inner)
+        mark = partial(mark_gathering, inner)
         path = ForwardPath(inner, with_precision(runtime, sync.forward), mark)
-        made = prepared(runtime, module, optimizers, sync, path, refuse_copies(inner, IN_SHARDS))
+        made = prepared(
+            runtime, module, optimizers, sync, path, *(hook.remove for hook in hooks), refuse_copies(inner, IN_SHARDS)
+        )
         return replace(made, state=ShardedState(runtime.world.rank))
 
     def _units(self, module: nn.Module, precision: Precision) -> set[nn.Module]:
@@ -181,6 +187,14 @@ class FSDPStrategy(ProcessGroupStrategy):
             ),
             offload_policy=CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
         )
+
+
+def _expose(unit: nn.Module, args: Any, output: Any) -> Any:
+    return None if isinstance(output, Tensor) else expose(output)  # None: as it is
+
+
+def _conceal(unit: nn.Module, args: Any, output: Any) -> Any:
+    return None if isinstance(output, Tensor) else conceal(output)
 
 
 _LEAVE_OUT = (

@@ -44,7 +44,7 @@ from fabric.strategies.precision.forward_precision import cast_module
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.fully_sharded import reshard_roots
+from fabric.strategies.sharding.fully_sharded import mark_gathering, reshard_roots
 from fabric.strategies.sharding.layout import Parallelize, parallelize, refuse_cut
 from fabric.strategies.sharding.mesh import COPIES, Degree, check_written, complete
 from fabric.strategies.sharding.sharded_state import ShardedState
@@ -130,8 +130,6 @@ class ModelParallelStrategy(ProcessGroupStrategy):
         return new_tensors(torch.device("meta") if empty else runtime.device, runtime.precision)
 
     def setup(self, runtime: Runtime, module: nn.Module, optimizers: Sequence[Optimizer], move: bool) -> Prepared:
-        from torch.distributed.fsdp import register_fsdp_forward_method
-
         if self.pipeline is not None:
             lay_out = partial(self._parallelize, runtime)
             return pipelined(self.pipeline, runtime, module, optimizers, move=move, parallelize=lay_out)
@@ -144,7 +142,7 @@ class ModelParallelStrategy(ProcessGroupStrategy):
             initialize_meta_tensors(runtime, inner, unfilled)
         refuse_sparse_layers("model_parallel", inner, sharded=True)
         sync = ModelParallelGradientSync(runtime, inner, unfilled, broadcast_buffers=self.broadcast_buffers)
-        mark = partial(register_fsdp_forward_method, inner)  # does nothing unless `fully_shard` was called on it
+        mark = partial(mark_gathering, inner)
         path = ForwardPath(inner, with_precision(runtime, sync.forward), mark)
         is_sharded = any(as_sharded(parameter) is not None for parameter in inner.parameters())
         ends = [refuse_copies(inner, IN_SHARDS)] if is_sharded else []

@@ -1,4 +1,4 @@
-"""Modules that `fully_shard` was called on: the roots among them are resharded after forward.
+"""Modules that `fully_shard` was called on: when roots reshard, and other methods that gather parameters.
 
 # Note [Roots are resharded after forward]
 By default `fully_shard` keeps the parameters of a root gathered from forward to backward. Meanwhile `parameters()`
@@ -9,10 +9,14 @@ none of this, for one all-gather more in each backward, of what the root alone h
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from fabric.strategies.module.forward import leave_uncompiled
+from fabric.strategies.module.outputs import conceal, expose
 from fabric.strategies.sharding.layout import fsdp_modules
 
 
@@ -23,3 +27,21 @@ def reshard_roots(module: nn.Module) -> None:
     for unit in units:
         if unit not in inner:
             unit.set_reshard_after_forward(True, recurse=False)
+
+
+def mark_gathering(module: nn.Module, method: str) -> None:
+    """Let another method gather parameters as forward does, if `fully_shard` was called on the module."""
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    object.__setattr__(module, method, _then(getattr(module, method), expose))
+    register_fsdp_forward_method(module, method)
+    object.__setattr__(module, method, _then(getattr(module, method), conceal))
+
+
+def _then(function: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        return change(function(*args, **kwargs))
+
+    leave_uncompiled(changed)
+    return changed

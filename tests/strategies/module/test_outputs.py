@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributions import Independent, Normal
 
 from fabric import Fabric
-from fabric.strategies import DDPStrategy, Strategy
+from fabric.strategies import DDPStrategy, FSDPStrategy, Strategy
 from fabric.strategies.module.outputs import Exposed, conceal, expose, outputs_in
 
 
@@ -123,11 +123,12 @@ def train(fabric: Fabric) -> list[float]:
 @pytest.mark.parametrize(
     "strategy",
     [
+        FSDPStrategy(auto_wrap_policy={Actor}, reshard_after_forward=True),
         DDPStrategy(find_unused_parameters=True),
         "deepspeed_stage_3",
         "ddp_fully_sharded",
     ],
-    ids=["find_unused", "deepspeed_stage_3", "ddp_fully_sharded"],
+    ids=["fsdp", "find_unused", "deepspeed_stage_3", "ddp_fully_sharded"],
 )
 def test_an_actor_and_a_critic_train_as_in_one_process(strategy: Strategy | str) -> None:
     expected = Fabric(accelerator=ACCELERATOR, devices=1).launch(train)

@@ -315,7 +315,11 @@ def with_counts() -> nn.Module:
 @pytest.mark.parametrize(
     ("options", "make", "words"),
     [
-        (pipeline(split=["1"], loss_fn=square), with_norm, r"The buffer `1.0.num_batches_tracked` changed in forward\."),
+        (
+            pipeline(split=["1"], loss_fn=square),
+            with_norm,
+            r"The buffer `1.0.num_batches_tracked` changed in forward\.",
+        ),
         (pipeline(split=["1"], loss_fn=square), with_counts, r"The buffer `1.0.calls` changed in forward\."),
         (
             pipeline(split=["1"], loss_fn=each),
