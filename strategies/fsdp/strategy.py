@@ -243,18 +243,16 @@ def _refuse_to_stay(module: nn.Module, device: torch.device) -> None:
 
 def _refuse_tied_apart(module: nn.Module, units: set[nn.Module]) -> None:
     """Raise ValueError if two units share a weight: each would shard a copy of its own."""
-    homes: dict[int, tuple[nn.Module, str]] = {}
-    names = {part: name for name, part in module.named_modules()}
-    for unit in filter(units.__contains__, module.modules()):
-        for part in _own_parts(unit, units):
-            for name, parameter in part.named_parameters(recurse=False):
-                full = f"{names[part]}.{name}".lstrip(".")
-                home, first = homes.setdefault(id(parameter), (unit, full))
-                if home is not unit:
-                    raise ValueError(
-                        f"`{first}` and `{full}` are one tied weight, but `auto_wrap_policy` puts them into different "
-                        "parts, and each would have its own from then on. Choose a part that holds both, or neither."
-                    )
+    homes: dict[Tensor, nn.Module] = {}
+    for unit in units:
+        for tensor in _own_tensors(_own_parts(unit, units)):
+            if isinstance(tensor, nn.Parameter) and homes.setdefault(tensor, unit) is not unit:
+                named = module.named_parameters(remove_duplicate=False)
+                raise ValueError(
+                    f"{' and '.join(f'`{name}`' for name, each in named if each is tensor)} are one tied weight, but "
+                    "`auto_wrap_policy` puts them into different parts, and each would have its own from then on. "
+                    "Choose a part that holds both, or neither."
+                )
 
 
 def _refuse_scalars(module: nn.Module) -> None:

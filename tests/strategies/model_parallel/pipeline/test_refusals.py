@@ -137,7 +137,7 @@ def lose_a_buffer(model: Net, stage: int, num_stages: int) -> nn.Module:
             sequence,
             ["blocks.third"],
             ValueError,
-            "'blocks.third', which is no submodule of the model. Did you mean 'blocks",
+            "'blocks.third', which is no submodule of the model. Write one of 'start', 'blocks',",
         ),
         (Net, ["blocks.3"], ValueError, "`split` names a submodule of `the model`, a `Net`: only an `nn.Sequential`"),
     ],
