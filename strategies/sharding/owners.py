@@ -63,7 +63,7 @@ class OwnersState(StateAccess):
         parameters = parameters_of(optimizer)
         mine = {index: optimizer.state[each] for index, each in enumerate(parameters) if each in optimizer.state}
         others = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
-        states = {**others, **shards_by_owner(self.collective, mine)}
+        states: dict[Any, Any] = {**others, **shards_by_owner(self.collective, mine)}
         return {"state": states, "param_groups": _numbered(optimizer)}
 
     def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
