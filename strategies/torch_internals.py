@@ -1,5 +1,4 @@
-"""All private names of torch that are used, checked when this module is imported, or at first use for FSDP and
-pipelining.
+"""All private names of torch that are used, checked when this module is imported, or at first use for FSDP.
 
 Functions are bound here. Attributes are used where they are needed; `tests/test_private_names.py` checks that each of
 them is listed here.
@@ -76,7 +75,6 @@ ALWAYS: Names = {
 FULLY_SHARD: Names = {
     "torch.distributed.fsdp:FSDPModule": {"_get_fsdp_state": "leads to the names below"},
     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": {
-        "_lazy_init": "makes the root the root, where a submodule is called first",
         "_fsdp_param_group|_fsdp_param_groups": "the parameters of one unit: one group before torch 2.12, then several",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": {
@@ -86,21 +84,6 @@ FULLY_SHARD: Names = {
         "_unsharded_param sharded_param unsharded_accumulated_grad": "see Note [Gradients not reduced yet]",
     },
     "torch.distributed.fsdp.wrap:ModuleWrapPolicy": {"_module_classes": "the classes that it wraps"},
-    "torch.distributed.tensor:DTensor": {
-        "_local_tensor": "`to_local` records a node of the graph for each shard",
-        "_op_dispatcher _spec": "see Note [Slices that are copies]",
-    },
-    "torch.distributed.tensor._dispatch:OpDispatcher": {
-        "_custom_op_handlers": "see Note [Slices that are copies] and Note [Numbers of partial results]"
-    },
-}
-
-PIPELINING: Names = {
-    "torch.distributed.pipelining.schedules": {"_PipelineScheduleRuntime": "runs several stages on a rank"},
-    "torch.distributed.pipelining.schedules:_PipelineScheduleRuntime": {
-        "pipeline_order_with_comms": "evaluation leaves out the backwards"
-    },
-    "torch.distributed.pipelining.schedules:_Action": {"computation_type": "tells a backward from a forward"},
 }
 
 COMPILED: Names = {
@@ -133,12 +116,6 @@ def after_backward(callback: Callable[[], None]) -> None:
 def require_fully_shard() -> None:
     """Raise ImportError if this torch lacks a private name of `fully_shard`. Imports it."""
     require("torch", TESTED, FULLY_SHARD)
-
-
-@cache
-def require_pipelining() -> None:
-    """Raise ImportError if this torch lacks a private name of its pipeline schedules. Imports them."""
-    require("torch", TESTED, PIPELINING)
 
 
 @cache

@@ -196,6 +196,16 @@ def test_a_part_imports_no_other_part_and_no_strategy() -> None:
     assert part_imports() == set(PART_IMPORTS)
 
 
+def test_tensors_are_the_ground_floor() -> None:
+    wrong = [
+        f"{named(path)} imports {module}"
+        for path in (ROOT / "strategies/tensors").rglob("*.py")
+        for module in imports_of(path)
+        if layer_of(module) is not None and not module.startswith("fabric.strategies.tensors.")
+    ]
+    assert not wrong
+
+
 def test_every_folder_of_strategies_is_a_part_or_a_technique() -> None:
     folders = {path.parent.relative_to(ROOT / "strategies").parts[0] for path in (ROOT / "strategies").rglob("*/*.py")}
     assert folders == {"tensors", *PARTS, *COMPOSED, *TECHNIQUES}

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 LISTS = {
     "launchers.process.interpreter": ("NAMES", "OF_LOADERS"),
     "launchers.xla_internals": ("NAMES",),
-    "strategies.torch_internals": ("ALWAYS", "FULLY_SHARD", "PIPELINING", "COMPILED"),
+    "strategies.torch_internals": ("ALWAYS", "FULLY_SHARD", "COMPILED"),
     "strategies.data.huggingface": ("NAMES",),
     "strategies.deepspeed.library": ("NAMES", "STAGE_3"),
     "strategies.fairscale.library": ("FULLY_SHARDED", "SHARDED"),
@@ -45,7 +45,6 @@ OF_USERS = {
     "_checkpoint_wrapped_module": "a prefix in names of parameters, which torch's wrapper for checkpointing leaves",
     "_reset_parameters": "the method of `nn.MultiheadAttention` and `nn.Transformer` that draws their weights",
     "_local_scalar_dense _foreach_zero_": "operators, as a TorchDispatchMode is told them",
-    "_foreach_copy_ _foreach_maximum_ _foreach_minimum_": "operators that optimizers of other libraries call",
     "_schema": "of an operator: whether it writes to its arguments",
 }
 """Attributes of what a user brings, looked for there and nowhere relied upon, with the reason."""

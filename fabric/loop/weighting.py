@@ -23,12 +23,12 @@ from torch.utils.weak import TensorWeakRef
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.collectives.collective import HOST_DEVICES, Collective
 from fabric.strategies.gradients.averaging import average
-from fabric.strategies.gradients.in_shards import InShards
 from fabric.strategies.gradients.scaling import Factor, scale_gradients
 from fabric.strategies.gradients.sync import GradientSync
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.sharding.flat_shards import plain_shard
 from fabric.strategies.tensors.dtensor import as_sharded, local_part
+from fabric.strategies.tensors.in_shards import InShards
 from fabric.strategies.tensors.parameters import parameters_of
 
 Weight: TypeAlias = "float | Tensor"

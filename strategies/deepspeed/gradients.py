@@ -12,7 +12,7 @@ from typing import final
 
 from torch import Tensor
 
-from fabric.strategies.gradients.in_shards import InShards
+from fabric.strategies.tensors.in_shards import InShards
 
 
 @final

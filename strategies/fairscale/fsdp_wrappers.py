@@ -40,7 +40,6 @@ from fabric.strategies.module.transforms import refuse_transforms
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
 from fabric.strategies.sharding.flat_shards import forget, hide, show
-from fabric.strategies.sharding.freed import explain_freed
 from fabric.strategies.tensors.parameters import name_some
 from fabric.strategies.torch_internals import current_graph_task_id
 from fabric.strategies.undo import replace_attributes, undo_all
@@ -194,7 +193,7 @@ class FairScaleFSDPGradientSync(GradientSync):
     def explain(self, error: RuntimeError) -> str | None:
         if not self.has_output and "must match the size" in str(error):
             return _NO_OUTPUT.format(name=type(self.module).__name__)
-        return explain_freed(error, self.module)
+        return None
 
     def parameters_held(self) -> Iterable[Tensor]:
         return self.names

@@ -15,45 +15,28 @@ from fabric.strategies.module.changes import Additions
 from fabric.strategies.module.deferred_init import Unfilled
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
-from fabric.strategies.sharding.freed import explain_freed
-from fabric.strategies.sharding.fully_sharded import expose_outputs, mark_gathering, take_as_roots
-from fabric.strategies.sharding.layout import fsdp_modules, write_slices
+from fabric.strategies.sharding.layout import fsdp_modules
 from fabric.strategies.sharding.reductions import Reductions
 
 
 @final
 class FSDPGradientSync(GradientSync):
-    """One sharded model. `units`: the submodules whose parameters are all-gathered together, including the root."""
+    """One sharded model."""
 
     averages_before_hooks = True
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        module: nn.Module,
-        units: Iterable[nn.Module],
-        unfilled: Unfilled,
-        *,
-        broadcast_buffers: bool,
-    ) -> None:
+    def __init__(self, runtime: Runtime, module: nn.Module, unfilled: Unfilled, *, broadcast_buffers: bool) -> None:
         self.collective, self.module, self.unfilled = runtime.collective, module, unfilled
         self.buffered = list(module.modules()) if broadcast_buffers and runtime.world.size > 1 else []
         self.additions = Additions(module, by_name=True)
-        self.sharded = fsdp_modules(module)
-        write_slices(module)
-        self.restore = expose_outputs(self.sharded)
+        units = fsdp_modules(module)
         self.order = ExecutionOrder(runtime, module, units)
-        take_as_roots(module)
-        self.reductions = Reductions(runtime, module, self.sharded)
+        self.reductions = Reductions(runtime, module, units)
         self.parameters = list(module.parameters())  # the shards; `fully_shard` may replace them by gathered parameters
         self._ordered = self.order.around(self._forward)
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._ordered(function, args, kwargs)
-
-    def mark(self, method: str) -> None:
-        """Make parameters available in another method."""
-        mark_gathering(self.module, method)
 
     def set_synced(self, synced: bool) -> None:
         self.synced = synced
@@ -62,15 +45,11 @@ class FSDPGradientSync(GradientSync):
     def watch(self) -> Finish | None:
         return all_of(self.order.watch(), self.reductions.watch(synced=self.synced))
 
-    def explain(self, error: RuntimeError) -> str | None:
-        return explain_freed(error, self.module)
-
     def parameters_held(self) -> Iterable[Tensor]:
         return self.parameters
 
     def release(self) -> None:
         self.reductions.release()
-        self.restore()
         self.order.release()
 
     def _forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -11,21 +11,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.capabilities import Capability
 from fabric.strategies.checkpoint.state import uncompiled
 from fabric.strategies.fsdp.gradient_sync import FSDPGradientSync
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
-from fabric.strategies.module.copies import IN_SHARDS, refuse_copies
+from fabric.strategies.module.copies import IN_SHARDS, Hook, refuse_copies
 from fabric.strategies.module.deferred_init import Unfilled, in_order_of_apply
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.module.initialization import new_tensors
+from fabric.strategies.module.outputs import conceal, expose
 from fabric.strategies.module.parameter_rebinding import rebinding
 from fabric.strategies.module.prepare import prepared, with_precision
 from fabric.strategies.module.sparse_layers import refuse_sparse_layers
@@ -35,11 +38,10 @@ from fabric.strategies.precision.precision import Precision
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
+from fabric.strategies.sharding.fully_sharded import mark_gathering
 from fabric.strategies.sharding.layout import refuse_cut
 from fabric.strategies.sharding.mesh import check_degrees
 from fabric.strategies.sharding.sharded_state import ShardedState
-from fabric.strategies.sharding.submodules import enter_alone
-from fabric.strategies.sharding.whole_draws import draw_whole
 from fabric.strategies.target import Target
 
 
@@ -127,22 +129,25 @@ class FSDPStrategy(ProcessGroupStrategy):
         _refuse_scalars(inner)
         if self.auto_wrap_policy is None and runtime.world.size > 1 and (advice := whole_at_once(inner)) is not None:
             runtime.report(advice)
-        unfilled = Unfilled(inner)
+        unfilled, hooks = Unfilled(inner), list[RemovableHandle]()
         with rebinding(inner, optimizers):
             cast_module(runtime.precision, inner)
             for part in in_order_of_apply(inner):
                 unfilled.fill(part, runtime.device, runtime.collective)
                 if part in units:
+                    # The hook of `fully_shard`, and no hook of the user's, sees what the first of these returns.
+                    hooks.append(part.register_forward_hook(Hook(_expose)))
                     self._shard(runtime, part, units)
+                    hooks.append(part.register_forward_hook(Hook(_conceal)))
             unfilled.finish(inner, runtime.device, runtime.collective)
             if unfilled.was_empty and runtime.world.size > 1:
                 broadcast_from_rank_zero(runtime.collective, inner.buffers())
-        undo_draws = draw_whole(inner, runtime.device, runtime.collective)
-        sync = FSDPGradientSync(runtime, inner, units, unfilled, broadcast_buffers=self.broadcast_buffers)
-        path = ForwardPath(inner, with_precision(runtime, sync.forward), sync.mark)
-        alone = enter_alone(path, sync.sharded, path.around)
-        ends = (alone, undo_draws, refuse_copies(inner, IN_SHARDS))
-        made = prepared(runtime, module, optimizers, sync, path, *ends)
+        sync = FSDPGradientSync(runtime, inner, unfilled, broadcast_buffers=self.broadcast_buffers)
+        mark = partial(mark_gathering, inner)
+        path = ForwardPath(inner, with_precision(runtime, sync.forward), mark)
+        made = prepared(
+            runtime, module, optimizers, sync, path, *(hook.remove for hook in hooks), refuse_copies(inner, IN_SHARDS)
+        )
         return replace(made, state=ShardedState(runtime.world.rank))
 
     def _units(self, module: nn.Module, precision: Precision) -> set[nn.Module]:
@@ -182,6 +187,14 @@ class FSDPStrategy(ProcessGroupStrategy):
             ),
             offload_policy=CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
         )
+
+
+def _expose(unit: nn.Module, args: Any, output: Any) -> Any:
+    return None if isinstance(output, Tensor) else expose(output)  # None: as it is
+
+
+def _conceal(unit: nn.Module, args: Any, output: Any) -> Any:
+    return None if isinstance(output, Tensor) else conceal(output)
 
 
 _LEAVE_OUT = (
@@ -230,18 +243,16 @@ def _refuse_to_stay(module: nn.Module, device: torch.device) -> None:
 
 def _refuse_tied_apart(module: nn.Module, units: set[nn.Module]) -> None:
     """Raise ValueError if two units share a weight: each would shard a copy of its own."""
-    homes: dict[int, tuple[nn.Module, str]] = {}
-    names = {part: name for name, part in module.named_modules()}
-    for unit in filter(units.__contains__, module.modules()):
-        for part in _own_parts(unit, units):
-            for name, parameter in part.named_parameters(recurse=False):
-                full = f"{names[part]}.{name}".lstrip(".")
-                home, first = homes.setdefault(id(parameter), (unit, full))
-                if home is not unit:
-                    raise ValueError(
-                        f"`{first}` and `{full}` are one tied weight, but `auto_wrap_policy` puts them into different "
-                        "parts, and each would have its own from then on. Choose a part that holds both, or neither."
-                    )
+    homes: dict[Tensor, nn.Module] = {}
+    for unit in units:
+        for tensor in _own_tensors(_own_parts(unit, units)):
+            if isinstance(tensor, nn.Parameter) and homes.setdefault(tensor, unit) is not unit:
+                named = module.named_parameters(remove_duplicate=False)
+                raise ValueError(
+                    f"{' and '.join(f'`{name}`' for name, each in named if each is tensor)} are one tied weight, but "
+                    "`auto_wrap_policy` puts them into different parts, and each would have its own from then on. "
+                    "Choose a part that holds both, or neither."
+                )
 
 
 def _refuse_scalars(module: nn.Module) -> None:

@@ -14,7 +14,6 @@ from fabric.launchers.world import World
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.sharding.mesh import along
-from fabric.strategies.tensors.dtensor import as_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -45,7 +44,7 @@ class ManualContext:
         Its `to_local()` is this rank's shard: with N rows and R ranks, rank r has at most ceil(N / R) rows, starting
         at r * ceil(N / R). It is replicated along other axes. `axis` may be omitted if the mesh has one axis only.
         Assign the result to the module, under the parameter's name. Ranks: all call it, in the same order.
-        Raises: ValueError: an axis or dim that does not exist, or a parameter that is a DTensor already.
+        Raises: ValueError: an axis that does not exist.
         """
         from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
@@ -54,12 +53,6 @@ class ManualContext:
         chosen = self._axes[0] if axis is None else axis
         if chosen not in self._axes:
             raise ValueError(f"`shard(axis={axis!r})`: the mesh has the axes {self._names()}. Name one of them.")
-        if as_sharded(parameter) is not None:
-            raise ValueError("`shard(parameter)` of a DTensor, which is sharded already. Pass a plain parameter.")
-        if not -parameter.ndim <= dim < parameter.ndim:
-            raise ValueError(
-                f"`shard(dim={dim})` of a parameter of shape {tuple(parameter.shape)}. Name one of its dims."
-            )
         placements: list[Placement] = [Shard(dim) if each == chosen else Replicate() for each in self._axes]
         cut = distribute_tensor(parameter.detach().to(self.device), self.mesh, placements)
         return nn.Parameter(cut, requires_grad=parameter.requires_grad)

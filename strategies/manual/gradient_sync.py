@@ -12,12 +12,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fabric.strategies.gradients.averaging import average
@@ -25,14 +23,11 @@ from fabric.strategies.gradients.clipping import on_gradient
 from fabric.strategies.gradients.reducer import end_reducer
 from fabric.strategies.gradients.sync import Finish, GradientSync
 from fabric.strategies.manual.context import ManualContext, Parallelized
-from fabric.strategies.manual.replica_checks import refuse_unequal_gradients
 from fabric.strategies.manual.state import own_parameters
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
-from fabric.strategies.module.changes import ADDED, Additions, Contents
-from fabric.strategies.sharding.layout import write_slices
+from fabric.strategies.module.changes import Additions, Contents
 from fabric.strategies.sharding.mesh import along, axes_of, degree
 from fabric.strategies.tensors.dtensor import as_sharded
-from fabric.strategies.tensors.parameters import parameters_of
 
 
 @final
@@ -49,7 +44,6 @@ class ManualGradientSync(GradientSync):
         self.sharded = [part for part in parts if isinstance(part, FSDPModule)]
         self.num_holds = 0
         self.expected = False
-        self.compared: WeakSet[Optimizer] = WeakSet()
         self.names: dict[Tensor, str] = {each: name for name, each in own_parameters(parallel.module).items()}
         theirs = {tensor for replica in self.replicas for tensor in _tensors_of(replica)}
         modules = parallel.averaged_modules
@@ -70,15 +64,12 @@ class ManualGradientSync(GradientSync):
             self._arrange(parameter)
         self.along = {axes: along(context.collective, context.mesh, axes).for_gradients() for axes in self.averaged}
         self.additions = Additions(parallel.module, by_name=bool(self.sharded))
-        write_slices(parallel.module)
-        self.taken_in: set[Tensor] = set()
         self.flags = [(replica, contents := Contents(replica.module), contents.flags()) for replica in self.replicas]
 
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a forward. Parameters that were added since `setup` are averaged from now on, or raise RuntimeError."""
         if torch.is_grad_enabled():
-            if added := self.additions.found():
-                self._take_in({parameter: name for name, parameter in added if parameter not in self.taken_in})
+            if self.parallel.averaged_modules or self.replicas or self.sharded:
+                self.additions.refuse()
             self._refuse_unfrozen()
         return function(*args, **kwargs)
 
@@ -111,18 +102,6 @@ class ManualGradientSync(GradientSync):
             self._hold(1)
             stack.callback(self._hold, -1)
             yield
-
-    def refuse_unequal(self, optimizer: Optimizer) -> None:
-        """Raise RuntimeError if ranks would clip by different norms. Ranks: all call it.
-
-        Compared until an optimizer's gradients were equal once: what is averaged does not change later.
-        """
-        if optimizer in self.compared:
-            return
-        plain = [parameter for parameter in parameters_of(optimizer) if as_sharded(parameter) is None]
-        names = [self.names.get(parameter, f"parameter {index}") for index, parameter in enumerate(plain)]
-        refuse_unequal_gradients(self.context.collective, dict(zip(names, plain, strict=True)))
-        self.compared.add(optimizer)
 
     def parameters_held(self) -> Iterable[Tensor]:
         return self.parallel.module.parameters()
@@ -159,41 +138,15 @@ class ManualGradientSync(GradientSync):
         for part in self.sharded:
             part.set_requires_gradient_sync(not self.num_holds, recurse=False)
 
-    def _take_in(self, added: dict[Tensor, str]) -> None:
-        """Broadcast parameters that were added to averaged modules, and average them from now on. Ranks: all."""
-        theirs = {
-            each for part in (*self.replicas, *self.sharded) for each in part.parameters() if as_sharded(each) is None
-        }
-        refused = [name for parameter, name in added.items() if parameter in theirs and parameter.requires_grad]
-        if refused:
-            names = ", ".join(map(repr, refused[:5]))
-            raise RuntimeError(ADDED.format(model=type(self.parallel.module).__name__, names=names))
-        modules = self.parallel.averaged_modules
-        ours = dict.fromkeys(each for part in modules for each in part.parameters() if each not in theirs)
-        new = [parameter for parameter in ours if parameter in added]
-        self.names.update(added)
-        self.taken_in.update(new)
-        broadcast_from_rank_zero(
-            self.context.collective, [parameter for parameter in new if as_sharded(parameter) is None]
-        )
-        for parameter in new:
-            self._arrange(parameter)
-        for axes in self.averaged.keys() - self.along.keys():
-            self.along[axes] = along(self.context.collective, self.context.mesh, axes).for_gradients()
-
     def _refuse_unfrozen(self) -> None:
         """Raise RuntimeError if parameters in a DistributedDataParallel were frozen or unfrozen after it was made."""
         for replica, contents, before in self.flags:
             now = contents.flags()
             if now != before and any(now):
-                names = {parameter: name for name, parameter in replica.module.named_parameters()}
-                flags = zip(contents.parameters, now, before, strict=True)
-                changed = [names[parameter] for parameter, one, other in flags if one != other]
                 raise RuntimeError(
-                    f"{', '.join(map(repr, changed[:5]))} of `{type(replica.module).__name__}` were frozen or unfrozen "
-                    "after `fabric.setup`, and DistributedDataParallel averages the parameters that required "
-                    "gradients when it was made. Do that before `setup`, or let `Parallelized(averaged=...)` average "
-                    "the module."
+                    f"Parameters of `{type(replica.module).__name__}` were frozen or unfrozen after `fabric.setup`, "
+                    "and DistributedDataParallel averages those that required gradients when it was made. Do that "
+                    "before `setup`, or let `Parallelized(averaged=...)` average the module."
                 )
 
     def _arrange(self, parameter: nn.Parameter) -> None:

@@ -18,8 +18,8 @@ from fabric.strategies.checkpoint.optimizer_states import map_state
 from fabric.strategies.checkpoint.state import StateAccess, uncompiled
 from fabric.strategies.checkpoint.tensor_shards import replicated
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.manual.replica_checks import refuse_differing
 from fabric.strategies.sharding.sharded_state import ShardedState
+from fabric.strategies.tensors.digest import numbers_of
 from fabric.strategies.tensors.dtensor import as_sharded
 
 
@@ -120,6 +120,14 @@ class ManualState(StateAccess):
         return self._given if has == needs else module
 
     def _check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise RuntimeError, on every rank, unless the ranks have the same plain tensors, bit for bit. Ranks: all."""
         plain = {name: tensor for name, tensor in tensors.items() if as_sharded(tensor) is None}
-        if self._collective.size > 1:
-            refuse_differing(self._collective, plain)
+        digests = self._collective.all_gather_object(dict(zip(plain, numbers_of(plain.values()), strict=True)))
+        names = dict.fromkeys(name for of_rank in digests for name in of_rank)
+        differing = [name for name in names if any(of_rank.get(name) != digests[0].get(name) for of_rank in digests)]
+        if differing:
+            raise RuntimeError(
+                f"{differing[0]} differs between the ranks, and is no DTensor: a checkpoint would hold only rank 0's. "
+                "If each rank has a shard, make it a DTensor (`context.shard`, or your own). If it is a replica, start "
+                "from the same values and average the gradients (`Parallelized(averaged=...)`)."
+            )

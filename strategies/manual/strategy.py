@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,6 @@ from fabric.strategies.sharding.fully_sharded import reshard_roots
 from fabric.strategies.sharding.layout import fsdp_modules
 from fabric.strategies.sharding.mesh import COPIES, check_degrees
 from fabric.strategies.target import Target
-from fabric.strategies.tensors.dtensor import as_sharded
 from fabric.strategies.tensors.parameters import parameters_of
 
 __all__ = ["ManualContext", "ManualStrategy", "Parallelized"]
@@ -110,15 +110,17 @@ class ManualStrategy(ProcessGroupStrategy):
         rebind(before, after, optimizers)
         _refuse_left_behind(optimizers, parallel.module, (before, after))
         _refuse_other_dtypes(runtime.precision, parallel.module)
-        if move:
-            _refuse_other_devices(runtime.device, parallel.module)
         sync = ManualGradientSync(context, parallel, self._data_axes(runtime.world.size))
         prepared = replica(runtime, parallel.module, optimizers, sync)
 
+        compared = WeakSet[Optimizer]()
+
         def clip_norm(optimizer: Optimizer, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-            if runtime.world.size > 1:
-                sync.refuse_unequal(optimizer)
-            return prepared.clip_norm(optimizer, max_norm, norm_type, error_if_nonfinite)
+            norm = prepared.clip_norm(optimizer, max_norm, norm_type, error_if_nonfinite)
+            if optimizer not in compared:  # what is averaged does not change later
+                _refuse_unequal(torch.tensor(runtime.collective.all_gather_object(norm.item())))
+                compared.add(optimizer)
+            return norm
 
         state = ManualState(runtime.collective, given, parallel.module)
         return replace(prepared, clip_norm=clip_norm, state=state)
@@ -186,12 +188,11 @@ def _refuse_other_dtypes(precision: Precision, module: nn.Module) -> None:
             )
 
 
-def _refuse_other_devices(device: torch.device, module: nn.Module) -> None:
-    """Raise ValueError if the function has left a tensor on another device. DTensors may be offloaded."""
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.device != device and not tensor.is_meta and as_sharded(tensor) is None:
-            raise ValueError(
-                f"This rank computes on {device}, but `{name}` came back on {tensor.device}. Move it in your function: "
-                "`module.to(context.device)`; or write `fabric.setup(..., move_to_device=False)` for a tensor that "
-                "your forward moves."
-            )
+def _refuse_unequal(norms: Tensor) -> None:
+    """Raise RuntimeError if ranks clip by different norms. Equal gradients may have been summed in another order."""
+    if not torch.allclose(norms, norms[:1], rtol=1e-3, atol=0.0, equal_nan=True):
+        raise RuntimeError(
+            f"The norm of all gradients differs between the ranks ({', '.join(f'{norm:.4g}' for norm in norms)}), and "
+            "each would clip by another. If a plain parameter is a rank's own shard, make it a DTensor "
+            "(`context.shard`, or your own). If it is a replica, average its gradient (`Parallelized(averaged=...)`)."
+        )

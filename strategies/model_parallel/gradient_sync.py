@@ -14,9 +14,6 @@ from fabric.strategies.module.changes import Additions
 from fabric.strategies.module.deferred_init import Unfilled
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import ExecutionOrder
-from fabric.strategies.sharding.freed import explain_freed
-from fabric.strategies.sharding.fully_sharded import expose_outputs, mark_gathering, take_as_roots
-from fabric.strategies.sharding.layout import write_slices
 from fabric.strategies.sharding.reductions import Reductions
 
 
@@ -25,15 +22,12 @@ class ModelParallelGradientSync(GradientSync):
     """Synchronises one model that `parallelize_fn` has parallelized. A pipeline has `PipelineGradientSync`."""
 
     def __init__(self, runtime: Runtime, module: nn.Module, unfilled: Unfilled, *, broadcast_buffers: bool) -> None:
-        self.runtime, self.module, self.unfilled = runtime, module, unfilled
+        self.runtime, self.unfilled = runtime, unfilled
         self.broadcast_buffers = broadcast_buffers
         self.averaging = MeshAveraging(runtime, module)
         units = self.averaging.sharded
         self.additions = Additions(module, by_name=bool(units))
-        write_slices(module)
-        self.restore = expose_outputs(units)
         self.order = ExecutionOrder(runtime, module, units)
-        take_as_roots(module)
         self.reductions = Reductions(runtime, module, units)
         self._ordered = self.order.around(self._forward)
 
@@ -44,11 +38,6 @@ class ModelParallelGradientSync(GradientSync):
     def averages_before_hooks(self) -> bool:
         return not self.averaging.unaveraged
 
-    def mark(self, method: str) -> None:
-        """Make another method all-gather parameters as forward does, if `fully_shard` was called on the model."""
-        if self.averaging.sharded:
-            mark_gathering(self.module, method)
-
     def set_synced(self, synced: bool) -> None:
         self.synced = synced
         self.averaging.set_synced(synced)
@@ -57,15 +46,11 @@ class ModelParallelGradientSync(GradientSync):
         reduced = self.reductions.watch(synced=self.averaging.synced)
         return all_of(self.order.watch(), reduced, self.averaging.watch())
 
-    def explain(self, error: RuntimeError) -> str | None:
-        return explain_freed(error, self.module)
-
     def parameters_held(self) -> Iterable[Tensor]:
         return self.averaging.parameters
 
     def release(self) -> None:
         self.reductions.release()
-        self.restore()
         self.order.release()
         self.averaging.release()
 

@@ -44,12 +44,10 @@ from fabric.strategies.precision.forward_precision import cast_module
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.process_group_strategy import ProcessGroupStrategy
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.sharding.fully_sharded import reshard_roots
+from fabric.strategies.sharding.fully_sharded import mark_gathering, reshard_roots
 from fabric.strategies.sharding.layout import Parallelize, parallelize, refuse_cut
 from fabric.strategies.sharding.mesh import COPIES, Degree, check_written, complete
 from fabric.strategies.sharding.sharded_state import ShardedState
-from fabric.strategies.sharding.submodules import enter_alone
-from fabric.strategies.sharding.whole_draws import draw_whole
 from fabric.strategies.target import Target
 from fabric.strategies.tensors.dtensor import as_sharded
 
@@ -143,12 +141,11 @@ class ModelParallelStrategy(ProcessGroupStrategy):
             result = self._parallelize(runtime, inner)
             initialize_meta_tensors(runtime, inner, unfilled)
         refuse_sparse_layers("model_parallel", inner, sharded=True)
-        undo_draws = draw_whole(inner, runtime.device, runtime.collective)
         sync = ModelParallelGradientSync(runtime, inner, unfilled, broadcast_buffers=self.broadcast_buffers)
-        path = ForwardPath(inner, with_precision(runtime, sync.forward), sync.mark)
-        ends = [enter_alone(path, sync.averaging.sharded, path.around), undo_draws]
-        if any(as_sharded(parameter) is not None for parameter in inner.parameters()):
-            ends.append(refuse_copies(inner, IN_SHARDS))
+        mark = partial(mark_gathering, inner)
+        path = ForwardPath(inner, with_precision(runtime, sync.forward), mark)
+        is_sharded = any(as_sharded(parameter) is not None for parameter in inner.parameters())
+        ends = [refuse_copies(inner, IN_SHARDS)] if is_sharded else []
         made = prepared(runtime, module if result is inner else result, optimizers, sync, path, *ends)
         return replace(made, state=ShardedState(runtime.world.rank))
 

@@ -62,6 +62,10 @@ class FlatShard(Tensor):
     ) -> Any:
         return _by_element(operator, args, kwargs or {})
 
+    def local_part(self) -> Tensor:
+        """A plain tensor with its memory: see `tensors/dtensor.py`."""
+        return self.plain
+
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:
         made: FlatShard = memo.setdefault(id(self), FlatShard(self.plain.detach().clone(), self.whole, self.why))
         return made
@@ -106,6 +110,10 @@ class ShardedParameter(nn.Parameter):
             if type(found) is Tensor and function == _GET_DATA:
                 return FlatShard(found, *args[0]._sharding)
             return found
+
+    def local_part(self) -> Tensor:
+        """A plain tensor with its memory: see `tensors/dtensor.py`."""
+        return _plain(self)
 
     def __hash__(self) -> int:
         return id(self)  # as that of a tensor, which calls `__torch_function__`

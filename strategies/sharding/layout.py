@@ -5,7 +5,6 @@ Layouts that would give wrong gradients are refused here, before the first forwa
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -20,7 +19,6 @@ from fabric.strategies.tensors.dtensor import as_sharded, user_class
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import Shard
 
 DATA_AXES = ("data", "shard", "context")
 """Ranks along these axes read different data, so gradients are averaged along them."""
@@ -70,17 +68,12 @@ def refuse_cut(module: nn.Module, instead: str) -> None:
     for name, part in module.named_modules():
         cut = [each for each, parameter in part.named_parameters(recurse=False) if as_sharded(parameter) is not None]
         if cut:
-            owner = next((each for each in _owners(module, part) if user_class(each) is not type(each)), part)
+            units = [each for each in module.modules() if user_class(each) is not type(each) and part in each.modules()]
             full = f"{name}.{cut[0]}".lstrip(".")
             raise ValueError(
                 f"`{full}` is in shards before `fabric.setup`, each with values of its own rank, and all ranks start "
-                f"from the weights of rank 0. {instead.format(name=user_class(owner).__name__)}"
+                f"from the weights of rank 0. {instead.format(name=user_class((units or [part])[-1]).__name__)}"
             )
-
-
-def _owners(module: nn.Module, part: nn.Module) -> list[nn.Module]:
-    """The modules that contain a submodule, itself first."""
-    return [each for each in module.modules() if part in set(each.modules())][::-1]
 
 
 def layout_of(module: nn.Module, mesh: DeviceMesh) -> Layout:
@@ -103,8 +96,6 @@ def layout_of(module: nn.Module, mesh: DeviceMesh) -> Layout:
                 f"`fully_shard`, so its gradients would be wrong. Use `fully_shard(module, mesh=mesh['shard'])`; "
                 "`parallelize_module` and `distribute_tensor` are for `mesh['tensor']`."
             )
-        if averaged and "tensor" in axes:
-            _refuse_parts_of_nothing(name, parameter, mesh)
         left = tuple(axis for axis in data if axis not in averaged)
         if left:
             unaveraged.setdefault(left, {})[name] = parameter
@@ -121,15 +112,6 @@ def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
     from torch.distributed.fsdp import FSDPModule
 
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
-
-
-def write_slices(module: nn.Module) -> None:
-    """Let writes to slices of the DTensors of a module arrive in them: see `slices.py`."""
-    shards = [sharded for each in module.parameters() if (sharded := as_sharded(each)) is not None]
-    if shards:
-        from fabric.strategies.sharding.slices import write_through  # imports torch's DTensor
-
-        write_through(shards)
 
 
 def _axes_of(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> frozenset[str]:
@@ -150,25 +132,6 @@ def _axes_of(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> frozenset[
             "those along 'shard' different data. Name the mesh: `fully_shard(module, mesh=mesh['shard'])`."
         )
     return frozenset[str]().union(*axes)
-
-
-def _refuse_parts_of_nothing(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
-    """Refuse empty tensor-parallel shards: with them torch 2.13's `fully_shard` fails in the first backward."""
-    sharded = as_sharded(parameter)
-    assert sharded is not None
-    axes = axes_of(sharded.device_mesh, mesh)
-    assert axes is not None
-    for each, placement in zip(axes, sharded.placements, strict=True):
-        if "tensor" not in each or not placement.is_shard():
-            continue
-        dim = cast("Shard", placement).dim
-        rows, ranks = parameter.shape[dim], degree(mesh, "tensor")
-        if math.ceil(rows / math.ceil(rows / ranks)) < ranks:
-            raise ValueError(
-                f"`{name}` of shape {tuple(parameter.shape)} is cut along dim {dim} over {ranks} ranks of 'tensor', "
-                "and the last gets nothing of it, which `fully_shard` cannot take. Leave its module out of the plan, "
-                "make it larger, or write a smaller `tensor`."
-            )
 
 
 def _refuse_unused(mesh: DeviceMesh, used: set[str]) -> None:

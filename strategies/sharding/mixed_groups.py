@@ -7,7 +7,6 @@ torch.Tensor and DTensor"). Stepped one by one, the numbers are the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
@@ -18,37 +17,25 @@ from fabric.strategies.undo import undo_all
 
 def step_mixed_groups(optimizers: Iterable[Optimizer]) -> Callable[[], None]:
     """Let such groups have `foreach=False` during each step, where the user left it None: a checkpoint has None.
-    Returns what undoes it.
-
-    Raises: ValueError: the user wrote `foreach=True` or `fused=True`.
-    """
+    Returns what undoes it."""
     undos = []
     for optimizer in optimizers:
-        indices = [
-            index for index, group in enumerate(optimizer.param_groups) if "foreach" in group and _is_mixed(group)
-        ]
-        for index in indices:
-            _refuse_kernels(optimizer, index)
-        if indices:
-            undos.append(optimizer.register_step_pre_hook(partial(_write, indices, False)).remove)
-            undos.append(optimizer.register_step_post_hook(partial(_write, indices, None)).remove)
+        if any(map(_is_mixed, optimizer.param_groups)):
+            undos.append(optimizer.register_step_pre_hook(_step_one_by_one).remove)
+            undos.append(optimizer.register_step_post_hook(_step_as_before).remove)
     return undo_all(undos)
 
 
-def _write(indices: Iterable[int], foreach: bool | None, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for index in indices:
-        _refuse_kernels(optimizer, index)  # of a checkpoint, or written since
-        optimizer.param_groups[index]["foreach"] = foreach
+def _step_one_by_one(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for group in filter(_is_mixed, optimizer.param_groups):
+        if group.get("foreach", True) is None:
+            group["foreach"] = False
 
 
-def _refuse_kernels(optimizer: Optimizer, index: int) -> None:
-    written = next((word for word in ("foreach", "fused") if optimizer.param_groups[index].get(word)), None)
-    if written is not None:
-        raise ValueError(
-            f"`{type(optimizer).__name__}({written}=True)`: parameter group {index} has both sharded parameters "
-            f"(DTensors) and plain ones, and the kernels of `{written}` take one kind. Leave `{written}` out, or "
-            "pass two parameter groups, the sharded parameters in one of them."
-        )
+def _step_as_before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for group in filter(_is_mixed, optimizer.param_groups):
+        if group.get("foreach") is False:
+            group["foreach"] = None
 
 
 def _is_mixed(group: dict[str, Any]) -> bool:

@@ -54,9 +54,7 @@ class OwnersState(StateAccess):
             entries = self.collective.broadcast_object(state.get(parameters[index]), src=owner[index])
             if self.collective.rank == 0:
                 states[index] = {name: _on_cpu(value) for name, value in entries.items()}
-        place = {parameter: index for index, parameter in enumerate(parameters)}
-        groups = [{**group, "params": [place[one] for one in group["params"]]} for group in optimizer.param_groups]
-        return {"state": states, "param_groups": groups} if self.collective.rank == 0 else {}
+        return {"state": states, "param_groups": _numbered(optimizer)} if self.collective.rank == 0 else {}
 
     def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
         return PlainState(self.collective.size).read_module_shards(module)
@@ -65,12 +63,17 @@ class OwnersState(StateAccess):
         parameters = parameters_of(optimizer)
         mine = {index: optimizer.state[each] for index, each in enumerate(parameters) if each in optimizer.state}
         others = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
-        place = {parameter: index for index, parameter in enumerate(parameters)}
-        groups = [{**group, "params": [place[one] for one in group["params"]]} for group in optimizer.param_groups]
-        return {"state": {**others, **shards_by_owner(self.collective, mine)}, "param_groups": groups}
+        states: dict[Any, Any] = {**others, **shards_by_owner(self.collective, mine)}
+        return {"state": states, "param_groups": _numbered(optimizer)}
 
     def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
         PLAIN.write_optimizer(optimizer, content)
+
+
+def _numbered(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The parameter groups, with indices in place of parameters, as in a state dict."""
+    place = {parameter: index for index, parameter in enumerate(parameters_of(optimizer))}
+    return [{**group, "params": [place[each] for each in group["params"]]} for group in optimizer.param_groups]
 
 
 def shards_by_owner(collective: Collective, mine: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:

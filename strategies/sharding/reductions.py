@@ -1,4 +1,4 @@
-"""Reductions of gradients that `fully_shard` leaves unfinished: some not reduced yet, some of unused parameters.
+"""Gradients that `fully_shard` leaves unfinished: some not reduced yet, some of parameters that a rank does not use.
 
 # Note [Gradients not reduced yet]
 Within `no_backward_sync` gradients accumulate on the gathered copies of parameters, where `zero_grad` does not reach
@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fabric.strategies.gradients.in_shards import InShards
 from fabric.strategies.gradients.sync import Finish
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.sharding.execution_order import start_comparing
 from fabric.strategies.tensors.dtensor import user_class
+from fabric.strategies.tensors.in_shards import InShards
 from fabric.strategies.torch_internals import require_fully_shard
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _gradient = attrgetter("grad")
 
 @final
 class Reductions:
-    """Those of one model. `units`: the modules that `fully_shard` was called on, after `take_as_roots`.
+    """Those of one model. `units`: the modules that `fully_shard` was called on.
 
     Cost: a byte for each parameter, sent in each backward that gives shards their first gradients.
     """
@@ -50,14 +50,13 @@ class Reductions:
         self._params = [each for unit in units for group in _groups(unit) for each in group.fsdp_params]
         self._shards: list[nn.Parameter] = [each.sharded_param for each in self._params]
         self._held: list[tuple[Any, InShards, Tensor | None]] = []
-        self._is_compared = runtime.world.size > 1
         self._zeros = [send for unit in units if (send := getattr(unit, "set_reduce_scatter_unused_params", None))]
         self._unhooked = list(self._params)
         self._hooks: list[RemovableHandle] = []
         self._used: list[Tensor] = []
         """The gathered copies that got gradients which are not reduced yet."""
-        self._answers: Callable[[], Tensor] = _nothing
-        """Those of the latest backward, of which this rank needed none."""
+        self._answers: Callable[[], object] = int
+        """Waits for the other ranks' answers of the latest backward, of which this rank needed none."""
 
     def watch(self, *, synced: bool) -> Finish | None:
         """See `GradientSync.watch`. `synced`: whether this backward reduces gradients."""
@@ -112,19 +111,19 @@ class Reductions:
             raise RuntimeError(_LOST.format(model=user_class(self._module).__name__))
         if num_kept and any(map(_is_unreduced, self._params)):  # the loss is one of other models
             self._hold()
-        elif self._is_compared:
-            self._compare(before)
-        else:
-            self._used.clear()
-
-    def _compare(self, before: list[Tensor | None]) -> None:
-        """See Note [Parameters that some ranks do not use]. Ranks: all, with the same shards that had no gradient."""
+            return
         used = set(map(id, self._used))
         self._used.clear()
-        pairs = zip(self._params, self._shards, before, strict=True)
-        new = [(each, shard) for each, shard, then in pairs if then is None and shard.grad is not None]
-        if not new:  # the loss is one of other models
-            return
+        shards = zip(self._params, self._shards, before, strict=True)
+        new = [(each, shard) for each, shard, then in shards if then is None and shard.grad is not None]
+        if new and self._runtime.world.size > 1:
+            self._clear_unused(new, used)
+
+    def _clear_unused(self, new: Sequence[tuple[Any, nn.Parameter]], used: set[int]) -> None:
+        """See Note [Parameters that some ranks do not use]. `used`: ids of gathered copies.
+
+        Ranks: all, with the same `new` shards, which had no gradient.
+        """
         if not self._zeros:
             names = {parameter: name for name, parameter in self._module.named_parameters()}
             sentence = _APART.format(name=user_class(self._module).__name__)
@@ -132,16 +131,12 @@ class Reductions:
             return
         own = [id(each._unsharded_param) in used for each, _ in new]
         self._answers()  # the last ones arrived long ago
-        self._answers = self._runtime.collective.start_all_gather(torch.tensor(own))
+        self._answers = answers = self._runtime.collective.start_all_gather(torch.tensor(own))
         if not all(own):
-            for (_, shard), is_used in zip(new, self._answers().any(0).tolist(), strict=True):
+            self._answers = int
+            for (_, shard), is_used in zip(new, answers().any(0).tolist(), strict=True):
                 if not is_used:
                     shard.grad = None
-            self._answers = _nothing
-
-
-def _nothing() -> Tensor:
-    return torch.empty(0)
 
 
 def _groups(unit: FSDPModule) -> list[Any]:

@@ -8,18 +8,16 @@ shards, or `DTensor` raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.module.buffers import broadcast_from_rank_zero
 from fabric.strategies.tensors.dtensor import as_sharded, local_part, shard_like, whole
-from fabric.strategies.undo import replace_attributes, undo_all
 
 _ops = torch.ops.aten
 _DECISIONS = (_ops.any.default, _ops.all.default, _ops._local_scalar_dense.default)
@@ -58,29 +56,3 @@ class WholeDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             broadcast_from_rank_zero(self._collective, [values])
         local_part(sharded).copy_(local_part(shard_like(values, sharded)))
         return sharded
-
-
-@final
-class Drawing:
-    """A method that initialises a submodule of a sharded model, also after `setup`."""
-
-    def __init__(self, part: nn.Module, name: str, device: torch.device, collective: Collective) -> None:
-        self._part, self._name, self._device, self._collective = part, name, device, collective
-        self._given: Callable[..., Any] = getattr(part, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with WholeDraws(self._device, self._collective):
-            return self._given(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._part, self._name)  # a copy gets the method of its class
-
-
-def draw_whole(module: nn.Module, device: torch.device, collective: Collective) -> Callable[[], None]:
-    """Make the initialisation methods of a sharded model draw full tensors. Returns a function that undoes it."""
-    return undo_all(
-        replace_attributes(part, **{name: Drawing(part, name, device, collective)})
-        for part in module.modules()
-        for name in ("apply", "init_weights", "reset_parameters")
-        if callable(getattr(part, name, None)) and name not in vars(part)
-    )

@@ -43,11 +43,6 @@ def digest_of(tensor: Tensor) -> Tensor | None:
     return total ^ int.from_bytes(words_of, "little", signed=True)
 
 
-def digest_of_all(tensors: Iterable[Tensor]) -> int:
-    """A 62-bit digest of this rank's parts of the tensors, in this order."""
-    return digest_of_numbers(numbers_of(tensors))
-
-
 def numbers_of(tensors: Iterable[Tensor]) -> list[int]:
     """The digest of each tensor, as a number; 0 where there is none. Devices are waited for once."""
     digests = [digest_of(tensor) for tensor in tensors]
@@ -59,9 +54,9 @@ def numbers_of(tensors: Iterable[Tensor]) -> list[int]:
     return [0 if each is None else next(read[each.device]) for each in digests]
 
 
-def digest_of_numbers(numbers: Iterable[object]) -> int:
-    """A 62-bit digest of words and numbers."""
-    words = " ".join(map(str, numbers)).encode()
+def digest_of_all(tensors: Iterable[Tensor]) -> int:
+    """A 62-bit digest of this rank's parts of the tensors, in this order."""
+    words = " ".join(map(str, numbers_of(tensors))).encode()
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 2
 
 

@@ -1,10 +1,7 @@
-"""`manual` moves nothing by itself: what its function leaves elsewhere is refused by name."""
+"""`manual` moves nothing by itself."""
 
 from __future__ import annotations
 
-import re
-
-import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -17,12 +14,6 @@ def leave_all(module: nn.Module, context: ManualContext) -> nn.Module:
     return module
 
 
-def leave_a_buffer(module: nn.Module, context: ManualContext) -> nn.Module:
-    module.to(context.device)
-    module.register_buffer("scale", torch.ones(2))
-    return module
-
-
 def offload(module: nn.Module, context: ManualContext) -> nn.Module:
     fully_shard(module, mesh=context.mesh, offload_policy=CPUOffloadPolicy())
     return module
@@ -32,13 +23,6 @@ def launched(parallelize: object) -> Fabric:
     fabric = Fabric(accelerator="cuda", devices=1, strategy=ManualStrategy(parallelize=parallelize))  # type: ignore[arg-type]
     fabric.launch()
     return fabric
-
-
-@pytest.mark.parametrize(("parallelize", "name"), [(leave_all, "weight"), (leave_a_buffer, "scale")])
-def test_a_tensor_that_is_left_on_another_device_is_refused_by_name(parallelize: object, name: str) -> None:
-    words = f"This rank computes on cuda:0, but `{name}` came back on cpu. Move it in your function"
-    with launched(parallelize) as fabric, pytest.raises(ValueError, match=re.escape(words)):
-        fabric.setup(nn.Linear(2, 2))
 
 
 def test_a_tensor_may_stay_elsewhere_where_setup_is_told_so() -> None:

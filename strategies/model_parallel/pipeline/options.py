@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, Literal, TypeAlias, final
 
 from torch import Tensor, nn
@@ -18,27 +17,10 @@ Split: TypeAlias = Callable[[nn.Module, int, int], nn.Module]
 """`split(model, stage, num_stages)` removes all submodules from `model` that are not in `stage`, and returns it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Order:
-    """What a schedule requires."""
-
-    stages_per_rank: tuple[int, int | None]
-    """The minimum, which is the default, and the maximum."""
-    is_v: bool = False
-    """Stages are assigned to ascending ranks, then to descending ones: the first and the last are on one rank."""
-    splits_backward: bool = False
-    """The gradients of weights are computed separately from those of inputs."""
-
-
-_ORDERS = {
-    "GPipe": _Order(stages_per_rank=(1, 1)),
-    "1F1B": _Order(stages_per_rank=(1, 1)),
-    "Interleaved1F1B": _Order(stages_per_rank=(2, None)),
-    "LoopedBFS": _Order(stages_per_rank=(2, None)),
-    "InterleavedZeroBubble": _Order(stages_per_rank=(2, None), splits_backward=True),
-    "ZBVZeroBubble": _Order(stages_per_rank=(2, 2), is_v=True, splits_backward=True),
-    "DualPipeV": _Order(stages_per_rank=(2, 2), is_v=True, splits_backward=True),
-}
+OF_ONE_STAGE = ("GPipe", "1F1B")
+"""Schedules of one stage on each rank."""
+OF_SEVERAL_STAGES = ("Interleaved1F1B", "LoopedBFS")
+"""Schedules of two or more."""
 
 
 @final
@@ -60,10 +42,8 @@ class Pipeline:
     generator, in the order of the schedule: a run is reproduced by the same seed and options, but does not equal that
     of one process, and ranks that were seeded alike draw equal numbers.
 
-    Schedules: GPipe; 1F1B (Narayanan et al., SC 2019); Interleaved1F1B (SC 2021); LoopedBFS (Lamy-Poirier, MLSys 2023);
-    InterleavedZeroBubble and ZBVZeroBubble (Qi et al., ICLR 2024); DualPipeV (DeepSeek-AI, 2024). The last three need
-    torch 2.13, and every weight unsharded, trained, used, and reached by an input that requires gradients; otherwise
-    they raise.
+    Schedules: GPipe; 1F1B (Narayanan et al., SC 2019); Interleaved1F1B (SC 2021); LoopedBFS (Lamy-Poirier, MLSys 2023).
+    Those that compute the gradients of weights separately from those of inputs lose some of them in torch 2.13.
     """
 
     degree: int
@@ -85,12 +65,10 @@ class Pipeline:
     """None: the minimum of the schedule, 1 or 2."""
 
     def __post_init__(self) -> None:
-        written = str(self.schedule)
-        if written not in _ORDERS:
-            near = get_close_matches(written.lower(), {name.lower(): name for name in _ORDERS}, n=1, cutoff=0.3)
-            did = "".join(f"Did you mean {name!r}? " for name in _ORDERS if name.lower() in near)
+        schedules = (*OF_ONE_STAGE, *OF_SEVERAL_STAGES)
+        if self.schedule not in schedules:
             raise ValueError(
-                f"`schedule={self.schedule!r}` is not a schedule. {did}Write one of {', '.join(map(repr, _ORDERS))}."
+                f"`schedule={self.schedule!r}` is not a schedule. Write one of {', '.join(map(repr, schedules))}."
             )
         for name in ("degree", "num_microbatches", "stages_per_rank"):
             number = getattr(self, name)
@@ -98,76 +76,36 @@ class Pipeline:
                 raise ValueError(f"`{name}={number!r}`: write a whole number from 1 on.")
         if self.loss_reduction not in ("mean", "sum"):
             raise ValueError(f"`loss_reduction={self.loss_reduction!r}`: write 'mean' or 'sum', as `loss_fn` reduces.")
-        self._check_functions()
-        self._check_stages()
-        self._check_microbatches()
-
-    @property
-    def num_stages(self) -> int:
-        """Number of stages of all ranks."""
-        return self.degree * (self.stages_per_rank or _ORDERS[self.schedule].stages_per_rank[0])
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether the gradients of weights are computed separately from those of inputs."""
-        return _ORDERS[self.schedule].splits_backward
-
-    @property
-    def is_v(self) -> bool:
-        """Whether the first and the last stage are on one rank."""
-        return _ORDERS[self.schedule].is_v
-
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of a rank of the axis, in ascending order."""
-        if self.is_v:
-            return rank, self.num_stages - 1 - rank
-        return tuple(range(rank, self.num_stages, self.degree))
-
-    @property
-    def last_rank(self) -> int:
-        """The rank of the axis that holds the last stage."""
-        return 0 if self.is_v else self.degree - 1
-
-    def _check_functions(self) -> None:
-        if isinstance(self.split, str) or not (callable(self.split) or isinstance(self.split, Sequence)):
-            raise TypeError(
-                f"`split={self.split!r}`: write a function `(model, stage, num_stages) -> model`, or a list of the "
-                "names of the submodules at which the stages after the first begin."
-            )
-        if not callable(self.loss_fn):
-            raise TypeError(f"`loss_fn={self.loss_fn!r}`: write a function `(outputs, target) -> loss`.")
+        self._check_split()
         if isinstance(self.loss_fn, nn.Module) and any(True for _ in self.loss_fn.parameters()):
             raise TypeError(
                 f"`loss_fn` is a `{type(self.loss_fn).__name__}` with parameters, which would not be trained. Put "
                 "them into the last stage of the model."
             )
 
-    def _check_stages(self) -> None:
-        fewest, most = _ORDERS[self.schedule].stages_per_rank
-        written = self.stages_per_rank
-        if written is not None and (written < fewest or (most is not None and written > most)):
-            allowed = f"{fewest}" if fewest == most else f"{fewest} or more"
+    @property
+    def num_stages(self) -> int:
+        """Number of stages of all ranks."""
+        return self.degree * (self.stages_per_rank or (1 if self.schedule in OF_ONE_STAGE else 2))
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank of the axis, in ascending order. The last rank holds the last stage."""
+        return tuple(range(rank, self.num_stages, self.degree))
+
+    def _check_split(self) -> None:
+        if isinstance(self.split, str):
+            raise TypeError(f"`split={self.split!r}`: write a list of names, `[{self.split!r}]`.")
+        is_one = self.schedule in OF_ONE_STAGE
+        if self.degree == 1 and not is_one:  # torch 2.13 then runs backwards in evaluation
+            raise ValueError(f"`schedule={self.schedule!r}` needs two ranks or more. Write '1F1B' for `degree=1`.")
+        if self.stages_per_rank is not None and is_one != (self.stages_per_rank == 1):
             raise ValueError(
-                f"`stages_per_rank={written}` with `schedule={self.schedule!r}`, which needs {allowed} on each rank. "
-                f"Write that, or leave it out."
+                f"`stages_per_rank={self.stages_per_rank}` with `schedule={self.schedule!r}`, which needs "
+                f"{'1' if is_one else '2 or more'} on each rank. Write that, or leave it out."
             )
         if not callable(self.split) and len(self.split) != self.num_stages - 1:
             raise ValueError(
                 f"`split={list(self.split)!r}` names {len(self.split)} submodules, but `degree={self.degree}` and "
                 f"`schedule={self.schedule!r}` make {self.num_stages} stages. Name the "
                 f"{self.num_stages - 1} submodules at which the stages after the first begin."
-            )
-
-    def _check_microbatches(self) -> None:
-        count = self.num_microbatches
-        if self.schedule in ("1F1B", "DualPipeV") and count < self.num_stages:
-            raise ValueError(
-                f"`num_microbatches={count}` with `schedule={self.schedule!r}` and {self.num_stages} stages: it needs "
-                f"at least as many micro-batches as stages. Write {self.num_stages} or more."
-            )
-        rounds = max(1, count // self.degree)
-        if self.schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and count % rounds:
-            raise ValueError(
-                f"`num_microbatches={count}` with `schedule={self.schedule!r}` and `degree={self.degree}` makes "
-                f"{rounds} rounds, which do not divide it. Write {count // self.degree * self.degree}."
             )

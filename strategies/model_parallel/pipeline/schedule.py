@@ -13,9 +13,7 @@ scale them.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,19 +21,18 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from fabric.strategies.collectives.call_check import check_call, to_bytes
+from fabric.strategies.collectives.call_check import check_call
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.model_parallel.pipeline.options import Pipeline
+from fabric.strategies.model_parallel.pipeline.options import OF_ONE_STAGE, Pipeline
 from fabric.strategies.model_parallel.pipeline.split import Stage
 from fabric.strategies.module.forward import ForwardPath
 from fabric.strategies.precision.forward_precision import autocast, cast_inputs, casts
 from fabric.strategies.runtime import Runtime
-from fabric.strategies.tensors.dtensor import as_sharded, local_part
+from fabric.strategies.tensors.digest import digest_of_all
+from fabric.strategies.tensors.dtensor import local_part
 from fabric.strategies.tensors.nests import map_only_tensors, tensors_in
-from fabric.strategies.tensors.packing import Spec, as_bytes
-from fabric.strategies.torch_internals import require_pipelining
+from fabric.strategies.tensors.packing import Spec
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -75,8 +72,6 @@ class Stages:
     def __init__(
         self, options: Pipeline, runtime: Runtime, stages: Sequence[Stage], collective: Collective, group: ProcessGroup
     ) -> None:
-        if options.splits_backward:
-            _refuse_split_backward(options, stages)
         self.options = options
         self.runtime = runtime
         self.stages = stages
@@ -85,12 +80,6 @@ class Stages:
         self.holds_first = any(stage.index == 0 for stage in stages)
         self.holds_last = any(stage.index == options.num_stages - 1 for stage in stages)
         self.parameters = _trained(stages)
-        self.norms = [
-            (name, part)
-            for stage in stages
-            for name, part in stage.module.named_modules()
-            if isinstance(part, _BatchNorm)
-        ]
         self.factor = 1.0
         self.paths = [ForwardPath(stage.module, self._within_stage) for stage in stages]
         self._built: dict[Kind, _Built] = {}
@@ -117,10 +106,12 @@ class Stages:
             path.release()
 
     def _within_stage(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward of a stage, for one micro-batch."""
-        args = map_only_tensors(_ContiguousGradient.apply, args)
+        """The forward of a stage, for one micro-batch. What is sent to other stages is contiguous, as gloo needs it."""
+        for tensor in tensors_in(args):
+            if tensor.requires_grad:
+                tensor.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
         with autocast(self.runtime.precision, self.runtime.device):
-            return map_only_tensors(_contiguous, function(*args, **kwargs))
+            return map_only_tensors(Tensor.contiguous, function(*args, **kwargs))
 
     def _train(self, schedule: Any, batch: _Batch) -> Tensor:
         scaler = self.runtime.loss_scaler
@@ -130,8 +121,6 @@ class Stages:
         with _without_gradients(self.parameters.values()), _unchanged_buffers(self.stages):
             self._run(schedule.step, batch, losses)
             gradients = [parameter.grad for parameter in self.parameters.values()]
-        if self.options.splits_backward:
-            _refuse_missing_gradients(self.options, self.parameters, gradients)
         anchor = torch.zeros((), requires_grad=True)  # a stage may have nothing to train
         loss: Tensor = _AttachGradients.apply(
             self._total(losses, scale), scale, gradients, anchor, *self.parameters.values()
@@ -141,7 +130,7 @@ class Stages:
     def _evaluate(self, built: _Built, batch: _Batch) -> Any:
         if batch.target is None:
             outputs = self._run(built.schedule.step, batch, None)
-            return self.collective.broadcast_object(outputs, self.options.last_rank)
+            return self.collective.broadcast_object(outputs, self.options.degree - 1)
         losses: list[Tensor] = []
         self.factor = 1.0 / (built.num_microbatches if self.options.loss_reduction == "mean" else 1)
         self._run(built.schedule.eval, batch, losses)
@@ -149,8 +138,7 @@ class Stages:
 
     def _run(self, step: Callable[..., Any], batch: _Batch, losses: list[Tensor] | None) -> Any:
         last = {"target": batch.target, "losses": losses} if self.holds_last and losses is not None else {}
-        with _original_errors():
-            outputs = step(*(batch.args if self.holds_first else ()), **last, **batch.kwargs)
+        outputs = step(*(batch.args if self.holds_first else ()), **last, **batch.kwargs)
         for stage in self.stages:
             _reshard(stage.module)
         return outputs
@@ -158,7 +146,7 @@ class Stages:
     def _total(self, losses: list[Tensor], scale: float) -> Tensor:
         """The loss of the whole batch, broadcast from the last stage."""
         total = torch.stack([loss.detach() for loss in losses]).sum() / scale if losses else None
-        loss: Tensor = self.collective.broadcast_object(total, self.options.last_rank)
+        loss: Tensor = self.collective.broadcast_object(total, self.options.degree - 1)
         return loss
 
     def _built_for(self, kind: Kind, batch: _Batch) -> _Built:
@@ -178,29 +166,26 @@ class Stages:
         """Raise CollectiveError if ranks call the model differently: gloo aborts the process on unexpected shapes."""
         lines = [f"model(...) in a pipeline, for {kind}"]
         for place, tensor in enumerate(tensors):
-            content = f", content {_digest(tensor)}" if with_content else ""
+            content = f", content {digest_of_all([tensor])}" if with_content else ""
             lines.append(f"tensor {place} of the batch: {Spec.of(tensor)}{content}")
         check_call(self.collective, "\n".join(lines))
 
     def _build(self, kind: Kind, count: int) -> Any:
-        require_pipelining()
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import get_schedule_class
 
-        name = self.options.schedule if kind == "train" else _forward_only(self.options)
+        is_one = self.options.schedule in OF_ONE_STAGE
+        name = self.options.schedule if kind == "train" else ("GPipe" if is_one else "LoopedBFS")
         stages = [
             PipelineStage(stage.module, stage.index, self.options.num_stages, self.runtime.device, group=self.group)
             for stage in self.stages
         ]
-        schedule = get_schedule_class(name)(
-            stages[0] if name in ("GPipe", "1F1B") else stages,
+        return get_schedule_class(name)(
+            stages[0] if is_one else stages,
             n_microbatches=count,
             loss_fn=None if kind == "outputs" else self._loss,
             scale_grads=False,
         )
-        if kind != "train":
-            _remove_backwards(schedule)
-        return schedule
 
     def _loss(self, outputs: Any, target: Tensor) -> Tensor:
         """The contribution of a micro-batch to the loss of the batch, times the loss scale."""
@@ -222,13 +207,6 @@ class Stages:
             raise RuntimeError(
                 "A model in a pipeline was given a tensor that requires gradients, which it would not get. Pass "
                 "`tensor.detach()`, or compute it within the first stage."
-            )
-        training = next((name for name, part in self.norms if part.training), None)
-        if training is not None:
-            raise RuntimeError(
-                f"`{training}` is a BatchNorm in training: within a pipeline it would normalise micro-batches, and "
-                "train to other numbers than on the whole batch. Use GroupNorm or LayerNorm, or freeze it with "
-                f"`model.get_submodule({training!r}).eval()`."
             )
 
 
@@ -258,26 +236,6 @@ class _AttachGradients(torch.autograd.Function):
             if gradient is not None:
                 local_part(gradient).mul_(factor)
         return None, None, None, None, *gradients
-
-
-def _contiguous(tensor: Tensor) -> Tensor:
-    """The tensor, or a contiguous copy: gloo sends only contiguous tensors, and a schedule that splits backward
-    detaches outputs in place, which raises for views (torch 2.13)."""
-    can_be_sent = tensor.is_contiguous() and not tensor._is_view()
-    return tensor if can_be_sent else tensor.clone(memory_format=torch.contiguous_format)
-
-
-@final
-class _ContiguousGradient(torch.autograd.Function):
-    """Identity that makes the gradient contiguous, which is sent to the stage before."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, outer: Tensor) -> Tensor:
-        return outer.contiguous()
 
 
 def _trained(stages: Sequence[Stage]) -> dict[str, nn.Parameter]:
@@ -366,89 +324,3 @@ def _num_microbatches(tensors: Sequence[Tensor], most: int, *, divides: bool) ->
             f"that {most} divides, with `drop_last=True` in the loader, or another `num_microbatches`."
         )
     return max(count for count in range(1, most + 1) if size % count == 0)
-
-
-def _forward_only(options: Pipeline) -> str:
-    """The schedule for evaluation: one with this placement of stages that allows any number of micro-batches."""
-    if options.is_v:
-        return "ZBVZeroBubble"
-    return "GPipe" if options.num_stages == options.degree else "LoopedBFS"
-
-
-def _remove_backwards(schedule: Any) -> None:
-    """Remove backward from a schedule. torch 2.13 runs its actions without gradients, too, which fails if two
-    consecutive stages are on one rank, as in a V."""
-    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
-
-    if isinstance(schedule, _PipelineScheduleRuntime):  # with one stage per rank torch runs no backwards
-        orders = schedule.pipeline_order_with_comms
-        for rank, actions in orders.items():
-            orders[rank] = [action for action in actions if action.computation_type.value in _FORWARD]
-
-
-_FORWARD = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
-
-
-@contextmanager
-def _original_errors() -> Iterator[None]:
-    """Raise the original error of a stage: torch wraps it, and logs the whole schedule."""
-    logger = logging.getLogger("torch.distributed.pipelining.schedules")
-    logger.addFilter(_quiet)
-    failure: BaseException | None = None
-    try:
-        yield
-    except RuntimeError as error:
-        failure = error.__cause__ or error
-    finally:
-        logger.removeFilter(_quiet)
-    if failure is not None:
-        raise failure  # not within `except`, where it would become the context of its own cause
-
-
-def _quiet(record: logging.LogRecord) -> bool:
-    return record.levelno < logging.ERROR
-
-
-def _digest(tensor: Tensor) -> str:
-    return hashlib.blake2b(to_bytes(as_bytes(tensor.cpu())), digest_size=8).hexdigest()
-
-
-# Note [Gradients that a split backward loses]
-# torch computes the gradients of weights separately from those of inputs, by traversing the graph from the inputs.
-# Weights that no differentiable input reaches silently get no gradient (torch 2.13: a stage after frozen ones). Frozen
-# or unused weights, and `fully_shard` within a stage, fail with an internal error. Before 2.13 weights that are shared
-# within a stage, and operations with several outputs, get wrong gradients (pytorch/pytorch#180952, #170277). All of
-# these are refused.
-
-
-def _refuse_split_backward(options: Pipeline, stages: Sequence[Stage]) -> None:
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if version < (2, 13):
-        raise ValueError(
-            f"`schedule={options.schedule!r}` computes wrong gradients for shared weights before torch 2.13 "
-            f"(pytorch/pytorch#180952), and this is {torch.__version__}. Write `schedule='Interleaved1F1B'`."
-        )
-    for stage in stages:
-        for name, parameter in stage.module.named_parameters():
-            if as_sharded(parameter) is not None:
-                raise ValueError(
-                    f"`{name}` is sharded, and `schedule={options.schedule!r}` computes gradients of weights without "
-                    "the hooks that reduce them. Write `schedule='Interleaved1F1B'`, which allows it."
-                )
-            if not parameter.requires_grad:
-                raise ValueError(
-                    f"`{name}` is not trained, and `schedule={options.schedule!r}` needs every weight to be. Write "
-                    "`schedule='Interleaved1F1B'`, which does not."
-                )
-
-
-def _refuse_missing_gradients(
-    options: Pipeline, parameters: dict[str, nn.Parameter], gradients: Sequence[Tensor | None]
-) -> None:
-    missing = [name for name, gradient in zip(parameters, gradients, strict=True) if gradient is None]
-    if missing:
-        raise RuntimeError(
-            f"`{missing[0]}` got no gradient: `schedule={options.schedule!r}` loses those of weights that no "
-            "differentiable input reaches, and cannot tell them from weights that are not used. Write "
-            "`schedule='Interleaved1F1B'`."
-        )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import final
 
 from torch import Tensor, nn
@@ -174,13 +173,13 @@ def _split_at(starts: Sequence[str]) -> Split:
     """Split an `nn.Sequential`, and those in it, at the named submodules."""
 
     def split(model: nn.Module, stage: int, num_stages: int) -> nn.Module:
-        names = [name for name, _ in model.named_modules()]
-        for start in starts:
-            if start not in names or not start:
-                near = "".join(f"Did you mean {match!r}? " for match in get_close_matches(start, names, n=1))
-                raise ValueError(
-                    f"`split` names {start!r}, which is no submodule of the model. {near}Write the name of one."
-                )
+        names = [name for name, _ in model.named_modules() if name]
+        unknown = [start for start in starts if start not in names]
+        if unknown:
+            raise ValueError(
+                f"`split` names {unknown[0]!r}, which is no submodule of the model. Write one of "
+                f"{', '.join(map(repr, names[:9]))}."
+            )
         found: list[str] = []
         for owner, name, full in list(_parts(model, starts)):
             if full in starts:

@@ -22,9 +22,9 @@ from torch.optim.lr_scheduler import StepLR
 from fabric import Fabric, read_checkpoint
 from fabric.strategies.fairscale.fsdp import FairScaleFSDPStrategy
 from fabric.strategies.fairscale.sharded_ddp import FairScaleShardedStrategy
-from fabric.strategies.gradients.in_shards import InShards
 from fabric.strategies.precision.precision import Precision
 from fabric.strategies.strategy import Strategy
+from fabric.strategies.tensors.in_shards import InShards
 
 Weights = dict[str, Tensor]
 

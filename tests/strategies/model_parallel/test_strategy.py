@@ -360,15 +360,6 @@ def backward_by_hand(fabric: Fabric) -> None:
     model(tokens).sum().backward()
 
 
-def cut_a_number_in_two(model: Net, mesh: Any) -> None:
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    scale = model.blocks[0].scale
-    model.blocks[0].scale = nn.Parameter(distribute_tensor(scale.detach(), mesh["tensor"], [Shard(0)]))
-    fully_shard(model, mesh=mesh["shard"])
-
-
 REFUSED = {
     "unused": (
         ModelParallelStrategy(parallelize_fn=leave_whole, tensor=2),
@@ -393,10 +384,6 @@ REFUSED = {
     "over everything": (
         ModelParallelStrategy(parallelize_fn=shard_over_everything, tensor=2, shard=2),
         (setup_alone, ValueError, r"`embed.weight` is sharded over the axes 'shard' and 'tensor' as one"),
-    ),
-    "part of nothing": (
-        ModelParallelStrategy(parallelize_fn=cut_a_number_in_two, tensor=2, shard=2),
-        (setup_alone, ValueError, r"`blocks.0.scale` of shape \(1,\) is cut along dim 0 over 2 ranks of 'tensor', and"),
     ),
     "untied": (
         ModelParallelStrategy(parallelize_fn=untie, tensor=2),
@@ -442,7 +429,7 @@ def raise_on_every_rank(fabric: Fabric, body: Callable[[Fabric], Any], error: ty
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_setup_that_would_change_the_numbers_raises_on_every_rank(name: str) -> None:
     strategy, words = REFUSED[name]
-    size = 4 if name in ("over everything", "part of nothing") else 2
+    size = 4 if name == "over everything" else 2
     fabric_with(strategy, size).launch(raise_on_every_rank, *words)
 
 

@@ -50,7 +50,7 @@ class Encoder(nn.Module):
 
 
 class Net(nn.Module):
-    """A model with a method that runs submodules by themselves."""
+    """Submodules in a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,9 +63,6 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-    def generate(self, x: Tensor) -> Tensor:
-        return torch.cat([self.head(self.blocks[1](self.encoder(x))) for _ in range(2)])
 
 
 class Gain(nn.Module):
@@ -149,35 +146,6 @@ def forget_no_grad(model: Any, optimizer: Optimizer, backward: Backward, x: Tens
         optimizer.zero_grad()
 
 
-def call_submodules(model: Any, optimizer: Optimizer, backward: Backward, x: Tensor) -> None:
-    """A loss from each way into the model."""
-    losses = (
-        lambda: model.generate(x),
-        lambda: model.encoder(x),
-        lambda: model.encoder.block.wide(model.encoder.first(x)),
-        lambda: model.blocks[0](model.encoder(x)).mean(dim=1, keepdim=True) + model(x),
-    )
-    for loss in losses:
-        backward(loss().square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            model.head(model.blocks[0](model.encoder(x)))
-
-
-def act_on_lists(model: Any, optimizer: Optimizer, backward: Backward, x: Tensor) -> None:
-    """Operators on lists of tensors, as optimizers of other libraries call them."""
-    backward(model(x).square().mean())
-    parameters = list(model.parameters())
-    with torch.no_grad():
-        slow = [torch.zeros_like(parameter) for parameter in parameters]
-        torch._foreach_copy_(slow, [parameter.grad for parameter in parameters])
-        torch._foreach_maximum_(slow, -0.01)
-        torch._foreach_minimum_(slow, 0.01)
-        torch._foreach_sub_(parameters, slow)
-    optimizer.zero_grad()
-
-
 def state_of(module: nn.Module) -> dict[str, Tensor]:
     named = {**module.state_dict(), **dict(module.named_buffers())}
     return {name: whole(tensor).detach().clone() for name, tensor in named.items()}
@@ -190,7 +158,7 @@ def close(actual: Any, expected: Any) -> None:
 def run_programs(fabric: Fabric) -> None:
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
     mine = x.chunk(fabric.world_size)[fabric.global_rank]
-    for seed, steps in enumerate((clear_parts, forget_no_grad, call_submodules, act_on_lists)):
+    for seed, steps in enumerate((clear_parts, forget_no_grad)):
         torch.manual_seed(seed)  # once a model is set up, ranks draw apart
         plain = Net()
         model = copy.deepcopy(plain)
@@ -209,11 +177,6 @@ def run_programs(fabric: Fabric) -> None:
 
 
 def initialise(fabric: Fabric) -> None:
-    def init(part: nn.Module) -> None:
-        if isinstance(part, nn.Linear):
-            nn.init.normal_(part.weight)
-            nn.init.uniform_(part.bias)
-
     for kind in (Net, Rooted):
         torch.manual_seed(3)
         plain = kind()
@@ -222,17 +185,6 @@ def initialise(fabric: Fabric) -> None:
             model: Any = kind()
         model = fabric.setup(model)
         close(state_of(model), state_of(plain))
-        # By hand, after setup.
-        for each, seed in ((plain, 5), (model, 5 + fabric.global_rank)):
-            torch.manual_seed(seed)
-            each.apply(init)
-            each.blocks[0].reset_parameters()
-        close(state_of(model), state_of(plain))
-        if isinstance(model, Rooted):
-            for each in (plain, model):
-                torch.manual_seed(7)
-                each.init_weights()
-            close(state_of(model), state_of(plain))
         close(model(torch.ones(2, 4)), plain(torch.ones(2, 4)))
 
 
@@ -268,16 +220,6 @@ def shard_by_hand(fabric: Fabric) -> None:
 @pytest.mark.slow
 def test_a_submodule_sharded_before_setup_raises_with_what_to_write() -> None:
     launch("fsdp", shard_by_hand)
-
-
-def set_up_two_dtypes(fabric: Fabric) -> None:
-    with pytest.raises(ValueError, match=r"several dtypes in one unit.*`FSDPStrategy\(auto_wrap_policy="):
-        fabric.setup(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.float64)))
-
-
-@pytest.mark.slow
-def test_parameters_of_several_dtypes_in_one_unit_raise_with_what_to_write() -> None:
-    launch("fsdp", set_up_two_dtypes)
 
 
 def test_a_large_model_without_a_policy_is_warned_about_with_the_class_of_its_blocks() -> None:

@@ -14,7 +14,6 @@ from pipelining import Net, cut_evenly, fabric_with, pipeline
 from torch import Tensor, nn
 
 from fabric import Fabric, WorkerError
-from fabric.strategies import ModelParallelStrategy
 from fabric.strategies.collectives.collective import CollectiveError
 from fabric.strategies.model_parallel.pipeline.options import Pipeline
 from fabric.strategies.model_parallel.pipeline.split import drop_other_stages, split_model
@@ -23,18 +22,13 @@ from fabric.strategies.model_parallel.pipeline.split import drop_other_stages, s
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"schedule": "1f1b"}, r"`schedule='1f1b'` is not a schedule\. Did you mean '1F1B'\? Write one of 'GPipe', "),
-        ({"schedule": "ZBV"}, r"`schedule='ZBV'` is not a schedule\. Did you mean 'ZBVZeroBubble'\?"),
-        ({"schedule": 3}, r"`schedule=3` is not a schedule\. Write one of 'GPipe', "),
+        ({"schedule": "1f1b"}, r"`schedule='1f1b'` is not a schedule\. Write one of 'GPipe', '1F1B', "),
         ({"stages_per_rank": "2"}, "`stages_per_rank='2'`: write a whole number from 1 on"),
+        ({"degree": 1, "schedule": "LoopedBFS"}, "`schedule='LoopedBFS'` needs two ranks or more. Write '1F1B'"),
         ({"degree": 0}, "`degree=0`: write a whole number from 1 on"),
         ({"num_microbatches": 0}, "`num_microbatches=0`: write a whole number from 1 on"),
-        ({"num_microbatches": 2, "degree": 4}, "needs at least as many micro-batches as stages. Write 4 or more"),
-        ({"num_microbatches": 3, "schedule": "DualPipeV"}, "`num_microbatches=3` with `schedule='DualPipeV'` and 4 st"),
-        ({"num_microbatches": 5, "schedule": "Interleaved1F1B"}, "makes 2 rounds, which do not divide it. Write 4"),
         ({"stages_per_rank": 2}, r"`stages_per_rank=2` with `schedule='1F1B'`, which needs 1 on each rank"),
         ({"stages_per_rank": 1, "schedule": "LoopedBFS"}, "which needs 2 or more on each rank"),
-        ({"stages_per_rank": 3, "schedule": "ZBVZeroBubble"}, "which needs 2 on each rank"),
         (
             {"split": ["1", "2"]},
             r"`split=\['1', '2'\]` names 2 submodules, but `degree=2` and `schedule='1F1B'` make 2 st",
@@ -51,9 +45,7 @@ def test_options_that_contradict_each_other_raise_in_the_constructor(options: di
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"split": "1"}, r"`split='1'`: write a function `\(model, stage, num_stages\) -> model`"),
-        ({"split": 3}, "`split=3`: write a function"),
-        ({"loss_fn": "mse"}, "`loss_fn='mse'`: write a function"),
+        ({"split": "1"}, r"`split='1'`: write a list of names, `\['1'\]`"),
         ({"loss_fn": nn.Linear(2, 2)}, "`loss_fn` is a `Linear` with parameters, which would not be trained"),
     ],
     ids=lambda given: str(given) if isinstance(given, dict) else "",
@@ -66,10 +58,7 @@ def test_options_of_a_wrong_type_raise_in_the_constructor(options: dict[str, Any
 def test_several_stages_per_rank_are_placed_as_the_schedule_needs_them() -> None:
     loop = pipeline("Interleaved1F1B", 2, 4, stages_per_rank=3)
     assert [loop.stages_of(rank) for rank in (0, 1)] == [(0, 2, 4), (1, 3, 5)]
-    assert (loop.num_stages, loop.last_rank) == (6, 1)
-    v = pipeline("DualPipeV", 2, 4)
-    assert [v.stages_of(rank) for rank in (0, 1)] == [(0, 3), (1, 2)]
-    assert v.last_rank == 0
+    assert loop.num_stages == 6
 
 
 def in_two(split: Callable[..., nn.Module] | list[str]) -> Pipeline:
@@ -148,7 +137,7 @@ def lose_a_buffer(model: Net, stage: int, num_stages: int) -> nn.Module:
             sequence,
             ["blocks.third"],
             ValueError,
-            "'blocks.third', which is no submodule of the model. Did you mean 'blocks",
+            "'blocks.third', which is no submodule of the model. Write one of 'start', 'blocks',",
         ),
         (Net, ["blocks.3"], ValueError, "`split` names a submodule of `the model`, a `Net`: only an `nn.Sequential`"),
     ],
@@ -322,66 +311,29 @@ def with_counts() -> nn.Module:
     return Normed(Counts())
 
 
-def with_frozen_start() -> nn.Module:
-    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-    net[0].requires_grad_(False)
-    return net
-
-
-class Detached(nn.Module):
-    """Gives its input on without a graph."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.detach()
-
-
-def with_a_lost_gradient() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Detached(), nn.Linear(4, 4))
-
-
-def shard_all(model: nn.Module, mesh: Any) -> None:
-    """FSDP2 over one rank."""
-    from torch.distributed.fsdp import fully_shard
-
-    fully_shard(model, mesh=mesh["shard"])
-
-
-FOUR = ["1", "2", "3"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "make", "words"),
     [
-        (pipeline(split=["1"], loss_fn=square), with_norm, "`1.0` is a BatchNorm in training: within a pipeline it"),
+        (
+            pipeline(split=["1"], loss_fn=square),
+            with_norm,
+            r"The buffer `1.0.num_batches_tracked` changed in forward\.",
+        ),
         (pipeline(split=["1"], loss_fn=square), with_counts, r"The buffer `1.0.calls` changed in forward\."),
         (
             pipeline(split=["1"], loss_fn=each),
             with_frozen_norm,
             r"`loss_fn` returned a tensor float32 \(2,\) on cpu. Return a",
         ),
-        (pipeline("ZBVZeroBubble", split=FOUR, loss_fn=square), with_frozen_start, "`0.weight` is not trained, and `s"),
-        (
-            pipeline("InterleavedZeroBubble", split=FOUR, loss_fn=square),
-            with_a_lost_gradient,
-            "`3.weight` got no gradient: `schedule='InterleavedZeroBubble'` loses those of weights",
-        ),
     ],
-    ids=["norm", "counts", "loss", "frozen", "lost"],
+    ids=["norm", "counts", "loss"],
 )
 def test_models_whose_numbers_a_pipeline_would_change_end_the_job(
     options: Pipeline, make: Callable[[], nn.Module], words: str
 ) -> None:
     with pytest.raises(WorkerError, match=f"(?s){words}"):
         fabric_with(2, options, "32-true").launch(train_once, make)
-
-
-@pytest.mark.slow
-def test_sharded_stages_with_a_schedule_that_splits_backward_raise() -> None:
-    options = pipeline("ZBVZeroBubble", split=FOUR, loss_fn=square)
-    strategy = ModelParallelStrategy(pipeline=options, shard=1, parallelize_fn=shard_all)
-    with pytest.raises(WorkerError, match="is sharded, and `schedule='ZBVZeroBubble'` computes gradients of weigh"):
-        fabric_with(2, strategy, "32-true").launch(train_once, with_frozen_start)
 
 
 @pytest.mark.slow

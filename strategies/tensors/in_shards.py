@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fabric.strategies.tensors.nests import tensors_in
-from fabric.strategies.torch_internals import disabled_torch_function_impl
 
 
 @final
@@ -33,7 +32,7 @@ class InShards(Tensor):
         made.is_zeroed, made.why = False, why
         return made
 
-    __torch_function__: ClassVar[Any] = disabled_torch_function_impl
+    __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -49,6 +48,10 @@ class InShards(Tensor):
             return None
         why = next((each.why for each in tensors_in((args, kwargs)) if isinstance(each, InShards)), "")
         raise RuntimeError(f"`{operator}` of a gradient {why}")
+
+    def local_part(self) -> Tensor:
+        """Empty: this rank's part is elsewhere. See `dtensor.local_part`."""
+        return torch.empty(0, dtype=self.dtype, device=self.device)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"<gradient of shape {tuple(self.shape)}, in shards>"
