@@ -141,7 +141,7 @@ def _write(
         safetensors.write(folder, name, shard, {"format": "pt", **noted})
     if len(shards) > 1:
         names.append(stem + INDEX_SUFFIX)
-        folder.commit(names[-1], _index(dict(zip(names, shards, strict=False))))
+        folder.commit(names[-1], [_index(dict(zip(names, shards, strict=False)))])
     return [out / name for name in names]
 
 
