@@ -16,7 +16,7 @@ import torch
 
 from fabric.strategies.checkpoint.manifest import Entry, Piece
 from fabric.strategies.checkpoint.saving import bytes_of
-from fabric.strategies.checkpoint.storage import Folder, buffer_of
+from fabric.strategies.checkpoint.storage import Folder, buffer_of, replacing
 from fabric.strategies.checkpoint.stored import Stored
 from fabric.strategies.tensors.chunk import whole
 
@@ -66,12 +66,13 @@ def read(path: Path) -> dict[str, Stored]:
     return _with_tied({key: files[name][0][key] for key, name in chosen.items()}, notes)
 
 
-def write(folder: Folder, name: str, tensors: Mapping[str, Stored], metadata: Mapping[str, str]) -> None:
+def write(path: Path, tensors: Mapping[str, Stored], metadata: Mapping[str, str]) -> None:
     """Write these tensors to a file, and replace an existing one once it is complete. Holds one tensor in memory.
 
     Raises: ValueError: the format does not have a tensor's dtype.
     """
-    folder.commit(name, _blocks(tensors, metadata))
+    with replacing(path) as file:
+        file.writelines(_blocks(tensors, metadata))
 
 
 def num_bytes_of(stored: Stored) -> int:

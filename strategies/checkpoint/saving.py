@@ -285,7 +285,7 @@ def commit(storage: Storage, tables: Sequence[str]) -> None:
     refuse_gaps(table)
     manifest = Manifest(values=contents[0]["values"], table=table, num_ranks=len(tables)).to_bytes()
     try:
-        storage.commit(NAME, [manifest])
+        storage.commit(NAME, manifest)
     except Exception as error:
         found: list[bytes] = []
         attempt(lambda: found.append(storage.read(NAME)))

@@ -218,8 +218,7 @@ def state_of(
             raise ValueError(
                 f"`filter` has {name!r}, but the state has {', '.join(map(repr, state))}. Use one of these names."
             )
-    reader = _Reader(access, loaders, gathered)
-    read = {name: reader.read(name, value) for name, value in state.items()}
+    read = {name: _read(name, value, access, loaders, gathered) for name, value in state.items()}
     return {name: _kept(name, value, (keep or {}).get(name)) for name, value in read.items() if value is not SKIPPED}
 
 
@@ -236,16 +235,11 @@ def restore(
     Stateful objects, also in nested dictionaries and lists, load their state; other entries are replaced.
     Raises: KeyError: `strict`, and `content` lacks a name, except those of loaders without a state.
     """
-    missing = [name for name, value in state.items() if name not in content and not _is_stateless(value, loaders)]
-    if strict and missing:
-        raise KeyError(
-            f"The checkpoint has {', '.join(map(repr, content))}, but not {', '.join(map(repr, missing))}. "
-            "Leave it out of the state to load, or pass `strict=False`."
-        )
-    for name in state:
-        if name in content or _is_stateless(state[name], loaders):
-            found = content.get(name, SKIPPED)
-            state[name] = _restored(name, state[name], found, strict=strict, access=access, loaders=loaders)
+    for name, target in state.items():
+        if _is_stateless(target, loaders):
+            loaders.write(name, target, content.get(name, SKIPPED))
+        elif strict or name in content:
+            state[name] = _restored(name, target, content[name], strict=strict, access=access, loaders=loaders)
     return {name: in_memory(value) for name, value in content.items() if name not in state}
 
 
@@ -302,39 +296,30 @@ def _is_stateless(value: Any, loaders: LoaderAccess) -> bool:
     return loaders.is_loader(value) and not is_stateful(value)
 
 
-@final
-class _Reader:
-    """Reads the state of all objects in a nest."""
-
-    def __init__(self, access: FindAccess, loaders: LoaderAccess, gathered: bool) -> None:
-        self.access, self.loaders, self.gathered = access, loaders, gathered
-
-    def read(self, name: str, value: Any) -> Any:
-        """The state of an object, or a nest with the states of all objects in it."""
-        if isinstance(value, nn.Module):
-            module = uncompiled(value)
-            access = self.access(module)
-            return access.read_module(module) if self.gathered else access.read_module_shards(module)
-        if isinstance(value, Optimizer):
-            access = self.access(value)
-            return access.read_optimizer(value) if self.gathered else access.read_optimizer_shards(value)
-        if self.loaders.is_loader(value):
-            return self.loaders.read(name, value, gathered=self.gathered)
-        if isinstance(value, ShardedStateful) and not self.gathered:
-            return value.sharded_state_dict()
-        if is_stateful(value):
-            return value.state_dict()
-        if isinstance(value, dict):
-            found = copy(value)  # keeps its class, which may be one that can be saved (`Counter`) or not
-            for key, entry in value.items():
-                found[key] = self.read(str(key), entry)
-                if found[key] is SKIPPED:
-                    del found[key]
-            return found
-        if type(value) in (list, tuple):  # a `torch.Size` has no objects, and a `NamedTuple` cannot be saved
-            entries = [self.read(name, entry) for entry in value]
-            return type(value)(None if entry is SKIPPED else entry for entry in entries)
-        return value
+def _read(name: str, value: Any, access: FindAccess, loaders: LoaderAccess, gathered: bool) -> Any:
+    """The state of an object, or a nest with the states of all objects in it."""
+    if isinstance(value, nn.Module):
+        module = uncompiled(value)
+        return access(module).read_module(module) if gathered else access(module).read_module_shards(module)
+    if isinstance(value, Optimizer):
+        return access(value).read_optimizer(value) if gathered else access(value).read_optimizer_shards(value)
+    if loaders.is_loader(value):
+        return loaders.read(name, value, gathered=gathered)
+    if isinstance(value, ShardedStateful) and not gathered:
+        return value.sharded_state_dict()
+    if is_stateful(value):
+        return value.state_dict()
+    if isinstance(value, dict):
+        found = copy(value)  # keeps its class, which may be one that can be saved (`Counter`) or not
+        for key, entry in value.items():
+            found[key] = _read(str(key), entry, access, loaders, gathered)
+            if found[key] is SKIPPED:
+                del found[key]
+        return found
+    if type(value) in (list, tuple):  # a `torch.Size` has no objects, and a `NamedTuple` cannot be saved
+        entries = (_read(name, entry, access, loaders, gathered) for entry in value)
+        return type(value)(None if entry is SKIPPED else entry for entry in entries)
+    return value
 
 
 def _kept(name: str, value: Any, choose: Callable[[str, Any], bool] | None) -> Any:

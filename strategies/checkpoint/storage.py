@@ -35,7 +35,7 @@ class Storage(ABC):
         """Write a new file. `is_flushed=False`: it is needed only during the save, so it is not flushed to disk."""
 
     @abstractmethod
-    def commit(self, name: str, blocks: Iterable[Buffer]) -> None:
+    def commit(self, name: str, content: bytes) -> None:
         """Create or replace a file atomically: a reader finds the old content or the new, never a part."""
 
     @abstractmethod
@@ -116,9 +116,9 @@ class Folder(Storage):
         if is_flushed:
             _flush_folder(self._folder)
 
-    def commit(self, name: str, blocks: Iterable[Buffer]) -> None:
+    def commit(self, name: str, content: bytes) -> None:
         with replacing(self._folder / name) as file:
-            file.writelines(blocks)
+            file.write(content)
 
     def read(self, name: str) -> bytes:
         return (self._folder / name).read_bytes()
@@ -195,9 +195,9 @@ class Remote(Storage):
             for block in blocks:
                 file.write(block)
 
-    def commit(self, name: str, blocks: Iterable[Buffer]) -> None:
+    def commit(self, name: str, content: bytes) -> None:
         self._system.makedirs(self._root, exist_ok=True)
-        self._system.pipe_file(self._at(name), b"".join(blocks))
+        self._system.pipe_file(self._at(name), content)
 
     def read(self, name: str) -> bytes:
         return bytes(self._system.cat_file(self._at(name)))

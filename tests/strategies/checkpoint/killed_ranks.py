@@ -50,11 +50,11 @@ class Fatal:
         blocks = self._until(blocks) if name.endswith(".bin") else blocks
         self._folder.write(name, blocks, **options)
 
-    def commit(self, name: str, blocks: Iterable[Buffer]) -> None:
+    def commit(self, name: str, content: bytes) -> None:
         if self._moment == "commit":
-            self._folder.write(f"{name}.new", blocks)
+            self._folder.write(f"{name}.new", [content])
             kill_all()
-        self._folder.commit(name, blocks)
+        self._folder.commit(name, content)
         if self._moment == "after":
             kill_all()
 
