@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
-from fabric.strategies.checkpoint.values import DTYPES, are_integers
+from fabric.strategies.checkpoint.values import DTYPES
 from fabric.strategies.tensors.chunk import Chunk, Shape, whole
+from fabric.strategies.tensors.nests import map_leaves
 
 if TYPE_CHECKING:
     from fabric.strategies.checkpoint.manifest import Entry, Piece
@@ -73,16 +74,13 @@ class Stored:
 
 def in_memory(content: Any, *, mapped: bool = False) -> Any:
     """A nest with each `Stored` read whole: in new memory, or (`mapped`) mapped, to be copied from and dropped."""
-    if isinstance(content, Stored):
-        return content.whole() if mapped else content.kept(whole(content.shape))
-    if isinstance(content, dict):
-        read = copy(content)  # keeps its class and attributes: torch stores `_metadata` on the state of a module
-        for key, entry in content.items():
-            read[key] = in_memory(entry, mapped=mapped)
-        return read
-    if type(content) in (list, tuple) and not are_integers(content):
-        return type(content)(in_memory(entry, mapped=mapped) for entry in content)
-    return content
+
+    def read(leaf: Any) -> Any:
+        if not isinstance(leaf, Stored):
+            return leaf
+        return leaf.whole() if mapped else leaf.kept(whole(leaf.shape))
+
+    return map_leaves(read, content, is_leaf=lambda leaf: isinstance(leaf, Stored))
 
 
 def mapped_module(content: Any) -> Any:

@@ -114,10 +114,10 @@ def _ordered(value: OrderedDict[Any, Any], inner: Inner) -> Json:
 
 
 def _entries(value: Sequence[Any], inner: Inner) -> list[Any]:
-    return list(value) if are_integers(value) else [inner(index, entry) for index, entry in enumerate(value)]
+    return list(value) if _are_integers(value) else [inner(index, entry) for index, entry in enumerate(value)]
 
 
-def are_integers(value: Sequence[Any]) -> bool:
+def _are_integers(value: Sequence[Any]) -> bool:
     """Whether all entries are integers. A shortcut for the state of Python's generator: 625 integers from each rank."""
     return all(type(entry) is int for entry in value)
 
