@@ -386,6 +386,11 @@ def _barrier(group: ProcessGroup) -> None:
     group.barrier(options).wait()
 
 
+# Note [Cold Python]
+# After a rank has waited for the others, its caches are cold: Python that takes 5 us in a loop takes up to 70 us there.
+# An all-reduce of one number over gloo takes 220 us, so each frame and each torch function counts there.
+
+
 def sum_message(message: Tensor, group: ProcessGroup) -> None:
     """The all-reduce of a comparison: not compared itself, see `comparing.py`."""
     group.allreduce([message]).wait()
