@@ -127,7 +127,7 @@ class Folder(Storage):
         path = self._folder / name
         _check_length(name, path.stat().st_size, num_bytes)
         # Mapped copy-on-write, so that whoever writes to the tensor changes no file.
-        return torch.from_file(str(path), shared=False, size=num_bytes, dtype=torch.uint8)  # type: ignore[no-any-return]
+        return torch.from_file(str(path), shared=False, size=num_bytes, dtype=torch.uint8)
 
     def names(self) -> Sequence[str]:
         try:
