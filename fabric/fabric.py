@@ -918,7 +918,6 @@ class Fabric:
         strict: bool = True,
         *,
         resume_loaders: bool = True,
-        mmap: bool = False,
     ) -> dict[str, Any]:
         """Load a checkpoint into the objects of `state`, in place; returns the entries that `state` does not name.
 
@@ -932,15 +931,10 @@ class Fabric:
         names. Checksums are verified before any object is changed.
         `strict=False` loads modules with other names, and leaves out what the checkpoint lacks, with a message. Shapes
         must be equal anyway.
-        `mmap=True`, for evaluation: tensors on the CPU share the memory of the checkpoint's files, with all processes
-        of the machine, instead of being read. Whoever writes to one gets a copy of its pages, so no file changes and
-        training goes on as it would, but its first step takes longer than reading. Leave the files as they are while
-        they are used: to shorten one ends the process (SIGBUS). A view of a weight that was taken before keeps the old
-        values. Read anyway are parts of a larger tensor, and those that several files have parts of.
         Ranks: all. Raises: CheckpointError on every rank: a rank could not read, found damaged bytes, or names or
         shapes differ; the message has a table of them, and nothing was changed.
         """
-        return self._checkpoints.load(path, state, strict=strict, resume_loaders=resume_loaders, mmap=mmap)
+        return self._checkpoints.load(path, state, strict=strict, resume_loaders=resume_loaders)
 
     def load_raw(self, path: str | os.PathLike[str], obj: Stateful, strict: bool = True) -> None:
         """Load the state dict of one object: `torch.save(net.state_dict(), path)`, an index of such files, safetensors.

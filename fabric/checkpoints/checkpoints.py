@@ -20,9 +20,9 @@ from fabric.checkpoints.loader_positions import LoaderStates
 from fabric.checkpoints.run_state import has_objects, is_run, run_state_of
 from fabric.configure.arguments import check_filter, check_has_state, check_named
 from fabric.output.progress.checkpoint import checkpoint_progress
-from fabric.strategies.checkpoint import foreign, loading, rename_advice, run_state, saving
+from fabric.strategies.checkpoint import foreign, loading, run_state, saving
 from fabric.strategies.checkpoint.background import BackgroundSaves, PendingSave
-from fabric.strategies.checkpoint.mismatches import mismatches, table
+from fabric.strategies.checkpoint.mismatches import advice, mismatches, table
 from fabric.strategies.checkpoint.run_state import RunState
 from fabric.strategies.checkpoint.snapshot import snapshot
 from fabric.strategies.checkpoint.state import (
@@ -34,7 +34,7 @@ from fabric.strategies.checkpoint.state import (
     state_of,
     uncompiled,
 )
-from fabric.strategies.checkpoint.storage import Folder, storage_of
+from fabric.strategies.checkpoint.storage import storage_of
 from fabric.strategies.data.device_loader import DeviceLoader
 from fabric.strategies.runtime import Runtime
 from fabric.strategies.tensors.dtensor import local_part
@@ -102,20 +102,19 @@ class Checkpoints:
         *,
         strict: bool,
         resume_loaders: bool,
-        mmap: bool,
     ) -> dict[str, Any]:
         """See `Fabric.load`."""
         if state is not None:
             check_named("load", state)
         found = {} if state is None else state
-        content = self._read(path, mmap=mmap)
+        content = self._read(path)
         run = content.pop(run_state.NAME, None)
         self._refuse_misfits(
             "load",
             path,
             found,
             content,
-            lambda: rename_advice.in_checkpoint(found, content, self._access),
+            lambda: advice({f"[{name!r}]": each for name, each in found.items()}, content, self._access),
             strict=strict,
         )
         # What an optimizer keeps would not be trained on if it were made within `torch.inference_mode`.
@@ -138,7 +137,7 @@ class Checkpoints:
             path,
             {name: obj},
             {name: content},
-            lambda: rename_advice.in_file(obj, content, self._access) if isinstance(obj, nn.Module) else "",
+            lambda: advice({"": obj}, content, self._access),
             strict=strict,
         )
         self._loading()
@@ -161,29 +160,25 @@ class Checkpoints:
             content[run_state.NAME] = self._run_state(state).read(gathered=gathered)
         return content
 
-    def _read(self, path: Path, *, mmap: bool = False) -> Any:
+    def _read(self, path: Path) -> Any:
         """Read a checkpoint, or a file of another library. Ranks: all."""
         self.wait()
         storage = storage_of(path)
-        if mmap and not isinstance(storage, Folder):
-            raise ValueError(_NOT_MAPPED.format(path=storage.path, what="an address of fsspec, whose files are copied"))
         kind = loading.from_rank_zero(self._collective, storage, lambda: foreign.kind_of(path))
         if kind is not None:
-            if mmap:
-                raise ValueError(_NOT_MAPPED.format(path=storage.path, what="of another library"))
             return foreign.load(self._collective, path, kind)
         with self._progress(f"load {path}") as advance:
-            return loading.load(self._collective, storage, advance=advance, maps=mmap)
+            return loading.load(self._collective, storage, advance=advance)
 
     def _refuse_misfits(
-        self, method: str, path: Path, state: Any, content: Any, advice: Callable[[], str], *, strict: bool
+        self, method: str, path: Path, state: Any, content: Any, advise: Callable[[], str], *, strict: bool
     ) -> None:
-        """Raise CheckpointError on every rank if a state does not fit; `advice` is added then. Ranks: all."""
+        """Raise CheckpointError on every rank if a state does not fit, with what `advise` returns. Ranks: all."""
         rows = mismatches(dict(state), content, self._access, self._loader_states)
         wrong = rows if strict else [row for row in rows if not row.is_left_out]
         problem = None
         if wrong:
-            problem = ValueError(f"it does not fit, and nothing was loaded.\n{table(wrong)}\n{advice()}".rstrip())
+            problem = ValueError(f"it does not fit, and nothing was loaded.\n{table(wrong)}\n{advise()}".rstrip())
         loading.refuse_unread(self._collective, storage_of(path), problem)
         if rows:
             self._runtime.report(f"`fabric.{method}(..., strict=False)` left out:\n{table(rows)}")
@@ -200,9 +195,3 @@ class Checkpoints:
 
     def _progress(self, description: str) -> AbstractContextManager[Callable[[int, int], None]]:
         return checkpoint_progress(description, enabled=self._runtime.world.is_global_zero)
-
-
-_NOT_MAPPED = (
-    "`load({path!r}, mmap=True)`: this is {what}, and only files that `fabric.save` wrote to a folder can be mapped. "
-    "Leave out `mmap`."
-)

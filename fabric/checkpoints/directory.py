@@ -90,7 +90,6 @@ class CheckpointDirectory:
         strict: bool = True,
         *,
         resume_loaders: bool = True,
-        mmap: bool = False,
     ) -> dict[str, Any] | None:
         """Load the newest complete checkpoint as `fabric.load`; None, and nothing is changed, where there is none.
 
@@ -99,7 +98,7 @@ class CheckpointDirectory:
         _check_fabric("load", fabric)
         fabric.wait_for_save()
         path = from_rank_zero(fabric.collective, self._storage, self.latest)
-        return None if path is None else fabric.load(path, state, strict, resume_loaders=resume_loaders, mmap=mmap)
+        return None if path is None else fabric.load(path, state, strict, resume_loaders=resume_loaders)
 
     def latest(self) -> str | None:
         """The path of the newest complete checkpoint; None where there is none. Any process may call it, alone."""

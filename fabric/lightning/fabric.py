@@ -28,7 +28,7 @@ from fabric.lightning.unsupported import unsupported
 from fabric.lightning.utilities.seed import seed_everything
 from fabric.lightning.wrappers import AfterStep, _FabricModule, is_wrapped, prepared, unwrap
 from fabric.output.callbacks import call
-from fabric.strategies.checkpoint import single_file
+from fabric.strategies.checkpoint import foreign
 from fabric.strategies.collectives.collective import Collective
 
 T = TypeVar("T")
@@ -317,7 +317,7 @@ class Fabric:
         Loaders without a position are omitted. Ranks: all call it.
         """
         content = self.core._checkpoints.content(_unwrapped("save", state), filter, gathered=True)
-        single_file.save(self.core._connected.collective, path, content)
+        foreign.save(self.core._connected.collective, path, content)
 
     def load(
         self,

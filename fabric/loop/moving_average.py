@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from fabric.strategies.checkpoint.state import ShardedStateful, uncompiled
-from fabric.strategies.checkpoint.stored import in_memory, unmapped
+from fabric.strategies.checkpoint.stored import in_memory
 from fabric.strategies.checkpoint.tensor_shards import TensorShards
 from fabric.strategies.prepared import Prepared
 from fabric.strategies.tensors.dtensor import local_part
@@ -90,9 +90,7 @@ class MovingAverage(ShardedStateful):
         self._refuse_applied("load_state_dict")
         own = self._copies()
         try:
-            # The weights have other values again after this: their memory is kept.
-            read = unmapped(content["model"])
-            self._prepared.state.load_module(uncompiled(self._prepared.module), read, strict=True)
+            self._prepared.state.load_module(uncompiled(self._prepared.module), content["model"], strict=True)
             self._averages = self._copies()
         finally:
             self._write(own)

@@ -16,12 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import secrets
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, final
@@ -33,7 +31,6 @@ from torch.distributed.distributed_c10d import PrefixStore
 from fabric.strategies.accelerators.torch_accelerator import has_streams
 from fabric.strategies.checkpoint.errors import CheckpointError
 from fabric.strategies.checkpoint.manifest import ALIGNMENT_BYTES
-from fabric.strategies.checkpoint.pace import Pace
 from fabric.strategies.checkpoint.saving import Failure, Plan, attempt, finish, memory_of, plan, refuse_together, write
 from fabric.strategies.checkpoint.storage import Storage
 from fabric.strategies.checkpoint.tensor_shards import TensorShards
@@ -52,14 +49,12 @@ _SECONDS_BETWEEN_SIGNALS = 1.0
 class PendingSave:
     """A save that may still be running. `save`: the rest of it; returns the error that `wait` raises, or None."""
 
-    def __init__(self, path: str, save: Callable[[Pace], Exception | None] | None = None) -> None:
+    def __init__(self, path: str, save: Callable[[], Exception | None] | None = None) -> None:
         self.path = path
-        self._pace = Pace()
         self.is_reported = save is None
         """Whether the caller knows the outcome."""
         self._save = save
         self._error: Exception | None = None
-        self._claimed = threading.Lock()
         # Not `Thread.join`: once Ctrl-C interrupts it, Python takes the thread for ended (3.11, bpo-45274).
         self._ended = threading.Event()
         if save is None:
@@ -69,16 +64,11 @@ class PendingSave:
         """Run the rest of the save in a thread."""
         threading.Thread(target=self._run, daemon=True, name="fabric-save").start()
 
-    def claim(self) -> bool:
-        """True for the first caller: the thread, or the one that prevents it from running."""
-        return self._claimed.acquire(blocking=False)
-
     def wait(self) -> None:
         """Return once the checkpoint is complete and on disk. Any rank may call it, without the others.
 
         Raises: CheckpointError: it could not be written; the same on every rank.
         """
-        self._pace.hurry()
         # A signal that arrives right before Python blocks is handled only once it wakes up.
         while not self._ended.wait(_SECONDS_BETWEEN_SIGNALS):
             pass
@@ -92,12 +82,11 @@ class PendingSave:
         return self._ended.is_set()
 
     def _run(self) -> None:
-        if self._save is None or not self.claim():
-            return
+        assert self._save is not None
         if sys.platform == "linux":
             attempt(lambda: os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS))
         try:
-            self._error = self._save(self._pace)
+            self._error = self._save()
         finally:
             self._ended.set()
 
@@ -110,8 +99,6 @@ class BackgroundSaves:
         self._collective = collective
         self._staging = Staging()
         self._pending: PendingSave | None = None
-        self._begun = -math.inf
-        """When the latest save began, by `time.monotonic`."""
 
     def start(self, storage: Storage, state: Any, after_commit: Callable[[], object] | None = None) -> PendingSave:
         """Return as soon as `state` is copied; otherwise as `saving.save`. Ranks: all call it, after `finish`.
@@ -119,44 +106,26 @@ class BackgroundSaves:
         Raises: TypeError, CheckpointError: as `saving.save`, for errors that occur before anything is written.
         """
         collective = self._collective
-        before, self._begun = self._begun, time.monotonic()
-        most_rest_seconds = (self._begun - before) / 2  # so that the next save, as long after this one, waits for none
         token = collective.broadcast_object(secrets.token_hex(4))
+        store = collective.store()
         staged: list[Plan] = []
-        agreements: list[Agreement] = []
-        locked = contextlib.ExitStack()
+        with contextlib.ExitStack() as locked:
 
-        def stage() -> None:
-            if collective.size > 1:
-                agreements.append(Agreement.of(collective, token, storage.path))
-            staged.append(self._staging.copy(plan(state, collective.rank, token), lambda part: True))
-            if collective.rank == 0:
-                locked.callback(storage.lock())
+            def stage() -> None:
+                staged.append(self._staging.copy(plan(state, collective.rank, token), lambda part: True))
+                if collective.rank == 0:
+                    locked.callback(storage.lock())
 
-        def save(pace: Pace) -> Exception | None:
-            with locked:
-                agreement = agreements[0] if agreements else None
-                pace.limit(most_rest_seconds)
-                if agreement is not None:
-                    pace.limit(agreement.patience_seconds / 4)  # others may have written already
-                return _save(storage, staged.pop(), agreement, collective.size, after_commit, pace)
-
-        # Known before its thread starts: if Ctrl-C interrupts the start, the end of the program waits for it.
-        pending = self._pending = PendingSave(storage.path, save)
-        is_agreed = False
-        try:
             refuse_together(collective, storage, attempt(stage), token)
-            is_agreed = True
-            pending.start()
-        except BaseException as error:
-            if pending.claim():
-                self._pending = None
-                locked.close()
-                # After Ctrl-C within the all-reduce the others may have begun, and would wait for this rank.
-                if agreements and (is_agreed or not isinstance(error, Exception)):
-                    agreements[0].abandon(error)
-            raise
-        return pending
+            unlock = locked.pop_all()
+
+        def save() -> Exception | None:
+            with unlock:
+                return _save(storage, staged.pop(), store, collective.size, after_commit)
+
+        self._pending = PendingSave(storage.path, save)
+        self._pending.start()
+        return self._pending
 
     def off_device(self, plan: Plan) -> Plan:
         """The same plan, with copies of the tensors that are on a device: one wait for all, and not one for each."""
@@ -217,91 +186,21 @@ def _of_copies(sharded: TensorShards, copies: dict[Any, Tensor]) -> TensorShards
     return replace(sharded, shards=shards)
 
 
-@final
-class Agreement:
-    """The agreement of all ranks on the outcome of one save, through the store. Note [How the threads agree]."""
-
-    def __init__(self, store: Store, token: str, rank: int, size: int, path: str) -> None:
-        self._store: Any = PrefixStore(f"save/{token}", store.clone())  # type: ignore[attr-defined]  # calls block it
-        self._rank, self._size, self._path = rank, size, path
-
-    @classmethod
-    def of(cls, collective: Collective, token: str, path: str) -> Agreement:
-        """For one save, of this rank to `path`. Raises: ValueError: the collective has no store."""
-        store = collective.store()
-        if store is None:
-            raise ValueError(
-                f"`blocking=False` needs a key-value store, and a `{type(collective).__name__}` has none. Leave it out"
-            )
-        return cls(store, token, collective.rank, collective.size, path)
-
-    @property
-    def patience_seconds(self) -> float:
-        """How long a rank waits for the others."""
-        found: float = self._store.timeout.total_seconds()
-        return found
-
-    def abandon(self, error: BaseException) -> None:
-        """The other ranks' `reach` returns that this rank was interrupted before it wrote. Waits for no rank."""
-        sentence = f"interrupted by `{type(error).__name__}`"
-        failure = Failure(rank=self._rank, path=self._path, sentence=sentence, is_committed=False)
-        if self._rank == 0:
-            self._publish("outcome", failure)
-        else:
-            self._report(failure)
-
-    def _report(self, failure: Failure | None) -> None:
-        """This rank has written, or has failed to."""
-        if failure is not None and self._store.add("num_failed", 1) == 1:
-            self._publish("failure", failure)
-        if self._store.add("num_written", 1) == self._size:
-            self._store.set("all_written", "")
-
-    def reach(self, problem: Exception | None, finish: Callable[[], None]) -> Failure | None:
-        """The outcome, the same on every rank. Rank 0 calls `finish` once all ranks have called without a problem."""
-        self._report(None if problem is None else Failure.of(problem, self._rank, self._path))
-        if self._rank == 0:
-            self._store.wait(["all_written"])
-            failure = self._published("failure") if self._store.check(["failure"]) else None
-            if failure is None:
-                problem = attempt(finish)
-                failure = None if problem is None else Failure.of(problem, 0, self._path)
-            self._publish("outcome", failure)
-        self._store.wait(["outcome"])
-        outcome = self._published("outcome")
-        if self._store.add("num_informed", 1) == self._size:
-            for key in ("num_failed", "failure", "num_written", "all_written", "outcome", "num_informed"):
-                self._store.delete_key(key)
-        return outcome
-
-    def _publish(self, key: str, failure: Failure | None) -> None:
-        self._store.set(key, json.dumps(None if failure is None else asdict(failure)))
-
-    def _published(self, key: str) -> Failure | None:
-        found = json.loads(self._store.get(key))
-        return None if found is None else Failure(**found)
-
-
 def _save(
-    storage: Storage,
-    plan: Plan,
-    agreement: Agreement | None,
-    size: int,
-    after_commit: Callable[[], object] | None,
-    pace: Pace,
+    storage: Storage, plan: Plan, store: Store | None, size: int, after_commit: Callable[[], object] | None
 ) -> Exception | None:
     """Write, agree, commit. Returns the error that every rank raises, or None."""
-    problem = attempt(lambda: write(storage, plan, pace=pace))
+    problem = attempt(lambda: write(storage, plan))
 
     def commit() -> None:
         finish(storage, plan.token, size, after_commit)
 
     try:
-        if agreement is not None:
-            failure = agreement.reach(problem, commit)
+        if store is not None:
+            failure = _agree(store, plan, size, storage.path, problem, commit)
         else:
             problem = problem or attempt(commit)
-            failure = None if problem is None else Failure.of(problem, 0, storage.path)
+            failure = Failure.of(problem, 0, storage.path)
     except Exception as error:  # of the store: a rank ended. Rank 0 may have committed, so the files are kept
         return CheckpointError(_UNKNOWN.format(rank=plan.rank, path=storage.path, why=error), rank=plan.rank)
     if failure is None:
@@ -310,6 +209,30 @@ def _save(
     raised = failure.error(storage)
     raised.__cause__ = problem
     return raised
+
+
+def _agree(
+    store: Store, plan: Plan, size: int, path: str, problem: Exception | None, commit: Callable[[], None]
+) -> Failure | None:
+    """The outcome, the same on every rank. Rank 0 calls `commit` once all ranks have written without a problem.
+
+    See Note [How the threads agree].
+    """
+    own: Any = PrefixStore(f"save/{plan.token}", store.clone())  # type: ignore[attr-defined]  # calls block it
+    if problem is not None and own.add("num_failed", 1) == 1:
+        own.set("failure", _text(Failure.of(problem, plan.rank, path)))
+    if own.add("num_written", 1) == size:
+        own.set("all_written", "")
+    if plan.rank == 0:
+        own.wait(["all_written"])
+        failed = own.check(["failure"])
+        own.set("outcome", own.get("failure") if failed else _text(Failure.of(attempt(commit), 0, path)))
+    found = json.loads(own.get("outcome"))
+    return None if found is None else Failure(**found)
+
+
+def _text(failure: Failure | None) -> str:
+    return json.dumps(None if failure is None else asdict(failure))
 
 
 _UNKNOWN = (

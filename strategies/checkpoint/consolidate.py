@@ -128,7 +128,7 @@ def _write(
     out: Path, stem: str, tensors: Mapping[str, Stored], tied: Mapping[str, str], max_shard_bytes: int
 ) -> list[Path]:
     if out.name.endswith(SUFFIX):
-        safetensors.write(Folder(out.parent), out.name, tensors, {"format": "pt", **tied})
+        safetensors.write(out, tensors, {"format": "pt", **tied})
         return [out]
     folder, shards = Folder(out), list(_shards(tensors, max_shard_bytes))
     count = f"{len(shards):05}"
@@ -138,7 +138,7 @@ def _write(
     _refuse_others(folder, stem, names)
     for name, shard in zip(names, shards, strict=True):
         noted = {key: kept for key, kept in tied.items() if kept in shard}
-        safetensors.write(folder, name, shard, {"format": "pt", **noted})
+        safetensors.write(out / name, shard, {"format": "pt", **noted})
     if len(shards) > 1:
         names.append(stem + INDEX_SUFFIX)
         folder.commit(names[-1], _index(dict(zip(names, shards, strict=False))))

@@ -15,12 +15,12 @@ from typing import Any, TypeVar, final
 
 import torch
 import xxhash
+from torch import Tensor
 
 from fabric.strategies.checkpoint.errors import CheckpointError, sentence_of
-from fabric.strategies.checkpoint.manifest import BLOCK_BYTES, NAME, Entry, Manifest, Piece, Table
-from fabric.strategies.checkpoint.memory import buffer_of
+from fabric.strategies.checkpoint.manifest import BLOCK_BYTES, NAME, Manifest, Table
 from fabric.strategies.checkpoint.saving import Advance, attempt, is_written_by_save
-from fabric.strategies.checkpoint.storage import Contents, Storage, local_path, storage_of
+from fabric.strategies.checkpoint.storage import Storage, buffer_of, local_path, storage_of
 from fabric.strategies.checkpoint.stored import Stored, in_memory
 from fabric.strategies.checkpoint.values import DTYPES, decode, keys_of
 from fabric.strategies.collectives.collective import Collective
@@ -35,7 +35,7 @@ class Checkpoint:
 
     storage: Storage
     manifest: Manifest
-    open_file: Callable[[str], Contents]
+    open_file: Callable[[str], Tensor]
     """Opens each file once."""
 
     @classmethod
@@ -49,12 +49,10 @@ class Checkpoint:
         open_file = cache(lambda name: storage.open(name, files[name].num_bytes))
         return cls(storage=storage, manifest=manifest, open_file=open_file)
 
-    def content(self, *, maps: bool = False) -> Any:
+    def content(self) -> Any:
         """The state that was saved, with a `Stored` for each tensor."""
-        stored = {
-            pointer: Stored(pointer, entry, self.open_file, maps=maps)
-            for pointer, entry in self.manifest.table.tensors.items()
-        }
+        tensors = self.manifest.table.tensors
+        stored = {pointer: Stored(pointer, entry, self.open_file) for pointer, entry in tensors.items()}
         found = decode(self.manifest.values, stored.pop)
         for pointer, tensor in stored.items():  # those that rank 0 did not have
             _insert(found, keys_of(pointer), tensor)
@@ -66,7 +64,7 @@ class Checkpoint:
         *,
         share: int = 0,
         num_shares: int = 1,
-        advance: Advance | None = None,
+        advance: Advance = lambda done, total: None,
     ) -> None:
         """Compare bytes with their checksums: of all tensors, or of those within the outermost entries `names`.
 
@@ -79,21 +77,19 @@ class Checkpoint:
         found_in = _blocks_of(self.manifest.table, None if names is None else set(names))
         ordered = sorted(found_in, key=lambda block: (place[block[0]], block[1]))
         blocks = ordered[len(ordered) * share // num_shares : len(ordered) * (share + 1) // num_shares]
-        tensors = {name: self.open_file(name).tensor for name in {name for name, _ in blocks}}
+        opened = {name: self.open_file(name) for name in {name for name, _ in blocks}}
 
         def is_damaged(block: tuple[str, int]) -> bool:
             name, number = block
-            content = tensors[name][number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
+            content = opened[name][number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
             return xxhash.xxh3_64_hexdigest(buffer_of(content)) != files[name].checksums[number]
 
-        num_threads = torch.get_num_threads()  # the launcher divides the cores among the ranks
-        with ThreadPoolExecutor(num_threads) if num_threads > 1 else contextlib.nullcontext() as threads:
-            found = map(is_damaged, blocks) if threads is None else threads.map(is_damaged, blocks)
-            for done, (block, damaged) in enumerate(zip(blocks, found, strict=True), 1):
-                if advance is not None:
-                    advance(done * BLOCK_BYTES, len(blocks) * BLOCK_BYTES)
+        # The launcher divides the cores among the ranks.
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            for done, (block, damaged) in enumerate(zip(blocks, threads.map(is_damaged, blocks), strict=True), 1):
+                advance(done * BLOCK_BYTES, len(blocks) * BLOCK_BYTES)
                 if damaged:
-                    raise ValueError(_DAMAGED.format(tensors=", ".join(_tensors_in(self.manifest.table, *block))))
+                    raise ValueError(_DAMAGED.format(tensors=", ".join(found_in[block])))
 
 
 def read_checkpoint(path: str | os.PathLike[str], names: Iterable[str] | None = None) -> Any:
@@ -125,13 +121,10 @@ def load(
     collective: Collective,
     storage: Storage,
     names: Iterable[str] | None = None,
-    advance: Advance | None = None,
-    *,
-    maps: bool = False,
+    advance: Advance = lambda done, total: None,
 ) -> Any:
     """The state that was saved, with a `Stored` for each tensor, after verifying the bytes within `names` (None: all).
 
-    `maps`: see `Stored`.
     Ranks: all call it. Raises: CheckpointError: on every rank, if a rank could not read it, or found it damaged.
     """
     # Read once, so that all ranks load the same checkpoint even if another is saved.
@@ -143,7 +136,7 @@ def load(
         opened[0].verify(names, share=collective.rank, num_shares=collective.size, advance=advance)
 
     refuse_unread(collective, storage, attempt(open_and_verify))
-    return opened[0].content(maps=maps)
+    return opened[0].content()
 
 
 def refuse_unread(collective: Collective, storage: Storage, problem: Exception | None) -> None:
@@ -177,56 +170,37 @@ def _manifest_of(storage: Storage) -> bytes:
 def _what_is_there(storage: Storage) -> str:
     if local_path(storage.path).is_file():
         return (
-            "It is a file, and a checkpoint is a folder. `fabric.load_raw(path, module)` reads files of `torch.save` "
-            "and safetensors."
+            "It is a file, and a checkpoint is a folder. `fabric.load_raw(path, module)` reads the file of one module."
         )
-    names = storage.names()
+    names, folders = storage.names(), sorted(storage.folders())
     if ".metadata" in names:
         return (
-            "The folder is a checkpoint of `torch.distributed.checkpoint`, whose metadata is a pickle. If you trust "
-            "its source, `python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
-            f"{storage.path} FILE` writes a file that `fabric.load_raw(FILE, module)` reads."
+            "It is a checkpoint of `torch.distributed.checkpoint`, whose metadata is a pickle. If you trust its "
+            f"source, `python -m torch.distributed.checkpoint.format_utils dcp_to_torch {storage.path} FILE` writes a "
+            "file that `fabric.load_raw(FILE, module)` reads."
         )
     if any(is_written_by_save(name) for name in names):
         return f"The folder has no `{NAME}`: the save was not completed. Load another checkpoint."
-    if names:
-        found = ", ".join(map(repr, sorted(names)[:10]))
+    if names or folders:
+        found = ", ".join(map(repr, (sorted(names) or folders)[-10:]))
         return (
-            f"The folder has no `{NAME}`: `fabric.save` did not write it. It has {found}. `fabric.load_raw(path, "
-            "module)` reads the file of one module, by the path of that file."
+            f"The folder has no `{NAME}`, but {found}. Load a folder that `fabric.save` wrote, the newest of a "
+            "`CheckpointDirectory(path)`, or the file of one module by `fabric.load_raw(path, module)`."
         )
-    folders = sorted(storage.folders())
-    if folders:
-        return (
-            f"The folder has no `{NAME}`, but folders: {', '.join(map(repr, folders[-10:]))}. Load one of them, or the "
-            "newest by `CheckpointDirectory(path).load(fabric, state)` if that saved them."
-        )
-    return "The folder is empty." if local_path(storage.path).is_dir() else "There is no such folder or file."
+    return "There is no such folder, or it is empty."
 
 
-def _blocks_of(table: Table, names: set[str] | None) -> set[tuple[str, int]]:
-    found = set()
+def _blocks_of(table: Table, names: set[str] | None) -> dict[tuple[str, int], list[str]]:
+    """The blocks with bytes of tensors within `names`, by file and number, each with these tensors."""
+    found: dict[tuple[str, int], list[str]] = {}
     for pointer, entry in table.tensors.items():
         if names is None or keys_of(pointer)[0] in names:
             for piece in entry.pieces:
                 num_bytes = piece.chunk.numel * DTYPES[entry.dtype].itemsize
-                last = (piece.offset_bytes + max(num_bytes, 1) - 1) // BLOCK_BYTES
-                if num_bytes:
-                    found |= {(piece.file, number) for number in range(piece.offset_bytes // BLOCK_BYTES, last + 1)}
+                past = piece.offset_bytes + num_bytes
+                for number in range(piece.offset_bytes // BLOCK_BYTES, -(-past // BLOCK_BYTES) if num_bytes else 0):
+                    found.setdefault((piece.file, number), []).append(pointer)
     return found
-
-
-def _tensors_in(table: Table, file: str, number: int) -> list[str]:
-    """The tensors that have bytes in a block."""
-    return [
-        pointer
-        for pointer, entry in table.tensors.items()
-        if any((file, number) in _blocks_of(_only(pointer, entry, piece), None) for piece in entry.pieces)
-    ]
-
-
-def _only(pointer: str, entry: Entry, piece: Piece) -> Table:
-    return Table(files={}, tensors={pointer: Entry(dtype=entry.dtype, shape=entry.shape, pieces=(piece,))})
 
 
 def _insert(found: Any, keys: list[str], tensor: Stored) -> None:

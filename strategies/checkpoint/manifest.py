@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any, final
 
 import torch
@@ -115,7 +115,7 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """The contents of the file."""
         content = {
-            "made_by": {"torchfabric": _installed(), "torch": str(torch.__version__)},
+            "made_by": {"torchfabric": version("torchfabric"), "torch": str(torch.__version__)},
             "byteorder": sys.byteorder,
             "num_ranks": self.num_ranks,
             "values": self.values,
@@ -188,10 +188,3 @@ def refuse_gaps(table: Table) -> None:
 
 def _text(content: Any) -> bytes:
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _installed() -> str:
-    try:
-        return version("torchfabric")
-    except PackageNotFoundError:
-        return "unknown"

@@ -1,17 +1,16 @@
-"""Compare a checkpoint with the objects that it is loaded into: all mismatches at once, before anything is changed."""
+"""Compare a checkpoint with the objects that it is loaded into: all mismatches at once, before anything is changed,
+and where the names of a module are instead."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fabric.strategies.checkpoint.in_place import converts
-from fabric.strategies.checkpoint.state import FindAccess, LoaderAccess, is_stateful, uncompiled
+from fabric.strategies.checkpoint.state import FindAccess, LoaderAccess, converts, is_stateful, uncompiled
 
 _MAX_ROWS = 50
 
@@ -70,15 +69,12 @@ def _of_module(module: nn.Module, content: Any, access: FindAccess, at: str) -> 
     if converts(module):  # it may convert other names and shapes; torch checks the result
         return
     shapes = access(module).shapes(module)
-    integers = {name: each.dtype for name, each in module.named_buffers() if not each.dtype.is_floating_point}
     for name, shape in shapes.items():
         if name not in content:
             if not name.endswith("num_batches_tracked"):  # torch adds it to states of older releases
                 yield Mismatch(f"{at}: {name}", _said(shape), "missing", True)
         elif _shape(content[name]) not in (shape, None):
             yield Mismatch(f"{at}: {name}", _said(shape), _said(_shape(content[name])), False)
-        elif name in integers and _would_truncate(content[name], integers[name]):
-            yield Mismatch(f"{at}: {name}", str(integers[name]), str(content[name].dtype), False)
     for name in content:
         if name not in shapes:
             yield Mismatch(f"{at}: {name}", "missing", _said(_shape(content[name])), True)
@@ -102,11 +98,6 @@ def _of_optimizer(optimizer: Optimizer, content: Any, access: FindAccess, at: st
         yield Mismatch(at, f"{kind}, which needs {', '.join(lacking)}", f"an optimizer with {found}", False)
 
 
-def _would_truncate(value: Any, to: torch.dtype) -> bool:
-    dtype = getattr(value, "dtype", None)
-    return isinstance(dtype, torch.dtype) and dtype.is_floating_point and not to.is_complex
-
-
 def _shape(value: Any) -> tuple[int, ...] | None:
     shape = getattr(value, "shape", None)
     return None if shape is None else tuple(shape)
@@ -114,3 +105,42 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 def _said(shape: tuple[int, ...] | None) -> str:
     return "not a tensor" if shape is None else str(shape)
+
+
+def advice(targets: Mapping[str, Any], content: Any, access: FindAccess) -> str:
+    """What to write if a file has the names of a module elsewhere or after a prefix, as other libraries do; else "".
+
+    `targets`: the objects, by the place where their state was looked for: "['model']". Ranks: each on its own.
+    """
+    for place, target in targets.items():
+        if not isinstance(target, nn.Module):
+            continue
+        names = list(access(uncompiled(target)).shapes(uncompiled(target)))
+        prefixes = {at: prefix for at, state in _mappings(content) if (prefix := _prefix(state, names)) is not None}
+        if prefixes and prefixes.get(place) != "":
+            at, prefix = next(iter(prefixes.items()))
+            return (
+                f"`fabric.load(path){at}` has the names of the module after {prefix!r}. Before `fabric.setup`, write "
+                f"`module.load_state_dict({{name.removeprefix({prefix!r}): tensor for name, tensor in "
+                f"fabric.load(path){at}.items()}})`."
+            )
+    return ""
+
+
+def _mappings(content: Any, at: str = "") -> Iterator[tuple[str, Mapping[Any, Any]]]:
+    """A nest of mappings, each with its place."""
+    if isinstance(content, Mapping):
+        yield at, content
+        for key, entry in content.items():
+            yield from _mappings(entry, f"{at}[{key!r}]")
+
+
+def _prefix(state: Mapping[Any, Any], names: Sequence[str]) -> str | None:
+    """What precedes most of the names in a state, or all; None if it does not have them."""
+    ends = names[0] if names else ""
+    for key in state:
+        if names and isinstance(key, str) and key.endswith(ends):
+            prefix = key.removesuffix(ends)
+            if 2 * sum(prefix + name in state for name in names) > len(names):
+                return prefix
+    return None

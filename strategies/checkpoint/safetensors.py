@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,8 @@ from typing import Any
 import torch
 
 from fabric.strategies.checkpoint.manifest import Entry, Piece
-from fabric.strategies.checkpoint.memory import buffer_of
 from fabric.strategies.checkpoint.saving import bytes_of
-from fabric.strategies.checkpoint.storage import Folder
+from fabric.strategies.checkpoint.storage import Folder, buffer_of, replacing
 from fabric.strategies.checkpoint.stored import Stored
 from fabric.strategies.tensors.chunk import whole
 
@@ -54,7 +52,6 @@ def read(path: Path) -> dict[str, Stored]:
     Includes the names of tied tensors that were omitted and are listed in the header.
     Raises: ValueError: a file is damaged, or is not safetensors.
     """
-    _refuse_big_endian()
     if not path.name.endswith(INDEX_SUFFIX):
         tensors, metadata = _read_file(path)
         return _with_tied(tensors, metadata)
@@ -69,16 +66,13 @@ def read(path: Path) -> dict[str, Stored]:
     return _with_tied({key: files[name][0][key] for key, name in chosen.items()}, notes)
 
 
-def write(folder: Folder, name: str, tensors: Mapping[str, Stored], metadata: Mapping[str, str]) -> None:
+def write(path: Path, tensors: Mapping[str, Stored], metadata: Mapping[str, str]) -> None:
     """Write these tensors to a file, and replace an existing one once it is complete. Holds one tensor in memory.
 
     Raises: ValueError: the format does not have a tensor's dtype.
     """
-    _refuse_big_endian()
-    beside = f".{name}.new"
-    folder.remove(beside)
-    folder.write(beside, _blocks(tensors, metadata))
-    (Path(folder.path) / beside).replace(Path(folder.path) / name)
+    with replacing(path) as file:
+        file.writelines(_blocks(tensors, metadata))
 
 
 def num_bytes_of(stored: Stored) -> int:
@@ -108,8 +102,7 @@ def _blocks(tensors: Mapping[str, Stored], metadata: Mapping[str, str]) -> Itera
 
 def _read_file(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     """The tensors, and the metadata in the header."""
-    opened = Folder(path.parent).open(path.name, path.stat().st_size)
-    content = opened.tensor
+    content = Folder(path.parent).open(path.name, path.stat().st_size)
     length = int.from_bytes(buffer_of(content[:8]), "little")
     if content.numel() < 8 or length > min(content.numel() - 8, MAX_HEADER_BYTES):
         raise ValueError(f"`{path.name}` is damaged, or is not a safetensors file: a header of {length} bytes.")
@@ -119,7 +112,7 @@ def _read_file(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
         entries = {name: _entry(path.name, 8 + length, each) for name, each in header.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"`{path.name}` is damaged, or is not a safetensors file: {error!r}.") from error
-    tensors = {name: Stored(name, entry, lambda _: opened) for name, entry in entries.items()}
+    tensors = {name: Stored(name, entry, lambda _: content) for name, entry in entries.items()}
     for name, stored in tensors.items():
         start, stop = header[name]["data_offsets"]
         if not 0 <= start <= stop <= content.numel() - 8 - length or stop - start != num_bytes_of(stored):
@@ -153,8 +146,3 @@ def weight_map(index: Path) -> dict[str, str]:
 def _with_tied(tensors: dict[str, Stored], metadata: Mapping[str, str]) -> dict[str, Stored]:
     """Add tied tensors under their other names: the library lists each name that it omitted with the one it kept."""
     return {**{name: tensors[kept] for name, kept in metadata.items() if kept in tensors}, **tensors}
-
-
-def _refuse_big_endian() -> None:
-    if sys.byteorder != "little":
-        raise ValueError("safetensors files are little-endian, and this machine is not. Convert them on one that is.")

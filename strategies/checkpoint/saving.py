@@ -38,9 +38,7 @@ from fabric.strategies.checkpoint.manifest import (
     merged,
     refuse_gaps,
 )
-from fabric.strategies.checkpoint.memory import buffer_of
-from fabric.strategies.checkpoint.pace import Pace
-from fabric.strategies.checkpoint.storage import Storage
+from fabric.strategies.checkpoint.storage import Storage, buffer_of
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
 from fabric.strategies.checkpoint.values import Json, encode
 from fabric.strategies.collectives.collective import Collective
@@ -56,7 +54,7 @@ def save(
     storage: Storage,
     state: Any,
     after_commit: Callable[[], object] | None = None,
-    advance: Advance | None = None,
+    advance: Advance = lambda done, total: None,
     off_device: Callable[[Plan], Plan] = lambda plan: plan,
 ) -> None:
     """Save `state`, a nest of plain values, tensors and `TensorShards`, replacing the checkpoint at the path.
@@ -99,6 +97,11 @@ class Plan:
     def file(self) -> str:
         """The name of the file for the tensors' bytes."""
         return f"{self.token}.{self.rank}.bin"
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the shards that this rank writes."""
+        return sum(part.nbytes for sharded in self.tensors.values() for _, part in sharded.shards)
 
 
 def plan(state: Any, rank: int, token: str) -> Plan:
@@ -175,15 +178,12 @@ def _rows(chunk: Chunk, part: Tensor, fair_bytes: int) -> Iterator[Part]:
         yield Chunk((chunk.offsets[0] + start, *chunk.offsets[1:]), tuple(rows.shape)), rows
 
 
-def write(storage: Storage, plan: Plan, advance: Advance | None = None, pace: Pace | None = None) -> None:
-    """Write the tensors' bytes, then the table of their locations. `pace`: see `Storage.write`."""
+def write(storage: Storage, plan: Plan, advance: Advance = lambda done, total: None) -> None:
+    """Write the tensors' bytes, then the table of their locations."""
     layout = _Layout(plan)
     if plan.tensors:
-        blocks = layout.blocks()
-        reported = blocks if advance is None else _reported(blocks, _num_bytes(plan), advance)
-        storage.write(plan.file, reported, pace=pace)
-    files = {plan.file: layout.file()} if plan.tensors else {}
-    table = Table(files=files, tensors=layout.entries)
+        storage.write(plan.file, _reported(layout.blocks(), plan.num_bytes, advance))
+    table = Table(files={plan.file: layout.file()} if plan.tensors else {}, tensors=layout.entries)
     content = {"values": plan.values, **table.to_json()}
     text = json.dumps(content, allow_nan=False).encode()
     storage.write(f"{plan.token}.{plan.rank}.json", [text], is_flushed=False)  # its content goes into the manifest
@@ -241,25 +241,14 @@ def _reported(blocks: Iterator[memoryview], total_bytes: int, advance: Advance) 
         advance(done, total_bytes)
 
 
-def _num_bytes(plan: Plan) -> int:
-    return sum(part.nbytes for sharded in plan.tensors.values() for _, part in sharded.shards)
-
-
 def _refuse_kind(tensor: Tensor, pointer: str) -> None:
     """Raise ValueError for a tensor that is not dense, or has no values."""
-    if tensor.layout is not torch.strided:
-        kind, instead = str(tensor.layout), "Save `.to_dense()` of it, or its indices and values"
-    elif tensor.is_quantized:
-        kind, instead = "quantized", "Save `.dequantize()` of it, or its integers and its scale"
-    elif tensor.is_nested:
-        kind, instead = "nested", "Save `.unbind()` of it"
-    elif tensor.is_meta:
-        kind, instead = "without values", "Leave it out, or give it values first"
-    elif type(tensor) not in (Tensor, nn.Parameter) and tensor.numel() and not tensor.data_ptr():
-        kind, instead = f"a `{type(tensor).__name__}` around others", "Save the tensors that it is made of"
-    else:
-        return
-    raise ValueError(f"The tensor at {pointer} is {kind}, but a checkpoint contains only dense tensors. {instead}")
+    wraps_others = type(tensor) not in (Tensor, nn.Parameter) and tensor.numel() and not tensor.data_ptr()
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta or wraps_others:
+        raise ValueError(
+            f"The tensor at {pointer} is a `{type(tensor).__name__}` with the layout {tensor.layout}, on the device "
+            f"{tensor.device}, but a checkpoint contains only dense tensors with values. Save those that it is made of"
+        )
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -350,8 +339,10 @@ class Failure:
     is_committed: bool
 
     @classmethod
-    def of(cls, problem: Exception, rank: int, path: str) -> Failure:
-        """From the exception that the rank raised."""
+    def of(cls, problem: Exception | None, rank: int, path: str) -> Failure | None:
+        """From the exception that the rank raised, if any."""
+        if problem is None:
+            return None
         is_committed = isinstance(problem, CommittedError)
         sentence = str(problem) if is_committed else sentence_of(problem)
         return cls(rank=rank, path=path, sentence=sentence, is_committed=is_committed)
@@ -374,8 +365,7 @@ def refuse_together(collective: Collective, storage: Storage, problem: Exception
     """Raise on every rank if any has a problem. Costs one small all-reduce if none has. Ranks: all."""
     if collective.reduce_boolean_decision(problem is None):
         return
-    mine = None if problem is None else Failure.of(problem, collective.rank, storage.path)
-    failures: list[Failure | None] = collective.all_gather_object(mine)
+    failures: list[Failure | None] = collective.all_gather_object(Failure.of(problem, collective.rank, storage.path))
     failure = next(each for each in failures if each is not None)
     failure.clean_up(storage, token, collective.rank)
     if isinstance(problem, TypeError):

@@ -8,16 +8,14 @@ between shards and plain state.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, MutableMapping
 from copy import copy
 from typing import Any, Protocol, TypeAlias, TypeGuard, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.checkpoint.in_place import filled_module, filled_optimizer, mapped_module
-from fabric.strategies.checkpoint.stored import in_memory
+from fabric.strategies.checkpoint.stored import in_memory, mapped_module
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, replicated
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
@@ -138,12 +136,6 @@ class PlainState(StateAccess):
     def write_optimizer(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
         optimizer.load_state_dict(content)
 
-    def load_module(self, module: nn.Module, content: Any, *, strict: bool) -> None:
-        self.write_module(module, filled_module(module, content), strict=strict)
-
-    def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
-        self.write_optimizer(optimizer, filled_optimizer(optimizer, content))
-
     def read_module_shards(self, module: nn.Module) -> dict[str, Any]:
         state = module.state_dict()
         for name, _ in module.named_parameters(remove_duplicate=False):
@@ -152,24 +144,13 @@ class PlainState(StateAccess):
         return state
 
     def read_optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
-        content = optimizer.state_dict()
-        if not {"state", "param_groups"} <= content.keys():
-            raise TypeError(_OTHER_STATE.format(name=type(optimizer).__name__, keys=", ".join(map(repr, content))))
-        states = {
-            index: {name: self._replicated(each) for name, each in entries.items()}
-            for index, entries in content["state"].items()
-        }
-        return {**content, "state": states}
+        return map_state(optimizer.state_dict(), lambda index, name, value: self._replicated(value))
 
     def _replicated(self, value: Any) -> Any:
         is_replicated = len(self._replicas) > 1 and isinstance(value, Tensor)
         return replicated(value, self._replicas) if is_replicated else value
 
 
-_OTHER_STATE = (
-    "`{name}.state_dict()` has {keys}, and not 'state' and 'param_groups', as that of every optimizer of torch. Save "
-    "the optimizer within it, and wrap that again after `fabric.load`."
-)
 PLAIN = PlainState()
 FindAccess: TypeAlias = Callable[[nn.Module | Optimizer], StateAccess]
 """Returns the access to a module or an optimizer: that of its strategy if it was set up, else `PLAIN`."""
@@ -237,8 +218,7 @@ def state_of(
             raise ValueError(
                 f"`filter` has {name!r}, but the state has {', '.join(map(repr, state))}. Use one of these names."
             )
-    reader = _Reader(access, loaders, gathered)
-    read = {name: reader.read(name, value) for name, value in state.items()}
+    read = {name: _read(name, value, access, loaders, gathered) for name, value in state.items()}
     return {name: _kept(name, value, (keep or {}).get(name)) for name, value in read.items() if value is not SKIPPED}
 
 
@@ -255,16 +235,11 @@ def restore(
     Stateful objects, also in nested dictionaries and lists, load their state; other entries are replaced.
     Raises: KeyError: `strict`, and `content` lacks a name, except those of loaders without a state.
     """
-    missing = [name for name, value in state.items() if name not in content and not _is_stateless(value, loaders)]
-    if strict and missing:
-        raise KeyError(
-            f"The checkpoint has {', '.join(map(repr, content))}, but not {', '.join(map(repr, missing))}. "
-            "Leave it out of the state to load, or pass `strict=False`."
-        )
-    for name in state:
-        if name in content or _is_stateless(state[name], loaders):
-            found = content.get(name, SKIPPED)
-            state[name] = _restored(name, state[name], found, strict=strict, access=access, loaders=loaders)
+    for name, target in state.items():
+        if _is_stateless(target, loaders):
+            loaders.write(name, target, content.get(name, SKIPPED))
+        elif strict or name in content:
+            state[name] = _restored(name, target, content[name], strict=strict, access=access, loaders=loaders)
     return {name: in_memory(value) for name, value in content.items() if name not in state}
 
 
@@ -321,54 +296,30 @@ def _is_stateless(value: Any, loaders: LoaderAccess) -> bool:
     return loaders.is_loader(value) and not is_stateful(value)
 
 
-@final
-class _Reader:
-    """Reads the state of all objects in a nest."""
-
-    def __init__(self, access: FindAccess, loaders: LoaderAccess, gathered: bool) -> None:
-        self.access, self.loaders, self.gathered = access, loaders, gathered
-        self._around: list[Any] = []
-        """The containers that are being read, outermost first."""
-
-    def read(self, name: str, value: Any) -> Any:
-        """The state of an object, or a nest with the states of all objects in it."""
-        if isinstance(value, nn.Module):
-            module = uncompiled(value)
-            access = self.access(module)
-            return access.read_module(module) if self.gathered else access.read_module_shards(module)
-        if isinstance(value, Optimizer):
-            access = self.access(value)
-            return access.read_optimizer(value) if self.gathered else access.read_optimizer_shards(value)
-        if self.loaders.is_loader(value):
-            return self.loaders.read(name, value, gathered=self.gathered)
-        if isinstance(value, ShardedStateful) and not self.gathered:
-            return value.sharded_state_dict()
-        if is_stateful(value):
-            return value.state_dict()
-        if isinstance(value, dict):
-            with self._within(name, value):
-                found = copy(value)  # keeps its class, which may be one that can be saved (`Counter`) or not
-                for key, entry in value.items():
-                    found[key] = self.read(str(key), entry)
-                    if found[key] is SKIPPED:
-                        del found[key]
-                return found
-        if type(value) in (list, tuple):  # a `torch.Size` has no objects, and a `NamedTuple` cannot be saved
-            with self._within(name, value):
-                entries = [self.read(name, entry) for entry in value]
-                return type(value)(None if entry is SKIPPED else entry for entry in entries)
-        return value
-
-    @contextmanager
-    def _within(self, name: str, container: Any) -> Iterator[None]:
-        if any(each is container for each in self._around):
-            raise ValueError(
-                f"The {type(container).__name__} {name!r} in the state contains itself. Leave that reference out of "
-                "what is saved."
-            )
-        self._around.append(container)
-        yield
-        self._around.pop()
+def _read(name: str, value: Any, access: FindAccess, loaders: LoaderAccess, gathered: bool) -> Any:
+    """The state of an object, or a nest with the states of all objects in it."""
+    if isinstance(value, nn.Module):
+        module = uncompiled(value)
+        return access(module).read_module(module) if gathered else access(module).read_module_shards(module)
+    if isinstance(value, Optimizer):
+        return access(value).read_optimizer(value) if gathered else access(value).read_optimizer_shards(value)
+    if loaders.is_loader(value):
+        return loaders.read(name, value, gathered=gathered)
+    if isinstance(value, ShardedStateful) and not gathered:
+        return value.sharded_state_dict()
+    if is_stateful(value):
+        return value.state_dict()
+    if isinstance(value, dict):
+        found = copy(value)  # keeps its class, which may be one that can be saved (`Counter`) or not
+        for key, entry in value.items():
+            found[key] = _read(str(key), entry, access, loaders, gathered)
+            if found[key] is SKIPPED:
+                del found[key]
+        return found
+    if type(value) in (list, tuple):  # a `torch.Size` has no objects, and a `NamedTuple` cannot be saved
+        entries = (_read(name, entry, access, loaders, gathered) for entry in value)
+        return type(value)(None if entry is SKIPPED else entry for entry in entries)
+    return value
 
 
 def _kept(name: str, value: Any, choose: Callable[[str, Any], bool] | None) -> Any:
@@ -385,3 +336,48 @@ def _kept(name: str, value: Any, choose: Callable[[str, Any], bool] | None) -> A
 def _shown(entry: Any) -> Any:
     """What a filter receives: of a sharded tensor, the whole on the device "meta"."""
     return entry.like if isinstance(entry, TensorShards) else entry
+
+
+def map_state(content: dict[str, Any], function: Callable[[Any, str, Any], Any]) -> dict[str, Any]:
+    """A state dict of an optimizer, with `function(index, name, value)` in place of each value of a parameter's state.
+
+    In the order of indices; what is not of a parameter, under a string, stays and comes last.
+    """
+    items = sorted(content["state"].items(), key=lambda item: (isinstance(item[0], str), item[0]))
+    states = {
+        index: {name: function(index, name, value) for name, value in entries.items()}
+        if isinstance(entries, dict)
+        else entries
+        for index, entries in items
+    }
+    return {**content, "state": states}
+
+
+def by_saved_index(optimizer: Optimizer, content: dict[str, Any]) -> dict[Any, Tensor]:
+    """The parameters of an optimizer by their indices in a state dict. Torch reports a difference in length."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    indices = [index for group in content["param_groups"] for index in group["params"]]
+    return dict(zip(indices, parameters, strict=False))
+
+
+class KeepsNamesAndShapes:
+    """A `load_state_dict` hook of this package, after which a state has the names and shapes that it had."""
+
+
+def converts(module: nn.Module) -> bool:
+    """Whether a submodule may convert a state before it is loaded, as those that read older checkpoints do."""
+    return any(
+        any(map(_may_convert, part._load_state_dict_pre_hooks.values()))
+        or (
+            type(part)._load_from_state_dict is not nn.Module._load_from_state_dict
+            and not type(part).__module__.startswith("torch.nn.modules")
+        )
+        for part in module.modules()
+    )
+
+
+def _may_convert(hook: Any) -> bool:
+    """Not ours, nor those of torch's sharding, which restore the shards."""
+    function = getattr(hook, "hook", hook)
+    is_torchs = getattr(function, "__module__", "").startswith("torch.distributed.")
+    return not isinstance(function, KeepsNamesAndShapes) and not is_torchs

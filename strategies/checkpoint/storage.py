@@ -7,28 +7,19 @@ also a crash of the machine. In an object store, that depends on the store.
 from __future__ import annotations
 
 import contextlib
-import errno
-import math
-import mmap
+import ctypes
 import os
 import shutil
 import sys
-import time
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, BinaryIO, TypeAlias, final
 
 import torch
 from torch import Tensor
 
-from fabric.strategies.checkpoint.memory import buffer_of
-from fabric.strategies.checkpoint.pace import Pace
-
 Buffer: TypeAlias = "bytes | memoryview"
-MAPPED = "is_mapped_checkpoint"
-"""An attribute of a storage that is mapped from a checkpoint, and belongs to one tensor."""
 
 
 class Storage(ABC):
@@ -40,11 +31,8 @@ class Storage(ABC):
         """The path that the user wrote."""
 
     @abstractmethod
-    def write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True, pace: Pace | None = None) -> None:
-        """Write a new file. `is_flushed=False`: it is needed only during the save, so it is not flushed to disk.
-
-        `pace`: rests after each write, so that the rest of the machine is slowed down little.
-        """
+    def write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True) -> None:
+        """Write a new file. `is_flushed=False`: it is needed only during the save, so it is not flushed to disk."""
 
     @abstractmethod
     def commit(self, name: str, content: bytes) -> None:
@@ -55,8 +43,11 @@ class Storage(ABC):
         """The contents of a small file. Raises: FileNotFoundError."""
 
     @abstractmethod
-    def open(self, name: str, num_bytes: int) -> Contents:
-        """A file of this length, to be read. Raises: ValueError: the file has another length."""
+    def open(self, name: str, num_bytes: int) -> Tensor:
+        """The bytes of a file of this length, mapped if possible, even if the file is deleted meanwhile.
+
+        Raises: ValueError: the file has another length.
+        """
 
     @abstractmethod
     def names(self) -> Sequence[str]:
@@ -86,58 +77,6 @@ class Storage(ABC):
         """Delete the folder with its contents. Raises: OSError: it could not be deleted."""
 
 
-@final
-class Contents:
-    """The bytes of one file, as long as this object exists, even if the file is deleted meanwhile."""
-
-    def __init__(self, tensor: Tensor, handle: int | None = None) -> None:
-        self.tensor = tensor
-        """All bytes, mapped if possible. Writing to the tensor changes no file."""
-        self._handle = handle
-        self._mapping: mmap.mmap | None = None
-        self._mapped = set[int]()
-        if handle is not None:
-            weakref.finalize(self, os.close, handle)
-
-    def map(self) -> None:
-        """Map the file, if it has any bytes. Pages that are written to are copied: no file changes."""
-        assert self._handle is not None
-        if os.fstat(self._handle).st_size:
-            self._mapping = mmap.mmap(self._handle, 0, access=mmap.ACCESS_COPY)
-            self.tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)
-
-    def mapped(self, offset_bytes: int, dtype: torch.dtype, shape: Sequence[int], *, within: int) -> Tensor | None:
-        """A tensor to be kept, whose memory is mapped from the file, and is not part of a larger storage.
-
-        `within`: where the piece with these bytes begins. Of each piece one tensor is mapped, because two would share
-        memory: None for the second one, and if the file is not mapped.
-        """
-        if self._mapping is None or within in self._mapped:
-            return None
-        self._mapped.add(within)
-        num_bytes = math.prod(shape) * dtype.itemsize
-        content = torch.frombuffer(self._mapping, dtype=torch.uint8, count=num_bytes, offset=offset_bytes)
-        setattr(content.untyped_storage(), MAPPED, True)
-        return content.view(dtype).view(shape).data  # no view, of which a base would be kept as well
-
-    def copy_to(self, target: Tensor, offset_bytes: int) -> None:
-        """Fill `target`, which is contiguous and on the CPU, with the bytes from `offset_bytes` on.
-
-        A system call copies from the page cache in four fifths of the time that a copy from mapped pages takes.
-        """
-        content = target.detach().reshape(-1).view(torch.uint8)
-        if self._handle is None or sys.platform == "win32":
-            content.copy_(self.tensor[offset_bytes : offset_bytes + content.numel()])
-            return
-        left = buffer_of(content)
-        while left.nbytes:
-            num_read = os.preadv(self._handle, [left], offset_bytes)
-            if num_read == 0:
-                raise OSError(errno.EIO, "A file of the checkpoint became shorter while it was read")
-            offset_bytes += num_read
-            left = left[num_read:]
-
-
 def storage_of(path: str | os.PathLike[str]) -> Storage:
     """The storage at a path; an address with `://` is opened by fsspec. Raises: TypeError, ValueError: not a path."""
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
@@ -164,64 +103,31 @@ class Folder(Storage):
     def path(self) -> str:
         return str(self._folder)
 
-    def write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True, pace: Pace | None = None) -> None:
-        self._write(name, blocks, is_flushed=is_flushed, pace=pace)
-        if is_flushed:
-            flush_folder(self._folder)
-
-    def _write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True, pace: Pace | None = None) -> None:
-        self._make()
+    def write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
         try:
-            with (self._folder / name).open("xb", buffering=0) as file:
-                for block in blocks:
-                    _write_all(file.fileno(), memoryview(block), pace)
+            with (self._folder / name).open("xb") as file:
+                file.writelines(blocks)
                 if is_flushed:
-                    os.fsync(file.fileno())
-        except BaseException as error:
+                    _flush(file)
+        except BaseException:
             self.remove(name)
-            if isinstance(error, OSError) and error.errno is not None and error.errno in _FULL:
-                raise OSError(error.errno, f"{os.strerror(error.errno)}: {self._space()}") from error
             raise
-
-    def _make(self) -> None:
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError) as error:
-            taken = next((each for each in (self._folder, *self._folder.parents) if each.is_file()), self._folder)
-            raise NotADirectoryError(
-                errno.ENOTDIR, f"A checkpoint is a folder, but {str(taken)!r} is a file. Pass another path"
-            ) from error
-
-    def _space(self) -> str:
-        """The limits of the disk, after the incomplete file was removed."""
-        disk = shutil.disk_usage(self._folder)
-        sentence = f"{self.path!r} is on a disk of {disk.total / 1e6:.1f} MB with {disk.free / 1e6:.1f} MB free"
-        if sys.platform != "win32":
-            import resource
-
-            limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-            if limit != resource.RLIM_INFINITY:
-                sentence += f", and no more than {limit / 1e6:.1f} MB may be written to one file (`ulimit -f`)"
-        return sentence
+        if is_flushed:
+            _flush_folder(self._folder)
 
     def commit(self, name: str, content: bytes) -> None:
-        beside = f"{name}.new"
-        self.remove(beside)
-        self._write(beside, [content])
-        (self._folder / beside).replace(self._folder / name)
-        flush_folder(self._folder)
+        with replacing(self._folder / name) as file:
+            file.write(content)
 
     def read(self, name: str) -> bytes:
         return (self._folder / name).read_bytes()
 
-    def open(self, name: str, num_bytes: int) -> Contents:
-        handle = os.open(self._folder / name, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-        contents = Contents(torch.empty(0, dtype=torch.uint8), handle)  # closes it
-        found = os.fstat(handle).st_size
-        if found != num_bytes:
-            raise ValueError(f"`{name}` has {found} bytes, but {num_bytes} were written.")
-        contents.map()
-        return contents
+    def open(self, name: str, num_bytes: int) -> Tensor:
+        path = self._folder / name
+        _check_length(name, path.stat().st_size, num_bytes)
+        # Mapped copy-on-write, so that whoever writes to the tensor changes no file.
+        return torch.from_file(str(path), shared=False, size=num_bytes, dtype=torch.uint8)
 
     def names(self) -> Sequence[str]:
         try:
@@ -243,7 +149,7 @@ class Folder(Storage):
         return Folder(self._folder / folder)
 
     def lock(self) -> Callable[[], None]:
-        self._make()
+        self._folder.mkdir(parents=True, exist_ok=True)
         if sys.platform == "win32":
             return _nothing
         import fcntl
@@ -283,7 +189,7 @@ class Remote(Storage):
     def path(self) -> str:
         return self._address
 
-    def write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True, pace: Pace | None = None) -> None:
+    def write(self, name: str, blocks: Iterable[Buffer], *, is_flushed: bool = True) -> None:
         self._system.makedirs(self._root, exist_ok=True)
         with self._system.open(self._at(name), "wb") as file:
             for block in blocks:
@@ -296,11 +202,10 @@ class Remote(Storage):
     def read(self, name: str) -> bytes:
         return bytes(self._system.cat_file(self._at(name)))
 
-    def open(self, name: str, num_bytes: int) -> Contents:
+    def open(self, name: str, num_bytes: int) -> Tensor:
         content = bytearray(self._system.cat_file(self._at(name)))
-        if len(content) != num_bytes:
-            raise ValueError(f"`{name}` has {len(content)} bytes, but {num_bytes} were written.")
-        return Contents(torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8))
+        _check_length(name, len(content), num_bytes)
+        return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
     def names(self) -> Sequence[str]:
         self._system.invalidate_cache(self._root)
@@ -334,23 +239,37 @@ class Remote(Storage):
         return f"{self._root}/{name}"
 
 
-def _write_all(handle: int, block: memoryview, pace: Pace | None) -> None:
-    """Write the next bytes of a file, of which the system may take a part at a time."""
-    while block.nbytes:
-        begun = time.monotonic()
-        block = block[os.write(handle, block) :]
-        if pace is not None:
-            pace.rest(time.monotonic() - begun)
-
-
-_FULL = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG") if name in dir(errno)}
+def _check_length(name: str, found: int, num_bytes: int) -> None:
+    if found != num_bytes:
+        raise ValueError(f"`{name}` has {found} bytes, but {num_bytes} were written.")
 
 
 def _nothing() -> None:
     pass
 
 
-def flush_folder(folder: Path) -> None:
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Context with a new file, which replaces the one at `path` atomically once it is on disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.new")
+    try:
+        with beside.open("wb") as file:
+            yield file
+            _flush(file)
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    _flush_folder(path.parent)
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
     """Flush the names in a folder to disk: without that, a power cut may undo a rename."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)
@@ -358,3 +277,16 @@ def flush_folder(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def buffer_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, as bytes that can be written to. It keeps the tensor alive.
+
+    Not by `Tensor.numpy()`: torch installs without NumPy.
+    """
+    num_bytes = tensor.numel() * tensor.element_size()
+    if not num_bytes:
+        return memoryview(bytearray())
+    content: Any = (ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr())
+    content.tensor = tensor
+    return memoryview(content).cast("B")

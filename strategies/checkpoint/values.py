@@ -11,14 +11,13 @@ import base64
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
 
-from fabric.strategies.checkpoint.memory import buffer_of
-from fabric.strategies.checkpoint.unsaveable_values import instead_of
+from fabric.strategies.checkpoint.storage import buffer_of
 
 Json: TypeAlias = Any
 Keep: TypeAlias = Callable[[str, Any], Json]
@@ -62,7 +61,7 @@ def encode(value: Any, keep: Keep, is_kept: Callable[[Any], bool], at: str = "")
         return found
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     kind += f" of {value.dtype}" if kind == "numpy.ndarray" else ""
-    raise TypeError(_NO_VALUE.format(at=at or "/", kind=kind, instead=instead_of(value)))
+    raise TypeError(_NO_VALUE.format(at=at or "/", kind=kind))
 
 
 def decode(json: Json, find: Find, at: str = "") -> Any:
@@ -115,10 +114,10 @@ def _ordered(value: OrderedDict[Any, Any], inner: Inner) -> Json:
 
 
 def _entries(value: Sequence[Any], inner: Inner) -> list[Any]:
-    return list(value) if are_integers(value) else [inner(index, entry) for index, entry in enumerate(value)]
+    return list(value) if _are_integers(value) else [inner(index, entry) for index, entry in enumerate(value)]
 
 
-def are_integers(value: Sequence[Any]) -> bool:
+def _are_integers(value: Sequence[Any]) -> bool:
     """Whether all entries are integers. A shortcut for the state of Python's generator: 625 integers from each rank."""
     return all(type(entry) is int for entry in value)
 
@@ -183,16 +182,10 @@ _READERS: dict[str, Callable[[Json, Inner, Callable[[], Tensor]], Any]] = {
     "$complex": lambda json, inner, tensor: complex(*map(float, json["$complex"])),
     "$dtype": lambda json, inner, tensor: DTYPES[json["$dtype"]],
     "$device": lambda json, inner, tensor: torch.device(json["$device"]),
-    "$path": lambda json, inner, tensor: _path(json["$path"]),
+    "$path": lambda json, inner, tensor: Path(json["$path"]),
     "$array": _read_array,
     "$scalar": _read_scalar,
 }
-
-
-def _path(text: str) -> Any:
-    from pathlib import Path
-
-    return Path(text)
 
 
 def _numpy(value: Any, keep: Callable[[Tensor], Json]) -> Json:
@@ -210,5 +203,7 @@ def _numpy(value: Any, keep: Callable[[Tensor], Json]) -> Json:
 
 
 _NO_VALUE = (
-    "The state has a `{kind}` at {at}, which cannot be saved: reading it back would run code from the file. {instead}"
+    "The state has a `{kind}` at {at}, which cannot be saved: reading it back would run code from the file. Save its "
+    "contents as numbers, strings, tensors, lists and dictionaries, or an object that has `state_dict` and "
+    "`load_state_dict`; leave out what a program makes again, such as a function."
 )

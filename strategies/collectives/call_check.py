@@ -1,8 +1,8 @@
 """Ranks compare their calls before they communicate.
 
 Ranks whose calls differ would otherwise exchange garbage, hang, or (gloo, on sizes that differ) abort. So each call of
-`nested.py`, and each call on an object, starts with the same message, whatever its data: an all-reduce of two float64
-numbers on the CPU. Knows strings, numbers, bytes, and a collective of tensors; knows no containers.
+`nested.py`, and each call on an object, starts with the same message, whatever its data: an all-reduce of one float64
+number on the CPU. Knows strings, numbers, bytes, and a collective of tensors; knows no containers.
 """
 
 from __future__ import annotations
@@ -27,38 +27,26 @@ if TYPE_CHECKING:
 _SHOWN = 10  # lines of a call in an error message
 _this_thread = threading.local()
 
-# Note [Two numbers compare all calls]
-# The first is a 32-bit hash of the rank's call. Sums of hashes are exact in float64 up to 2**21 ranks. A rank whose
-# call equals all others gets W times its own hash; if calls differ, this happens with probability 2**-32. The
-# second may be any number to be summed: a hash of a hint, or a scalar, which then needs no message of its own.
+# Note [One number compares all calls]
+# It is a 32-bit hash of the rank's call. Sums of hashes are exact in float64 up to 2**21 ranks. A rank whose call
+# equals all others gets W times its own hash; if calls differ, this happens with probability 2**-32.
 #
-# Why two numbers, and not some bytes of every rank: gloo's ring sends as many segments as there are elements, up to W.
-# An all-reduce with 2, 4, 8 and 16 ranks on 2 cores, median in us: of 1 element 68, 741, 1814, 3649; of 2 elements 83,
-# 711, 1408, 3299; of 4 elements 115, 1961, 3644, 6077; of 16 elements 109, 4486, 14774, 15508.
+# Why one number, and not some bytes of every rank: gloo's ring sends as many segments as there are elements, up to W.
+# An all-reduce with 2, 4, 8 and 16 ranks on 2 cores, median in us: of 1 element 68, 741, 1814, 3649; of 4 elements 115,
+# 1961, 3644, 6077; of 16 elements 109, 4486, 14774, 15508.
 
 
-def check_call(collective: Collective, call: str, hint: str = "", *, advice: str = "") -> bool:
-    """Raise on every rank unless all ranks make the same call; returns whether they also passed the same hint.
+def check_call(collective: Collective, call: str, *, advice: str = "") -> None:
+    """Raise on every rank unless all ranks make the same call.
 
     `call`: a line that names the operation, then a line for each of its operands. `advice`: the last sentence of the
     error, if all ranks called this operation.
-    Ranks: all. Cost: one `all_reduce` of two numbers; none in a collective of one. Later calls work after an error.
+    Ranks: all. Cost: one `all_reduce` of a number; none in a collective of one. Later calls work after an error.
     Raises: CollectiveError on every rank: the calls differ; the message has each rank's call, and the line of the
     program that made it.
     """
-    mine = float(hash_of(f"{call}\n{hint}"))
-    return check_call_and_sum(collective, call, mine, advice=advice) == mine * collective.size
-
-
-def check_call_and_sum(collective: Collective, call: str, number: float = 0.0, *, advice: str = "") -> float:
-    """`check_call`, and return the sum of all ranks' numbers, in float64. Cost: the same one message."""
-    if collective.size == 1:
-        return number
-    mine = hash_of(call)
-    hashes, total = collective.add_numbers(mine, number)
-    if hashes != mine * collective.size:
+    if not all_equal(collective, call):
         raise difference(collective, call, advice)
-    return total
 
 
 def check_call_later(collective: Collective, call: str, *, advice: str = "") -> None:
@@ -68,11 +56,17 @@ def check_call_later(collective: Collective, call: str, *, advice: str = "") -> 
         return
     mine, frames = hash_of(call), frames_of(inspect.currentframe())
 
-    def judge(hashes: float, _: float) -> None:
+    def judge(hashes: float) -> None:
         if hashes != mine * collective.size:
             raise difference(collective, call, advice, frames)
 
-    collective.add_numbers_later(mine, 0.0, judge)
+    collective.add_number_later(mine, judge)
+
+
+def all_equal(collective: Collective, words: str) -> bool:
+    """Whether all ranks passed the same string. Ranks: all. Cost: one `all_reduce` of a number; none if alone."""
+    mine = hash_of(words)
+    return collective.size == 1 or collective.add_number(mine) == mine * collective.size
 
 
 def difference(
@@ -112,16 +106,9 @@ def to_bytes(tensor: Tensor) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.numel()) if tensor.numel() else b""
 
 
-def all_equal(collective: Collective, words: str) -> bool:
-    """Whether all ranks passed the same string. Ranks: all. Cost: one `all_reduce` of one number."""
-    mine = hash_of(words)
-    total = float(collective.all_reduce(torch.tensor(mine, dtype=torch.float64, device="cpu"), "sum"))
-    return total == mine * collective.size
-
-
 @lru_cache(maxsize=1024)
 def hash_of(words: str) -> int:
-    """32 bits that distinguish `words` from others, see Note [Two numbers compare all calls]."""
+    """32 bits that distinguish `words` from others, see Note [One number compares all calls]."""
     return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=4).digest(), "little")
 
 

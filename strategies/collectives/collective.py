@@ -140,15 +140,14 @@ class Collective(ABC):
         reduced = self.all_reduce(tensor, op)
         return lambda: reduced
 
-    def add_numbers(self, first: float, second: float) -> tuple[float, float]:
-        """Give every rank the sums, in float64, of all ranks' first and of all ranks' second numbers."""
-        sums = self.all_reduce(torch.tensor((first, second), dtype=torch.float64, device="cpu")).tolist()
-        return sums[0], sums[1]
+    def add_number(self, number: float) -> float:
+        """Give every rank the sum, in float64, of all ranks' numbers."""
+        return self.all_reduce(torch.tensor(number, dtype=torch.float64, device="cpu")).item()
 
-    def add_numbers_later(self, first: float, second: float, then: Callable[[float, float], None]) -> None:
-        """`add_numbers`, for which no rank waits, if the backend can: `then` gets the sums before the next message
+    def add_number_later(self, number: float, then: Callable[[float], None]) -> None:
+        """`add_number`, for which no rank waits, if the backend can: `then` gets the sum before the next message
         between hosts at the latest."""
-        then(*self.add_numbers(first, second))
+        then(self.add_number(number))
 
     def start_add_numbers(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
         """Asynchronous sums, in float64, of all ranks' numbers. The returned function is as that of

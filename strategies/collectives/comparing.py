@@ -2,8 +2,8 @@
 
 All calls on process groups go through torch's dispatcher, also those that DDP's reducer makes in C++. So one kernel for
 each operator of `c10d` sees them all, on every group and in every thread, and while none is registered they cost
-nothing. The ranks of the group compare what they are about to call as `call_check.py` does: one all-reduce of two
-numbers; the calls themselves are sent only for the error. So each call waits until all ranks of its group make it, also
+nothing. The ranks of the group compare what they are about to call as `call_check.py` does: one all-reduce of a
+number; the calls themselves are sent only for the error. So each call waits until all ranks of its group make it, also
 one that was started with `async_op=True`.
 
 Unlike `TORCH_DISTRIBUTED_DEBUG=DETAIL`, it needs no second process group, and works for groups that exist already. The
@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 
 from fabric.launchers.watch.activity import CALLS, GRADIENTS
 from fabric.strategies.collectives.call_check import difference, hash_of, is_comparing
-from fabric.strategies.collectives.process_group import TorchCollective
+from fabric.strategies.collectives.process_group import TorchCollective, sum_message
 
 
 @final
@@ -106,7 +106,7 @@ def _is_message(kernel: FrameType | None) -> bool:
     return caller is not None and caller.f_code is _MESSAGE
 
 
-_MESSAGE = TorchCollective.add_numbers.__code__
+_MESSAGE = sum_message.__code__
 """Sends the message of a comparison, which is a collective, too."""
 
 
@@ -119,8 +119,7 @@ def _compare(group: ProcessGroup, shown: _Operator, given: Mapping[str, Any]) ->
     whole = dist.group.WORLD
     compared = whole if whole is not None and group.group_desc in (CALLS, GRADIENTS) else group
     collective, mine = TorchCollective.over(compared), hash_of(call)
-    hashes, _ = collective.add_numbers(mine, 0.0)
-    if hashes != mine * group.size():
+    if collective.add_number(mine) != mine * group.size():
         raise difference(collective, call)
 
 

@@ -16,13 +16,11 @@ Anything else raises here, with the dtype and the operation named, and not in th
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from fabric.strategies.collectives.collective import ReduceOp, check_reduce_op
-from fabric.strategies.tensors.packing import Spec, check_dense
+from fabric.strategies.tensors.packing import check_dense
 
 _AS_IS = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64}
@@ -92,32 +90,6 @@ def reduce_stacked(stacked: Tensor, op: ReduceOp) -> Tensor:
     if op in ("min", "max"):
         return stacked.amin(0) if op == "min" else stacked.amax(0)
     return stacked.prod(0, dtype=stacked.dtype) if op == "product" else stacked.sum(0, dtype=stacked.dtype)
-
-
-def is_added_as_number(spec: Spec, op: ReduceOp) -> bool:
-    """Whether the reduction of such tensors equals the sum of one float64 per rank, see `to_number`."""
-    return op in ("sum", "mean") and spec.num_elements == 1 and spec.device_type == "cpu" and not spec.dtype.is_complex
-
-
-def to_number(tensor: Tensor, size: int) -> float:
-    """The one element of `tensor`; NaN for an integer for which the sum over `size` ranks might not be exact."""
-    number = tensor.item()
-    if isinstance(number, float):
-        return number
-    return float(number) if abs(number) * size <= 2**53 else math.nan
-
-
-def from_number(total: float, op: ReduceOp, spec: Spec, size: int) -> Tensor | None:
-    """The result for tensors of `spec`, from the sum of their numbers; None if the sum of integers was not exact."""
-    if math.isnan(total) and not spec.dtype.is_floating_point:
-        return None
-    number = total / size if op == "mean" else total
-    if op == "mean" or spec.dtype.is_floating_point:
-        dtype = spec.dtype if spec.dtype.is_floating_point else torch.get_default_dtype()
-        result = torch.scalar_tensor(number, dtype=dtype, device="cpu")  # half the time of `torch.tensor`
-    else:
-        result = torch.tensor(int(number), dtype=torch.int64, device="cpu").to(spec.dtype)  # wraps
-    return result.view(spec.shape) if spec.shape else result
 
 
 def _refusal(dtype: torch.dtype, op: str, instead: str) -> str:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
+import torch
 import torch._C._distributed_c10d as c10d
 
 from fabric.launchers.process.stack import frames_of, is_within, users_line
@@ -24,15 +25,8 @@ _DUMPS: list[Callable[..., bytes]] = [
 """Torch has a recorder for NCCL, and one for all other backends; a build without CUDA has only the second."""
 
 
-_DTYPES = {
-    "Float": "float32",
-    "Double": "float64",
-    "Half": "float16",
-    "Long": "int64",
-    "Int": "int32",
-    "Byte": "uint8",
-    "Char": "int8",
-}
+_UNNAMED = {"Byte": torch.uint8, "Char": torch.int8}
+"""The dtypes to which torch gives no second name, such as `torch.double`."""
 
 
 @final
@@ -108,8 +102,12 @@ def _can_read_stacks() -> bool:
 def _operation(entry: Mapping[str, Any]) -> str:
     name = str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"])
     tensors = [
-        f"{_DTYPES.get(dtype, dtype.lower())} {tuple(shape)}"
+        f"{_dtype(dtype)} {tuple(shape)}"
         for dtype, shape in zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
     ]
     more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
     return f"{name} of {', '.join(tensors[:3])}{more}" if tensors else name
+
+
+def _dtype(name: str) -> str:
+    return str(_UNNAMED.get(name) or getattr(torch, name.lower(), name)).removeprefix("torch.")

@@ -3,24 +3,22 @@
 Small tensors are packed into few messages (100 of 1 KB over gloo, 2 ranks: 1.2-1.7 ms; one message each takes 40-100
 ms), large ones are sent alone and uncopied. Before data is sent, the ranks compare their calls, also for a single
 tensor: gloo aborts the process on sizes that differ, and reinterprets bytes of another dtype. The comparison is one
-message of two numbers; a sum or mean of one number is part of it. Where the data is on an accelerator no rank waits for
-that message: hosts would meet at each metric. Ranks whose calls differ then raise one call later; until then devices
-may hang, which the report of hangs shows, or have garbage.
+message of one number. Where the data is on an accelerator no rank waits for that message: hosts would meet at each
+metric. Ranks whose calls differ then raise one call later; until then devices may hang, which the report of hangs
+shows, or have garbage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from fabric.strategies.collectives.call_check import check_call, check_call_and_sum, check_call_later
+from fabric.strategies.collectives.call_check import check_call, check_call_later
 from fabric.strategies.collectives.collective import HOST_DEVICES, Collective, ReduceOp, check_reduce_op
-from fabric.strategies.collectives.dtypes import from_number, is_added_as_number, reduction_dtype, to_number
+from fabric.strategies.collectives.dtypes import reduction_dtype
 from fabric.strategies.tensors.packing import Packing, Spec, check_dense, groups, split_copies
 from fabric.strategies.tensors.paths import map_tensors
 
@@ -38,13 +36,10 @@ def all_gather(collective: Collective, data: Any, *, sync_grads: bool = False) -
     Ranks: all call it; with `sync_grads` all also call backward through the result.
     Shapes: each tensor `(*S)`, a number `()` -> `(W, *S)`. Dtypes and devices are kept; numbers are float64 or int64.
     Gradient: none; with `sync_grads` each rank receives the gradient of its tensor, summed over ranks.
-    Cost: a comparison of two numbers; then the data.
+    Cost: a comparison of one number; then the data.
     Raises: CollectiveError on every rank: the ranks' data differs in paths, dtypes or shapes; TypeError: a leaf is no
     tensor, with its path.
     """
-    if type(data) is Tensor and not sync_grads and (lone := _lone("all_gather", data)):
-        _compare(collective, lone.call, [lone.spec], advice=_PADDING)
-        return collective.all_gather(data)
     tensors, specs, call = _described(collective, "all_gather", data, sync_grads=sync_grads)
     _compare(collective, call, specs, advice=_PADDING)
     gathered: dict[int, Tensor] = {}
@@ -69,16 +64,11 @@ def all_reduce(collective: Collective, data: Any, op: ReduceOp = "mean") -> Any:
 
     Ranks: all call it. Shapes and dtypes: as `Collective.all_reduce`; a number becomes a tensor `()`.
     Gradient: none.
-    Cost: a comparison of two numbers, which includes the sum or mean of a single number on the CPU; then the data.
+    Cost: a comparison of one number; then the data.
     Raises: CollectiveError on every rank: the ranks' data differs in paths, dtypes or shapes; TypeError: a leaf is no
     tensor, with its path.
     """
-    if type(data) is Tensor and (lone := _lone("all_reduce", data, op)):
-        return _reduce_lone(collective, data, op, lone)
-    tensors, specs, call = _described(collective, _reduction(op), data, op=op)
-    if len(specs) == 1:
-        alone_in_nest = _Lone(call, specs[0], is_added_as_number(specs[0], op))
-        return _put_back(data, {0: _reduce_lone(collective, tensors[0], op, alone_in_nest)})
+    tensors, specs, call = _described(collective, f"all_reduce with op={op!r}", data, op=op)
     _compare(collective, call, specs)
     reduced: dict[int, Tensor] = {}
     together, alone = groups((each.num_bytes for each in specs), ((each.dtype, each.device_type) for each in specs))
@@ -98,52 +88,6 @@ def broadcast(collective: Collective, obj: T, src: int = 0) -> T:
     """
     result: T = collective.broadcast_object(obj, src)
     return result
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Lone:
-    """A call on one tensor, as the ranks compare it. See Note [Cold Python] in `process_group.py`."""
-
-    call: str
-    spec: Spec
-    is_added: bool
-    """Whether it is the sum of one number for each rank."""
-
-
-def _lone(operation: str, tensor: Tensor, op: ReduceOp | None = None) -> _Lone | None:
-    """None where `_described` has to say what is refused."""
-    if tensor.layout is not torch.strided or tensor.is_quantized or (op is not None and type(op) is not str):
-        return None
-    return _lone_of(operation, tensor.dtype, tensor.shape, tensor.device.type, op)
-
-
-@lru_cache(maxsize=1024)
-def _lone_of(
-    operation: str, dtype: torch.dtype, shape: torch.Size, device_type: str, op: ReduceOp | None
-) -> _Lone | None:
-    spec = Spec(dtype, tuple(shape), device_type)
-    if op is None:
-        return _Lone(f"{operation}\ndata: {spec}", spec, is_added=False)
-    try:
-        reduction_dtype(dtype, op)
-    except ValueError:
-        return None
-    return _Lone(f"{_reduction(op)}\ndata: {spec}", spec, is_added_as_number(spec, op))
-
-
-def _reduction(op: object) -> str:
-    return f"all_reduce with op={op!r}"
-
-
-def _reduce_lone(collective: Collective, tensor: Tensor, op: ReduceOp, lone: _Lone) -> Tensor:
-    """The reduction of one tensor, within the comparison where it can be."""
-    if not lone.is_added:
-        _compare(collective, lone.call, [lone.spec])
-        return collective.all_reduce(tensor, op)
-    total = check_call_and_sum(collective, lone.call, to_number(tensor, collective.size))
-    result = from_number(total, op, lone.spec, collective.size)
-    return collective.all_reduce(tensor, op) if result is None else result
 
 
 def _described(

@@ -32,15 +32,11 @@ class CarriesObjects(Collective):
         """As in the interface.
 
         Cost: a hash and 512 bytes, then the rest of a longer pickle, one message for all small tensors of a device, and
-        one for each large tensor. A single tensor, if every rank passes one of the same dtype and shape: a hash and the
-        tensor.
+        one for each large tensor.
         """
         check_peer("broadcast", "src", src, self.size)
         call = f"broadcast from rank {src}"
-        is_bare = type(obj) is Tensor and _is_plain(obj)
-        if check_call(self, call, str(Spec.of(obj)) if is_bare else "") and is_bare:
-            received = self.broadcast(obj, src)
-            return obj if self.rank == src else received
+        check_call(self, call)
         tensors: list[Tensor] = []
         pickled = _pickled(obj, call, tensors) if self.rank == src else b""
         pickled = _broadcast_bytes(self, pickled, src)

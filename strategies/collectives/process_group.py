@@ -25,9 +25,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import struct
 import sys
-from array import array
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, final
@@ -62,8 +60,6 @@ _LOGGER = logging.getLogger("fabric")
 # torch 2.13 deprecates the old names of these two; 2.9 has only those.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-_TWO_NUMBERS = struct.Struct("dd")
 
 _KEPT: set[ProcessGroup] = set()
 """Groups that were removed from torch while forked processes held copies of their sockets."""
@@ -103,11 +99,9 @@ class TorchCollective(CarriesObjects):
         self._rank, self._size = world.rank, world.size
         self._splits: dict[tuple[int, ...], TorchCollective | None] = {}
         self._for_gradients: TorchCollective | None = None
-        self._is_gloo = _by_device(self._backends).get("cpu") == "gloo"
-        self._buffers: list[tuple[bytearray, Tensor]] = []
         self._is_in_a_fork = False
         self._unread: Callable[[], None] | None = None
-        """Receives the sums of `add_numbers_later`."""
+        """Receives the sum of `add_number_later`."""
         forget_in_forks(self)
 
     @classmethod
@@ -115,7 +109,6 @@ class TorchCollective(CarriesObjects):
         """The ranks of an existing process group, which `teardown` does not destroy."""
         collective = cls(World(), "gloo", device=torch.device("cpu"))
         collective._group, collective._rank, collective._size = group, group.rank(), group.size()
-        collective._is_gloo = False  # not known
         return collective
 
     @property
@@ -202,13 +195,8 @@ class TorchCollective(CarriesObjects):
                 tensor.data.copy_(whole)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
-        if op in ("sum", "mean") and tensor.dtype in _ADDED and self._is_pair_for(tensor):
-            own = to_reducible(tensor, op, copy=False)
-            operand = torch.empty_like(own)
-            self._run("all_reduce", tensor, _exchange, own, operand, peer=1 - self._rank)
-            return from_reduced(operand.add_(own), op, tensor.dtype, self._size)
         operand = to_reducible(tensor, op, copy=True)
-        self._run("all_reduce", tensor, _all_reduce, operand, _OPS[op])
+        self._run("all_reduce", tensor, dist.all_reduce, operand, _OPS[op])
         return from_reduced(operand, op, tensor.dtype, self._size)
 
     def start_all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Callable[[], Tensor]:
@@ -221,57 +209,33 @@ class TorchCollective(CarriesObjects):
 
         return finish
 
-    def add_numbers(self, first: float, second: float) -> tuple[float, float]:
-        # See Note [Cold Python]. A call that fails keeps its buffer: gloo may still write there.
-        group = self._joined("all_reduce")
-        self._read_last()
-        content, message = self._buffers.pop() if self._buffers else _new_buffer()
-        _TWO_NUMBERS.pack_into(content, 0, first, second)
-        try:
-            group.allreduce([message], _SUM).wait()
-        except (RuntimeError, ValueError) as error:
-            raise self._failure("all_reduce", message, error) from error
-        sums = _TWO_NUMBERS.unpack(content)
-        self._buffers.append((content, message))
-        return sums
+    def add_number(self, number: float) -> float:
+        message = torch.tensor([number], dtype=torch.float64, device="cpu")
+        self._run("all_reduce", message, sum_message, message)
+        return message.item()
 
-    def add_numbers_later(self, first: float, second: float, then: Callable[[float, float], None]) -> None:
-        finish = self.start_add_numbers((first, second))
+    def add_number_later(self, number: float, then: Callable[[float], None]) -> None:
+        finish = self.start_add_numbers([number])
         self._unread = lambda: then(*finish())
+
+    def start_add_numbers(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
+        message = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        work = self._run("all_reduce", message, dist.all_reduce, message, async_op=True)
+
+        def finish() -> list[float]:
+            self._run("all_reduce", message, _wait, work)
+            return message.tolist()
+
+        return finish
 
     def _read_last(self) -> None:
         if self._unread is not None:
             read, self._unread = self._unread, None
             read()
 
-    def start_add_numbers(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
-        # See Note [Cold Python].
-        group = self._joined("all_reduce")
-        self._read_last()
-        content = array("d", numbers)
-        message = torch.frombuffer(content, dtype=torch.float64)
-        try:
-            work = group.allreduce([message], _SUM)
-        except (RuntimeError, ValueError) as error:
-            raise self._failure("all_reduce", message, error) from error
-
-        def finish() -> list[float]:
-            try:
-                work.wait()
-            except (RuntimeError, ValueError) as error:
-                raise self._failure("all_reduce", message, error) from error
-            return content.tolist()
-
-        return finish
-
     def all_gather(self, tensor: Tensor) -> Tensor:
         gathered = torch.empty((self._size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        if self._is_pair_for(tensor):
-            rows = [as_bytes(row) for row in gathered]
-            own, peer = as_bytes(tensor), 1 - self._rank
-            self._run("all_gather", tensor, _exchange, own, rows[peer], rows[self._rank], peer=peer)
-        else:
-            self._run("all_gather", tensor, _all_gather, as_bytes(gathered), as_bytes(tensor))
+        self._run("all_gather", tensor, _all_gather, as_bytes(gathered), as_bytes(tensor))
         return gathered
 
     def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
@@ -370,11 +334,6 @@ class TorchCollective(CarriesObjects):
         part._owns_group = part._is_part = True
         return part
 
-    def _is_pair_for(self, tensor: Tensor) -> bool:
-        """See Note [Two ranks exchange large tensors]. The same on both ranks, for equal tensors."""
-        is_dense = tensor.layout is torch.strided and tensor.device.type == "cpu"
-        return self._size == 2 and self._is_gloo and is_dense and tensor.nbytes >= _EXCHANGED_BYTES
-
     def _joined(self, operation: str) -> ProcessGroup:
         if self._group is None:
             if self._is_in_a_fork:
@@ -420,38 +379,6 @@ class TorchCollective(CarriesObjects):
         )
 
 
-# Note [Two ranks exchange large tensors]
-# gloo's all-gather copies what it sends and what it receives, and its all-reduce makes two rounds; with two ranks one
-# message each way is enough. Over gloo's own, on two shared cores, all_reduce of 256 KB took 0.69 of the time, of 1 MB
-# 0.72, of 4 MB 1.0, of 16 MB 0.84; all_gather of 1 MB 0.70, of 4 MB 0.86. A sum of two has the same bits either way.
-_EXCHANGED_BYTES = 2**18
-_ADDED = (torch.float32, torch.float64)
-_TAG = 0x66616272
-"""No `send` of the program uses it."""
-
-# Note [Cold Python]
-# After a rank has waited for the others, its caches are cold: Python that takes 5 us in a loop takes up to 70 us there.
-# An all-reduce of one number over gloo takes 220 us, so each frame and each torch function counts there.
-# Over that all-reduce, two numbers through `torch.tensor`, `dist.all_reduce` and `tolist` took 1.4 times as long, and
-# 1.0 to 1.2 times through a buffer that is kept and the group's own method.
-
-
-def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup) -> None:
-    """`dist.all_reduce` of a real tensor, past its wrappers. See Note [Cold Python]."""
-    work = group.allreduce([tensor], _options(op))
-    if work is not None:
-        work.wait()
-
-
-def _exchange(own: Tensor, received: Tensor, copied: Tensor | None = None, *, group: ProcessGroup, peer: int) -> None:
-    """Send a contiguous tensor to the other rank, and receive one of the same size. Meanwhile copy it to `copied`."""
-    under_way = group.send([own], peer, _TAG), group.recv([received], peer, _TAG)
-    if copied is not None:
-        copied.copy_(own)
-    for work in under_way:
-        work.wait()
-
-
 def _barrier(group: ProcessGroup) -> None:
     """`dist.barrier`, always over the hosts: torch's own goes to the device that the group is bound to."""
     options = dist.BarrierOptions()
@@ -459,20 +386,14 @@ def _barrier(group: ProcessGroup) -> None:
     group.barrier(options).wait()
 
 
-def _options(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
-    options = dist.AllreduceOptions()
-    options.reduceOp = op  # type: ignore[assignment]  # the stub of torch 2.13 lacks the conversion
-    options.asyncOp = False
-    return options
+# Note [Cold Python]
+# After a rank has waited for the others, its caches are cold: Python that takes 5 us in a loop takes up to 70 us there.
+# An all-reduce of one number over gloo takes 220 us, so each frame and each torch function counts there.
 
 
-_SUM = _options(dist.ReduceOp.SUM)
-
-
-def _new_buffer() -> tuple[bytearray, Tensor]:
-    """Memory for two numbers, and a tensor of float64 on it."""
-    content = bytearray(_TWO_NUMBERS.size)
-    return content, torch.frombuffer(content, dtype=torch.float64)
+def sum_message(message: Tensor, group: ProcessGroup) -> None:
+    """The all-reduce of a comparison: not compared itself, see `comparing.py`."""
+    group.allreduce([message]).wait()
 
 
 def _wait(work: dist.Work, group: ProcessGroup) -> None:

@@ -16,10 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric.launchers.world import World
-from fabric.strategies.checkpoint.in_place import filled_module, is_extra_state
-from fabric.strategies.checkpoint.optimizer_states import map_state
-from fabric.strategies.checkpoint.state import StateAccess
-from fabric.strategies.checkpoint.stored import Stored, in_memory
+from fabric.strategies.checkpoint.state import StateAccess, map_state
+from fabric.strategies.checkpoint.stored import Stored, in_memory, is_extra_state, mapped_module
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, flat_shard, no_shards
 
 
@@ -70,7 +68,7 @@ class ZeroState(StateAccess):
     def write_module(self, module: nn.Module, content: dict[str, Any], *, strict: bool) -> None:
         """Values of `content` may be `Stored`: then one of them at a time is read."""
         if self.stage != 3:
-            module.load_state_dict(filled_module(module, content), strict=strict)
+            module.load_state_dict(mapped_module(content), strict=strict)
         own = module.state_dict(keep_vars=True)
         if strict:
             _check_names(type(module).__name__, own, content)

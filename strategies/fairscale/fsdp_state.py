@@ -19,11 +19,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fabric.strategies.checkpoint.in_place import converts, mapped_entry, mapped_module
-from fabric.strategies.checkpoint.load_hooks import KeepsNamesAndShapes
-from fabric.strategies.checkpoint.optimizer_states import by_saved_index, map_state
-from fabric.strategies.checkpoint.state import PLAIN, StateAccess
-from fabric.strategies.checkpoint.stored import Stored, in_memory
+from fabric.strategies.checkpoint.state import (
+    PLAIN,
+    KeepsNamesAndShapes,
+    StateAccess,
+    by_saved_index,
+    converts,
+    map_state,
+)
+from fabric.strategies.checkpoint.stored import Stored, in_memory, mapped_entry, mapped_module
 from fabric.strategies.checkpoint.tensor_shards import TensorShards, flat_shard
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.sharding.flat_shards import FlatShard, hide, show_again
@@ -311,7 +315,7 @@ class SlicedState(StateAccess):
     def _filled(self, own: Tensor, value: Stored) -> Tensor:
         """This rank's shard, filled with its elements."""
         for chunk, part in self._shards(own, torch.Size(value.shape)).shards:
-            value.copy_to(part, chunk)
+            value.fill(part, chunk)
         return own
 
     def _kept(self, own: Tensor, shape: torch.Size) -> Tensor:

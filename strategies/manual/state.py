@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from fabric.strategies.checkpoint.optimizer_states import map_state
-from fabric.strategies.checkpoint.state import StateAccess, uncompiled
+from fabric.strategies.checkpoint.state import StateAccess, map_state, uncompiled
 from fabric.strategies.checkpoint.tensor_shards import replicated
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.sharding.sharded_state import ShardedState

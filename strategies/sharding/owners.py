@@ -11,8 +11,8 @@ from typing import Any, final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.checkpoint.in_place import filled_optimizer
 from fabric.strategies.checkpoint.state import PLAIN, PlainState, StateAccess
+from fabric.strategies.checkpoint.stored import in_memory
 from fabric.strategies.checkpoint.tensor_shards import no_shards, replicated
 from fabric.strategies.collectives.collective import Collective
 from fabric.strategies.tensors.packing import Spec
@@ -37,7 +37,7 @@ class OwnersState(StateAccess):
 
     def load_optimizer(self, optimizer: Optimizer, content: Any) -> None:
         before = {id(value) for entries in optimizer.state.values() for value in entries.values()}
-        PLAIN.write_optimizer(optimizer, filled_optimizer(optimizer, content, mapped=True))
+        PLAIN.write_optimizer(optimizer, in_memory(content, mapped=True))
         # The optimizer has left out what other ranks own, and that was not read. The rest must not stay mapped.
         for entries in optimizer.state.values():
             for name, value in entries.items():

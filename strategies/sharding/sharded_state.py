@@ -11,10 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric.strategies.checkpoint.in_place import converts, is_extra_state
-from fabric.strategies.checkpoint.optimizer_states import by_saved_index, map_state
-from fabric.strategies.checkpoint.state import StateAccess
-from fabric.strategies.checkpoint.stored import Stored, in_memory
+from fabric.strategies.checkpoint.state import StateAccess, by_saved_index, converts, map_state
+from fabric.strategies.checkpoint.stored import Stored, in_memory, is_extra_state
 from fabric.strategies.checkpoint.tensor_shards import TensorShards
 from fabric.strategies.tensors.chunk import whole as whole_chunk
 from fabric.strategies.tensors.dtensor import as_sharded, local_chunk, local_part, shard_like, whole

@@ -61,8 +61,7 @@ def _race(fabric: Fabric, folder: str, strategy: str) -> list[Row]:
     state = {"model": model, "optimizer": optimizer}
     savers = _savers(fabric, state, strategy)
     times: dict[str, list[float]] = {name: [] for name in savers}
-    mappers = _mappers(fabric, state, strategy)
-    loading: dict[str, list[float]] = {name: [] for name in (*savers, *(each for each, _ in mappers.values()))}
+    loading: dict[str, list[float]] = {name: [] for name in savers}
     blocked: dict[str, list[float]] = {"whole save": [], "ours": []}
     speed: dict[str, list[float]] = {"no save": [], "ours": []}
     for turn in range(NUM_ROUNDS + 1):
@@ -70,10 +69,6 @@ def _race(fabric: Fabric, folder: str, strategy: str) -> list[Row]:
             path = f"{folder}/{strategy}-{name.replace(' ', '-').replace('.', '')}"
             _keep(times[name], turn, _timed(fabric, lambda save=save, path=path: save(path)))  # type: ignore[misc]
             _keep(loading[name], turn, _timed(fabric, lambda load=load, path=path: load(path)))  # type: ignore[misc]
-            if name in mappers:
-                mapper, load = mappers[name]
-                _keep(loading[mapper], turn, _timed(fabric, lambda load=load, path=path: load(path)))  # type: ignore[misc]
-                _take_other_memory(model, optimizer)
             _delete(fabric, folder)
         _background(fabric, state, f"{folder}/{strategy}-background", turn, blocked, speed)
         _delete(fabric, folder)
@@ -187,19 +182,6 @@ def _savers(fabric: Fabric, state: dict[str, Any], strategy: str) -> dict[str, P
     return found
 
 
-def _mappers(fabric: Fabric, state: dict[str, Any], strategy: str) -> dict[str, tuple[str, Callable[[str], object]]]:
-    """Of those who can map what they saved: the name of that variant, and how it loads. torch copies weights anyway."""
-    found: dict[str, tuple[str, Callable[[str], object]]] = {
-        "ours": ("ours, mmap=True", lambda path: fabric.load(path, dict(state), mmap=True))
-    }
-    if strategy == "ddp":
-        found["torch.save"] = (
-            "torch.load(mmap=True)",
-            lambda path: _torch_load(path, state["model"], state["optimizer"], mmap=True),
-        )
-    return found
-
-
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """As DCP takes them: shards of DTensors, and tensors of which every rank has all."""
     states = {
@@ -219,8 +201,8 @@ def _torch_save(fabric: Fabric, path: str, model: nn.Module, optimizer: torch.op
         Path(f"{path}.new").replace(path)
 
 
-def _torch_load(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, *, mmap: bool = False) -> None:
-    content = torch.load(path, weights_only=True, mmap=mmap)
+def _torch_load(path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    content = torch.load(path, weights_only=True)
     model.load_state_dict(content["model"])
     optimizer.load_state_dict(content["optimizer"])
 
@@ -229,18 +211,6 @@ def _local_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[t
     """What this rank has of each tensor."""
     tensors = [each.detach() for each in _tensors(model, optimizer).values()]
     return [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
-
-
-@torch.no_grad()
-def _take_other_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Mapped tensors would make the other variants slower."""
-    for tensor in (*model.parameters(), *(each for own in optimizer.state.values() for each in own.values())):
-        if isinstance(tensor, DTensor):
-            if not isinstance(tensor, nn.Parameter):  # these share their memory, and are not mapped
-                local = tensor.to_local()
-                local.data = local.clone()
-        else:
-            tensor.data = tensor.clone()
 
 
 def _write_share(fabric: Fabric, path: str, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: str) -> None:

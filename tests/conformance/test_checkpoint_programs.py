@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -129,27 +128,6 @@ def tied(fabric: Fabric, folder: str) -> None:
     fabric._forget()
 
 
-def mapped(fabric: Fabric, folder: str) -> None:
-    path = Path(folder) / "mapped"
-    model, optimizer = made(fabric, 1, lambda: Net(tied=True))
-    train(fabric, model, optimizer)
-    fabric.save(path, {"model": model, "optimizer": optimizer})
-    losses = [train(fabric, model, optimizer, 1) for _ in range(3)]
-    fabric._forget()
-    for num_before in (0, 1):  # the optimizer has tensors, or has none
-        written = {each.name: each.read_bytes() for each in path.iterdir()}
-        model, optimizer = made(fabric, 2, lambda: Net(tied=True))
-        if num_before:
-            train(fabric, model, optimizer, num_before)
-        fabric.load(path, {"model": model, "optimizer": optimizer}, mmap=True)
-        fabric.barrier()
-        if num_before and fabric.is_global_zero:
-            shutil.rmtree(path)
-        assert [train(fabric, model, optimizer, 1) for _ in range(3)] == losses
-        assert num_before or written == {each.name: each.read_bytes() for each in path.iterdir()}
-        fabric._forget()
-
-
 def changed(fabric: Fabric, folder: str) -> None:
     path = f"{folder}/changed"
     model, optimizer = made(fabric, 1, Net)
@@ -203,7 +181,7 @@ def of_a_bigger_world(fabric: Fabric, folder: str) -> None:
 
 
 def run(fabric: Fabric, folder: str) -> None:
-    for program in (two_models, frozen_with_adapter, tied, mapped, changed, impossible_places, of_a_bigger_world):
+    for program in (two_models, frozen_with_adapter, tied, changed, impossible_places, of_a_bigger_world):
         program(fabric, folder)
 
 

@@ -443,7 +443,7 @@ def check_a_forked_process_is_no_rank(collective: Collective) -> None:
     calls: tuple[Callable[[], object], ...] = (
         collective.barrier,
         lambda: collective.all_reduce(torch.ones(2)),
-        lambda: collective.add_numbers(1, 1),
+        lambda: collective.add_number(1),
         lambda: collective.all_gather_object("x"),
     )
     for call in calls:

@@ -147,45 +147,6 @@ def test_ctrl_c_while_the_fabric_is_closed_is_raised_once_the_save_is_complete(t
     assert read_checkpoint(tmp_path)["x"].sum() == 3
 
 
-@final
-class InterruptedOnce:
-    """A collective of a rank that Ctrl-C reaches within an all-reduce, which the other ranks complete."""
-
-    def __init__(self, collective: ThreadCollective) -> None:
-        self._collective, self._was_interrupted = collective, False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._collective, name)
-
-    def reduce_boolean_decision(self, decision: bool) -> bool:
-        decided = self._collective.reduce_boolean_decision(decision)
-        if not self._was_interrupted:
-            self._was_interrupted = True
-            raise KeyboardInterrupt
-        return decided
-
-
-def save_with_an_interrupted_rank(collective: ThreadCollective, folder: str, interrupted: int) -> None:
-    mine = InterruptedOnce(collective) if collective.rank == interrupted else collective
-    saves, storage = BackgroundSaves(mine), Folder(Path(folder))  # type: ignore[arg-type]
-    state = {"x": replicated(torch.arange(10), range(2))}
-    if collective.rank == interrupted:
-        with pytest.raises(KeyboardInterrupt):
-            saves.start(storage, state)
-    else:
-        saves.start(storage, state)
-        with pytest.raises(CheckpointError, match=f"Rank {interrupted} could .*: interrupted by `KeyboardInterrupt`"):
-            saves.finish()
-    collective.barrier()
-    saves.start(storage, state).wait()  # nothing is left locked
-
-
-@pytest.mark.parametrize("interrupted", [0, 1])
-def test_ctrl_c_while_one_rank_begins_a_save_ends_it_on_the_others(tmp_path: Path, interrupted: int) -> None:
-    run_threads(2, save_with_an_interrupted_rank, str(tmp_path), interrupted)
-    assert torch.equal(read_checkpoint(tmp_path)["x"], torch.arange(10))
-
-
 def save_with_a_failing_rank(collective: ThreadCollective, folder: str) -> str:
     saves, opened = BackgroundSaves(collective), threading.Event()
     opened.set()
@@ -245,7 +206,7 @@ def test_a_failed_save_that_nobody_waited_for_is_reported_at_exit_with_a_nonzero
     assert done.returncode == 1
     assert done.stdout == "the end of the script\n"
     assert "Rank 0 could not write the checkpoint" in done.stderr
-    assert "no more than 0.1 MB may be written to one file" in done.stderr
+    assert "File too large" in done.stderr
     assert read_checkpoint(tmp_path / "saved")["x"].numel() == 10
 
 

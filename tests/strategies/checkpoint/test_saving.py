@@ -92,10 +92,10 @@ def test_containers_of_plain_values_keep_their_classes_next_to_objects() -> None
 @pytest.mark.parametrize(
     ("kind", "make"),
     [
-        ("nested", lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
-        ("torch.sparse_coo", lambda: torch.ones(3).to_sparse()),
-        ("a `MaskedTensor` around others", lambda: masked_tensor(torch.ones(2), torch.tensor([True, False]))),
-        ("without values", lambda: torch.ones(2, device="meta")),
+        ("a `Tensor`", lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+        ("a `Tensor` with the layout torch.sparse_coo", lambda: torch.ones(3).to_sparse()),
+        ("a `MaskedTensor`", lambda: masked_tensor(torch.ones(2), torch.tensor([True, False]))),
+        ("a `Tensor` with the layout torch.strided, on the device meta", lambda: torch.ones(2, device="meta")),
     ],
 )
 def test_tensors_that_are_not_dense_raise_with_their_place(
@@ -117,17 +117,8 @@ def test_a_value_that_needs_code_to_be_loaded_raises_with_its_position(tmp_path:
     assert not (tmp_path / "saved" / NAME).exists()
 
 
-def test_a_container_that_contains_itself_raises_by_its_name(tmp_path: Path) -> None:
-    history: list[object] = [1]
-    nest: dict[str, object] = {"twice": history, "again": history}
-    assert state_of(nest) == {"twice": [1], "again": [1]}
-    history.append({"back": history})
-    with pytest.raises(ValueError, match="The list 'back' in the state contains itself"):
-        state_of(nest)
-
-
 def test_a_sparse_tensor_raises_with_its_position(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"The tensor at /x is torch.sparse_coo"):
+    with pytest.raises(CheckpointError, match=r"The tensor at /x is .* torch.sparse_coo"):
         save_here(tmp_path / "saved", {"x": torch.eye(2).to_sparse()})
 
 

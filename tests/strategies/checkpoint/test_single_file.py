@@ -19,7 +19,7 @@ from worlds import run_world
 
 from fabric import Fabric
 from fabric.launchers.world import World
-from fabric.strategies.checkpoint.single_file import CheckpointError, load, save
+from fabric.strategies.checkpoint.foreign import CheckpointError, load, save
 from fabric.strategies.checkpoint.state import restore, state_of
 from fabric.strategies.collectives.process_group import TorchCollective
 from fabric.strategies.collectives.single import SingleDeviceCollective
@@ -40,7 +40,7 @@ def test_a_saved_state_is_loaded_again(tmp_path: Path) -> None:
     save(alone(), tmp_path / "new" / "file.ckpt", state_of(state))
     other = nn.Linear(2, 2)
     target: dict[str, Any] = {"model": other, "step": 0}
-    rest = restore(target, load(alone(), tmp_path / "new" / "file.ckpt"), strict=True)
+    rest = restore(target, load(alone(), tmp_path / "new" / "file.ckpt", "torch"), strict=True)
     torch.testing.assert_close(other.state_dict(), model.state_dict())
     assert target["step"] == 3
     assert set(rest) == {"optimizer", "deep"}
@@ -50,8 +50,12 @@ def test_a_saved_state_is_loaded_again(tmp_path: Path) -> None:
 def test_a_compiled_module_is_saved_under_the_names_of_the_module_itself(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     save(alone(), tmp_path / "file", state_of({"model": torch.compile(model, backend="eager")}))
-    assert list(load(alone(), tmp_path / "file")["model"]) == ["weight", "bias"]
-    restore({"model": torch.compile(nn.Linear(2, 2), backend="eager")}, load(alone(), tmp_path / "file"), strict=True)
+    assert list(load(alone(), tmp_path / "file", "torch")["model"]) == ["weight", "bias"]
+    restore(
+        {"model": torch.compile(nn.Linear(2, 2), backend="eager")},
+        load(alone(), tmp_path / "file", "torch"),
+        strict=True,
+    )
 
 
 def test_a_filter_selects_entries() -> None:
@@ -70,7 +74,7 @@ def test_a_filter_on_a_value_without_entries_raises() -> None:
 
 
 def test_strict_loading_raises_with_the_missing_names() -> None:
-    with pytest.raises(KeyError, match="but not 'optimizer'"):
+    with pytest.raises(KeyError, match="optimizer"):
         restore({"optimizer": None}, {"model": 1}, strict=True)
     assert restore({"optimizer": None}, {"model": 1}, strict=False) == {"model": 1}
 
@@ -79,7 +83,7 @@ def test_loading_runs_no_code_from_the_file(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     torch.save({"evil": _Evil(str(marker))}, tmp_path / "file")
     with pytest.raises(CheckpointError, match="Rank 0 could not read the checkpoint"):
-        load(alone(), tmp_path / "file")
+        load(alone(), tmp_path / "file", "torch")
     assert not marker.exists()
 
 
@@ -87,7 +91,7 @@ def test_a_file_with_the_shards_of_one_rank_raises_on_loading(tmp_path: Path) ->
     fabric = Fabric(accelerator=ACCELERATOR, strategy="fsdp", devices=1)
     model = fabric.setup(nn.Linear(2, 2))
     torch.save({"net": [model.state_dict()]}, tmp_path / "by hand")
-    with pytest.raises(CheckpointError, match=r"The file has a DTensor at /net/0/weight, of shape \(2, 2\)"):
+    with pytest.raises(CheckpointError, match=r"The file has a DTensor of shape \(2, 2\)"):
         fabric.load_raw(tmp_path / "by hand", model)
     fabric.close()
 
@@ -111,7 +115,7 @@ def save_badly(world: World, folder: str) -> tuple[str, bool, list[str]]:
     try:
         save(collective, path, {"value": torch.ones(100_000)})
     except CheckpointError as error:
-        intact = bool(load(collective, path)["value"].eq(torch.ones(10)).all())
+        intact = bool(load(collective, path, "torch")["value"].eq(torch.ones(10)).all())
         collective.teardown()
         return str(error), intact, sorted(os.listdir(folder))
     raise AssertionError("a save onto a full disk returned")
@@ -129,7 +133,7 @@ def test_a_full_disk_raises_on_every_rank_and_leaves_the_last_checkpoint(tmp_pat
 VICTIM = """
 import sys, torch
 from pathlib import Path
-from fabric.strategies.checkpoint.single_file import save
+from fabric.strategies.checkpoint.foreign import save
 from fabric.strategies.collectives.single import SingleDeviceCollective
 torch.set_num_threads(1)
 collective = SingleDeviceCollective()
@@ -152,6 +156,6 @@ def test_killing_a_process_during_a_save_leaves_a_complete_file(tmp_path: Path) 
         victim.kill()
         victim.wait()
         victim.stdout.close()
-        content = load(alone(), path)
+        content = load(alone(), path, "torch")
         assert torch.equal(content["a"], content["b"])
         assert bool(content["a"].eq(content["a"][0]).all())

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from argparse import Namespace
 from collections import deque
-from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
 from pathlib import Path
@@ -30,11 +28,6 @@ class Color(Enum):
     RED = 1
 
 
-@dataclass
-class Options:
-    lr: float = 0.1
-
-
 class Dotted(dict[str, Any]):
     """Attributes are keys, as users write it: `state_dict` is None."""
 
@@ -42,29 +35,26 @@ class Dotted(dict[str, Any]):
 
 
 @pytest.mark.parametrize(
-    ("value", "instead"),
+    "value",
     [
-        (datetime(2026, 1, 1), ".isoformat()"),
-        (Color.RED, ".value"),
-        (Options(), "dataclasses.asdict(...)"),
-        (Point(1, 2), "._asdict()"),
-        (Namespace(lr=0.1), "vars(...)"),
-        (deque([1]), "list(...)"),
-        (Dotted(lr=0.1), "dict(...)"),
-        (torch.Generator(), ".get_state()"),
-        (np.random.default_rng(1), ".bit_generator.state"),
-        (np.array(["a"]), ".tolist()"),
-        ({torch.tensor(1): 2}, ".item()"),
-        ({Color.RED: 2}, ".value"),
-        (Options, "Leave it out"),
-        (np.mean, "an object that has `state_dict`"),
+        datetime(2026, 1, 1),
+        Color.RED,
+        Point(1, 2),
+        Namespace(lr=0.1),
+        deque([1]),
+        Dotted(lr=0.1),
+        torch.Generator(),
+        np.random.default_rng(1),
+        np.array(["a"]),
+        {torch.tensor(1): 2},
+        {Color.RED: 2},
+        Point,
+        np.mean,
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_the_error_of_a_value_that_cannot_be_saved_names_its_place_and_what_to_save(
-    tmp_path: Path, value: Any, instead: str
-) -> None:
+def test_the_error_of_a_value_that_cannot_be_saved_names_its_place_and_what_to_save(tmp_path: Path, value: Any) -> None:
     collective = SingleDeviceCollective()
     collective.setup()
-    with pytest.raises(TypeError, match=rf"at /deep/0\S*.*, which cannot be saved.*{re.escape(instead)}"):
+    with pytest.raises(TypeError, match=r"at /deep/0\S*.*, which cannot be saved.* Save its contents as numbers"):
         save(collective, Folder(tmp_path), state_of({"deep": [value]}))

@@ -156,7 +156,7 @@ def test_without_sync_grads_nothing_is_traced() -> None:
     assert run_threads(2, body) == [[False, False]] * 2
 
 
-def test_a_mean_of_one_number_is_one_message_and_a_hundred_small_tensors_are_two() -> None:
+def test_a_hundred_small_tensors_are_a_comparison_and_one_message() -> None:
     def body(collective: ThreadCollective) -> list[list[str]]:
         small = {f"m{index}": torch.ones(256) for index in range(100)}
         calls = []
@@ -177,11 +177,11 @@ def test_a_mean_of_one_number_is_one_message_and_a_hundred_small_tensors_are_two
 
     for calls in run_threads(2, body):
         assert calls == [
-            ["all_reduce"],
-            ["all_reduce"],
+            ["all_reduce", "all_reduce"],
+            ["all_reduce", "all_reduce"],
             ["all_reduce", "all_reduce"],
             ["all_reduce", "all_gather"],
-            ["all_reduce", "broadcast"],
+            ["all_reduce", "broadcast", "broadcast"],
             ["all_reduce", "all_reduce"],
             ["all_reduce", "all_gather"],
             ["all_reduce", "all_gather", "all_gather"],

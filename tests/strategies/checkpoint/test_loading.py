@@ -1,4 +1,4 @@
-"""Tensors are loaded into the memory that a module and an optimizer have."""
+"""A module and an optimizer load what torch would load into them."""
 
 from __future__ import annotations
 
@@ -34,19 +34,15 @@ def tensors_of(optimizer: Optimizer) -> list[Tensor]:
     return [each for entries in optimizer.state.values() for each in entries.values()]
 
 
-def test_an_optimizer_that_has_stepped_keeps_its_tensors_and_gets_the_saved_values(
-    tmp_path: Path, fabric: Fabric
-) -> None:
+def test_an_optimizer_that_has_stepped_gets_the_saved_values(tmp_path: Path, fabric: Fabric) -> None:
     model, optimizer = trained(fabric, nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    places = [each.data_ptr() for each in tensors_of(optimizer)]
     fabric.save(tmp_path / "saved", {"model": model, "optimizer": optimizer})
     for _ in range(2):
         fabric.backward(model(torch.rand(4, 3)).square().sum())
         optimizer.step()
     fabric.load(tmp_path / "saved", {"model": model, "optimizer": optimizer})
     torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), saved, rtol=0, atol=0)
-    assert [each.data_ptr() for each in tensors_of(optimizer)] == places
 
 
 def test_an_optimizer_that_was_loaded_in_inference_mode_steps(tmp_path: Path, fabric: Fabric) -> None:
