@@ -18,7 +18,7 @@ from fabric.strategies.data.partition import BatchCut, Cut, LeaveOut, RoundRobin
 from fabric.strategies.data.seeded_dataset import with_seed
 from fabric.strategies.data.share import Share
 
-MAX_CHUNKS = 64
+MOST_STEPS = 64
 
 
 @final
@@ -33,22 +33,22 @@ class IndexSource:
         order: Order,
         leave_out: LeaveOut,
         *,
-        chunks: int,
-        quick: bool,
-        eager: bool,
+        most_steps: int,
+        eager: bool = False,
         reader: int | None = None,
     ) -> None:
-        """`reader`: index of the share that loads the batches; gives each batch a seed of its own: `SeededDataset`."""
+        """`most_steps`: how many may be drawn at a time. `eager`: `iter` is called on the items when the iteration
+        begins. `reader`: index of the share that loads the batches; gives each a seed of its own: `SeededDataset`."""
         self.items, self._replaced = items, replaced
         self.cut, self._order, self._leave_out = cut, order, leave_out
-        self._reads, self._eager, self._reader = cut.growing(chunks, quick=quick), eager, reader
+        self._most_steps, self._eager, self._reader = most_steps, eager, reader
         self.read = False
         """Whether a loader has asked for indices."""
 
     def __iter__(self) -> Iterator[Any]:
         self.read = True
         epoch = self._order.begin()
-        items = epoch.draw(self.items, self._reads, eager=self._eager)
+        items = epoch.draw(self.items, self.cut.reads, most_steps=self._most_steps, eager=self._eager)
         return chain.from_iterable(self._batches(epoch, items, epoch.begun_at))
 
     def __len__(self) -> int:
@@ -66,7 +66,9 @@ class IndexSource:
                 f"per rank; here these batches have {end}. Construct the same loader, or start a new epoch with "
                 "`set_epoch`."
             )
-        while group := list(islice(parts, self._reads.num_steps)):
+        num_steps = 1
+        while group := list(islice(parts, num_steps)):
+            num_steps = min(2 * num_steps, self._most_steps)
             epoch.fetch(group)
             yield [part.batch for part in group] if self._reader is None else self._seeded(epoch, group, self._reader)
 
@@ -97,10 +99,9 @@ def index_source(
     if isinstance(batches, BatchSampler) and (loader.batch_size is not None or type(batches) is BatchSampler):
         items = batches.sampler
         cut = SampleCut(share=share, uneven=uneven, batch_size=batches.batch_size, drop_last=batches.drop_last)
+    # On one rank a custom sampler is not read ahead of the loop, as in plain PyTorch.
+    most_steps = MOST_STEPS if share.count > 1 or is_torchs(items) else 1
     replaced = getattr(loader, name)
     eager = type(replaced) is not BatchSampler  # which iterates its sampler after the seed of the workers is drawn
-    # On one rank a custom sampler is not read ahead of the loop, as in plain PyTorch.
-    quick = is_torchs(items)
-    chunks = MAX_CHUNKS if share.count > 1 or quick else 1
-    source = IndexSource(replaced, items, cut, order, leave_out, chunks=chunks, quick=quick, eager=eager, reader=reader)
+    source = IndexSource(replaced, items, cut, order, leave_out, most_steps=most_steps, eager=eager, reader=reader)
     return name, source

@@ -15,14 +15,10 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from fabric.strategies.data import huggingface
-from fabric.strategies.data.epochs import Drawn, Reads
+from fabric.strategies.data.epochs import Drawn
 from fabric.strategies.data.partition import Cut
-from fabric.strategies.data.positions import Resumable
 from fabric.strategies.data.rng import Streams, mix, process_rngs
 from fabric.strategies.data.share import Share
-from fabric.strategies.data.take import take
-
-_END = object()
 
 
 @runtime_checkable
@@ -86,7 +82,7 @@ class SharedStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         seed, epoch = self.announced.tolist()
         info = get_worker_info()
-        streams = Streams(mix(seed, epoch, "stream", info.id if info else 0), [])
+        streams = Streams(mix(seed, epoch, "stream", info.id if info else 0))
         return self._batches(streams)
 
     def announce(self, seed: int, epoch: int) -> None:
@@ -94,9 +90,8 @@ class SharedStream(IterableDataset[Any]):
         self.announced.copy_(torch.tensor([seed, epoch]))
 
     def _batches(self, streams: Streams) -> Iterator[Any]:
-        first, step = self.cut.reads
         left_out: list[int] = []
-        items = Drawn(self.dataset, streams, Reads(first=first, step=step, largest=step))
+        items = Drawn(self.dataset, streams, self.cut.reads)
         yield from (part.batch for part in self.cut(iter(items), left_out.append))
         for num_items in left_out:
             yield LeftOut(num_items)
@@ -130,41 +125,6 @@ class ReseededStream(IterableDataset[Any]):
     def announce(self, seed: int, epoch: int) -> None:
         """As `SharedStream.announce`."""
         self.announced.copy_(torch.tensor([seed, epoch]))
-
-
-@final
-class Counted(IterableDataset[Any]):
-    """A dataset whose state is the number of items read; it is read again up to there.
-
-    For torchdata's `StatefulDataLoader`. It reads datasets without a state again by itself, but then counts the batches
-    before the position twice, so that a second resume in the same epoch loses samples (torchdata 0.11).
-    """
-
-    def __init__(self, dataset: Iterable[Any]) -> None:
-        self.dataset = dataset
-        self._num_read = self._num_restored = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        items = iter(self.dataset)
-        if isinstance(items, Resumable):
-            return items
-        self._num_read, self._num_restored = self._num_restored, 0
-        take(items, self._num_read)
-        return self._counted(items)
-
-    def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"read": self._num_read}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._num_restored = state_dict["read"]
-
-    def _counted(self, items: Iterator[Any]) -> Iterator[Any]:
-        while (item := next(items, _END)) is not _END:
-            self._num_read += 1
-            yield item
 
 
 @final

@@ -20,10 +20,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, ClassVar, TypeAlias, final
 
-from fabric.strategies.data.epochs import Part, Reads
+from fabric.strategies.data.epochs import Part
 from fabric.strategies.data.share import Share
-
-NUM_QUICK = 1024
 
 LeaveOut: TypeAlias = Callable[[int], None]
 """Called with the number of items at the end of an order that were dropped."""
@@ -66,17 +64,6 @@ class Cut(ABC):
     @abstractmethod
     def refuse(self, num_items: int) -> str | None:
         """None if so many items can be distributed; otherwise the text of the error."""
-
-    def growing(self, chunks: int, *, quick: bool = False) -> Reads:
-        """How many items to draw at a time: of one batch at first, of up to `chunks` batches later.
-
-        `quick`: items take no time to draw, so up to `NUM_QUICK` are drawn at first.
-        """
-        first, step = self.reads
-        largest = step * chunks
-        if quick:
-            first = max(first, min(largest, NUM_QUICK))
-        return Reads(first=first, step=step, largest=largest, num_steps=first // step if quick else 1)
 
 
 @final
@@ -150,18 +137,11 @@ class SampleCut(Cut):
 
     def refuse(self, num_items: int) -> str | None:
         count = self.share.count
-        if self.drop_last and num_items < self.step:
+        if num_items < (self.step if self.drop_last else count):
             return (
-                f"`batch_size={self.batch_size}, drop_last=True` over {num_items} samples leaves no batch: {count} "
-                f"ranks take {self.step} samples a step. Pass `drop_last=False`, or a smaller `batch_size`."
-            )
-        if num_items == 0:
-            return (
-                f"The dataset has no samples, so {count} ranks have nothing to read. Look at the filter or path of it."
-            )
-        if num_items < count:
-            return (
-                f"{num_items} samples are fewer than the {count} ranks that share them. Use at most {num_items} ranks."
+                f"{num_items} samples leave no batch for each of the {count} ranks, which take {self.step} samples a "
+                f"step (`batch_size={self.batch_size}, drop_last={self.drop_last}`). Look at the filter or path of the "
+                "dataset, or pass a smaller `batch_size`, `drop_last=False`, or fewer ranks."
             )
         if self.batch_size == 1 and num_items % count and not self.drop_last and not self.uneven:
             return (

@@ -27,11 +27,13 @@ from weakref import WeakSet
 
 from torch.utils.data import DataLoader, get_worker_info
 
-from fabric.strategies.data.iterable import Counted, ReseededStream, SharedStream
+from fabric.strategies.data.iterable import ReseededStream, SharedStream
 from fabric.strategies.data.rng import mix, process_rngs
 from fabric.strategies.data.seeded_dataset import SeededDataset
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+MIN_CORES = 4
+"""With fewer cores, workers would take time from the training process itself. A guess, not a measurement."""
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2") if name in dir(signal)]
 
 
@@ -71,7 +73,7 @@ class WorkerStart:
         info = get_worker_info()
         assert info is not None
         # WorkerInfo guards its attributes, and users read both in their own `worker_init_fn`.
-        while isinstance(info.dataset, (Counted, ReseededStream, SharedStream, SeededDataset)):
+        while isinstance(info.dataset, (ReseededStream, SharedStream, SeededDataset)):
             object.__setattr__(info, "dataset", info.dataset.dataset)
         if self.share_index:
             seed = mix(info.seed, self.share_index)
@@ -89,6 +91,25 @@ def start_method_of(loader: DataLoader[Any]) -> str:
         return str(context.get_start_method())
     # Without `allow_none`, the call would fix the default start method of the process.
     return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+
+
+def advice(loader: DataLoader[Any], launcher: str, num_cores: int) -> str | None:
+    """A warning about workers for whose batches an accelerator would wait, in a rank started by `launcher`, on a
+    machine with so many cores; None if there is none."""
+    if num_cores < MIN_CORES:
+        return None
+    if loader.num_workers == 0:
+        return (
+            f"`DataLoader(num_workers=0)` loads each batch while the device waits, on a machine with {num_cores} "
+            "cores. Pass `num_workers=2` or more (the ranks of a machine share its cores)."
+        )
+    start_method = start_method_of(loader)
+    if start_method == "fork" or loader.persistent_workers:
+        return None
+    return (
+        f"`DataLoader(num_workers={loader.num_workers})` starts its workers by {start_method} in a rank started by "
+        f"{launcher}: each imports torch anew, every epoch. Pass `persistent_workers=True`."
+    )
 
 
 @cache
