@@ -14,9 +14,9 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from fabric.strategies.data.content import is_torchs
 from fabric.strategies.data.epochs import Epoch, Order, Part, Position
-from fabric.strategies.data.partition import BatchCut, Cut, LeaveOut, RoundRobinCut, SampleCut
-from fabric.strategies.data.seeded_dataset import with_seed
+from fabric.strategies.data.partition import BatchCut, Cut, RoundRobinCut, SampleCut
 from fabric.strategies.data.share import Share
+from fabric.strategies.data.workers import with_seed
 
 MOST_STEPS = 64
 
@@ -31,7 +31,6 @@ class IndexSource:
         items: Iterable[Any],
         cut: Cut,
         order: Order,
-        leave_out: LeaveOut,
         *,
         most_steps: int,
         eager: bool = False,
@@ -40,7 +39,7 @@ class IndexSource:
         """`most_steps`: how many may be drawn at a time. `eager`: `iter` is called on the items when the iteration
         begins. `reader`: index of the share that loads the batches; gives each a seed of its own: `SeededDataset`."""
         self.items, self._replaced = items, replaced
-        self.cut, self._order, self._leave_out = cut, order, leave_out
+        self.cut, self._order = cut, order
         self._most_steps, self._eager, self._reader = most_steps, eager, reader
         self.read = False
         """Whether a loader has asked for indices."""
@@ -57,7 +56,7 @@ class IndexSource:
     def _batches(self, epoch: Epoch, items: Iterator[Any], begun_at: Position) -> Iterator[Iterable[Any]]:
         """The batches after `begun_at`, some at a time. Of those before, indices are drawn and no sample is loaded."""
         items = self.cut.skip(items, begun_at.start) if begun_at.start else items
-        parts, end = self.cut(items, self._leave_out), begun_at.start
+        parts, end = self.cut(items), begun_at.start
         for part in islice(parts, begun_at.batches):
             end = begun_at.start + part.end
         if end != max(begun_at.samples, begun_at.start):
@@ -84,7 +83,7 @@ class IndexSource:
 
 
 def index_source(
-    loader: DataLoader[Any], share: Share, uneven: bool, order: Order, leave_out: LeaveOut, *, reader: int | None
+    loader: DataLoader[Any], share: Share, uneven: bool, order: Order, *, reader: int | None
 ) -> tuple[str, IndexSource]:
     """The attribute to replace on the copy of a map-style loader (`sampler`, `batch_sampler`), and its new value.
 
@@ -103,5 +102,5 @@ def index_source(
     most_steps = MOST_STEPS if share.count > 1 or is_torchs(items) else 1
     replaced = getattr(loader, name)
     eager = type(replaced) is not BatchSampler  # which iterates its sampler after the seed of the workers is drawn
-    source = IndexSource(replaced, items, cut, order, leave_out, most_steps=most_steps, eager=eager, reader=reader)
+    source = IndexSource(replaced, items, cut, order, most_steps=most_steps, eager=eager, reader=reader)
     return name, source

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -14,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fabric.strategies.data.batch_sampler import IndexSource
 from fabric.strategies.data.epochs import Epoch, Order, Position
-from fabric.strategies.data.iterable import SharedStream, without_left_out
+from fabric.strategies.data.iterable import SharedStream
 from fabric.strategies.data.loop_progress import Iteration, LoopProgress
 from fabric.strategies.data.positions import Restarting, Resumable, ending_where_saved
 from fabric.strategies.data.rng import preserved_rngs
@@ -57,8 +56,6 @@ class Reading:
     """Where batches are moved to; None: they are not moved."""
     carry: Carry = one_by_one
     """Moves batches to the device."""
-    leave_out: Callable[[int], None] = lambda num_items: None
-    """Called with the number of items at the end of an epoch that were dropped, too few for all ranks."""
     begin: tuple[Callable[[], None], ...] = ()
     """Called before each iteration."""
     position: Resumable | None = None
@@ -109,7 +106,7 @@ def loader_name(loader: object) -> str:
     return type(loader._loader if isinstance(loader, DeviceLoader) else loader).__name__
 
 
-class DeviceLoader(ABC):
+class DeviceLoader:
     """This rank's share of a loader's batches, on this rank's device.
 
     Delegates other attributes to the user's loader (`dataset`, `batch_size`, `sampler`, ...), which is not modified.
@@ -138,7 +135,7 @@ class DeviceLoader(ABC):
         restored = self._restore()
         for begin in reading.begin:
             begin()
-        if restored.over is not None and reading.position is not None and not self._begins_anew:
+        if restored.over is not None and reading.position is not None:
             self._leave_rest(restored.over)
         self._leave_unread()
         with reading.order.opening() if reading.order is not None else self._undrawn() as opened:
@@ -149,10 +146,8 @@ class DeviceLoader(ABC):
                 batches = self._begin()
         if opened is not None and opened.begun_at.batches and reading.position is None and reading.rereads:
             self._say_once(_REREAD)
-        if reading.stream is not None:
-            batches = without_left_out(batches, reading.leave_out)
-            if opened is not None:
-                batches = islice(batches, opened.begun_at.batches, None)
+        if reading.stream is not None and opened is not None:
+            batches = islice(batches, opened.begun_at.batches, None)
         self._unread = opened if restored.is_mid_epoch else None
         agreed = None
         if restored.has_ended and reading.position is not None:
@@ -189,8 +184,8 @@ class DeviceLoader(ABC):
             )
         return getattr(self._loader, name)
 
-    @abstractmethod
-    def __repr__(self) -> str: ...
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._loader!r})"
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration epoch `epoch`, here and in the user's sampler and dataset, if they have `set_epoch`.
@@ -234,7 +229,7 @@ class DeviceLoader(ABC):
             return Restored()
         self._resumes = True
         over = restored.over or ("early" if self._epoch != restored.epoch else None)
-        if reading.position is not None and restored.loader is not None and (over is None or not self._begins_anew):
+        if reading.position is not None and restored.loader is not None:
             reading.position.load_state_dict(restored.loader)
         return restored if over is None else Restored(over=over)
 
@@ -268,13 +263,6 @@ class DeviceLoader(ABC):
             batch = next(self._begin(), None)
             # A loader with a state restores its end, and begins the next epoch then.
             return next(self._begin(), None) if batch is None and self._reading.position is not None else batch
-
-    @property
-    def _begins_anew(self) -> bool:
-        """Whether an epoch depends on the order alone, so that one can begin without the state of the user's loader."""
-        loader = self._loader
-        is_indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-        return is_indexed and self._reading.order is not None
 
     def _undrawn(self) -> AbstractContextManager[None]:
         # A resumed loader draws its seeds again, which the saved run had drawn when the epoch began: undone, once.
@@ -344,16 +332,10 @@ class DeviceLoader(ABC):
 class StatelessDeviceLoader(DeviceLoader):
     """A `DeviceLoader` whose batches arrive out of order, so that it has no position."""
 
-    def __repr__(self) -> str:
-        return f"StatelessDeviceLoader({self._loader!r})"
-
 
 @final
 class StatefulDeviceLoader(DeviceLoader):
     """A `DeviceLoader` that saves and restores its position."""
-
-    def __repr__(self) -> str:
-        return f"StatefulDeviceLoader({self._loader!r})"
 
     @property
     def reads_own_part(self) -> bool:
@@ -387,10 +369,7 @@ class StatefulDeviceLoader(DeviceLoader):
                 is_spent = self.iteration.has_ended and self.iteration.is_open
                 if not is_mid_epoch or is_spent or (self.iteration.is_complete and reading.order is None):
                     over = "early" if self.iteration.has_rest or not is_mid_epoch else "end"
-                if over is not None and self._begins_anew:
-                    state["loader"] = None
-                else:
-                    state["loader"] = reading.position.state_dict()
+                state["loader"] = reading.position.state_dict()
             if over is not None:
                 state |= {"over": over} | ({"spent": True} if is_spent else {})
             if reading.order is None and self._epoch is not None:
@@ -439,10 +418,10 @@ class StatefulDeviceLoader(DeviceLoader):
         saved, here = (
             {name: name in state for name in ("loader", "order", "part")} for state in (state_dict, self._kind())
         )
-        if saved != here:
+        if saved != here or (order is not None and len(state_dict["order"]["generators"]) != len(order.own)):
             raise ValueError(
                 f"The state of a loader that reads {_ways(saved)} was given to one that reads {_ways(here)}. Load it "
-                "into the same kind of loader, over the same data, with the same number of ranks."
+                "into the same kind of loader and sampler, over the same data, with the same number of ranks."
             )
         if part is not None and state_dict["part"] != [part.index, part.count]:
             index, count = state_dict["part"]
@@ -453,11 +432,6 @@ class StatefulDeviceLoader(DeviceLoader):
             )
         if order is None:
             return {}
-        if len(order.own) != len(state_dict["order"]["generators"]):
-            raise ValueError(
-                f"The state of a loader whose sampler has {len(state_dict['order']['generators'])} random generators "
-                f"was given to one whose sampler has {len(order.own)}. Load it into a loader with the same sampler."
-            )
         return self._recut(state_dict["order"], state_dict["cut"])
 
     @property

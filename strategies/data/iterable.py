@@ -60,13 +60,6 @@ def split_stream(dataset: IterableDataset[Any], share: Share) -> SplitStream | s
     )
 
 
-@dataclass(frozen=True, slots=True)
-class LeftOut:
-    """Yielded last, instead of a batch: how many items at the end of the stream were too few for all ranks."""
-
-    num_items: int
-
-
 @final
 class SharedStream(IterableDataset[Any]):
     """One rank's batches of the user's iterable dataset, before `collate_fn`.
@@ -83,18 +76,11 @@ class SharedStream(IterableDataset[Any]):
         seed, epoch = self.announced.tolist()
         info = get_worker_info()
         streams = Streams(mix(seed, epoch, "stream", info.id if info else 0))
-        return self._batches(streams)
+        return (part.batch for part in self.cut(iter(Drawn(self.dataset, streams, self.cut.reads))))
 
     def announce(self, seed: int, epoch: int) -> None:
         """Set the epoch of the next iteration. Called in the process that iterates, not in a worker."""
         self.announced.copy_(torch.tensor([seed, epoch]))
-
-    def _batches(self, streams: Streams) -> Iterator[Any]:
-        left_out: list[int] = []
-        items = Drawn(self.dataset, streams, self.cut.reads)
-        yield from (part.batch for part in self.cut(iter(items), left_out.append))
-        for num_items in left_out:
-            yield LeftOut(num_items)
 
 
 @final
@@ -125,23 +111,3 @@ class ReseededStream(IterableDataset[Any]):
     def announce(self, seed: int, epoch: int) -> None:
         """As `SharedStream.announce`."""
         self.announced.copy_(torch.tensor([seed, epoch]))
-
-
-@final
-@dataclass(frozen=True)
-class Collate:
-    """The user's `collate_fn`; a `LeftOut` is passed through."""
-
-    collate: Callable[[Any], Any]
-
-    def __call__(self, batch: Any) -> Any:
-        return batch if isinstance(batch, LeftOut) else self.collate(batch)
-
-
-def without_left_out(batches: Iterator[Any], leave_out: Callable[[int], None]) -> Iterator[Any]:
-    """The batches of a loader over a `SharedStream`. A `LeftOut` is passed to `leave_out` instead of yielded."""
-    for batch in batches:
-        if isinstance(batch, LeftOut):
-            leave_out(batch.num_items)
-        else:
-            yield batch

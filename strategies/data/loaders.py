@@ -23,18 +23,17 @@ from fabric.strategies.data.content import Ranks, agree_on_loader, agree_on_seed
 from fabric.strategies.data.device_loader import DeviceLoader, Reading, SupportsSetEpoch, read_as
 from fabric.strategies.data.dispatch import Dispatched
 from fabric.strategies.data.epochs import Order
-from fabric.strategies.data.iterable import Collate, ReseededStream, SharedStream, SplitStream, split_stream
+from fabric.strategies.data.iterable import ReseededStream, SharedStream, SplitStream, split_stream
 from fabric.strategies.data.loop_progress import LoopProgress
-from fabric.strategies.data.partition import Cut, LeaveOut, RoundRobinCut, SampleCut
+from fabric.strategies.data.partition import Cut, RoundRobinCut, SampleCut
 from fabric.strategies.data.positions import Resumable, own_position
 from fabric.strategies.data.rng import own_rngs
-from fabric.strategies.data.seeded_dataset import SeededDataset
 from fabric.strategies.data.share import Share, Uneven, Use
 from fabric.strategies.data.split import pipe_error, split_of
 from fabric.strategies.data.take import length_of
 from fabric.strategies.data.transfer import Carry, one_ahead, one_by_one
 from fabric.strategies.data.uneven import Agreement
-from fabric.strategies.data.workers import WorkerStart, advice
+from fabric.strategies.data.workers import SeededDataset, WorkerStart, advice
 
 __all__ = ["DeviceLoader", "Share", "Use", "process_dataloader"]
 
@@ -102,7 +101,7 @@ def process_dataloader(
         words, exact = type(loader).__name__, _has_indices(loader)
         agreement = None if uneven is None else _agreement(loader, words, setup, exact=exact)
         reading = replace(_own(loader, setup), agreement=agreement)
-    elif ranks.size == 1 and own_position(loader) is not None and not _has_indices(loader):
+    elif ranks.size == 1 and own_position(loader) is not None:
         reading = _whole(loader, share)
     elif isinstance(loader, DataLoader):
         reading = _shared(loader, setup)
@@ -165,7 +164,7 @@ def _dispatched(loader: Iterable[Any], setup: _Setup) -> Reading | None:
     channel = setup.ranks.channel(setup.share.index)
     whole = _whole(loader, setup.share)
     starting = nullcontext if whole.start is None else whole.start.starting
-    batches = Dispatched(whole.source, channel, starting=starting, keeps_tail=setup.uneven, leave_out=_left_out(setup))
+    batches = Dispatched(whole.source, channel, starting=starting, keeps_tail=setup.uneven)
     return replace(_own(batches, setup), epochal=_epochal(loader, loader), announce=whole.announce)
 
 
@@ -247,11 +246,8 @@ def _indexed(loader: DataLoader[Any], setup: _Setup, *, reader: int) -> Reading:
         keeps_workers=loader.persistent_workers,
         from_torch=type(loader) is DataLoader and all(map(is_torchs, samplers)),
     )
-    # torchdata's `StatefulDataLoader` saves the state of a dataset that has one, which `SeededDataset` would hide.
-    seeded = loader.num_workers > 0 and not (isinstance(loader, Resumable) and isinstance(loader.dataset, Resumable))
-    name, index = index_source(
-        loader, setup.share, setup.uneven, order, _left_out(setup), reader=reader if seeded else None
-    )
+    seeded = loader.num_workers > 0
+    name, index = index_source(loader, setup.share, setup.uneven, order, reader=reader if seeded else None)
     if setup.ranks.size > 1:
         described = _described(loader) | describe(index.items, loader.dataset, seed) | {"generators": len(own)}
         if not agree_on_loader(described, own, setup.ranks):
@@ -271,7 +267,6 @@ def _indexed(loader: DataLoader[Any], setup: _Setup, *, reader: int) -> Reading:
         index=index,
         start=start,
         epochal=_epochal(loader, source),
-        position=own_position(source),
         begin=(setup.progress.restart_numbers,),
     )
 
@@ -300,7 +295,7 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup
     stream = SharedStream(dataset, cut, seed)
     if loader.persistent_workers:
         stream.announced.share_memory_()  # type: ignore[no-untyped-call]
-    parts = {"dataset": stream, "batch_sampler": None, "collate_fn": Collate(loader.collate_fn)}
+    parts = {"dataset": stream, "batch_sampler": None}
     source = _copy(loader, worker_init_fn=start, **parts)
     return Reading(
         source=source,
@@ -309,7 +304,6 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup
         announce=stream.announce,
         start=start,
         epochal=_epochal(loader, source),
-        leave_out=_left_out(setup),
         begin=(setup.progress.restart_numbers,),
         rereads=True,
     )
@@ -368,7 +362,7 @@ def _as_items(items: Iterable[Any], setup: _Setup) -> Reading:
     # Only a list is read ahead: the state of any other iterable must be that of the loop.
     at_hand = isinstance(items, (list, tuple))
     most_steps = MOST_STEPS if at_hand else 1
-    index = IndexSource(items, items, cut, order, _left_out(setup), most_steps=most_steps, eager=True)
+    index = IndexSource(items, items, cut, order, most_steps=most_steps, eager=True)
     return Reading(
         source=index,
         order=order,
@@ -407,19 +401,3 @@ def _refuse(cut: Cut, items: Iterable[Any]) -> None:
     sentence = None if length is None else cut.refuse(length)
     if sentence is not None:
         raise ValueError(sentence)
-
-
-def _left_out(setup: _Setup) -> LeaveOut:
-    """A function that reports, once, that items were dropped."""
-    reported: list[int] = []
-
-    def leave_out(num_items: int) -> None:
-        if not reported:
-            setup.report(
-                f"The last {num_items} batches of the epoch were too few to give each of the {setup.share.count} "
-                "ranks one, and were dropped. Where ranks may have different numbers of batches, pass "
-                "`use='validate'`, `'test'` or `'predict'`."
-            )
-        reported.append(num_items)
-
-    return leave_out

@@ -23,16 +23,16 @@ class Resumable(Protocol):
 def own_position(loader: Iterable[Any]) -> Resumable | None:
     """The loader, if it saves its own position; None if its batches are counted instead.
 
-    So are those of torchdata's `StatefulDataLoader` over a stream without a state. It reads the stream again by itself,
-    but then counts the batches before the position twice, so that a second resume in the same epoch loses samples
-    (torchdata 0.11).
+    So are those of torchdata's `StatefulDataLoader` over map-style data, whose order is known, and over a stream
+    without a state. It reads the stream again by itself, but then counts the batches before the position twice, so that
+    a second resume in the same epoch loses samples (torchdata 0.11).
     """
     if not isinstance(loader, Resumable):
         return None
-    dataset = loader.dataset if isinstance(loader, DataLoader) else None
-    if not isinstance(dataset, IterableDataset) or isinstance(dataset, IterDataPipe):
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterDataPipe):
         return loader
-    return loader if isinstance(dataset, Resumable) and not huggingface.loses_samples(dataset) else None
+    saves = isinstance(loader.dataset, IterableDataset) and isinstance(loader.dataset, Resumable)
+    return loader if saves and not huggingface.loses_samples(loader.dataset) else None
 
 
 @runtime_checkable
