@@ -63,7 +63,8 @@ def agree_on_seed(own: list[Rng], number: int, ranks: Ranks) -> tuple[int, list[
     `LoopProgress`.
     """
     mine = mix("loader", number, digest(torch.default_generator.get_state())), [rng.read() for rng in own]
-    return mine if ranks.size == 1 else ranks.broadcast(mine)  # type: ignore[no-any-return]
+    agreed: tuple[int, list[Any]] = mine if ranks.size == 1 else ranks.broadcast(mine)
+    return agreed
 
 
 def agree_on_loader(described: Mapping[str, Any], own: list[Rng], ranks: Ranks) -> bool:

@@ -9,7 +9,7 @@ from itertools import chain, islice
 from typing import Any, Literal, Protocol, TypeAlias, final, runtime_checkable
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from fabric.strategies.data.batch_sampler import IndexSource
 from fabric.strategies.data.epochs import Epoch, Order, Position
@@ -239,8 +239,7 @@ class DeviceLoader:
         assert position is not None
         # `_undrawn`: what the saved run had drawn when it began the epoch
         with self._undrawn(), ending_where_saved(position):
-            is_stream = isinstance(getattr(self._reading.source, "dataset", None), IterableDataset)
-            if over == "early" or is_stream or isinstance(position, Restarting):
+            if over == "early" or isinstance(position, (DataLoader, Restarting)):
                 next(self._begin(), None)  # datasets may use their state up at the first item only
             else:  # the loader restores its end; `iter` begins the next epoch
                 position.state_dict()

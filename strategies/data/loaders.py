@@ -26,7 +26,7 @@ from fabric.strategies.data.epochs import Order
 from fabric.strategies.data.iterable import ReseededStream, SharedStream, SplitStream, split_stream
 from fabric.strategies.data.loop_progress import LoopProgress
 from fabric.strategies.data.partition import Cut, RoundRobinCut, SampleCut
-from fabric.strategies.data.positions import Resumable, own_position
+from fabric.strategies.data.positions import own_position
 from fabric.strategies.data.rng import own_rngs
 from fabric.strategies.data.share import Share, Uneven, Use
 from fabric.strategies.data.split import pipe_error, split_of
@@ -86,7 +86,7 @@ def process_dataloader(
     accelerated = move and device.type != "cpu"
     # Prefetch only what workers load: another iterable may depend on the loop, a stateful loader counts what was
     # fetched, and without workers loading a batch draws from the random generators of the loop.
-    ahead = isinstance(loader, DataLoader) and not isinstance(loader, Resumable) and loader.num_workers > 0
+    ahead = isinstance(loader, DataLoader) and own_position(loader) is None and loader.num_workers > 0
     if isinstance(loader, DataLoader) and accelerated:
         sentence = advice(loader, launcher, num_cores())
         if sentence is not None:
@@ -346,8 +346,9 @@ def _agreement(loader: Iterable[Any], words: str, setup: _Setup, *, exact: bool)
         return None
     # Read ahead what workers load; and without workers too if a `SharedStream` makes the batches, whose random
     # generators are its own. A loader with a state counts what was read.
-    ahead = isinstance(loader, DataLoader) and own_position(loader) is None
-    ahead = ahead and (loader.num_workers > 0 or (loader.batch_size is not None and not exact))
+    ahead = False
+    if isinstance(loader, DataLoader) and own_position(loader) is None:
+        ahead = loader.num_workers > 0 or (loader.batch_size is not None and not exact)
     when_ended = setup.when_ended or ("error" if setup.uneven else "stop")
     votes = setup.ranks.votes()
     return Agreement(when_ended, votes, words, setup.report, ahead=ahead, trains=not setup.uneven)
