@@ -14,9 +14,9 @@ import torch
 
 from fabric.strategies.collectives.call_check import all_equal
 from fabric.strategies.collectives.collective import Collective
+from fabric.strategies.data.content import Ranks
 from fabric.strategies.data.device_loader import DeviceLoader
 from fabric.strategies.data.dispatch import Channel
-from fabric.strategies.data.loader_check import Ranks
 from fabric.strategies.data.loaders import process_dataloader
 from fabric.strategies.data.share import Use
 from fabric.strategies.data.uneven import Votes
@@ -52,7 +52,7 @@ def share_loader(
         uneven=runtime.uneven,
         in_step=runtime.forward_communicates or runtime.loader_numbers.forward_communicates,
         dispatch=runtime.dispatch,
-        numbers=runtime.loader_numbers,
+        progress=runtime.loader_numbers,
         report=runtime.report,
         draw_apart=runtime.draw_apart if runtime.share.index else None,
         carry=runtime.carry,

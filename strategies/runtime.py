@@ -13,7 +13,7 @@ import torch
 
 from fabric.launchers.world import World
 from fabric.strategies.collectives.collective import Collective
-from fabric.strategies.data.loop_progress import LoaderNumbers
+from fabric.strategies.data.loop_progress import LoopProgress
 from fabric.strategies.data.share import Share, Uneven
 from fabric.strategies.data.transfer import Carry
 from fabric.strategies.precision.forward_precision import dtype_of_new_tensors
@@ -65,7 +65,7 @@ class Runtime:
     """Whether rank 0 reads the loader that is being set up for all ranks."""
     mesh: DeviceMesh | None = None
     """The device mesh, if the strategy has one."""
-    loader_numbers: LoaderNumbers = field(default_factory=LoaderNumbers)
+    loader_numbers: LoopProgress = field(default_factory=LoopProgress)
     """Numbers loaders that are set up in the same random state, so that they are shuffled differently."""
     rank_rng: RankRng = field(default_factory=RankRng)
     backward: Backward = field(default_factory=Backward)

@@ -8,7 +8,7 @@ from typing import Any, final
 from torch.optim import Optimizer
 
 from fabric.checks.check import Moments
-from fabric.strategies.data.loop_progress import LoaderNumbers
+from fabric.strategies.data.loop_progress import LoopProgress
 
 
 @final
@@ -18,7 +18,7 @@ class StepCounter:
     def __init__(self) -> None:
         self.num_steps = 0
 
-    def attach(self, optimizer: Optimizer, loaders: LoaderNumbers, moments: Moments) -> Callable[[], None]:
+    def attach(self, optimizer: Optimizer, loaders: LoopProgress, moments: Moments) -> Callable[[], None]:
         """Count from now on, for `loaders` too, and call `after_step` of the checks. Returns a function to stop."""
 
         def count(stepped: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

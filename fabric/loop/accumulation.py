@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fabric.strategies.collectives.flight_recorder import FlightRecorder
-from fabric.strategies.data.read_ahead import End, ReadAhead
-from fabric.strategies.data.repeated import NOT_COUNTED, Factor, RepeatedBatches
+from fabric.strategies.data.loop_progress import NOT_COUNTED, End, ReadAhead, RepeatedBatches
 from fabric.strategies.data.take import length_of, take
 from fabric.strategies.gradients.sync import GradientSync
 from fabric.strategies.prepared import Prepared
@@ -224,7 +223,7 @@ class _Ahead(Iterator[T]):
         self._held: list[T] = []
         self._ends: list[End] = []
         """The iterations whose end was found."""
-        self._received: Counter[tuple[object, Factor]] = Counter()
+        self._received: Counter[tuple[object, float]] = Counter()
         """What `repeated` recorded when the item was read; it is put back when the item is yielded."""
 
     def has_next(self) -> bool:

@@ -14,11 +14,11 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from fabric.strategies.data.content import is_torchs
 from fabric.strategies.data.epochs import Epoch, Order, Part, Position
-from fabric.strategies.data.partition import BatchCut, Cut, LeaveOut, RoundRobinCut, SampleCut
-from fabric.strategies.data.seeded_dataset import with_seed
+from fabric.strategies.data.partition import BatchCut, Cut, RoundRobinCut, SampleCut
 from fabric.strategies.data.share import Share
+from fabric.strategies.data.workers import with_seed
 
-MAX_CHUNKS = 64
+MOST_STEPS = 64
 
 
 @final
@@ -31,24 +31,23 @@ class IndexSource:
         items: Iterable[Any],
         cut: Cut,
         order: Order,
-        leave_out: LeaveOut,
         *,
-        chunks: int,
-        quick: bool,
-        eager: bool,
+        most_steps: int,
+        eager: bool = False,
         reader: int | None = None,
     ) -> None:
-        """`reader`: index of the share that loads the batches; gives each batch a seed of its own: `SeededDataset`."""
+        """`most_steps`: how many may be drawn at a time. `eager`: `iter` is called on the items when the iteration
+        begins. `reader`: index of the share that loads the batches; gives each a seed of its own: `SeededDataset`."""
         self.items, self._replaced = items, replaced
-        self.cut, self._order, self._leave_out = cut, order, leave_out
-        self._reads, self._eager, self._reader = cut.growing(chunks, quick=quick), eager, reader
+        self.cut, self._order = cut, order
+        self._most_steps, self._eager, self._reader = most_steps, eager, reader
         self.read = False
         """Whether a loader has asked for indices."""
 
     def __iter__(self) -> Iterator[Any]:
         self.read = True
         epoch = self._order.begin()
-        items = epoch.draw(self.items, self._reads, eager=self._eager)
+        items = epoch.draw(self.items, self.cut.reads, most_steps=self._most_steps, eager=self._eager)
         return chain.from_iterable(self._batches(epoch, items, epoch.begun_at))
 
     def __len__(self) -> int:
@@ -57,7 +56,7 @@ class IndexSource:
     def _batches(self, epoch: Epoch, items: Iterator[Any], begun_at: Position) -> Iterator[Iterable[Any]]:
         """The batches after `begun_at`, some at a time. Of those before, indices are drawn and no sample is loaded."""
         items = self.cut.skip(items, begun_at.start) if begun_at.start else items
-        parts, end = self.cut(items, self._leave_out), begun_at.start
+        parts, end = self.cut(items), begun_at.start
         for part in islice(parts, begun_at.batches):
             end = begun_at.start + part.end
         if end != max(begun_at.samples, begun_at.start):
@@ -66,7 +65,9 @@ class IndexSource:
                 f"per rank; here these batches have {end}. Construct the same loader, or start a new epoch with "
                 "`set_epoch`."
             )
-        while group := list(islice(parts, self._reads.num_steps)):
+        num_steps = 1
+        while group := list(islice(parts, num_steps)):
+            num_steps = min(2 * num_steps, self._most_steps)
             epoch.fetch(group)
             yield [part.batch for part in group] if self._reader is None else self._seeded(epoch, group, self._reader)
 
@@ -82,7 +83,7 @@ class IndexSource:
 
 
 def index_source(
-    loader: DataLoader[Any], share: Share, uneven: bool, order: Order, leave_out: LeaveOut, *, reader: int | None
+    loader: DataLoader[Any], share: Share, uneven: bool, order: Order, *, reader: int | None
 ) -> tuple[str, IndexSource]:
     """The attribute to replace on the copy of a map-style loader (`sampler`, `batch_sampler`), and its new value.
 
@@ -97,10 +98,9 @@ def index_source(
     if isinstance(batches, BatchSampler) and (loader.batch_size is not None or type(batches) is BatchSampler):
         items = batches.sampler
         cut = SampleCut(share=share, uneven=uneven, batch_size=batches.batch_size, drop_last=batches.drop_last)
+    # On one rank a custom sampler is not read ahead of the loop, as in plain PyTorch.
+    most_steps = MOST_STEPS if share.count > 1 or is_torchs(items) else 1
     replaced = getattr(loader, name)
     eager = type(replaced) is not BatchSampler  # which iterates its sampler after the seed of the workers is drawn
-    # On one rank a custom sampler is not read ahead of the loop, as in plain PyTorch.
-    quick = is_torchs(items)
-    chunks = MAX_CHUNKS if share.count > 1 or quick else 1
-    source = IndexSource(replaced, items, cut, order, leave_out, chunks=chunks, quick=quick, eager=eager, reader=reader)
+    source = IndexSource(replaced, items, cut, order, most_steps=most_steps, eager=eager, reader=reader)
     return name, source

@@ -1,4 +1,8 @@
-"""Descriptions of a dataset and a sampler, compared between ranks to find out whether all have the same loader.
+"""What ranks compare when a loader is set up: the same data, one seed, one state of each random generator.
+
+If ranks had different loaders, samples would be read twice or never, silently; so digests of their descriptions are
+compared. Cost: a broadcast from rank 0 and an all-reduce of one number at set-up; descriptions of all ranks are
+gathered only for the error. Nothing is sent later.
 
 No sample is loaded. A description has what can be read without that: indices of subsets, rows of tensors and lists,
 rows of Arrow tables, fields of torch's samplers. A custom dataset is described by its type and length alone, because
@@ -10,6 +14,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import PurePath
 from typing import Any
@@ -18,10 +23,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Sampler, StackDataset, Subset, TensorDataset
 
-from fabric.strategies.data import huggingface, webdataset
-from fabric.strategies.data.loader_check import SHUFFLED_BY
-from fabric.strategies.data.rng import Streams, mix
+from fabric.strategies.data import huggingface
+from fabric.strategies.data.dispatch import Channel
+from fabric.strategies.data.rng import Rng, Streams, digest, mix
 from fabric.strategies.data.take import length_of
+from fabric.strategies.data.uneven import Votes
 
 NUM_COMPARED = 256
 """How many items of a custom sampler are compared."""
@@ -29,6 +35,60 @@ NUM_ROWS = 16
 NUM_SHOWN = 8
 TINY = 1e-4
 """Smaller absolute values count as 0: rounding errors differ between processors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """The collectives that the set-up of a loader uses. Every rank calls each of them."""
+
+    size: int
+    broadcast: Callable[[Any], Any]
+    """Returns the object of rank 0 on every rank."""
+    gather: Callable[[Any], list[Any]]
+    """Returns the objects of all ranks, in rank order, on every rank."""
+    same: Callable[[str], bool]
+    """Whether all ranks passed the same string: one all-reduce of one number."""
+    votes: Callable[[], Votes] | None = None
+    """Makes the `Votes` by which a loader agrees on its number of batches. None: not supported."""
+    channel: Callable[[int], Channel] | None = None
+    """Makes the `Channel` of a loader that rank 0 reads, given the share of this rank. None: not supported."""
+
+
+def agree_on_seed(own: list[Rng], number: int, ranks: Ranks) -> tuple[int, list[Any]]:
+    """The seed of rank 0, and the states of its generators `own`. No generator is drawn from or written.
+
+    Ranks: all call it.
+
+    The seed depends on the state of torch's global generator, hence on `seed_everything`, and on `number`: see
+    `LoopProgress`.
+    """
+    mine = mix("loader", number, digest(torch.default_generator.get_state())), [rng.read() for rng in own]
+    agreed: tuple[int, list[Any]] = mine if ranks.size == 1 else ranks.broadcast(mine)
+    return agreed
+
+
+def agree_on_loader(described: Mapping[str, Any], own: list[Rng], ranks: Ranks) -> bool:
+    """Check that all ranks have the same description; return whether the states of their generators are equal, too.
+
+    Ranks: all call it. Raises: ValueError: on every rank, if descriptions differ.
+    """
+    words = repr(dict(described))
+    if ranks.same(f"{words}\n{[digest(rng.read()) for rng in own]}"):
+        return True
+    if ranks.same(words):
+        return False
+    votes = ranks.gather(dict(described))
+    names = [name for name in votes[0] if any(vote.get(name) != votes[0][name] for vote in votes)]
+    lines = [
+        f"  rank {rank}: " + ", ".join(f"{name} {vote.get(name)}" for name in names) for rank, vote in enumerate(votes)
+    ]
+    raise ValueError(
+        "The ranks were given different loaders, so some samples would be read twice and others never:\n"
+        + "\n".join(lines)
+        + "\nBuild the same loader on every rank, over the whole dataset, and pass the same `seed` to `shuffle` of a "
+        "stream. If each rank reads data of its own, or a part that was split before, pass "
+        "`use_distributed_sampler=False`."
+    )
 
 
 def describe(items: Iterable[Any], dataset: object, seed: int) -> dict[str, Any]:
@@ -39,13 +99,6 @@ def describe(items: Iterable[Any], dataset: object, seed: int) -> dict[str, Any]
         "length": length_of(items),
         "first indices": describe_order(items, dataset, seed),
     }
-
-
-def describe_stream(dataset: object) -> dict[str, Any]:
-    """What must be equal on all ranks of an iterable dataset."""
-    described = {"dataset": describe_dataset(dataset), "length": length_of(dataset)}
-    shuffled = huggingface.shuffle_states(dataset) or webdataset.shuffle_states(dataset)
-    return described | {SHUFFLED_BY: f"{mix(shuffled):016x}"} if shuffled else described
 
 
 def describe_dataset(dataset: object) -> str:
@@ -93,8 +146,6 @@ def describe_value(value: Any, depth: int = 4) -> str:
         return repr(str(value).rpartition("/")[2][:256])  # nodes may keep the same files in different folders
     if isinstance(value, float):
         return f"{math.copysign(1, value):.0f}e{math.frexp(value)[1]}" if TINY < abs(value) < math.inf else "0e0"
-    if isinstance(value, complex):
-        return describe_value([value.real, value.imag])
     if type(value).__module__ == "numpy" and not _is_array(value):
         return describe_value(value.item(), depth - 1) if depth else type(value).__qualname__
     if isinstance(value, Tensor) and (value.is_meta or value.layout is not torch.strided):

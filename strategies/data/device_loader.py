@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from itertools import chain, islice
 from typing import Any, Literal, Protocol, TypeAlias, final, runtime_checkable
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from fabric.strategies.data.batch_sampler import IndexSource
 from fabric.strategies.data.epochs import Epoch, Order, Position
-from fabric.strategies.data.iterable import SharedStream, without_left_out
-from fabric.strategies.data.iteration import Iteration
-from fabric.strategies.data.loop_progress import LoaderNumbers
-from fabric.strategies.data.positions import Restarting, Resumable, Tail, ending_where_saved, unsaved_part
+from fabric.strategies.data.iterable import SharedStream
+from fabric.strategies.data.loop_progress import Iteration, LoopProgress
+from fabric.strategies.data.positions import Restarting, Resumable, ending_where_saved
 from fabric.strategies.data.rng import preserved_rngs
 from fabric.strategies.data.share import Share
 from fabric.strategies.data.take import length_of
@@ -59,8 +56,6 @@ class Reading:
     """Where batches are moved to; None: they are not moved."""
     carry: Carry = one_by_one
     """Moves batches to the device."""
-    leave_out: Callable[[int], None] = lambda num_items: None
-    """Called with the number of items at the end of an epoch that were dropped, too few for all ranks."""
     begin: tuple[Callable[[], None], ...] = ()
     """Called before each iteration."""
     position: Resumable | None = None
@@ -72,8 +67,8 @@ class Reading:
     rereads: bool = False
     """Whether a resumed epoch reads the batches before its position again and drops them."""
     report: Callable[[str], None] = lambda sentence: None
-    numbers: LoaderNumbers = field(default_factory=LoaderNumbers)
-    """What the loop has done so far, and what its loaders share."""
+    progress: LoopProgress = field(default_factory=LoopProgress)
+    """What the loop has done so far."""
     resumes_left: bool = True
     """Whether the position after a `break` is within the epoch; otherwise at the beginning of the next one."""
     trains: bool = True
@@ -90,7 +85,8 @@ class Restored:
     """The state of a loader with one of its own; None: it begins an epoch."""
     over: Over | None = None
     """Where the epoch of the position has ended."""
-    tail: Tail = field(default_factory=Tail)
+    has_ended: bool = False
+    """Whether this rank had no batch of its own left, and repeated its last one while other ranks went on."""
     epoch: int | None = None
     """The number of the epoch; None if it is not known."""
     is_spent: bool = False
@@ -110,7 +106,7 @@ def loader_name(loader: object) -> str:
     return type(loader._loader if isinstance(loader, DeviceLoader) else loader).__name__
 
 
-class DeviceLoader(ABC):
+class DeviceLoader:
     """This rank's share of a loader's batches, on this rank's device.
 
     Delegates other attributes to the user's loader (`dataset`, `batch_size`, `sampler`, ...), which is not modified.
@@ -127,55 +123,42 @@ class DeviceLoader(ABC):
         """An epoch that began at a restored position, and of which no batch may have been read."""
         self._epoch: int | None = None
         """The number that was passed to `set_epoch`, or restored."""
-        self._is_saved_as_left = False
-        """Whether a checkpoint has a position within the latest epoch, which the loop had left."""
         self.iteration = Iteration()
         """The latest iteration."""
 
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch. It is counted at its second batch, its end, or a backward pass, whichever comes first."""
         reading, self._has_begun = self._reading, True
-        if self._is_saved_as_left:
-            self._say_once(_LEFT)
-        self._is_saved_as_left = False
         if self._is_spent():
             self.iteration = Iteration()
             return self.iteration.record(iter(()))
         restored = self._restore()
         for begin in reading.begin:
             begin()
-        if restored.over is not None and reading.position is not None and not self._begins_anew:
+        if restored.over is not None and reading.position is not None:
             self._leave_rest(restored.over)
         self._leave_unread()
-        if reading.order is not None:
-            reading.order.keeps_workers = self._keeps_workers()
         with reading.order.opening() if reading.order is not None else self._undrawn() as opened:
             if reading.order is not None and opened is not None:
                 reading.announce(reading.order.seed, opened.number)
             is_resumed = self._begun_at is not None and restored.over is None
-            with (
-                self._seeding_workers(opened),
-                ending_where_saved(reading.position) if is_resumed else nullcontext(),
-            ):
+            with ending_where_saved(reading.position) if is_resumed else nullcontext():
                 batches = self._begin()
         if opened is not None and opened.begun_at.batches and reading.position is None and reading.rereads:
             self._say_once(_REREAD)
-        if reading.stream is not None:
-            batches = without_left_out(batches, reading.leave_out)
-            if opened is not None:
-                batches = islice(batches, opened.begun_at.batches, None)
+        if reading.stream is not None and opened is not None:
+            batches = islice(batches, opened.begun_at.batches, None)
         self._unread = opened if restored.is_mid_epoch else None
         agreed = None
-        if restored.tail.ended and reading.position is not None:
+        if restored.has_ended and reading.position is not None:
             with preserved_rngs():
                 next(batches, None)  # datasets may use their state up at the first item only
         if reading.agreement is not None:
-            agreed = reading.agreement(batches, self._example, restored.tail, reading.position)
+            agreed = reading.agreement(batches, self._example, has_ended=restored.has_ended)
             batches = agreed.batches
             if reading.agreement.repeats and reading.trains:
-                reading.numbers.repeated.begin()
-        repeated, note = (reading.numbers.repeated, reading.numbers.note_batch) if reading.trains else (None, None)
-        self.iteration = Iteration(agreed, repeated, reading.numbers, note)
+                reading.progress.repeated.begin()
+        self.iteration = Iteration(reading.progress, trains=reading.trains, agreed=agreed)
         if reading.device is not None and reading.device.type != "cpu":
             batches = reading.carry(batches, reading.device)
         if reading.order is None or opened is None:
@@ -201,15 +184,15 @@ class DeviceLoader(ABC):
             )
         return getattr(self._loader, name)
 
-    @abstractmethod
-    def __repr__(self) -> str: ...
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._loader!r})"
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration epoch `epoch`, here and in the user's sampler and dataset, if they have `set_epoch`.
 
         Ranks: all call it, with the same number. Without it epochs are counted from 0.
         """
-        self._epoch, self._is_saved_as_left = epoch, False
+        self._epoch = epoch
         if self._reading.order is not None:
             self._reading.order.epoch = epoch
         for part in self._reading.epochal:
@@ -246,7 +229,7 @@ class DeviceLoader(ABC):
             return Restored()
         self._resumes = True
         over = restored.over or ("early" if self._epoch != restored.epoch else None)
-        if reading.position is not None and restored.loader is not None and (over is None or not self._begins_anew):
+        if reading.position is not None and restored.loader is not None:
             reading.position.load_state_dict(restored.loader)
         return restored if over is None else Restored(over=over)
 
@@ -256,8 +239,7 @@ class DeviceLoader(ABC):
         assert position is not None
         # `_undrawn`: what the saved run had drawn when it began the epoch
         with self._undrawn(), ending_where_saved(position):
-            is_stream = isinstance(getattr(self._reading.source, "dataset", None), IterableDataset)
-            if over == "early" or is_stream or isinstance(position, Restarting):
+            if over == "early" or isinstance(position, (DataLoader, Restarting)):
                 next(self._begin(), None)  # datasets may use their state up at the first item only
             else:  # the loader restores its end; `iter` begins the next epoch
                 position.state_dict()
@@ -281,47 +263,19 @@ class DeviceLoader(ABC):
             # A loader with a state restores its end, and begins the next epoch then.
             return next(self._begin(), None) if batch is None and self._reading.position is not None else batch
 
-    @property
-    def _begins_anew(self) -> bool:
-        """Whether an epoch depends on the order alone, so that one can begin without the state of the user's loader."""
-        loader = self._loader
-        is_indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-        return is_indexed and self._reading.order is not None
-
-    def _keeps_workers(self) -> bool:
-        source = self._reading.source
-        return isinstance(source, DataLoader) and source.persistent_workers and source._iterator is not None
-
-    @contextmanager
-    def _seeding_workers(self, opened: Epoch | None) -> Iterator[None]:
-        """Context: torch draws a seed for the workers if the epoch's order needs that. See Note [The seed of the
-        workers]."""
-        source = self._reading.source
-        if opened is None or opened.seeds_workers != self._keeps_workers() or not isinstance(source, DataLoader):
-            yield
-        elif opened.seeds_workers:
-            opened.seed_workers = partial(torch.empty((), dtype=torch.int64).random_, generator=source.generator)
-            yield
-        else:
-            generator, source.generator = source.generator, torch.Generator()
-            try:
-                yield
-            finally:
-                source.generator = generator
-
     def _undrawn(self) -> AbstractContextManager[None]:
         # A resumed loader draws its seeds again, which the saved run had drawn when the epoch began: undone, once.
         resumes, self._resumes = self._resumes, False
         return preserved_rngs() if resumes else nullcontext()
 
-    def _say_once(self, sentence: str, **words: str) -> None:
+    def _say_once(self, sentence: str) -> None:
         if sentence not in self._said:
             self._said.add(sentence)
-            self._reading.report(sentence.format(name=loader_name(self), **words))
+            self._reading.report(sentence.format(name=loader_name(self)))
 
     def _counted(self, batches: Iterator[Any], iteration: Iteration, order: Order, opened: Epoch) -> Iterator[Any]:
         """Yield the batches, and count them: in the iteration, as `Iteration.record` does, and in the order."""
-        index, numbers, draw_apart = self._reading.index, self._reading.numbers, self._reading.draw_apart
+        index, progress, draw_apart = self._reading.index, self._reading.progress, self._reading.draw_apart
         agreed, repeated, is_watched = iteration.agreed, iteration.repeated, iteration.is_watched
         with iteration.opened():
             first = list(islice(batches, 1))
@@ -329,7 +283,7 @@ class DeviceLoader(ABC):
             if index is not None and not index.read and epoch.begun_at.batches:  # no sampler was read, nothing skipped
                 first = list(islice(batches, epoch.begun_at.batches - 1, epoch.begun_at.batches))
             batches, first = chain(first, batches), []  # not kept: a batch may be large
-            num_backwards = numbers.num_backwards
+            num_backwards, num_unweighted = progress.num_backwards, progress.num_unweighted
             try:
                 for batch in batches:
                     if iteration.num_batches == 1:
@@ -342,28 +296,20 @@ class DeviceLoader(ABC):
                         draw_apart()
                     if is_watched or repeated.is_used:
                         iteration.receive(batch)
-                    if epoch.has_unequal:
-                        yield from self._maybe_unequal(batch, epoch)
-                    else:
-                        yield batch
+                    yield batch
+                is_biased = epoch.has_unequal and progress.num_unweighted != num_unweighted
+                if is_biased and index is not None and not index.cut.uneven:
+                    self._say_once(_UNEQUAL)
                 order.count(epoch)
-                numbers.ahead.end(epoch.end)
+                progress.ahead.end(epoch.end)
                 iteration.end()
             finally:
-                if numbers.num_backwards != num_backwards:
+                if progress.num_backwards != num_backwards:
                     order.count(epoch)
                 if epoch.counted:
                     order.settle()
                 elif order.standing is epoch:
                     order.standing = before
-
-    def _maybe_unequal(self, batch: Any, epoch: Epoch) -> Iterator[Any]:
-        """Yield a batch; report a loss of it without a weight, if ranks have different numbers of its samples."""
-        index, numbers = self._reading.index, self._reading.numbers
-        is_unequal, num_unweighted = epoch.is_unequal, numbers.num_unweighted
-        yield batch
-        if is_unequal and numbers.num_unweighted != num_unweighted and index is not None and not index.cut.uneven:
-            self._say_once(_UNEQUAL)
 
     def _read_epoch(self, order: Order, opened: Epoch) -> Epoch:
         """The epoch of the batches: a loader may start it at the first batch, or may have started it earlier."""
@@ -385,16 +331,10 @@ class DeviceLoader(ABC):
 class StatelessDeviceLoader(DeviceLoader):
     """A `DeviceLoader` whose batches arrive out of order, so that it has no position."""
 
-    def __repr__(self) -> str:
-        return f"StatelessDeviceLoader({self._loader!r})"
-
 
 @final
 class StatefulDeviceLoader(DeviceLoader):
     """A `DeviceLoader` that saves and restores its position."""
-
-    def __repr__(self) -> str:
-        return f"StatefulDeviceLoader({self._loader!r})"
 
     @property
     def reads_own_part(self) -> bool:
@@ -406,16 +346,9 @@ class StatefulDeviceLoader(DeviceLoader):
 
         In the body of the loop, and after `break`, it is within the epoch; after the last batch, and after `break` with
         `use="validate"` or "test", at the start of the next epoch. Batches that workers have prefetched are not
-        counted. If this rank repeats a batch, or may have to as the next one, it is part of the state. If it has other
-        objects than tensors and plain values, it is not, which is reported once: a resumed run then repeats another
-        batch.
+        counted.
         """
-        is_left = self._pending is None and self.iteration.is_left
-        is_mid_epoch = self._reading.resumes_left or not is_left
-        if is_left and is_mid_epoch:
-            order = self._reading.order
-            self._is_saved_as_left = order is None or (order.standing is not None and not order.standing.over)
-        return self._state(is_mid_epoch)
+        return self._state(self._reading.resumes_left or self._pending is not None or not self.iteration.is_left)
 
     def state_of_run(self) -> dict[str, Any]:
         """As `state_dict`, for a checkpoint whose state does not name the loader: the position of an iteration without
@@ -435,22 +368,18 @@ class StatefulDeviceLoader(DeviceLoader):
                 is_spent = self.iteration.has_ended and self.iteration.is_open
                 if not is_mid_epoch or is_spent or (self.iteration.is_complete and reading.order is None):
                     over = "early" if self.iteration.has_rest or not is_mid_epoch else "end"
-                if over is not None and self._begins_anew:
-                    state["loader"] = None
-                else:
-                    position = self.iteration.position
-                    state["loader"] = reading.position.state_dict() if position is None else position
+                state["loader"] = reading.position.state_dict()
             if over is not None:
                 state |= {"over": over} | ({"spent": True} if is_spent else {})
             if reading.order is None and self._epoch is not None:
                 state["epoch"] = self._epoch if restored is None else restored.epoch
         if reading.order is not None:
-            reading.order.keeps_workers = self._keeps_workers()
             state["order"] = reading.order.state_dict(is_mid_epoch=is_mid_epoch)
             state["cut"] = self._cut()
         if reading.part is not None:
             state["part"] = [reading.part.index, reading.part.count]
-            state |= self._saved_tail() if is_mid_epoch else {}
+            has_ended = self.iteration.only_repeats if restored is None else restored.has_ended
+            state |= {"ended": True} if is_mid_epoch and has_ended else {}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -467,11 +396,11 @@ class StatefulDeviceLoader(DeviceLoader):
             is_mid_epoch = position["batches"] > 0 or position["start"] > 0
             reading.order.load_state_dict(position if reading.position is None else position | asdict(Position()))
         self._epoch = state_dict.get("epoch") if reading.order is None else reading.order.epoch
-        self._resumes, self._unread, self._is_saved_as_left = True, None, False
+        self._resumes, self._unread = True, None
         self._restored = Restored(
             loader=state_dict.get("loader"),
             over=state_dict.get("over"),
-            tail=Tail(ended=state_dict.get("ended", False), last=state_dict.get("last")),
+            has_ended=state_dict.get("ended", False),
             epoch=self._epoch,
             is_spent=state_dict.get("spent", False),
             is_mid_epoch=is_mid_epoch,
@@ -488,10 +417,10 @@ class StatefulDeviceLoader(DeviceLoader):
         saved, here = (
             {name: name in state for name in ("loader", "order", "part")} for state in (state_dict, self._kind())
         )
-        if saved != here:
+        if saved != here or (order is not None and len(state_dict["order"]["generators"]) != len(order.own)):
             raise ValueError(
                 f"The state of a loader that reads {_ways(saved)} was given to one that reads {_ways(here)}. Load it "
-                "into the same kind of loader, over the same data, with the same number of ranks."
+                "into the same kind of loader and sampler, over the same data, with the same number of ranks."
             )
         if part is not None and state_dict["part"] != [part.index, part.count]:
             index, count = state_dict["part"]
@@ -502,11 +431,6 @@ class StatefulDeviceLoader(DeviceLoader):
             )
         if order is None:
             return {}
-        if len(order.own) != len(state_dict["order"]["generators"]):
-            raise ValueError(
-                f"The state of a loader whose sampler has {len(state_dict['order']['generators'])} random generators "
-                f"was given to one whose sampler has {len(order.own)}. Load it into a loader with the same sampler."
-            )
         return self._recut(state_dict["order"], state_dict["cut"])
 
     @property
@@ -518,17 +442,6 @@ class StatefulDeviceLoader(DeviceLoader):
         reading = self._reading
         found = {"loader": reading.position, "order": reading.order, "part": reading.part}
         return {name for name, value in found.items() if value is not None}
-
-    def _saved_tail(self) -> dict[str, Any]:
-        tail = self.iteration.tail if self._pending is None else self._pending.tail
-        state = {"ended": True} if tail.ended else {}
-        if tail.last is None:
-            return state
-        unsaved = unsaved_part(tail.last)
-        if unsaved is None:
-            return {**state, "last": tail.last}
-        self._say_once(_UNSAVED, unsaved=unsaved)
-        return state
 
     def _cut(self) -> dict[str, int | None]:
         """How the order is divided into steps; `step`: number of items in each."""
@@ -567,18 +480,6 @@ _UNEQUAL = (
     "A batch of the `{name}` had different numbers of samples on the ranks, as the last of an epoch may have, and "
     "`fabric.backward(loss)` averages over ranks: a mean over the batch counts samples of a smaller batch more. Write "
     "`fabric.backward(loss * len(x), weight=len(x))`, which is exact, or pass `drop_last=True`. This is reported once."
-)
-_LEFT = (
-    "The loop left an epoch of the `{name}` early, a checkpoint has its position there, and now another epoch begins. "
-    "A run that resumes from the checkpoint reads the rest of that epoch first, so it does not repeat this run. Call "
-    "`loader.set_epoch(epoch)` before each epoch, with a number that is in the checkpoint: a resumed run then begins "
-    "the epoch of that number. This is reported once."
-)
-_UNSAVED = (
-    "The position of the `{name}` is saved without the batch that a rank repeats (`uneven='repeat'`), because it has "
-    "{unsaved}. If a run resumes where a rank has no other batch, that rank repeats the first one of an epoch instead: "
-    "gradients are the same, BatchNorm's statistics and what the loop counts by itself are not. Make batches of "
-    "tensors and plain values in lists, tuples and dictionaries. This is reported once."
 )
 
 

@@ -16,6 +16,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from fabric.strategies.data.partition import warn_of_rest
+from fabric.strategies.data.share import Share
 from fabric.strategies.data.take import take
 from fabric.strategies.tensors.nests import is_tensor, map_leaves
 
@@ -62,12 +64,11 @@ class Dispatched:
         *,
         starting: Callable[[], AbstractContextManager[None]],
         keeps_tail: bool,
-        leave_out: Callable[[int], None],
     ) -> None:
         """`starting`: entered to begin iterating over `loader`. `keeps_tail`: if the last batches are too few for all
-        ranks, the first ranks get them; otherwise they are dropped, and `leave_out` is called with their number."""
+        ranks, the first ranks get them; otherwise they are dropped with a warning."""
         self._loader, self._channel, self._starting = loader, channel, starting
-        self._keeps_tail, self._leave_out = keeps_tail, leave_out
+        self._keeps_tail = keeps_tail
         self._num_shares = max(channel.shares) + 1
 
     def __iter__(self) -> Iterator[Any]:
@@ -88,7 +89,7 @@ class Dispatched:
                 raise
             if len(step) < self._num_shares and not self._keeps_tail:
                 if step:
-                    self._leave_out(len(step))
+                    warn_of_rest(len(step), Share(count=self._num_shares))
                 step = []
             tensors: list[list[Tensor]] = [[] for _ in step]
             channel.broadcast([_described(batch, found) for batch, found in zip(step, tensors, strict=True)])

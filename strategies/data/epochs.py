@@ -18,41 +18,33 @@ from typing import Any, Generic, NamedTuple, TypeVar, final
 
 from torch.utils.data import DataLoader, SequentialSampler
 
-from fabric.strategies.data.rng import Rng, Streams, digest, mix
+from fabric.strategies.data.rng import Rng, Streams, mix
 from fabric.strategies.data.take import length_of, take
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reads:
-    """How many items are drawn at a time: `first`, then `step`, then twice that, up to `largest`.
+@final
+class Drawn(Generic[T]):
+    """The items of a sampler, drawn from the random streams of one epoch: those of one step at first, then of twice as
+    many steps, up to `most_steps`.
 
     It starts small so that a slow sampler yields its first item soon, and grows because each draw saves and restores
     the states of the random generators.
     """
 
-    first: int
-    step: int
-    largest: int
-    num_steps: int = 1
-    """How many steps are divided over ranks at a time."""
-
-
-@final
-class Drawn(Generic[T]):
-    """The items of a sampler, drawn in chunks from the random streams of one epoch."""
-
-    def __init__(self, items: Iterable[T], streams: Streams, reads: Reads) -> None:
-        self._items, self._streams, self._reads = items, streams, reads
+    def __init__(
+        self, items: Iterable[T], streams: Streams, reads: tuple[int, int], *, most_steps: int = 1, eager: bool = False
+    ) -> None:
+        """`reads`: how many items must be read for the first step, and for each further one. `eager`: `iter` is called
+        on the items now."""
+        self._items, self._streams, self._reads, self._most_steps = items, streams, reads, most_steps
         self._iterator: Iterator[T] | None = None
         self._rest: list[T] = []
         self.ended = False
-
-    def begin(self, *, again: bool) -> None:
-        """Call `iter` on the sampler now, since some draw in it; `again`: with the streams at the epoch's beginning."""
-        with self._streams.drawing_again() if again else self._drawing():
-            self._iterator = iter(self._items)
+        if eager:
+            with self._drawing():
+                self._iterator = iter(items)
 
     def __iter__(self) -> Iterator[T]:
         return chain.from_iterable(self._chunks())
@@ -69,11 +61,12 @@ class Drawn(Generic[T]):
             self.ended = True
 
     def _chunks(self) -> Iterator[list[T]]:
-        count, following = self._reads.first, self._reads.step
+        count, step = self._reads
+        following, largest = step, step * self._most_steps
         while not self.ended:
             chunk = self._draw(count)
             self.ended = len(chunk) < count
-            count, following = following, min(2 * following, self._reads.largest)
+            count, following = following, min(2 * following, largest)
             yield chunk
         yield self._rest
 
@@ -119,22 +112,20 @@ class Part(NamedTuple):
 class Epoch:
     """One iteration over a loader: the number of its epoch, its random streams, and the items drawn from them.
 
-    `begun_at`: where the iteration begins. `counted`: the number is used up, so the
-    next iteration is the next epoch. `over`: all batches were received.
+    `begun_at`: where the iteration begins. `counted`: the number is used up, so the next iteration is the next epoch.
+    `over`: all batches were received.
     """
 
-    def __init__(self, number: int, streams: Streams, begun_at: Position, *, seeds_workers: bool) -> None:
-        self.number, self.streams = number, streams
-        self.seeds_workers = seeds_workers
-        """See Note [The seed of the workers]."""
-        self.seed_workers: Callable[[], object] | None = None
-        """Draws a seed that the loader does not draw itself."""
+    def __init__(
+        self, number: int, streams: Streams, begun_at: Position, seed_workers: Callable[[], object] | None
+    ) -> None:
+        """`seed_workers`: draws when a loader begins to read the items."""
+        self.number, self.streams, self.begun_at, self._seed_workers = number, streams, begun_at, seed_workers
         self.drawn: Drawn[Any] | None = None
         self.counted = self.over = False
-        self.begun_at = begun_at
         self.num_batches = begun_at.batches
         """How many batches the loop has received, with those before `begun_at`."""
-        self._num_passed, self._latest = begun_at.batches, Part(None, begun_at.samples - begun_at.start)
+        self._num_passed, self._end = begun_at.batches, begun_at.samples - begun_at.start
         self._fetched: deque[Part] = deque()
         """Those after `_num_passed`."""
         self.has_unequal = False
@@ -143,13 +134,9 @@ class Epoch:
     @property
     def position(self) -> Position:
         """Where the loop is."""
+        self._pass()
         start = self.begun_at.start
-        return Position(start=start, batches=self.num_batches, samples=start + self._pass().end)
-
-    @property
-    def is_unequal(self) -> bool:
-        """Whether the number of samples of the latest batch differs between ranks."""
-        return self._pass().is_unequal
+        return Position(start=start, batches=self.num_batches, samples=start + self._end)
 
     def fetch(self, parts: list[Part]) -> None:
         """Called with parts that are about to be loaded."""
@@ -157,54 +144,56 @@ class Epoch:
         self._fetched += parts
         self.has_unequal = self.has_unequal or any(map(attrgetter("is_unequal"), parts))
 
-    def _pass(self) -> Part:
-        """The part that the loop received last; only its end is known if no sampler was read.
-
-        It is looked for when it is needed, not at each batch, which would take a microsecond.
-        """
+    def _pass(self) -> None:
+        """Find the part that the loop received last: when it is needed, not at each batch."""
         while self._num_passed < self.num_batches:
             self._num_passed += 1
-            self._latest = self._fetched.popleft() if self._fetched else Part(None, self._latest.end)
-        return self._latest
+            self._end = self._fetched.popleft().end if self._fetched else self._end  # no sampler was read
 
     def end(self, is_over: bool) -> None:
         """Called once the loop has left the epoch. `is_over`: it has asked for a batch after the last one."""
         self.over = is_over
 
-    def draw(self, items: Iterable[T], reads: Reads, *, eager: bool) -> Iterator[T]:
-        """Iterate over `items`; `eager` calls `iter` on them at once.
+    def draw(self, items: Iterable[T], reads: tuple[int, int], *, most_steps: int, eager: bool) -> Iterator[T]:
+        """Iterate over `items`, see `Drawn`.
 
         Some loaders iterate their sampler twice and read the second iterator: torch's with workers, torchdata's when
         they resume.
         """
-        drawn, again = Drawn(items, self.streams, reads), self.drawn is not None
+        if self.drawn is not None:
+            self.streams.restart()
         self._pass()
         self._fetched.clear()
-        if eager:
-            drawn.begin(again=again)
-        if self.seed_workers is not None:
+        self.drawn = Drawn(items, self.streams, reads, most_steps=most_steps, eager=eager)
+        if self._seed_workers is not None:
             with self.streams.drawing():
-                self.seed_workers()
-        self.drawn = drawn
-        return iter(drawn)
+                self._seed_workers()
+        return iter(self.drawn)
 
 
 @final
 class Order:
     """The epochs of one loader: the seed, the number of the next epoch, and the latest epoch."""
 
-    def __init__(self, seed: int, own: list[Rng], states: Sequence[Any] = (), *, from_torch: bool = False) -> None:
-        """`own`: the sampler's generators. `states`: theirs on rank 0, copied into them when the first epoch begins.
-        `from_torch`: of the global generators, the sampler and the loader draw from torch's alone."""
-        self.seed, self.own, self.epoch, self._from_torch = seed, own, 0, from_torch
-        self._adopted = [(rng, digest(rng.read()), state) for rng, state in zip(own, states, strict=bool(states))]
-        self.keeps_workers = False
-        """Whether the next iteration finds the workers of the one before."""
+    def __init__(
+        self,
+        seed: int,
+        own: Sequence[Rng] = (),
+        *,
+        seed_workers: Callable[[], object] | None = None,
+        keeps_workers: bool = False,
+        from_torch: bool = False,
+    ) -> None:
+        """`own`: the sampler's generators. `seed_workers`: draws a seed for workers when each epoch begins, or the
+        first alone, if the loader `keeps_workers`. `from_torch`: of the global generators, the sampler and the loader
+        draw from torch's alone."""
+        self.seed, self.own, self.epoch = seed, own, 0
+        self._seed_workers, self._keeps_workers, self._from_torch = seed_workers, keeps_workers, from_torch
         self.latest: Epoch | None = None
         self.standing: Epoch | None = None
         """The epoch of the loop's latest batch."""
-        self._resumed: tuple[int, Position, bool] | None = None
-        """A restored epoch number, position and `seeds_workers`."""
+        self._resumed: tuple[int, Position] | None = None
+        """A restored epoch number and position."""
         self._following: list[Any] | None = None
         """The states of `own` after the restored epoch, which the loop had left."""
         self._opening: Epoch | None = None
@@ -224,7 +213,7 @@ class Order:
     def apart(self) -> Iterator[None]:
         """Context: an iteration begins at the first batch of the epoch, and the order stays as it is."""
         kept = self.latest, self._opening
-        self._opening = Epoch(self.epoch, self._streams(), Position(), seeds_workers=True)
+        self._opening = self._epoch(Position())
         try:
             with self._opening.streams.drawing():
                 yield
@@ -261,32 +250,22 @@ class Order:
     def state_dict(self, *, is_mid_epoch: bool = True) -> dict[str, Any]:
         """The position of the loop: within its epoch, or at the start of the next one; there always, if not
         `is_mid_epoch`."""
-        self._adopt()
         epoch = self.standing
         if epoch is not None and not epoch.over and is_mid_epoch:
             number, position, own = epoch.number, epoch.position, epoch.streams.begun
-            seeds_workers = epoch.seeds_workers
             is_settled = epoch.counted and self._unsettled is not epoch
             following = [rng.read() for rng in self.own] if is_settled and self.own else None
         else:
-            number, own = self.epoch, [rng.read() for rng in self.own]
-            position, seeds_workers = self._beginning()
+            number, position, own = self.epoch, self._beginning(), [rng.read() for rng in self.own]
             following = self._following
-        return {
-            "seed": self.seed,
-            "epoch": number,
-            "generators": own,
-            "seeds_workers": seeds_workers,
-            **asdict(position),
-        } | ({} if following is None else {"following": following})
+        state = {"seed": self.seed, "epoch": number, "generators": own, **asdict(position)}
+        return state if following is None else state | {"following": following}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iteration begin at the position in `state`."""
         self.seed, self.epoch = state["seed"], state["epoch"]
-        position = Position(**{name: state[name] for name in ("start", "batches", "samples")})
-        self._resumed = self.epoch, position, state["seeds_workers"]
+        self._resumed = self.epoch, Position(**{name: state[name] for name in ("start", "batches", "samples")})
         self.latest = self.standing = self._unsettled = None
-        self._adopted.clear()
         self._following = state.get("following")
         for rng, own in zip(self.own, state["generators"], strict=True):
             rng.write(own)
@@ -295,36 +274,20 @@ class Order:
         """The seed for loading the batch that ends after `end` samples of the epoch, in workers of share `reader`."""
         return mix(self.seed, epoch.number, "batch", end, reader)
 
-    def _adopt(self) -> None:
-        """Copy rank 0's states into the generators, except into those that the user has reseeded or used since."""
-        for rng, before, state in self._adopted:
-            if digest(rng.read()) == before != digest(state):
-                rng.write(state)
-        self._adopted.clear()
-
     def _new(self) -> Epoch:
-        self._adopt()
         self.settle()
         if self._following is not None and self._resumed is not None and self._resumed[0] != self.epoch:
             for rng, state in zip(self.own, self._following, strict=True):
                 rng.write(state)
             self._following = None
-        position, seeds_workers = self._beginning()
-        return Epoch(self.epoch, self._streams(), position, seeds_workers=seeds_workers)
+        return self._epoch(self._beginning())
 
-    def _streams(self) -> Streams:
-        return Streams(mix(self.seed, self.epoch), self.own, from_torch=self._from_torch)
+    def _epoch(self, begun_at: Position) -> Epoch:
+        streams = Streams(mix(self.seed, self.epoch), self.own, from_torch=self._from_torch)
+        has_new_workers = self.epoch == 0 or not self._keeps_workers
+        return Epoch(self.epoch, streams, begun_at, self._seed_workers if has_new_workers else None)
 
-    def _beginning(self) -> tuple[Position, bool]:
-        """Where the next epoch begins: a restored position is dropped if `set_epoch` has chosen another epoch.
-
-        # Note [The seed of the workers]
-        When torch starts workers it draws a seed for them, before the sampler's first draw; persistent workers get none
-        in later epochs. A resumed run starts workers in an epoch in which the saved run kept them, so the order of the
-        epoch must not depend on that. From generators of the sampler the order is that of plain PyTorch, so whether
-        there was a seed is saved; from our own streams there always is one.
-        """
-        number, position, seeds_workers = self._resumed or (None, Position(), True)
-        if number == self.epoch:
-            return position, seeds_workers
-        return Position(), not (self.keeps_workers and self.own)
+    def _beginning(self) -> Position:
+        """Where the next epoch begins: a restored position is dropped if `set_epoch` has chosen another epoch."""
+        number, position = self._resumed or (None, Position())
+        return position if number == self.epoch else Position()

@@ -59,24 +59,19 @@ def split(dataset: Any, num_shards: int, index: int) -> tuple[Any, Callable[[], 
 
 
 def sources(dataset: Any) -> list[Any]:
-    """What a stream reads: the arguments of its generator (files, tables), below all transforms."""
-    return [found for found in _walk(dataset._ex_iterable) if not _is_random(found)]
+    """What a stream reads (the arguments of its generator, such as files and tables, below all transforms), and the
+    states of the generators that shuffle it: without a seed these differ between processes."""
+    found = [value for _, value in _walk(dataset._ex_iterable) if value is not None]
+    return [
+        repr(each.bit_generator.state) if type(each).__module__.startswith("numpy.random") else each for each in found
+    ]
 
 
 def loses_samples(dataset: object) -> bool:
     """Whether a stream that is resumed by its own `state_dict` leaves out what its shuffle buffer held."""
     if not is_iterable(dataset):
         return False
-    outermost = dataset._ex_iterable  # type: ignore[attr-defined]
-    kinds = (type(outermost).__qualname__, *(found for found in _walk(outermost) if isinstance(found, str)))
-    return "BufferShuffledExamplesIterable" in kinds
-
-
-def shuffle_states(dataset: Any) -> list[str]:
-    """The state of each random generator that shuffles a stream. Without a seed it differs between processes."""
-    if not is_iterable(dataset):
-        return []
-    return [repr(found.bit_generator.state) for found in _walk(dataset._ex_iterable) if _is_random(found)]
+    return any(kind == "BufferShuffledExamplesIterable" for kind, _ in _walk(dataset._ex_iterable))  # type: ignore[attr-defined]
 
 
 @cache
@@ -84,18 +79,16 @@ def _look_up() -> None:
     require("datasets", "5.2", NAMES)
 
 
-def _walk(iterable: Any) -> Iterator[Any]:
+def _walk(iterable: Any) -> Iterator[tuple[str, Any]]:
+    """The type of each stage of a stream, and what it reads or draws from: `kwargs`, `generator`."""
+    kind = type(iterable).__qualname__
+    yield kind, None
     for name, value in sorted(vars(iterable).items()):
         for entry in value if isinstance(value, list) else [value]:
             if type(entry).__module__ == "datasets.iterable_dataset":
-                yield type(entry).__qualname__
                 yield from _walk(entry)
             elif name in ("kwargs", "generator"):
-                yield entry
-
-
-def _is_random(value: object) -> bool:
-    return type(value).__module__.startswith("numpy.random")
+                yield kind, entry
 
 
 def _is(dataset: object, module: str, name: str) -> bool:

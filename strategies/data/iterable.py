@@ -15,14 +15,10 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from fabric.strategies.data import huggingface
-from fabric.strategies.data.epochs import Drawn, Reads
+from fabric.strategies.data.epochs import Drawn
 from fabric.strategies.data.partition import Cut
-from fabric.strategies.data.positions import Resumable
 from fabric.strategies.data.rng import Streams, mix, process_rngs
 from fabric.strategies.data.share import Share
-from fabric.strategies.data.take import take
-
-_END = object()
 
 
 @runtime_checkable
@@ -64,13 +60,6 @@ def split_stream(dataset: IterableDataset[Any], share: Share) -> SplitStream | s
     )
 
 
-@dataclass(frozen=True, slots=True)
-class LeftOut:
-    """Yielded last, instead of a batch: how many items at the end of the stream were too few for all ranks."""
-
-    num_items: int
-
-
 @final
 class SharedStream(IterableDataset[Any]):
     """One rank's batches of the user's iterable dataset, before `collate_fn`.
@@ -86,20 +75,12 @@ class SharedStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         seed, epoch = self.announced.tolist()
         info = get_worker_info()
-        streams = Streams(mix(seed, epoch, "stream", info.id if info else 0), [])
-        return self._batches(streams)
+        streams = Streams(mix(seed, epoch, "stream", info.id if info else 0))
+        return (part.batch for part in self.cut(iter(Drawn(self.dataset, streams, self.cut.reads))))
 
     def announce(self, seed: int, epoch: int) -> None:
         """Set the epoch of the next iteration. Called in the process that iterates, not in a worker."""
         self.announced.copy_(torch.tensor([seed, epoch]))
-
-    def _batches(self, streams: Streams) -> Iterator[Any]:
-        first, step = self.cut.reads
-        left_out: list[int] = []
-        items = Drawn(self.dataset, streams, Reads(first=first, step=step, largest=step))
-        yield from (part.batch for part in self.cut(iter(items), left_out.append))
-        for num_items in left_out:
-            yield LeftOut(num_items)
 
 
 @final
@@ -130,58 +111,3 @@ class ReseededStream(IterableDataset[Any]):
     def announce(self, seed: int, epoch: int) -> None:
         """As `SharedStream.announce`."""
         self.announced.copy_(torch.tensor([seed, epoch]))
-
-
-@final
-class Counted(IterableDataset[Any]):
-    """A dataset whose state is the number of items read; it is read again up to there.
-
-    For torchdata's `StatefulDataLoader`. It reads datasets without a state again by itself, but then counts the batches
-    before the position twice, so that a second resume in the same epoch loses samples (torchdata 0.11).
-    """
-
-    def __init__(self, dataset: Iterable[Any]) -> None:
-        self.dataset = dataset
-        self._num_read = self._num_restored = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        items = iter(self.dataset)
-        if isinstance(items, Resumable):
-            return items
-        self._num_read, self._num_restored = self._num_restored, 0
-        take(items, self._num_read)
-        return self._counted(items)
-
-    def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"read": self._num_read}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._num_restored = state_dict["read"]
-
-    def _counted(self, items: Iterator[Any]) -> Iterator[Any]:
-        while (item := next(items, _END)) is not _END:
-            self._num_read += 1
-            yield item
-
-
-@final
-@dataclass(frozen=True)
-class Collate:
-    """The user's `collate_fn`; a `LeftOut` is passed through."""
-
-    collate: Callable[[Any], Any]
-
-    def __call__(self, batch: Any) -> Any:
-        return batch if isinstance(batch, LeftOut) else self.collate(batch)
-
-
-def without_left_out(batches: Iterator[Any], leave_out: Callable[[int], None]) -> Iterator[Any]:
-    """The batches of a loader over a `SharedStream`. A `LeftOut` is passed to `leave_out` instead of yielded."""
-    for batch in batches:
-        if isinstance(batch, LeftOut):
-            leave_out(batch.num_items)
-        else:
-            yield batch

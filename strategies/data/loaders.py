@@ -12,32 +12,28 @@ import copy
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
-from fabric.strategies.data import huggingface
-from fabric.strategies.data.batch_sampler import MAX_CHUNKS, IndexSource, index_source
-from fabric.strategies.data.content import describe, describe_stream, is_torchs
+from fabric.launchers.process.os_process import num_cores
+from fabric.strategies.data.batch_sampler import MOST_STEPS, IndexSource, index_source
+from fabric.strategies.data.content import Ranks, agree_on_loader, agree_on_seed, describe, describe_dataset, is_torchs
 from fabric.strategies.data.device_loader import DeviceLoader, Reading, SupportsSetEpoch, read_as
 from fabric.strategies.data.dispatch import Dispatched
 from fabric.strategies.data.epochs import Order
-from fabric.strategies.data.hints import advice, loading_of
-from fabric.strategies.data.iterable import Collate, Counted, ReseededStream, SharedStream, SplitStream, split_stream
-from fabric.strategies.data.loader_check import Ranks, agree_on_loader, agree_on_seed
-from fabric.strategies.data.loop_progress import LoaderNumbers
-from fabric.strategies.data.partition import Cut, LeaveOut, RoundRobinCut, SampleCut
-from fabric.strategies.data.positions import Resumable, saves_each_position
+from fabric.strategies.data.iterable import ReseededStream, SharedStream, SplitStream, split_stream
+from fabric.strategies.data.loop_progress import LoopProgress
+from fabric.strategies.data.partition import Cut, RoundRobinCut, SampleCut
+from fabric.strategies.data.positions import own_position
 from fabric.strategies.data.rng import own_rngs
-from fabric.strategies.data.seeded_dataset import SeededDataset
 from fabric.strategies.data.share import Share, Uneven, Use
 from fabric.strategies.data.split import pipe_error, split_of
 from fabric.strategies.data.take import length_of
 from fabric.strategies.data.transfer import Carry, one_ahead, one_by_one
 from fabric.strategies.data.uneven import Agreement
-from fabric.strategies.data.workers import WorkerStart
+from fabric.strategies.data.workers import SeededDataset, WorkerStart, advice
 
 __all__ = ["DeviceLoader", "Share", "Use", "process_dataloader"]
 
@@ -52,7 +48,7 @@ def process_dataloader(
     move: bool,
     launcher: str,
     ranks: Ranks,
-    numbers: LoaderNumbers,
+    progress: LoopProgress,
     report: Callable[[str], None],
     carry: Carry | None = None,
     draw_apart: Callable[[], None] | None = None,
@@ -64,7 +60,7 @@ def process_dataloader(
 
     Ranks: all that read parts of the same data call it, with the same loader. A single rank reads as in plain PyTorch:
     the same order from the same random numbers. Data that is split for this rank already (`DistributedSampler`,
-    `split_dataset_by_node`: see `split.py`) is not split again. `numbers` tells apart loaders that are set up in the
+    `split_dataset_by_node`: see `split.py`) is not split again. `progress` tells apart loaders that are set up in the
     same random state. `report` shows a warning, on one rank. `carry`: moves batches to the device, if that has a way of
     its own. `draw_apart`: called before each batch is yielded. `in_step`: all ranks need equal numbers of batches in
     evaluation too. `dispatch`: rank 0 reads the loader for all ranks.
@@ -84,15 +80,15 @@ def process_dataloader(
         raise TypeError(
             f"`setup_dataloaders` was given a `{type(loader).__name__}`, which cannot be iterated. Pass a `DataLoader`."
         )
-    setup = _Setup(share, use != "train", ranks, numbers, report, uneven, in_step)
+    setup = _Setup(share, use != "train", ranks, progress, report, uneven, in_step)
     dispatched = _dispatched(loader, setup) if dispatch else None
     split = split_of(loader, share) if distribute and dispatched is None else None
     accelerated = move and device.type != "cpu"
     # Prefetch only what workers load: another iterable may depend on the loop, a stateful loader counts what was
     # fetched, and without workers loading a batch draws from the random generators of the loop.
-    ahead = isinstance(loader, DataLoader) and not isinstance(loader, Resumable) and loader.num_workers > 0
-    if isinstance(loader, DataLoader):
-        sentence = advice(loading_of(loader, launcher=launcher, accelerated=accelerated))
+    ahead = isinstance(loader, DataLoader) and own_position(loader) is None and loader.num_workers > 0
+    if isinstance(loader, DataLoader) and accelerated:
+        sentence = advice(loader, launcher, num_cores())
         if sentence is not None:
             report(sentence)
     if dispatched is not None:
@@ -105,7 +101,7 @@ def process_dataloader(
         words, exact = type(loader).__name__, _has_indices(loader)
         agreement = None if uneven is None else _agreement(loader, words, setup, exact=exact)
         reading = replace(_own(loader, setup), agreement=agreement)
-    elif ranks.size == 1 and isinstance(loader, Resumable) and not _has_indices(loader):
+    elif ranks.size == 1 and own_position(loader) is not None:
         reading = _whole(loader, share)
     elif isinstance(loader, DataLoader):
         reading = _shared(loader, setup)
@@ -114,18 +110,15 @@ def process_dataloader(
             described = {"loader": type(loader).__qualname__, "length": length_of(loader)}
             agree_on_loader(described, [], setup.ranks)
         reading = _as_items(loader, setup)
-    if distribute and reading.agreement is None and setup.uneven and not _is_even(reading, setup):
+    if distribute and reading.agreement is None and setup.evaluates_in_step and not _is_even(reading, setup):
         name = type(loader).__name__
-        if setup.evaluates_in_step:
-            reading = replace(reading, agreement=_agreement(loader, name, setup, exact=_has_indices(loader)))
-        elif ranks.size > 1:
-            reading = replace(reading, begin=(*reading.begin, partial(_refuse_out_of_step, numbers, name)))
+        reading = replace(reading, agreement=_agreement(loader, name, setup, exact=_has_indices(loader)))
     reading = replace(
         reading,
         device=device if accelerated else None,
         carry=carry or (one_ahead if ahead else one_by_one),
         report=report,
-        numbers=numbers,
+        progress=progress,
         trains=use == "train",
         resumes_left=use in ("train", "predict"),
         draw_apart=draw_apart,
@@ -141,7 +134,7 @@ class _Setup:
     share: Share
     uneven: bool
     ranks: Ranks
-    numbers: LoaderNumbers
+    progress: LoopProgress
     report: Callable[[str], None]
     when_ended: Uneven | None
     in_step: bool
@@ -171,7 +164,7 @@ def _dispatched(loader: Iterable[Any], setup: _Setup) -> Reading | None:
     channel = setup.ranks.channel(setup.share.index)
     whole = _whole(loader, setup.share)
     starting = nullcontext if whole.start is None else whole.start.starting
-    batches = Dispatched(whole.source, channel, starting=starting, keeps_tail=setup.uneven, leave_out=_left_out(setup))
+    batches = Dispatched(whole.source, channel, starting=starting, keeps_tail=setup.uneven)
     return replace(_own(batches, setup), epochal=_epochal(loader, loader), announce=whole.announce)
 
 
@@ -191,7 +184,7 @@ def _has_indices(loader: object) -> bool:
 
 def _own(loader: Iterable[Any], setup: _Setup) -> Reading:
     """The user's loader unsplit: each rank reads all of it, at a position of its own."""
-    if isinstance(loader, Resumable):
+    if own_position(loader) is not None:
         reading = _whole(loader, setup.share)
     elif isinstance(loader, DataLoader) and _has_indices(loader):
         reading = _indexed(loader, setup.alone(), reader=setup.share.index)
@@ -205,41 +198,25 @@ def _own(loader: Iterable[Any], setup: _Setup) -> Reading:
 def _whole(loader: Iterable[Any], share: Share) -> Reading:
     """The user's loader; only its `worker_init_fn` is replaced."""
     if not isinstance(loader, DataLoader):
-        return Reading(source=loader, epochal=_epochal(loader, loader), position=_stateful(loader))
-    dataset = _exact(loader, loader.dataset)
-    parts = {} if dataset is loader.dataset else {"dataset": dataset}
+        return Reading(source=loader, epochal=_epochal(loader, loader), position=own_position(loader))
     if loader.num_workers == 0:
-        source = _copy(loader, **parts) if parts else loader
-        return Reading(source=source, epochal=_epochal(loader, source), position=_stateful(source))
+        return Reading(source=loader, epochal=_epochal(loader, loader), position=own_position(loader))
     start = WorkerStart(share.index, loader)
-    source = _copy(loader, worker_init_fn=start, **parts)
-    reading = Reading(source=source, start=start, epochal=_epochal(loader, source), position=_stateful(source))
+    source = _copy(loader, worker_init_fn=start)
+    reading = Reading(source=source, start=start, epochal=_epochal(loader, source), position=own_position(source))
     return _reseeded(reading, source, share)
 
 
 def _reseeded(reading: Reading, source: DataLoader[Any], share: Share) -> Reading:
     """The same, with a seed for each epoch if persistent workers read a stream."""
     dataset = source.dataset
-    if not isinstance(dataset, IterableDataset) or isinstance(dataset, IterDataPipe) or isinstance(source, Resumable):
+    if not isinstance(dataset, IterableDataset) or isinstance(dataset, IterDataPipe) or not source.persistent_workers:
         return reading
-    if not source.persistent_workers:
+    if reading.position is not None:
         return reading
     stream = ReseededStream(dataset, share.index)
     source.__dict__["dataset"] = stream  # a copy, which has no workers yet
     return replace(reading, announce=stream.announce)
-
-
-def _exact(loader: DataLoader[Any], dataset: Any) -> Any:
-    """The dataset as a loader with a state reads it, with one that loses nothing."""
-    if not isinstance(loader, Resumable) or not isinstance(dataset, IterableDataset):
-        return dataset
-    if isinstance(dataset, IterDataPipe) or (isinstance(dataset, Resumable) and not huggingface.loses_samples(dataset)):
-        return dataset
-    return Counted(dataset)
-
-
-def _stateful(items: Iterable[Any]) -> Resumable | None:
-    return items if isinstance(items, Resumable) else None
 
 
 def _shared(loader: DataLoader[Any], setup: _Setup) -> Reading:
@@ -254,35 +231,43 @@ def _shared(loader: DataLoader[Any], setup: _Setup) -> Reading:
 
 def _indexed(loader: DataLoader[Any], setup: _Setup, *, reader: int) -> Reading:
     """A loader over a map-style dataset; `reader`: makes random numbers of its workers differ from other ranks'."""
-    own = own_rngs(loader)
-    seeds = agree_on_seed(own, setup.numbers.next(), setup.ranks)
+    own, seeding = own_rngs(loader), torch.Generator()
+    seed, states = agree_on_seed(own, setup.progress.next_number(), setup.ranks)
     samplers = [loader.sampler] if loader.batch_sampler is None else [loader.sampler, loader.batch_sampler]
-    from_torch = type(loader) is DataLoader and all(map(is_torchs, samplers))
-    order = Order(seeds.seed, own, seeds.states, from_torch=from_torch)
-    # torchdata's `StatefulDataLoader` saves the state of a dataset that has one, which `SeededDataset` would hide.
-    seeded = loader.num_workers > 0 and not (isinstance(loader, Resumable) and isinstance(loader.dataset, Resumable))
-    name, index = index_source(
-        loader, setup.share, setup.uneven, order, _left_out(setup), reader=reader if seeded else None
+
+    def seed_workers() -> None:
+        """Draw what torch draws when it starts workers. They start when a run is resumed, too, so it is drawn here."""
+        seeding.manual_seed(int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator)))
+
+    order = Order(
+        seed,
+        own,
+        seed_workers=seed_workers,
+        keeps_workers=loader.persistent_workers,
+        from_torch=type(loader) is DataLoader and all(map(is_torchs, samplers)),
     )
+    seeded = loader.num_workers > 0
+    name, index = index_source(loader, setup.share, setup.uneven, order, reader=reader if seeded else None)
     if setup.ranks.size > 1:
-        described = _described(loader) | describe(index.items, loader.dataset, seeds.seed) | {"generators": len(own)}
+        described = _described(loader) | describe(index.items, loader.dataset, seed) | {"generators": len(own)}
         if not agree_on_loader(described, own, setup.ranks):
             setup.report(
                 "The random generators of this loader's sampler have different states on the ranks. All ranks read in "
                 "the order of rank 0's. To choose the order yourself, seed them alike."
             )
+            for rng, state in zip(own, states, strict=True):
+                rng.write(state)
         _refuse(index.cut, index.items)
     start = WorkerStart(reader, loader)
     parts: dict[str, Any] = {"dataset": SeededDataset(loader.dataset)} if seeded else {}
-    source = _copy(loader, worker_init_fn=start, **{name: index}, **parts)
+    source = _copy(loader, worker_init_fn=start, generator=seeding, **{name: index}, **parts)
     return Reading(
         source=source,
         order=order,
         index=index,
         start=start,
         epochal=_epochal(loader, source),
-        position=_stateful(source),
-        begin=(setup.numbers.restart,),
+        begin=(setup.progress.restart_numbers,),
     )
 
 
@@ -292,10 +277,10 @@ def _described(loader: DataLoader[Any]) -> dict[str, Any]:
 
 def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup: _Setup) -> Reading:
     share, batch_size = setup.share, loader.batch_size
-    own = own_rngs(loader)
-    seed = agree_on_seed(own, setup.numbers.next(), setup.ranks).seed
+    seed, _ = agree_on_seed([], setup.progress.next_number(), setup.ranks)
     if setup.ranks.size > 1:
-        described = describe_stream(dataset) | _described(loader) | {"num_workers": loader.num_workers}
+        described = {"dataset": describe_dataset(dataset), "length": length_of(dataset)}
+        described |= _described(loader) | {"num_workers": loader.num_workers}
         agree_on_loader(described, [], setup.ranks)
     start = WorkerStart(share.index, loader)
     if share.count > 1:
@@ -306,12 +291,11 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup
     cut: Cut = RoundRobinCut(share=share, uneven=setup.uneven)
     if batch_size is not None:
         cut = SampleCut(share=share, uneven=setup.uneven, batch_size=batch_size, drop_last=loader.drop_last)
-    order = Order(seed, [])
+    order = Order(seed)
     stream = SharedStream(dataset, cut, seed)
     if loader.persistent_workers:
         stream.announced.share_memory_()  # type: ignore[no-untyped-call]
-    dataset = Counted(stream) if isinstance(loader, Resumable) else stream
-    parts = {"dataset": dataset, "batch_sampler": None, "collate_fn": Collate(loader.collate_fn)}
+    parts = {"dataset": stream, "batch_sampler": None}
     source = _copy(loader, worker_init_fn=start, **parts)
     return Reading(
         source=source,
@@ -320,20 +304,17 @@ def _shared_stream(loader: DataLoader[Any], dataset: IterableDataset[Any], setup
         announce=stream.announce,
         start=start,
         epochal=_epochal(loader, source),
-        leave_out=_left_out(setup),
-        position=_stateful(source),
-        begin=(setup.numbers.restart,),
+        begin=(setup.progress.restart_numbers,),
         rereads=True,
     )
 
 
 def _own_part(loader: DataLoader[Any], stream: SplitStream, setup: _Setup, start: WorkerStart) -> Reading:
-    source = _copy(loader, worker_init_fn=start, dataset=_exact(loader, stream.part))
+    source = _copy(loader, worker_init_fn=start, dataset=stream.part)
     agreement = _equal_batches(source, stream.words, setup, exact=False)
     epochal = tuple({id(each): each for each in (*_epochal(loader, loader), *_epochal(source, source))}.values())
-    reading = (
-        Reading(source=source, position=source) if isinstance(source, Resumable) else _as_items(source, setup.alone())
-    )
+    position = own_position(source)
+    reading = _as_items(source, setup.alone()) if position is None else Reading(source=source, position=position)
     begin = (*reading.begin, stream.set_epoch)
     reading = replace(reading, start=start, epochal=epochal, begin=begin, part=setup.part, agreement=agreement)
     return _reseeded(reading, source, setup.share)
@@ -364,11 +345,9 @@ def _agreement(loader: Iterable[Any], words: str, setup: _Setup, *, exact: bool)
     if setup.ranks.size == 1 or setup.ranks.votes is None:
         return None
     # Read ahead what workers load; and without workers too if a `SharedStream` makes the batches, whose random
-    # generators are its own.
+    # generators are its own. A loader with a state counts what was read.
     ahead = False
-    if isinstance(loader, Resumable):
-        ahead = saves_each_position(loader)
-    elif isinstance(loader, DataLoader):
+    if isinstance(loader, DataLoader) and own_position(loader) is None:
         ahead = loader.num_workers > 0 or (loader.batch_size is not None and not exact)
     when_ended = setup.when_ended or ("error" if setup.uneven else "stop")
     votes = setup.ranks.votes()
@@ -377,22 +356,21 @@ def _agreement(loader: Iterable[Any], words: str, setup: _Setup, *, exact: bool)
 
 def _as_items(items: Iterable[Any], setup: _Setup) -> Reading:
     """An iterable of batches, distributed round-robin."""
-    seed = agree_on_seed([], setup.numbers.next(), setup.ranks).seed
+    seed, _ = agree_on_seed([], setup.progress.next_number(), setup.ranks)
     cut = RoundRobinCut(share=setup.share, uneven=setup.uneven)
     _refuse(cut, items)
-    order = Order(seed, [])
+    order = Order(seed)
     # Only a list is read ahead: the state of any other iterable must be that of the loop.
     at_hand = isinstance(items, (list, tuple))
-    index = IndexSource(
-        items, items, cut, order, _left_out(setup), chunks=MAX_CHUNKS if at_hand else 1, quick=at_hand, eager=True
-    )
+    most_steps = MOST_STEPS if at_hand else 1
+    index = IndexSource(items, items, cut, order, most_steps=most_steps, eager=True)
     return Reading(
         source=index,
         order=order,
         index=index,
-        position=_stateful(items),
+        position=own_position(items),
         epochal=_epochal(items, items),
-        begin=(setup.numbers.restart,),
+        begin=(setup.progress.restart_numbers,),
         rereads=not at_hand,
     )
 
@@ -424,28 +402,3 @@ def _refuse(cut: Cut, items: Iterable[Any]) -> None:
     sentence = None if length is None else cut.refuse(length)
     if sentence is not None:
         raise ValueError(sentence)
-
-
-def _refuse_out_of_step(numbers: LoaderNumbers, name: str) -> None:
-    """Raise RuntimeError if ranks need equal numbers of batches, which was not known when the loader was set up."""
-    if numbers.forward_communicates:
-        raise RuntimeError(
-            f"The `{name}` may give ranks different numbers of batches, and was set up before the model, whose forward "
-            'waits for all ranks. Call `setup_dataloaders` after `setup`, or pass it `uneven="repeat"`.'
-        )
-
-
-def _left_out(setup: _Setup) -> LeaveOut:
-    """A function that reports, once, that items were dropped."""
-    reported: list[int] = []
-
-    def leave_out(num_items: int) -> None:
-        if not reported:
-            setup.report(
-                f"The last {num_items} batches of the epoch were too few to give each of the {setup.share.count} "
-                "ranks one, and were dropped. Where ranks may have different numbers of batches, pass "
-                "`use='validate'`, `'test'` or `'predict'`."
-            )
-        reported.append(num_items)
-
-    return leave_out

@@ -1,23 +1,29 @@
-"""What the loaders of a process share: numbers that tell them apart, and what the loop did since their last batch."""
+"""What a loop does with the batches of its loaders: how many it receives, repeats, reads ahead and trains on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, final
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias, final
 
 import torch
 
-from fabric.strategies.data.read_ahead import ReadAhead
-from fabric.strategies.data.repeated import RepeatedBatches
 from fabric.strategies.data.rng import digest
+from fabric.strategies.data.uneven import Agreed
+
+End: TypeAlias = Callable[[bool], None]
+"""Called once the loop has left the iteration: True, because it has asked for another batch and there is none; False,
+because it was left before."""
 
 
 @final
-class LoaderNumbers:
-    """Numbers the loaders that are set up in the same state of torch's global generator, from 0.
+class LoopProgress:
+    """What the loop has done so far, for all loaders of a process.
 
-    Once one of them is iterated, numbers start at 0 again: a program that seeds itself again, in the same process,
-    reads the same order again. Also counts backward passes for the loaders.
+    Also numbers the loaders that are set up in the same state of torch's global generator, from 0. Once one of them is
+    iterated, numbers start at 0 again: a program that seeds itself again, in the same process, reads the same order
+    again.
     """
 
     def __init__(self) -> None:
@@ -41,12 +47,224 @@ class LoaderNumbers:
         """Backward passes and optimizer steps."""
         return self.num_backwards + self.num_steps
 
-    def next(self) -> int:
+    def next_number(self) -> int:
         """The number of the loader that is being set up."""
         state = digest(torch.default_generator.get_state())
         self._state, self._number = state, self._number + 1 if state == self._state else 0
         return self._number
 
-    def restart(self) -> None:
+    def restart_numbers(self) -> None:
         """Start at 0 again: called when a loader is iterated."""
         self._state = b""
+
+
+@final
+class Iteration:
+    """How many batches the loop has received in one iteration over a loader, and which of them were repeated."""
+
+    def __init__(
+        self,
+        progress: LoopProgress | None = None,
+        *,
+        trains: bool = False,
+        agreed: Agreed | None = None,
+    ) -> None:
+        """`trains`: whether the loop trains on the batches. `agreed`: where ranks agree on their number."""
+        self._progress = LoopProgress() if progress is None else progress
+        self.agreed = agreed
+        self.repeated = self._progress.repeated if trains else RepeatedBatches()
+        self._note = self._progress.note_batch if trains else None
+        self.num_batches = 0
+        self.is_complete = False
+        """Whether the iteration has raised StopIteration in the loop."""
+        self.has_ended = False
+        """Whether it has no batch left. Then it may be open, if its end was found by reading ahead."""
+        self.is_open = False
+        """Whether the loop has received a batch, and has not left the iteration."""
+        self.has_trained = False
+        """Whether there was a backward pass or an optimizer step, once the loop has left the iteration."""
+        self._num_updates_before = 0
+
+    @property
+    def num_own(self) -> int:
+        """Number of batches received, without repeated ones."""
+        return self.num_batches if self.agreed is None else min(self.num_batches, self.agreed.num_read)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the loop has left the iteration before its end."""
+        return self.num_batches > 0 and not self.is_open and not self.is_complete
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the latest batch was a repeated one."""
+        return self.num_own < self.num_batches
+
+    @property
+    def next_repeats(self) -> bool:
+        """Whether the batch that the loop receives next, and that is read already, is a repeated one."""
+        return self.agreed is not None and self.num_batches >= self.agreed.num_read
+
+    @property
+    def only_repeats(self) -> bool:
+        """Whether a run that resumes after the latest batch has no batch of its own left in this epoch."""
+        return self.agreed is not None and not self.is_complete and self.next_repeats and self.agreed.is_repeating
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether this rank's data had not ended when the iteration did."""
+        return self.agreed is not None and self.agreed.has_rest
+
+    def record(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches, and count them."""
+        repeated, is_watched = self.repeated, self.is_watched
+        with self.opened():
+            for batch in batches:
+                self.num_batches += 1
+                if is_watched or repeated.is_used:
+                    self.receive(batch)
+                yield batch
+            self.end()
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Context: the loop receives batches, until it leaves the iteration or `end` is called."""
+        self.is_open, self._num_updates_before = True, self._progress.num_updates
+        try:
+            yield
+        finally:
+            if not self.has_ended:
+                self._leave(False)
+            self.repeated.end(self)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether `receive` must be called with each batch, also while `repeated.is_used` is False."""
+        return self.agreed is not None or self._note is not None
+
+    def receive(self, batch: Any) -> None:
+        """Report a batch that the loop receives."""
+        if self._note is not None:
+            self._note(batch, self)
+        factor = 1.0 if self.agreed is None else self.agreed.factors.popleft()
+        if self.repeated.is_used:
+            self.repeated.receive(self, factor)
+
+    def end(self) -> None:
+        """Called when there is no batch left."""
+        self.has_ended = True
+        self._progress.ahead.end(self._leave)
+
+    def _leave(self, is_complete: bool) -> None:
+        self.is_open, self.is_complete = False, is_complete
+        self.has_trained = self._progress.num_updates != self._num_updates_before
+
+
+@final
+class ReadAhead:
+    """Whether a batch is being read that the loop has not asked for, as `fabric.accumulate` does.
+
+    Until the loop itself asks for another batch, it is within the epoch: so is the position that a checkpoint has.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[End] | None = None
+
+    @contextmanager
+    def reading(self) -> Iterator[list[End]]:
+        """Context: a batch is read that the loop has not asked for. Yields a list of the iterations that end here."""
+        before, self._found = self._found, []
+        try:
+            yield self._found
+        finally:
+            self._found = before
+
+    def end(self, end: End) -> None:
+        """Called by an iteration that has no batch left: `end` is called now, or by the one that reads ahead."""
+        if self._found is None:
+            end(True)
+        else:
+            self._found.append(end)
+
+
+@final
+class RepeatedBatches:
+    """How much the loss of a batch counts, if ranks whose data has ended repeat a batch while others go on.
+
+    A mean over ranks would count repeated batches as well. So `backward` multiplies the loss by a factor: 0 on a rank
+    that repeats a batch, `W / n` on the `n` ranks of `W` that do not. All ranks know `n` from the agreement on who has
+    data, so nothing is sent. A weight becomes 0 on a rank that repeats. Until some loader repeats batches, nothing is
+    recorded.
+    """
+
+    def __init__(self) -> None:
+        self.is_used = False
+        """Whether a loader with `uneven="repeat"` was iterated."""
+        self._received: Counter[tuple[object, float]] = Counter()
+        """The number of batches since the last backward, by iteration over a loader and factor."""
+        self._factor = 1.0
+        """That of the last backward."""
+        self._iterations: dict[object, bool] = {}
+        """Iterations whose batches had a backward; whether the loop had read ahead before the first."""
+
+    def begin(self) -> None:
+        """Called when an iteration over a loader begins that may repeat batches."""
+        self.is_used = True
+        self._received = Counter({key: number for key, number in self._received.items() if key[0] in self._iterations})
+
+    def receive(self, iteration: object, factor: float) -> None:
+        """Called with the factor of each batch that the loop receives."""
+        self._received[iteration, factor] += 1
+
+    def end(self, iteration: object) -> None:
+        """Called when an iteration ends, or its loop is left."""
+        if self._iterations.pop(iteration, None) is not None:
+            self._factor = 1.0
+
+    def take(self) -> Counter[tuple[object, float]]:
+        """Remove what was received since the last backward, and return it: it was read ahead."""
+        taken, self._received = self._received, Counter()
+        return taken
+
+    def put(self, taken: Counter[tuple[object, float]]) -> None:
+        """Undo `take`: the loop receives these batches now."""
+        self._received.update(taken)
+
+    @property
+    def is_uncounted(self) -> bool:
+        """Whether the loop has received a repeated batch, or another rank has, and no backward has followed."""
+        return any(factor != 1 for _, factor in self._received)
+
+    def factor(self) -> float:
+        """The factor of the loss whose backward is about to run.
+
+        Raises: RuntimeError: on every rank, if the loss may be of several batches with different factors.
+        """
+        if self._received:
+            self._factor = self._common_factor()
+            self._received.clear()
+        return self._factor
+
+    def _common_factor(self) -> float:
+        totals: Counter[object] = Counter()
+        for (iteration, _), number in self._received.items():
+            totals[iteration] += number
+        for iteration, total in totals.items():
+            self._iterations.setdefault(iteration, total > 1)
+        factor, *others = {factor for _, factor in self._received}
+        if others or (factor != 1 and any(self._iterations[each] for each in totals)):
+            raise RuntimeError(_WHICH_BATCH)
+        return factor
+
+
+_WHICH_BATCH = (
+    'With `uneven="repeat"` a batch that is repeated on some ranks counts zero in gradients, and this loop received '
+    "several batches before `fabric.backward`, some repeated and some not: it reads ahead, skips batches, or reads two "
+    "loaders at once. Write `for window in fabric.accumulate(loader, n)` for windows of batches, or pass "
+    '`uneven="stop"`.'
+)
+NOT_COUNTED = (
+    "on batches of which some ranks had none: their data had ended, they repeated a batch "
+    '(`uneven="repeat"`), and no `fabric.backward` has followed that would count it zero. Call `fabric.backward(loss)` '
+    'instead of `loss.backward()`, `fabric.average_gradients(...)` before the step, or pass `uneven="stop"`.'
+)

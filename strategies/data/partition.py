@@ -4,7 +4,7 @@ There is a class for each kind of items. `SampleCut`: single samples; the ranks'
 the batch of one process with a batch size `count` times as large. `BatchCut`: batches of indices, distributed
 round-robin, the last ones split if necessary. `RoundRobinCut`: items that cannot be split, round-robin. All ranks get
 the same number of batches. If that is impossible, `uneven=True` gives the first ranks one more, and `uneven=False`
-drops the tail and reports how many items it had.
+drops the tail with a warning.
 
 Note [The tail of an epoch]
 With W ranks and a batch size of B, the last step of n samples may have fewer than B * W. With at least W samples it is
@@ -14,19 +14,15 @@ rank has a sample at every step, and no sample is used twice. Only with B = 1 th
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, ClassVar, TypeAlias, final
+from typing import Any, ClassVar, final
 
-from fabric.strategies.data.epochs import Part, Reads
+from fabric.strategies.data.epochs import Part
 from fabric.strategies.data.share import Share
-
-NUM_QUICK = 1024
-
-LeaveOut: TypeAlias = Callable[[int], None]
-"""Called with the number of items at the end of an order that were dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +41,8 @@ class Cut(ABC):
         """How many items must be read for the first batch, and for each further one."""
 
     @abstractmethod
-    def __call__(self, items: Iterator[Any], leave_out: LeaveOut) -> Iterator[Part]:
-        """This share's batches. Calls `leave_out` if items at the end are dropped."""
+    def __call__(self, items: Iterator[Any]) -> Iterator[Part]:
+        """This share's batches. Warns if items at the end are dropped."""
 
     def skip(self, items: Iterator[Any], num_samples: int) -> Iterator[Any]:
         """The items after the first `num_samples` samples of the order."""
@@ -66,17 +62,6 @@ class Cut(ABC):
     @abstractmethod
     def refuse(self, num_items: int) -> str | None:
         """None if so many items can be distributed; otherwise the text of the error."""
-
-    def growing(self, chunks: int, *, quick: bool = False) -> Reads:
-        """How many items to draw at a time: of one batch at first, of up to `chunks` batches later.
-
-        `quick`: items take no time to draw, so up to `NUM_QUICK` are drawn at first.
-        """
-        first, step = self.reads
-        largest = step * chunks
-        if quick:
-            first = max(first, min(largest, NUM_QUICK))
-        return Reads(first=first, step=step, largest=largest, num_steps=first // step if quick else 1)
 
 
 @final
@@ -101,10 +86,10 @@ class SampleCut(Cut):
     def reads(self) -> tuple[int, int]:
         return self.step + self.ahead, self.step
 
-    def __call__(self, items: Iterator[Any], leave_out: LeaveOut) -> Iterator[Part]:
-        return self._alone(items) if self.share.count == 1 else self._shared(items, leave_out)
+    def __call__(self, items: Iterator[Any]) -> Iterator[Part]:
+        return self._alone(items) if self.share.count == 1 else self._shared(items)
 
-    def _shared(self, items: Iterator[Any], leave_out: LeaveOut) -> Iterator[Part]:
+    def _shared(self, items: Iterator[Any]) -> Iterator[Part]:
         held: list[Any] = []
         end, step, needed = 0, self.step, self.step + self.ahead
         mine = slice(self.share.index * self.batch_size, (self.share.index + 1) * self.batch_size)
@@ -116,7 +101,7 @@ class SampleCut(Cut):
             yield Part(held[mine], end)
             del held[:step]
         if not self.drop_last:
-            yield from self._tail(held, end + len(held), leave_out)
+            yield from self._tail(held, end + len(held))
 
     def _alone(self, items: Iterator[Any]) -> Iterator[Part]:
         end = 0
@@ -126,7 +111,7 @@ class SampleCut(Cut):
                 return
             yield Part(batch, end)
 
-    def _tail(self, held: list[Any], end: int, leave_out: LeaveOut) -> Iterator[Part]:
+    def _tail(self, held: list[Any], end: int) -> Iterator[Part]:
         count, rest = self.share.count, max(len(held) - self.step, 0)
         if rest and self.batch_size > 1:
             yield Part(self.share.of(held[:-count]), end - count, len(held) % count > 0)
@@ -138,7 +123,7 @@ class SampleCut(Cut):
         if held and self.uneven and self.share.index < len(held):
             yield Part([held[self.share.index]], end)
         if held and not self.uneven:
-            leave_out(len(held))
+            warn_of_rest(len(held), self.share)
 
     def length(self, num_items: int) -> int:
         steps, rest = divmod(num_items, self.step)
@@ -150,18 +135,11 @@ class SampleCut(Cut):
 
     def refuse(self, num_items: int) -> str | None:
         count = self.share.count
-        if self.drop_last and num_items < self.step:
+        if num_items < (self.step if self.drop_last else count):
             return (
-                f"`batch_size={self.batch_size}, drop_last=True` over {num_items} samples leaves no batch: {count} "
-                f"ranks take {self.step} samples a step. Pass `drop_last=False`, or a smaller `batch_size`."
-            )
-        if num_items == 0:
-            return (
-                f"The dataset has no samples, so {count} ranks have nothing to read. Look at the filter or path of it."
-            )
-        if num_items < count:
-            return (
-                f"{num_items} samples are fewer than the {count} ranks that share them. Use at most {num_items} ranks."
+                f"{num_items} samples leave no batch for each of the {count} ranks, which take {self.step} samples a "
+                f"step (`batch_size={self.batch_size}, drop_last={self.drop_last}`). Look at the filter or path of the "
+                "dataset, or pass a smaller `batch_size`, `drop_last=False`, or fewer ranks."
             )
         if self.batch_size == 1 and num_items % count and not self.drop_last and not self.uneven:
             return (
@@ -183,7 +161,7 @@ class BatchCut(Cut):
     def reads(self) -> tuple[int, int]:
         return (1 if self.share.count == 1 else 2) * self.share.count, self.share.count
 
-    def __call__(self, items: Iterator[Any], leave_out: LeaveOut) -> Iterator[Part]:
+    def __call__(self, items: Iterator[Any]) -> Iterator[Part]:
         count, before, end = self.share.count, list[Any](), 0
         if count == 1:
             for batch in items:
@@ -250,7 +228,7 @@ class RoundRobinCut(Cut):
     def reads(self) -> tuple[int, int]:
         return self.share.count, self.share.count
 
-    def __call__(self, items: Iterator[Any], leave_out: LeaveOut) -> Iterator[Part]:
+    def __call__(self, items: Iterator[Any]) -> Iterator[Part]:
         count, index, end = self.share.count, self.share.index, 0
         while len(round_ := list(islice(items, count))) == count:
             end += count
@@ -258,7 +236,7 @@ class RoundRobinCut(Cut):
         if self.uneven and index < len(round_):
             yield Part(round_[index], end + len(round_))
         if round_ and not self.uneven:
-            leave_out(len(round_))
+            warn_of_rest(len(round_), self.share)
 
     def length(self, num_items: int) -> int:
         rounds, rest = divmod(num_items, self.share.count)
@@ -273,6 +251,17 @@ class RoundRobinCut(Cut):
             f"as any other. Pass {num_items - num_items % count} or {num_items - num_items % count + count} batches, a "
             "`DataLoader` with a `batch_size`, or, where ranks may have different numbers of batches, "
             "`use='validate'`, `'test'` or `'predict'`."
+        )
+
+
+def warn_of_rest(num_items: int, share: Share) -> None:
+    """Warn, on the first share, that so many items at the end are dropped. In a worker it writes to standard error."""
+    if share.index == 0:
+        warnings.warn(
+            f"The last {num_items} batches of the epoch were too few to give each of the {share.count} ranks one, and "
+            "were dropped. Where ranks may have different numbers of batches, pass `use='validate'`, `'test'` or "
+            "`'predict'`.",
+            stacklevel=2,
         )
 
 

@@ -12,10 +12,9 @@ import hashlib
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -44,34 +43,22 @@ def torch_rng() -> Rng:
     return Rng(generator.get_state, generator.set_state, generator.manual_seed)
 
 
-def process_rngs(*, in_memory: bool = False) -> list[Rng]:
-    """The global generators of torch (CPU), of `random`, and of numpy if it is imported.
-
-    `in_memory`: of numpy, any bit generator is read, as types that a checkpoint does not hold.
-    """
+def process_rngs() -> list[Rng]:
+    """The global generators of torch (CPU), of `random`, and of numpy if it is imported."""
     found = [torch_rng(), Rng(random.getstate, random.setstate, random.seed)]
     numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return found
-
-    def seed_numpy(seed: int) -> None:
-        numpy.random.seed(seed % 2**32)
-
-    if not in_memory:
-        return [*found, _numpys(numpy.random, seed_numpy)]
-    return [*found, Rng(partial(numpy.random.get_state, legacy=False), numpy.random.set_state, seed_numpy)]
+    return found if numpy is None else [*found, _numpys(numpy.random)]
 
 
 @contextmanager
 def preserved_rngs(rngs: list[Rng] | None = None) -> Iterator[None]:
     """Restore the states of these generators (None: of the global ones) when the context ends."""
     rngs = process_rngs() if rngs is None else rngs
-    states = [rng.read() for rng in rngs]
+    states = _states(rngs)
     try:
         yield
     finally:
-        for rng, state in zip(rngs, states, strict=True):
-            rng.write(state)
+        _restore(rngs, states)
 
 
 def own_rngs(loader: DataLoader[Any]) -> list[Rng]:
@@ -92,38 +79,31 @@ def _own_rng(value: object) -> Rng | None:
     if isinstance(value, random.Random):
         return Rng(value.getstate, value.setstate, value.seed)
     numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    if isinstance(value, numpy.random.RandomState):
-        return _numpys(value, lambda seed: value.seed(seed % 2**32))
-    if isinstance(value, numpy.random.Generator):
+    if numpy is not None and isinstance(value, numpy.random.RandomState):
+        return _numpys(value)
+    if numpy is not None and isinstance(value, numpy.random.Generator):
         bits = value.bit_generator
 
         def write(state: Any) -> None:
             bits.state = state
 
-        return Rng(lambda: _listed(bits.state), write, lambda seed: write(type(bits)(seed).state))
+        return Rng(lambda: _without_arrays(bits.state), write, lambda seed: write(type(bits)(seed).state))
     return None
 
 
-def _numpys(owner: Any, seed: Callable[[int], object]) -> Rng:
+def _numpys(owner: Any) -> Rng:
     """A generator of numpy; `owner`: the module `numpy.random`, or a `RandomState`."""
-
-    def read() -> tuple[Any, ...]:
-        name, keys, *rest = owner.get_state()
-        return name, keys.tobytes(), *rest
-
-    def write(state: tuple[Any, ...]) -> None:
-        name, keys, *rest = state
-        owner.set_state((name, sys.modules["numpy"].frombuffer(keys, "uint32"), *rest))
-
-    return Rng(read, write, seed)
+    return Rng(
+        read=lambda: _without_arrays(owner.get_state(legacy=False)),
+        write=owner.set_state,
+        seed=lambda seed: owner.seed(seed % 2**32),
+    )
 
 
-def _listed(state: Any) -> Any:
-    """The state of a bit generator with lists instead of arrays, which a checkpoint does not hold."""
+def _without_arrays(state: Any) -> Any:
+    """The state of a generator of numpy with lists instead of arrays, which a checkpoint does not hold."""
     if isinstance(state, dict):
-        return {key: _listed(entry) for key, entry in state.items()}
+        return {key: _without_arrays(entry) for key, entry in state.items()}
     return state.tolist() if type(state).__module__ == "numpy" else state
 
 
@@ -141,12 +121,12 @@ class Streams:
     nothing; `settle` advances them.
     """
 
-    def __init__(self, seed: int, own: list[Rng], *, from_torch: bool = False) -> None:
+    def __init__(self, seed: int, own: Sequence[Rng] = (), *, from_torch: bool = False) -> None:
         """`from_torch`: of the global generators, torch's alone is drawn from, which costs a fifth."""
-        self._own, self._rngs = own, [*([torch_rng()] if from_torch else process_rngs(in_memory=True)), *own]
-        self.begun = self._states(own)
+        self._global, self._own = [torch_rng()] if from_torch else process_rngs(), list(own)
+        self._rngs = [*self._global, *own]
+        self.begun = _states(self._own)
         self._seed, self._inside = seed, False
-        self._start: list[Any] = []
         self._inner: list[Any] = []
         """Empty until something is drawn."""
 
@@ -156,27 +136,22 @@ class Streams:
         if self._inside:
             yield
             return
-        outer, self._inside = self._states(self._rngs), True
+        outer, self._inside = _states(self._rngs), True
         try:
             if self._inner:
-                self._restore(self._rngs, self._inner)
+                _restore(self._rngs, self._inner)
             else:
                 self._begin()
             yield
         finally:
-            self._inner, self._inside = self._states(self._rngs), False
-            self._restore(self._rngs, outer)
+            self._inner, self._inside = _states(self._rngs), False
+            _restore(self._rngs, outer)
 
-    @contextmanager
-    def drawing_again(self) -> Iterator[None]:
-        """Within the context, the generators have the states in which the epoch began; they do not advance it."""
-        with self.drawing():
-            standing = self._states(self._rngs)
-            self._restore(self._rngs, self._start)
-            try:
-                yield
-            finally:
-                self._restore(self._rngs, standing)
+    def restart(self) -> None:
+        """Go back to the states in which the epoch began."""
+        self._inner = []
+        if self._inside:
+            self._begin()
 
     def settle(self, complete: bool) -> None:
         """Advance the `own` generators to the next epoch, except those that the user has reseeded or used meanwhile.
@@ -184,8 +159,7 @@ class Streams:
         `complete`: all items were drawn, so they continue from there, as in plain PyTorch. Otherwise ranks may have
         drawn different numbers of items, and they are seeded from the state in which the epoch began.
         """
-        ends = self._inner[len(self._inner) - len(self._own) :]
-        for rng, begun, end in zip(self._own, self.begun, ends, strict=True):
+        for rng, begun, end in zip(self._own, self.begun, self._inner[len(self._global) :], strict=True):
             if digest(rng.read()) != digest(begun):
                 continue
             if complete:
@@ -194,18 +168,15 @@ class Streams:
                 rng.seed(mix("unfinished", digest(begun)))
 
     def _begin(self) -> None:
-        num_global = len(self._rngs) - len(self._own)
-        for rng in self._rngs[:num_global]:
+        for rng in self._global:
             rng.seed(self._seed)
-        for rng, state in zip(self._own, self.begun, strict=True):
-            rng.write(state)
-        self._start = self._states(self._rngs)
+        _restore(self._own, self.begun)
 
-    @staticmethod
-    def _states(rngs: list[Rng]) -> list[Any]:
-        return [rng.read() for rng in rngs]
 
-    @staticmethod
-    def _restore(rngs: list[Rng], states: list[Any]) -> None:
-        for rng, state in zip(rngs, states, strict=True):
-            rng.write(state)
+def _states(rngs: Sequence[Rng]) -> list[Any]:
+    return [rng.read() for rng in rngs]
+
+
+def _restore(rngs: Sequence[Rng], states: Sequence[Any]) -> None:
+    for rng, state in zip(rngs, states, strict=True):
+        rng.write(state)

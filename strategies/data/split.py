@@ -7,13 +7,14 @@ ranks find that their data differs: see `content.py`.
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
-from fabric.strategies.data import webdataset
 from fabric.strategies.data.share import Share
 
 ATTRIBUTES = (
@@ -32,6 +33,9 @@ HOLDERS = ("_distributed", "distributed_env", "_parallel_rank_world")
 INNER = ("sampler", "batch_sampler", "dataset", "datasets", "root", "source", "iterable", "pipeline")
 """Attributes in which a loader, a wrapper or a node of a pipeline holds what it reads."""
 
+WEBDATASETS = ("webdataset.shardlists", "split_by_node")
+"""Module and name of the function that is a stage of a pipeline which is split."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
@@ -46,9 +50,11 @@ class Split:
 def split_of(loader: object, share: Share) -> Split | None:
     """How the loader's data is split already; None if it is not.
 
-    Raises: ValueError: it is split for another rank, or for another number of ranks, than `share`.
+    Raises: ValueError: it is split for another rank, or for another number of ranks, than `share`; or it is a pipeline
+    of webdataset that is not split.
     """
-    for part in _parts(loader):
+    parts = list(_parts(loader))
+    for part in parts:
         split = None if isinstance(part, DataLoader) else _split(part)
         if split is not None and split.count > 1:
             if (split.count, split.index) != (share.count, share.index):
@@ -58,6 +64,11 @@ def split_of(loader: object, share: Share) -> Split | None:
                     "`use_distributed_sampler=False`, and each rank reads its own loader as it is."
                 )
             return split
+    if share.count > 1 and any(type(part).__module__.startswith("webdataset.") for part in parts):
+        raise ValueError(
+            "The pipeline of webdataset is not split over the ranks, and may shuffle differently on each. Pass "
+            "`nodesplitter=webdataset.split_by_node`, or `dispatch=True`, with which rank 0 reads for all."
+        )
     return None
 
 
@@ -86,10 +97,11 @@ def _parts(loader: object) -> Iterator[object]:
 
 
 def _split(part: Any) -> Split | None:
-    shards = webdataset.split(part)
-    if shards is not None:
-        world_size, rank = shards
-        return Split(words=f"split_by_node(world_size={world_size}, rank={rank})", count=world_size, index=rank)
+    function = part.func if isinstance(part, functools.partial) else part
+    if (getattr(function, "__module__", ""), getattr(function, "__name__", "")) == WEBDATASETS:
+        group = part.keywords.get("group") if isinstance(part, functools.partial) else None
+        index, count, *_ = importlib.import_module("webdataset.utils").pytorch_worker_info(group=group)
+        return Split(words=f"split_by_node(world_size={count}, rank={index})", count=count, index=index)
     for holder in (part, *(getattr(part, name, None) for name in HOLDERS)):
         for count_name, index_name in ATTRIBUTES:
             count, index = getattr(holder, count_name, None), getattr(holder, index_name, None)

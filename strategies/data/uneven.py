@@ -1,38 +1,26 @@
 """Ranks whose data has different numbers of batches: all stop at the first end, or go on until the last.
 
-The length of a stream is known only after it was read. So before each batch the ranks all-reduce whether they have
-one, over a separate process group, so that this is not matched with collectives of the loop. Where the loop cannot
-change what is read, several batches are read ahead, one for each that is yielded, and one all-reduce is for all of
-them: it is started before the last of the previous ones is yielded, and overlaps with that step. Their number doubles
-from one to `_AHEAD`, and to `_MOST_AHEAD` if they are small on every rank, which the same all-reduce tells. Otherwise
-there is one for each batch. Every rank must iterate such a loader, and equally often.
+The length of a stream is known only after it was read. So for each batch the ranks all-reduce whether they have one,
+over a separate process group, so that this is not matched with collectives of the loop. Where the loop cannot change
+what is read, one batch is read ahead, and the all-reduce overlaps with the step before. Every rank must iterate such a
+loader, and equally often.
 
-A rank whose data has ended, while others go on, gets its last batch again. `RepeatedBatches` makes it count zero. A
-rank that has a batch takes the step in any case. So if batches are not read ahead, it yields the batch at once, and
-waits for the others where the result is used: for the factor of the loss, or before the next all-reduce.
+A rank whose data has ended, while others go on, gets its last batch again. `RepeatedBatches` makes it count zero.
 """
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 from itertools import count
 from typing import Any, NamedTuple, final
 
-from fabric.strategies.data.positions import Resumable, Tail
-from fabric.strategies.data.repeated import Factor, Later
 from fabric.strategies.data.share import Uneven
-from fabric.strategies.tensors.nests import is_tensor, map_leaves
 
 _END = object()
-_AHEAD, _MOST_AHEAD = 4, 16
-"""An all-reduce of a few numbers over gloo takes as much processor time as 10 % of a step of 5 ms."""
-_MOST_AHEAD_BYTES = 32 * 2**20
-"""More than `_AHEAD` batches are read ahead only if they, and the positions after them, have no more bytes."""
 _NOTHING_OF_ONE = 2**20
 _NOTHING = -_NOTHING_OF_ONE
 """The vote of a rank that has no batch to repeat: negative in sum, whatever the others vote."""
@@ -44,7 +32,7 @@ class Agreed:
 
     def __init__(self, supply: _Supply, steps: Callable[[Agreed], Iterator[Any]]) -> None:
         self._supply = supply
-        self.factors: deque[Factor] = deque()
+        self.factors: deque[float] = deque()
         """For each batch that the loop has not received yet: the factor of its loss, see `RepeatedBatches`."""
         self.batches = steps(self)
 
@@ -59,14 +47,9 @@ class Agreed:
         return not self._supply.ended
 
     @property
-    def last(self) -> Any:
-        """The last batch read, if it may be repeated; else None."""
-        return self._supply.last
-
-    @property
-    def position(self) -> Any:
-        """That of the user's loader after the batch that was yielded last, if others are read ahead; else None."""
-        return self._supply.position
+    def is_repeating(self) -> bool:
+        """Whether this rank has read its data to the end, and repeats its last batch."""
+        return self._supply.ended and self._supply.last is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +77,8 @@ class Agreement:
         ahead: bool,
         trains: bool = True,
     ) -> None:
-        """`words`: the loader as errors name it. `ahead`: whether batches are read before the loop has had the previous
-        ones. `trains`: whether the loop trains on the batches."""
+        """`words`: the loader as errors name it. `ahead`: whether a batch is read before the loop has asked for it.
+        `trains`: whether the loop trains on the batches."""
         self._uneven, self._votes, self._words, self._ahead, self._trains = uneven, votes, words, ahead, trains
         self._report = report
         self._iterations = self._num_given = 0
@@ -104,101 +87,49 @@ class Agreement:
         self.repeats = uneven == "repeat"
         """Whether a rank may get a batch again."""
 
-    def __call__(
-        self,
-        batches: Iterator[Any],
-        example: Callable[[], Any],
-        tail: Tail | None = None,
-        position: Resumable | None = None,
-    ) -> Agreed:
-        """One iteration. `batches`: those of this rank. `tail`: of the checkpoint that it resumes from. `position`: the
-        loader that reads them, if it saves its own position.
+    def __call__(self, batches: Iterator[Any], example: Callable[[], Any], *, has_ended: bool = False) -> Agreed:
+        """One iteration. `batches`: those of this rank. `has_ended`: it resumes where this rank had none left.
 
-        `example`: returns the batch to repeat if neither `batches` nor `tail` has one; None if there is no data at all.
+        `example`: returns the batch to repeat if `batches` is empty; None if there is no data at all.
         Raises, while the batches are iterated: RuntimeError: on every rank, if ranks are at different batches, have
         different numbers of batches under `"error"`, or nothing to repeat under `"repeat"`.
         """
         self._iterations += 1
-        supply = _Supply(
-            batches,
-            example if self._uneven == "repeat" else None,
-            tail or Tail(),
-            position.state_dict if self._ahead and position is not None else lambda: None,
-        )
+        supply = _Supply(batches, example if self.repeats else None, has_ended)
         number = self._iterations
         return Agreed(supply, lambda agreed: self._agreed(supply, number, agreed.factors))
 
-    def _agreed(self, supply: _Supply, iteration: int, factors: deque[Factor]) -> Iterator[Any]:
-        if not self._ahead:
-            yield from self._agreed_one_by_one(supply, iteration, factors)
-            return
-        step, drawn = 0, deque([supply.draw()])
-        answer = self._ask(drawn, iteration, step)
-        while True:
-            following = deque[_Drawn]()
-            haves, all_double = answer()
-            # Twice as many as last time, so that the first batch is not kept waiting.
-            num_more = 2 if all_double else 1
-            for have in haves[: len(drawn)]:
-                vote = drawn[0].vote
-                if not self._is_taken(have, vote, supply, step):
-                    return
-                step += 1
-                self._num_given += 1
-                factors.append(self._factor(have, vote))
-                following.extend(supply.draw() for _ in range(num_more))
-                if len(drawn) == 1:
-                    answer = self._ask(following, iteration, step)
-                supply.position = drawn[0].position
-                yield drawn.popleft().batch
-            drawn = following
-
-    def _agreed_one_by_one(self, supply: _Supply, iteration: int, factors: deque[Factor]) -> Iterator[Any]:
+    def _agreed(self, supply: _Supply, iteration: int, factors: deque[float]) -> Iterator[Any]:
+        drawn = supply.draw()
+        wait = self._ask(drawn.vote, iteration, 0)
         for step in count():
-            drawn = supply.draw()
-            answer = self._ask([drawn], iteration, step)
-            factor: Factor
-            # In the first step a rank that has nothing to repeat is an error.
-            if step == 0 or drawn.vote != 1 or self._uneven != "repeat":
-                (have, *_), _ = answer()
-                if not self._is_taken(have, drawn.vote, supply, step):
-                    return
-                factor = self._factor(have, drawn.vote)
-            else:
-                factor = Later(partial(self._factor_of, answer))
+            have = wait()
+            if not self._is_taken(have, drawn.vote, supply, step):
+                return
             self._num_given += 1
-            factors.append(factor)
-            yield drawn.batch
+            factors.append(self._votes.size / have if drawn.vote == 1 else 0.0)
+            batch = drawn.batch
+            if not self._ahead:
+                yield batch
+            drawn = supply.draw()
+            wait = self._ask(drawn.vote, iteration, step + 1)
+            if self._ahead:
+                yield batch
 
-    def _factor_of(self, answer: Callable[[], _Answer]) -> float:
-        (have, *_), _ = answer()
-        return self._factor(have, 1)
-
-    def _factor(self, have: float, vote: int) -> float:
-        return self._votes.size / have if vote == 1 else 0.0
-
-    def _ask(self, drawn: Collection[_Drawn], iteration: int, step: int) -> Callable[[], _Answer]:
-        """Start to agree on these batches, once the previous agreement has ended. The result waits; it raises if the
-        ranks are at different batches."""
+    def _ask(self, vote: int, iteration: int, step: int) -> Callable[[], float]:
+        """Start to agree on a batch, once the previous agreement has ended. The result waits, and returns how many
+        ranks have a batch of their own; it raises if the ranks are at different batches."""
         self._awaited()
         place = [iteration, step, self._num_given]
         mine = zlib.crc32(b"%d %d %d" % (*place,))
-        votes = [each.vote for each in drawn]
-        # Always as many numbers: gloo aborts if ranks at different batches send messages of different sizes.
-        padding = [0] * (_MOST_AHEAD - len(votes) if self._ahead else 0)
-        answer = self._votes.start([*votes, *padding, _may_double(drawn), mine])
-        found: _Answer | RuntimeError | None = None
+        answer = self._votes.start([vote, mine])
 
-        def wait() -> _Answer:
-            nonlocal found
-            if found is None:
-                *haves, num_doubling, places = answer()
-                found = _Answer(haves, num_doubling == self._votes.size)
-                if places != self._votes.size * mine:
-                    found = RuntimeError(self._astray(self._votes.gather(place)))
-            if isinstance(found, RuntimeError):
-                raise found
-            return found
+        @cache
+        def wait() -> float:
+            have, places = answer()
+            if places != self._votes.size * mine:
+                raise RuntimeError(self._astray(self._votes.gather(place)))
+            return have
 
         self._awaited = wait
         return wait
@@ -272,61 +203,19 @@ class _Drawn(NamedTuple):
     batch: Any
     vote: int
     """1 for a batch that is not repeated, `_NOTHING` if there is none to repeat, otherwise 0."""
-    position: Any
-    """Of the user's loader after this batch; None if it has none."""
-
-
-class _Answer(NamedTuple):
-    haves: Sequence[float]
-    """For each batch: how many ranks have one of their own. Zeros follow."""
-    all_double: bool
-    """Whether twice as many batches may be read ahead next."""
-
-
-def _may_double(drawn: Collection[_Drawn]) -> bool:
-    """Whether twice as many batches as these may be read ahead on this rank."""
-    if len(drawn) == _MOST_AHEAD:
-        return False
-    return (
-        len(drawn) < _AHEAD or 2 * sum(_num_bytes((each.batch, each.position)) for each in drawn) <= _MOST_AHEAD_BYTES
-    )
-
-
-def _num_bytes(value: Any) -> float:
-    """Of the tensors and arrays; infinite if there are objects of other sizes."""
-    total = 0.0
-
-    def add(leaf: Any) -> None:
-        nonlocal total
-        if isinstance(leaf, (str, bytes)):
-            total += len(leaf)
-        elif leaf is not _END and not isinstance(leaf, (int, float, complex, type(None))):
-            total += getattr(leaf, "nbytes", math.inf)
-
-    map_leaves(add, value, is_leaf=is_tensor)
-    return total
 
 
 @final
 class _Supply:
     """One rank's batches of one iteration; at their end the last one again, if `example` is given."""
 
-    def __init__(
-        self,
-        batches: Iterator[Any],
-        example: Callable[[], Any] | None,
-        tail: Tail,
-        save: Callable[[], Any],
-    ) -> None:
-        """`save`: returns the position of the user's loader after the batch read last; None if it has none."""
-        self._batches, self._example, self._repeats, self._save = batches, example, example is not None, save
-        self.position: Any = None
-        """Of the user's loader after the batch that was yielded last, if others are read ahead."""
-        self.last = tail.last
+    def __init__(self, batches: Iterator[Any], example: Callable[[], Any] | None, has_ended: bool) -> None:
+        self._batches, self._example, self._repeats = batches, example, example is not None
+        self.last: Any = None
         """What is repeated."""
         self.num_read = 0
         """Number of batches read, without repeated ones."""
-        self.ended = tail.ended
+        self.ended = has_ended
 
     def draw(self) -> _Drawn:
         """The next batch; `_END` if there is none."""
@@ -334,15 +223,15 @@ class _Supply:
         if batch is not _END:
             self.num_read += 1
             self.last = batch if self._repeats else None
-            self._example = None  # it refers to the loader, which refers to this: a cycle would keep its position alive
-            return _Drawn(batch, 1, self._save())
+            self._example = None  # it refers to the loader, which refers to this
+            return _Drawn(batch, 1)
         self.ended = True
         if self.last is None and self._example is not None:
             self.last = self._example()
         self._example = None
         if self.last is not None:
-            return _Drawn(self.last, 0, self._save())
-        return _Drawn(_END, _NOTHING if self._repeats else 0, None)
+            return _Drawn(self.last, 0)
+        return _Drawn(_END, _NOTHING if self._repeats else 0)
 
 
 def _ranks(chosen: list[bool]) -> str:

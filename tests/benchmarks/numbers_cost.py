@@ -22,7 +22,6 @@ import torch.distributed as dist
 from timing import Action, Row, in_order, rows
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from fabric import Fabric
 from fabric.checks.sanitizer import Sanitizer, WatchedSteps
@@ -112,13 +111,8 @@ def numbers(ours: Fabric) -> list[Row]:
     agreed, ahead_agreed = (
         iter(ours.setup_dataloaders(each, use_distributed_sampler=False, uneven="stop")) for each in (by_itself, ahead)
     )
-    repeated, in_workers = (
-        iter(ours.setup_dataloaders(each, use_distributed_sampler=False, uneven=uneven))
-        for each, uneven in ((by_itself, "repeat"), (DataLoader(Endless(), batch_size=None, num_workers=1), "repeat"))
-    )
-    raw_workers = iter(DataLoader(Endless(), batch_size=None, num_workers=1))
-    stateful, raw_stateful = (StatefulDataLoader(Endless(), batch_size=None, num_workers=1) for _ in range(2))
-    stateful_agreed = iter(ours.setup_dataloaders(stateful, use_distributed_sampler=False, uneven="stop"))
+    with_workers, raw_workers = (DataLoader(Endless(), batch_size=None, num_workers=1) for _ in range(2))
+    in_workers = iter(ours.setup_dataloaders(with_workers, use_distributed_sampler=False, uneven="repeat"))
     plain, whole = (DataLoader(torch.ones(BATCH * STEPS * size, WIDTH), BATCH) for size in (1, 2))  # type: ignore[arg-type]
     prepared = ours.setup_dataloaders(whole)
     with TemporaryDirectory() as folder:
@@ -132,13 +126,8 @@ def numbers(ours: Fabric) -> list[Row]:
             "accumulate beside no_backward_sync": (partial(by_hand, alone), partial(accumulated, alone)),
             "agreement on uneven data": (partial(steps, ahead_alone), partial(steps, ahead_agreed)),
             "agreement, not read ahead": (partial(steps, alone), partial(steps, agreed)),
-            "agreement, not read ahead, uneven='repeat'": (partial(steps, alone), partial(steps, repeated)),
             "stream without workers": (partial(steps, by_itself), partial(steps, alone)),
-            "stream with a worker, uneven='repeat'": (partial(steps, raw_workers), partial(steps, in_workers)),
-            "StatefulDataLoader with a worker, uneven='stop'": (
-                partial(steps, iter(raw_stateful)),
-                partial(steps, stateful_agreed),
-            ),
+            "stream with a worker, uneven='repeat'": (partial(steps, iter(raw_workers)), partial(steps, in_workers)),
             "loader with a state": (partial(steps, plain), partial(steps, prepared)),
             "sanitize='always'": (partial(steps, prepared), partial(watched, prepared)),
             "guard_gradients": (partial(steps, prepared), partial(guarded, prepared, None)),

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from fabric.strategies.data.loader_check import Ranks
+from fabric.strategies.data.content import Ranks
 from fabric.strategies.data.loaders import DeviceLoader, Share, Use, process_dataloader
-from fabric.strategies.data.loop_progress import LoaderNumbers
+from fabric.strategies.data.loop_progress import LoopProgress
 
 
 def ranks_by(gather: Callable[[Any], list[Any]], count: int) -> Ranks:
@@ -35,7 +35,7 @@ def share_out(
     distribute: bool = True,
     reported: list[str] | None = None,
     shares: list[Share] | None = None,
-    numbers: list[LoaderNumbers] | None = None,
+    numbers: list[LoopProgress] | None = None,
 ) -> list[DeviceLoader]:
     """The results of `process_dataloader` on `count` ranks for `make(rank)` or `make[rank]`.
 
@@ -66,7 +66,7 @@ def share_out(
                     move=True,
                     launcher="inline",
                     ranks=ranks_by(agree, count),
-                    numbers=numbers[index] if numbers else LoaderNumbers(),
+                    progress=numbers[index] if numbers else LoopProgress(),
                     report=reported.append if reported is not None and index == 0 else lambda sentence: None,
                 )
             except Exception as error:

@@ -121,24 +121,3 @@ def test_ranks_with_fewer_batches_to_evaluate_repeat_their_last_or_all_raise_and
             assert "has different numbers of batches: " in found, name
             assert "With this strategy a forward waits for all ranks" in found, name
             assert 'Pass `setup_dataloaders(..., uneven="repeat")`' in found, name
-
-
-def loader_before_model(world: World) -> str:
-    with Fabric(accelerator=ACCELERATOR, strategy=STRATEGIES["manual"], launcher="external") as fabric:
-        fabric.launch()
-        loader = loaders(fabric, world.rank, None)["samples"]
-        assert len(list(loader)) == 6 - world.rank
-        model = fabric.setup(nn.Linear(4, 1))
-        with pytest.raises(RuntimeError) as raised:
-            evaluate(fabric, model, loader)
-        return str(raised.value)
-
-
-@pytest.mark.slow
-def test_a_loader_set_up_before_a_model_that_was_sharded_by_hand_raises() -> None:
-    words = (
-        "The `DataLoader` may give ranks different numbers of batches, and was set up before the model, whose forward"
-    )
-    first, second = run_world(2, loader_before_model)
-    assert first == second
-    assert first.startswith(words)

@@ -14,7 +14,7 @@ from worlds import run_world
 
 from fabric.launchers.world import World
 from fabric.strategies.data.loaders import DeviceLoader, Share, process_dataloader
-from fabric.strategies.data.loop_progress import LoaderNumbers
+from fabric.strategies.data.loop_progress import LoopProgress
 
 
 def shared(world: World, loader: Any) -> DeviceLoader:
@@ -36,7 +36,7 @@ def shared(world: World, loader: Any) -> DeviceLoader:
         move=True,
         launcher=world.launcher,
         ranks=ranks_by(gather, world.size),
-        numbers=LoaderNumbers(),
+        progress=LoopProgress(),
         report=lambda sentence: None,
     )
     distributed.destroy_process_group()

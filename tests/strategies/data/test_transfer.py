@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabric.strategies.data.loaders import DeviceLoader, Share, process_dataloader
-from fabric.strategies.data.loop_progress import LoaderNumbers
+from fabric.strategies.data.loop_progress import LoopProgress
 from fabric.strategies.data.transfer import move, one_ahead
 
 META = torch.device("meta")
@@ -52,7 +52,7 @@ def loader_on(device: torch.device, loader: Any, *, move: bool = True) -> Device
         move=move,
         launcher="inline",
         ranks=ranks_by(lambda obj: [obj], 1),
-        numbers=LoaderNumbers(),
+        progress=LoopProgress(),
         report=lambda sentence: None,
     )
 
