@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -12,37 +12,32 @@ from torch.optim import Optimizer
 
 from fabric.checkpoints.loader_positions import LoaderPositions
 from fabric.loop.seed import device_rngs
+from fabric.loop.setup import SetUp
 from fabric.strategies.checkpoint.run_state import RunState
-from fabric.strategies.checkpoint.state import Stateful, is_stateful
+from fabric.strategies.checkpoint.state import is_stateful
 from fabric.strategies.checkpoint.values import pointer
 from fabric.strategies.data.device_loader import DeviceLoader
 from fabric.strategies.data.rng import Rng, process_rngs
 from fabric.strategies.runtime import Runtime
 
 
-def run_state_of(
-    runtime: Runtime,
-    scalers: Sequence[Stateful],
-    schedulers: Sequence[Stateful],
-    counters: Mapping[Optimizer, Stateful],
-    loaders: Sequence[DeviceLoader],
-    state: Any,
-    reported: set[str],
-) -> RunState:
+def run_state_of(runtime: Runtime, set_up: SetUp, state: Any, reported: set[str]) -> RunState:
     """The state that is added to a checkpoint of `state`; schedulers and loaders that `state` names are saved there
     only, and of optimizers the number of steps of those that it names."""
     objects = dict(_named(state))
     named = {id(each) for each in objects.values()}
-    unnamed = [each for each in loaders if id(each) not in named]
+    loaders = [loader for each in set_up.loaders if (loader := each()) is not None and id(loader) not in named]
     return RunState(
         generators=partial(generators_of, runtime),
         restore_generators=partial(restore_generators, runtime),
-        scalers=scalers,
-        schedulers=[each for each in schedulers if id(each) not in named],
+        scalers=set_up.scalers(),
+        schedulers=[each for each in set_up.schedulers if id(each) not in named],
         steps={
-            name: counters[each] for name, each in objects.items() if isinstance(each, Optimizer) and each in counters
+            name: set_up.steps[each]
+            for name, each in objects.items()
+            if isinstance(each, Optimizer) and each in set_up.steps
         },
-        loaders=LoaderPositions(unnamed, runtime.collective, runtime.report, reported),
+        loaders=LoaderPositions(loaders, runtime.collective, runtime.report, reported),
         rank=runtime.collective.rank,
         gather=runtime.collective.all_gather_object,
         share=(runtime.share.index, runtime.share.count),
