@@ -256,7 +256,8 @@ class Fabric:
                         for moment in self._moments.closing:
                             moment()
             finally:
-                self._runtime = None
+                self._runtime = self._set_up = self._backward = None
+                self._guard = self._stop = self._opened_checkpoints = None
 
     def __enter__(self) -> Fabric:
         return self
@@ -952,14 +953,13 @@ class Fabric:
                 stack.callback(Watcher(world, store, journal, self._request.report_after_seconds).close)
             atexit.register(self._close_at_exit)
             stack.callback(atexit.unregister, self._close_at_exit)
-            stack.callback(self._forget)  # before the teardown: models hold on to the process group
             self._open = stack.pop_all()
         self._runtime = runtime
         self._place = world if world.size > 1 else None
-        weighting = Weighting(runtime)
+        self._moments, weighting = Moments(changed=self._follow_batches), Weighting(runtime)
         self._set_up = SetUp(runtime, chosen.strategy, self._moments, self._accumulation, weighting, self._open)
         self._backward = LossBackward(runtime, self._set_up, self._accumulation, weighting, self._moments)
-        self._moments.changed = self._follow_batches
+        self._open.callback(self._forget)  # before the teardown: models hold on to the process group
         self._moments.add(*self._request.checks, *self._sanitizer(world))
         for moment in self._moments.connected:
             moment(runtime)
@@ -968,8 +968,8 @@ class Fabric:
         """Drop all references to what was set up."""
         self._moments.clear()
         self._accumulation.release()
-        self._moments = Moments()
-        self._set_up = self._backward = self._guard = self._stop = self._opened_checkpoints = None
+        self._objects.forget()
+        self._loss_backward.models_changed()
 
     def _close_at_exit(self) -> None:
         try:

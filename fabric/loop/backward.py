@@ -35,9 +35,8 @@ class LossBackward:
     def models_changed(self) -> None:
         """Called once models or optimizers were set up: the next loss may go through all models that are known."""
         models = list(self._set_up.models.values())
-        if models:
-            joins = len(models) == 1 or all(model.joins_backward for model in models)
-            self._of_all = self._through(models) if joins else _which_model
+        joins = len(models) == 1 or all(model.joins_backward for model in models)
+        self._of_all = _no_model if not models else self._through(models) if joins else _which_model
 
     def run(
         self,

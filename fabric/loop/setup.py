@@ -67,7 +67,13 @@ class SetUp:
         self.bare = BareParameters(runtime)
         """Parameters that are in no module."""
         self._unprepared = UnpreparedOptimizers(self.optimizers)
-        undo.callback(self.bare.release)
+
+    def forget(self) -> None:
+        """Drop all references to what was set up."""
+        for known in (self.models, self.optimizers, self.schedulers, self.loaders, self.steps):
+            known.clear()  # others have them too
+        self.bare.release()
+        self.bare, self._unprepared = BareParameters(self._runtime), UnpreparedOptimizers(self.optimizers)
 
     def model(self, module: nn.Module, optimizers: Sequence[Optimizer], *, move: bool) -> Prepared:
         """Set up a model and its optimizers. Ranks: all. Raises: as `Fabric.setup`."""

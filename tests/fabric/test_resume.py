@@ -44,7 +44,7 @@ def train(fabric: Fabric, path: str, stops: list[int], batch_size: int, num_work
         state = {"model": model, "optimizer": optimizer, "loader": loader, "epoch": 0, "number": 0}
         if attempt:
             fabric.load(path, state)
-        fabric._schedulers[:] = [scheduler]
+        fabric._objects.schedulers[:] = [scheduler]
         number = state["number"]
         for epoch in range(state["epoch"], NUM_EPOCHS):
             for inputs, samples in loader:
