@@ -16,14 +16,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fabric.checkpoints.loader_positions import LoaderStates
-from fabric.checkpoints.run_state import has_objects, is_run, run_state_of
+from fabric.checkpoints.run_state import RunState, has_objects, is_run
 from fabric.checks.check import Moments
 from fabric.loop.setup import SetUp
 from fabric.output.progress.checkpoint import checkpoint_progress
-from fabric.strategies.checkpoint import foreign, loading, rename_advice, run_state, saving
+from fabric.strategies.checkpoint import foreign, loading, rename_advice, saving
 from fabric.strategies.checkpoint.background import BackgroundSaves, PendingSave
 from fabric.strategies.checkpoint.mismatches import mismatches, table
-from fabric.strategies.checkpoint.run_state import RunState
+from fabric.strategies.checkpoint.run_state import NAME
 from fabric.strategies.checkpoint.snapshot import snapshot
 from fabric.strategies.checkpoint.state import (
     Filter,
@@ -92,7 +92,7 @@ class Checkpoints:
             _check_named("load", state)
         found = {} if state is None else state
         content = self._read(path, mmap=mmap)
-        run = content.pop(run_state.NAME, None)
+        run = content.pop(NAME, None)
         self._refuse_misfits(
             "load",
             path,
@@ -141,7 +141,7 @@ class Checkpoints:
         _check_named("save", state)
         content = state_of(state, keep, self._access, self._loader_states, gathered=gathered)
         if has_objects(dict(state)):
-            content[run_state.NAME] = self._run_state(state).read(gathered=gathered)
+            content[NAME] = self._run_state(state).read(gathered=gathered)
         return content
 
     def _read(self, path: Path, *, mmap: bool = False) -> Any:
@@ -176,7 +176,7 @@ class Checkpoints:
         return LoaderStates(self._collective, self._runtime.report, self._left_out)
 
     def _run_state(self, state: Mapping[str, Any]) -> RunState:
-        return run_state_of(self._runtime, self._set_up, dict(state), self._left_out)
+        return RunState(self._runtime, self._set_up, dict(state), self._left_out)
 
     def _progress(self, description: str) -> AbstractContextManager[Callable[[int, int], None]]:
         return checkpoint_progress(description, enabled=self._runtime.world.is_global_zero)
@@ -189,9 +189,9 @@ def _check_named(method: str, state: object) -> None:
             f"`fabric.{method}(path, ...)` was given a `{type(state).__name__}`. Give it a name: "
             "`{'model': model}`. `load_raw` reads a file that holds the bare state of one object."
         )
-    if run_state.NAME in state:
+    if NAME in state:
         raise ValueError(
-            f"`fabric.{method}(path, {{{run_state.NAME!r}: ...}})`: this name is reserved for the run's random "
+            f"`fabric.{method}(path, {{{NAME!r}: ...}})`: this name is reserved for the run's random "
             "generators and loss scale. Write another one."
         )
 
