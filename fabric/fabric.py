@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from fabric.checks.check import Moments
 from fabric.checks.nonfinite import GradientGuard, OnNonfinite
 from fabric.checks.sanitizer import Sanitize, Sanitizer
-from fabric.configure.arguments import check_limits, check_loader_options, check_objects, check_word
+from fabric.configure.arguments import check_limits, check_loader_options, check_module, check_optimizers, check_word
 from fabric.configure.determinism import determinism
 from fabric.configure.machine import Machine
 from fabric.configure.options import DEFAULT_REPORT_AFTER_SECONDS
@@ -318,7 +318,8 @@ class Fabric:
         Raises: ValueError: an object was set up before, or the strategy does not support a parameter of an optimizer.
         CollectiveError: on every rank, if the names, shapes or dtypes of its tensors differ over ranks (not `manual`).
         """
-        check_objects(module, optimizers)
+        check_module(module)
+        check_optimizers(optimizers)
         prepared = self._objects.model(module, optimizers, move=move_to_device)
         self._objects.schedulers += [scheduler] if is_stateful(scheduler) else []
         self._loss_backward.models_changed()
@@ -340,7 +341,7 @@ class Fabric:
         given."""
         if not optimizers:
             raise ValueError("`fabric.setup_optimizers()` was given no optimizer. Pass at least one.")
-        check_objects(None, optimizers)
+        check_optimizers(optimizers)
         self._objects.later_optimizers(optimizers)
         self._loss_backward.models_changed()
         return optimizers[0] if len(optimizers) == 1 else optimizers

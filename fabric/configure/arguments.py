@@ -14,26 +14,24 @@ from torch.optim import Optimizer
 from fabric.strategies.data.share import Uneven, Use
 
 
-def check_objects(module: object, optimizers: Sequence[object]) -> None:
-    """Raise TypeError if the first argument of `setup` is no module (None: it has none), or another no optimizer."""
-    for value, role, kind in (
-        (module, "the module", nn.Module),
-        *((each, "an optimizer", Optimizer) for each in optimizers),
-    ):
-        if value is not None and not isinstance(value, kind):
-            is_class = isinstance(value, type)
-            what = f"The class `{value.__name__}`, not an instance," if is_class else f"A `{type(value).__name__}`"
-            raise TypeError(
-                f"{what} was passed as {role}. Write `fabric.setup(module, optimizer, ..., scheduler=scheduler)`, "
-                "once for each module."
-            )
+def check_module(module: object) -> None:
+    """Raise TypeError if the first argument of `setup` is no module."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{_what(module)} was passed as the module. {_SETUP}")
+
+
+def check_optimizers(optimizers: Sequence[object]) -> None:
+    """Raise TypeError if one of them is no optimizer."""
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"{_what(optimizer)} was passed as an optimizer. {_SETUP}")
 
 
 def check_word(method: str, argument: str, word: object, words: Any) -> None:
     """Raise ValueError if `word` is neither None nor in the `Literal` `words`."""
     if word is not None and word not in get_args(words):
         known = ", ".join(map(repr, get_args(words)))
-        raise ValueError(f"`{method}({argument}={word!r})`: write one of {known}, or leave it out.")
+        raise ValueError(f"`{method}({argument}={word!r})`: write one of {known}, or None.")
 
 
 def check_loader_options(use: object, uneven: object, *, dispatch: bool, distribute: bool) -> None:
@@ -62,3 +60,12 @@ def check_limits(clip_val: float | None, max_norm: float | None) -> None:
         raise ValueError(f"{written}: pass exactly one of the two.")
     if not limits[0] >= 0:  # also refuses NaN
         raise ValueError(f"{written}: a negative limit would flip the sign of gradients. Write a number from 0 on.")
+
+
+def _what(value: object) -> str:
+    return (
+        f"The class `{value.__name__}`, not an instance," if isinstance(value, type) else f"A `{type(value).__name__}`"
+    )
+
+
+_SETUP = "Write `fabric.setup(module, optimizer, ..., scheduler=scheduler)`, once for each module."

@@ -119,19 +119,19 @@ class _Unsynced:
     @classmethod
     def of(cls, sync: GradientSync, weight: Weight) -> _Unsynced:
         gradient = _first_gradient(sync)
-        return (
-            cls(sync, weight, None, -1)
-            if gradient is None
-            else cls(sync, weight, TensorWeakRef(gradient), gradient._version)
-        )
+        if gradient is None:
+            return cls(sync, weight, None, -1)
+        return cls(sync, weight, TensorWeakRef(gradient), gradient._version)
 
     def is_discarded(self) -> bool:
         """Whether the gradients were set to None or to zero since."""
         gradient = _first_gradient(self.sync)
         then = None if self.gradient is None else self.gradient()
-        is_same = gradient is not None and gradient is then and gradient._version == self.version
-        if is_same and not isinstance(gradient, InShards):  # whose zeroing counts no version
-            return False
+        # Zeroing of a gradient in shards counts no version.
+        if gradient is not None and gradient is then and not isinstance(gradient, InShards):
+            is_as_left: bool = gradient._version == self.version
+            if is_as_left:
+                return False
         return not any(_is_nonzero(parameter.grad) for parameter in self.sync.parameters_held())
 
 
