@@ -126,12 +126,10 @@ class _Unsynced:
     def is_discarded(self) -> bool:
         """Whether the gradients were set to None or to zero since."""
         gradient = _first_gradient(self.sync)
-        then = None if self.gradient is None else self.gradient()
+        then: Tensor | None = None if self.gradient is None else self.gradient()
         # Zeroing of a gradient in shards counts no version.
-        if gradient is not None and gradient is then and not isinstance(gradient, InShards):
-            is_as_left: bool = gradient._version == self.version
-            if is_as_left:
-                return False
+        if then is not None and then is gradient and not isinstance(then, InShards) and then._version == self.version:
+            return False
         return not any(_is_nonzero(parameter.grad) for parameter in self.sync.parameters_held())
 
 
